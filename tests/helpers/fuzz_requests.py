@@ -30,7 +30,48 @@ SCHEMA = {
     "type": "json_schema",
     "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"enum": [1]}}}},
 }
+FUNCTION: dict[str, Any] = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"a": {"enum": [1]}}},
+}
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TALK_WITH_TOOLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "a", "content": "1"},
+]  # fmt: skip
+TOOLS: dict[str, Any] = {
+    "messages": TALK_WITH_TOOLS, "max_tokens": 3, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto",
+    "parallel_tool_calls": False, "prediction": {"type": "content", "content": "the number 7"},
+    "chat_template_kwargs": {}, "continue_final_message": False, "add_generation_prompt": True,
+}  # fmt: skip
+RESPONSES: dict[str, Any] = {
+    "model": "tiny", "instructions": "brief", "max_output_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stream": False,
+    "tools": [{"type": "function", **FUNCTION}], "tool_choice": {"type": "function", "name": "f"}, "store": False,
+    "text": {"format": {"type": "text"}}, "include": ["message.output_text.logprobs"], "top_logprobs": 1,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+    ],
+}  # fmt: skip
+MESSAGES: dict[str, Any] = {
+    "model": "tiny", "max_tokens": 3, "system": [{"type": "text", "text": "brief"}], "temperature": 0.5, "top_k": 4,
+    "stop_sequences": ["x"], "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}], "tool_choice": {"type": "auto"},
+    "thinking": {"type": "disabled"}, "metadata": {"user_id": "me"}, "stream": False,
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "ho"},
+                                          {"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "1"}]}]},
+    ],
+}  # fmt: skip
 ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", TOOLS),
+    ("/v1/responses", RESPONSES),
+    ("/v1/messages", MESSAGES),
+    ("/v1/messages/count_tokens", {key: MESSAGES[key] for key in ("model", "messages", "system", "tools")}),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 3, "response_format": SCHEMA}),
     ("/v1/completions", COMPLETION),

@@ -23,6 +23,8 @@ from foresay.cli.app import app
 from foresay.cli.commands import COMMANDS
 from foresay.cli.lazy import Entry, build
 from foresay.server import requests
+from foresay.server.adapters.message_fields import MessagesRequest
+from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.spec.recipes import DRAFTERS
 from foresay.spec.settings_file import Settings
 
@@ -353,6 +355,7 @@ def undocumented_fields(text: str) -> set[str]:
     )
     kinds += (requests.StreamOptions, requests.Drafting, requests.ResponseFormat)
     kinds += (requests.PredictRequest, requests.TokenizeRequest, requests.DetokenizeRequest)
+    kinds += (ResponsesRequest, MessagesRequest)
     names = set().union(*(model_fields(kind) for kind in kinds))
     neutral = [(name, value) for kind in kinds for name, values in kind.neutral.items() for value in values]
     missing = {name for name in names if f"`{name}`" not in text}

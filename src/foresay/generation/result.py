@@ -40,6 +40,8 @@ class Generation:
     """Seed that reproduces a sampled output; None for a greedy one."""
     exact: bool
     """True if the rule keeps the target's distribution."""
+    stop_string: str | None = None
+    """Stop string that ended the output."""
     draft_error: str | None = None
     """Error of the drafter, if it failed (the output is not affected)."""
     error: RequestError | None = None

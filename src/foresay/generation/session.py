@@ -64,6 +64,7 @@ class _Request:
             stats=Stats.of(self.steps),
             seed=self.seed,
             exact=exact,
+            stop_string=None if self.stop is None else self.stop.matched,
             draft_error=next((step.draft_error for step in self.steps if step.draft_error is not None), None),
             error=last.error,
             tokenizer=self._tokenizer,

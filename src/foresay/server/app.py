@@ -21,7 +21,12 @@ from starlette.exceptions import HTTPException
 
 from foresay.errors import ForesayError
 from foresay.server import generating
-from foresay.server.errors import ApiError, as_api_error, as_api_errors
+from foresay.server.adapters import message_fields, response_fields
+from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
+from foresay.server.adapters.message_format import MessagesFormat
+from foresay.server.adapters.response_fields import ResponsesRequest
+from foresay.server.adapters.response_format import ResponsesFormat
+from foresay.server.errors import ApiError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.guards import App, Guards
 from foresay.server.requests import (
@@ -70,10 +75,6 @@ def make_app(service: Service, *, warm: bool = False) -> App:
     return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
-
-
 def _json_route(service: Service) -> type[APIRoute]:
     """Return a route class whose bodies are parsed by `fields.read`, large ones off the event loop."""
 
@@ -118,10 +119,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_exception(raw_request: Request, error: HTTPException) -> Response:
         api_error = ApiError(error.status_code, f"{raw_request.method} {raw_request.url.path}: {error.detail}")
-        return JSONResponse(api_error.body(), api_error.status, headers=error.headers)
+        return JSONResponse(api_error.body_at(raw_request.url.path), api_error.status, headers=error.headers)
 
     async def on_exception(raw_request: Request, error: Exception) -> Response:
-        return _error_response(as_api_error(error, logger))
+        api_error = as_api_error(error, logger)
+        return JSONResponse(api_error.body_at(raw_request.url.path), api_error.status, headers=api_error.headers)
 
     for kind in (ApiError, ForesayError, Exception):
         app.add_exception_handler(kind, on_exception)
@@ -135,6 +137,23 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
         return await generating.generate(service, request, CompletionShape(), raw_request)
+
+    @app.post("/v1/responses")
+    async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
+        with renamed(response_fields.CHAT_NAMES):
+            form = ResponsesFormat(request.echoed(), service.names[0])
+            return await generating.generate(service, request.chat(), ChatShape(), raw_request, form)
+
+    @app.post("/v1/messages")
+    async def message(request: MessagesRequest, raw_request: Request) -> Response:
+        with renamed(message_fields.CHAT_NAMES):
+            chat, form = request.chat(service.variables), MessagesFormat(service.names[0])
+            return await generating.generate(service, chat, ChatShape(), raw_request, form)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(request: CountRequest) -> dict[str, int]:
+        with renamed(message_fields.CHAT_NAMES):
+            return {"input_tokens": await generating.count_tokens(service, request.chat(service.variables))}
 
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,19 @@ CLIENT_CLOSED = 499
 """Status logged for a client that disconnected before its response."""
 MAX_MESSAGE = 1000
 """Limit in characters of an error message and of a parameter name; longer values sent by a client are cut."""
+
+
+MESSAGES_ROUTE = "/v1/messages"
+"""Prefix of the routes of Anthropic's API."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Error types of Anthropic's API."""
 
 
 class ApiError(Exception):
@@ -55,6 +68,13 @@ class ApiError(Exception):
         """Return the response body: JSON that UTF-8 can encode, even if the client's text cannot be encoded."""
         param = None if self.param is None else _printable(self.param)
         return {"error": {"message": _printable(self.message), "type": self.kind, "param": param, "code": self.code}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """Return the response body of a route. Anthropic's routes have a shape of their own."""
+        if not path.startswith(MESSAGES_ROUTE):
+            return self.body()
+        kind = _MESSAGES_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {**self.body()["error"], "type": kind}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -99,6 +119,18 @@ def as_api_errors(field: str, log: logging.Logger) -> Iterator[None]:
         yield
     except ForesayError as error:
         raise as_api_error(error, log, prompt=field) from error
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameter of an ApiError, which may be a path of names. names: new names of parameters."""
+    try:
+        yield
+    except ApiError as error:
+        first, dot, rest = (error.param or "").partition(".")
+        renamed_path = f"{names.get(first, first)}{dot}{rest}".replace(".function.", ".")
+        error.param = names.get(error.param or "", renamed_path) or None
+        raise
 
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

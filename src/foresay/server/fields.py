@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from foresay.server.errors import ApiError
@@ -60,6 +60,17 @@ def _names(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
+def by_type(*types: str, default: str | None = None) -> Discriminator:
+    """Return the discriminator of a union of objects by their field `type`. default: the type of objects without one."""
+
+    def kind(value: Any) -> Any:
+        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return default if given is None else given
+
+    text = f"the type must be {', '.join(types)}"
+    return Discriminator(kind, custom_error_type="type", custom_error_message=text)
+
+
 def at_most(limit: int) -> BeforeValidator:
     """Limit the size of a list or object before its items are validated: millions of items would block the event loop."""
 
@@ -84,6 +95,11 @@ def read(kind: type[T], body: bytes) -> T:
         data = from_json(body)
     except ValueError as error:
         raise _not_json(body, error) from None
+    return validated(kind, data)
+
+
+def validated(kind: type[T], data: Any) -> T:
+    """Return an object's fields. Raises ApiError (400) for the first error, which names the field."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -22,10 +22,11 @@ from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_errors
+from foresay.server.events import Bodies, Format, OpenAiFormat
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
-from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, encode_event, usage
+from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, most_probable, usage
 from foresay.server.service import Service
 from foresay.text.grammar import Grammar
 from foresay.text.stream import Detokenizer
@@ -45,6 +46,8 @@ class PreparedRequest:
     prompts: list[list[int]]
     params: SamplingParams
     n: int = 1
+    returned: int = 1
+    """Outputs of each prompt that are returned, the most probable of its n."""
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
     grammar: Grammar | None = None
     """Grammar that every output follows."""
@@ -58,15 +61,25 @@ class PreparedRequest:
         ]
 
     def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        if self.returned < self.n and params.logprobs is None:
+            params = replace(params, logprobs=0)
         if self.grammar is None:
             return prompt, params
         return prompt, replace(params, processors=(self.grammar.mask_after(len(prompt)),))
 
 
 async def generate(
-    service: Service, request: ChatRequest | CompletionRequest, shape: Shape, raw_request: Request
+    service: Service,
+    request: ChatRequest | CompletionRequest,
+    shape: Shape,
+    raw_request: Request,
+    form: Format | None = None,
 ) -> Response:
-    """Handle POST /v1/chat/completions and /v1/completions. Raises ApiError for a request that is rejected or fails."""
+    """Handle a request for completions. form: format of the response, by default OpenAI's.
+
+    Raises ApiError for a request that is rejected or fails.
+    """
+    form = OpenAiFormat() if form is None else form
     with as_api_errors(request.prompt_field, logger):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
         outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
@@ -74,11 +87,16 @@ async def generate(
         builder = _ResponseBuilder(service, request, shape, prepared, outputs)
         if not request.stream:
             await _collect(chunks, outputs, raw_request)
+
+            def response() -> Response:
+                return JSONResponse(form.whole(builder.whole()))
+
             # a response that repeats its prompts may be long
-            return await service.prepare(builder.response) if request.echoes else builder.response()
+            return await service.prepare(response) if request.echoes else response()
         first = None if request.only_prompt else await _first(chunks, raw_request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(builder.events(first, chunks), media_type="text/event-stream", headers=headers)
+    events = form.events(builder.events(first, chunks))
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 async def _outputs(
@@ -138,19 +156,22 @@ class _ResponseBuilder:
         is_predicted = bool(self.prepared.params.prediction)
         return usage([len(ids) for ids in self.prepared.prompts], self.outputs, is_predicted=is_predicted)
 
-    def response(self) -> Response:
+    def whole(self) -> dict[str, Any]:
         """Return the response body of complete outputs."""
-        choices = [one.whole() for one in self.outputs]
-        return JSONResponse(self.names.body(self.shape.whole, choices, usage=self.usage()))
+        n = self.prepared.n
+        groups = [self.outputs[i : i + n] for i in range(0, len(self.outputs), n)]
+        best = [one for group in groups for one in most_probable(group, self.prepared.returned)]
+        choices = [one.whole() | {"index": index} for index, one in enumerate(best)]
+        return self.names.body(self.shape.whole, choices, usage=self.usage())
 
-    def _event(self, *choices: dict[str, Any]) -> bytes:
+    def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
         extra: dict[str, Any] = {}
         if self.request.with_usage:
             extra = {"usage": self.usage() if self.request.with_running_usage or not choices else None}
-        return encode_event(self.names.body(self.shape.event, choices, **extra))
+        return self.names.body(self.shape.event, choices, **extra)
 
-    async def events(self, first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[bytes]:
-        """Yield the events of the stream. An error is sent as an event, since the status has been sent."""
+    async def events(self, first: tuple[int, Chunk] | None, chunks: Chunks) -> Bodies:
+        """Yield the bodies of the stream's events. An error is one of them, since the status has been sent."""
         try:
             async with aclosing(chunks):
                 for one in self.outputs if self.request.echoes else ():
@@ -160,17 +181,24 @@ class _ResponseBuilder:
                         yield self._event(choice)
             if self.request.with_usage:
                 yield self._event()
-            yield encode_event("[DONE]")
         except Exception as error:
             api_error = as_api_error(error, logger, prompt=self.request.prompt_field)
             self.service.metrics.failed.labels(str(api_error.status)).inc()
-            yield encode_event(api_error.body())
+            yield api_error.body()
 
 
 async def _none() -> Chunks:
     """Yield nothing."""
     return
     yield
+
+
+async def count_tokens(service: Service, request: ChatRequest) -> int:
+    """Return the number of a chat's prompt tokens. Raises ApiError for a request that is rejected."""
+    service.check_model(request.model)
+    with as_api_errors(request.prompt_field, logger):
+        (ids,) = await service.encoded(request.prompts(), MessageKind.of(service, request).options)
+    return len(ids)
 
 
 async def predict(service: Service, request: PredictRequest, raw_request: Request) -> str:
@@ -185,14 +213,14 @@ async def predict(service: Service, request: PredictRequest, raw_request: Reques
 
 async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -> PreparedRequest:
     """Validate and tokenize a request before it is queued."""
-    prompts, n = request.prompts(), 1 if request.n is None else request.n
-    _check(service, request, len(prompts), n)
+    prompts, n = request.prompts(), request.candidates
+    _check(service, request, len(prompts))
     drafting, schema = DraftingChoice.of(request.foresay), request.requested_schema()
     if isinstance(request, CompletionRequest):
         ids = await service.encoded(prompts)
-        return PreparedRequest(ids, _params(service, request, ids), n, drafting)
+        return PreparedRequest(ids, _params(service, request, ids), n, request.returned, drafting)
     message = MessageKind.of(service, request)
-    ids = await service.encoded(prompts, message.tools)
+    ids = await service.encoded(prompts, message.options)
     predicted = await service.encoded_prediction(request.prediction.text) if request.prediction else ()
     params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
     drafting = service.with_lookup(drafting) if predicted else drafting
@@ -200,20 +228,27 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     source = schema if schema is not None else message.grammar_source()
     param = "tools" if schema is None else "response_format"
     grammar = None if source is None else await service.grammar(source, param=param)
-    return PreparedRequest(ids, params, n, drafting, grammar, message.parser)
+    return PreparedRequest(ids, params, n, n, drafting, grammar, message.parser)
 
 
 def _params(service: Service, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:
     return request.params(service.generator.target.model.max_length - max(len(one) for one in ids))
 
 
-def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: int, n: int) -> None:
+def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: int) -> None:
     settings = service.settings
     service.check_model(request.model)
+    n, candidates = request.returned, request.candidates
     if not 1 <= n <= settings.max_n:
         raise ApiError(400, f"n={n} must be 1 to {settings.max_n}", param="n")
-    if prompts * n > settings.max_prompts:
-        text = f"{prompts * n} outputs (prompts times n) are requested; at most {settings.max_prompts} are allowed"
+    if not n <= candidates <= settings.max_n:
+        raise ApiError(400, f"best_of={candidates} must be n={n} to {settings.max_n}", param="best_of")
+    if candidates > n and request.stream:
+        raise ApiError(
+            400, "best_of above n cannot be streamed: the best outputs are known at the end", param="best_of"
+        )
+    if prompts * candidates > settings.max_prompts:
+        text = f"{prompts * candidates} outputs are requested; at most {settings.max_prompts} are allowed"
         raise ApiError(400, text, param="n")
     if len(request.stops) > settings.max_stops:
         raise ApiError(

@@ -61,7 +61,7 @@ class Guards:
             self._check(scope, headers)
             body = await self._read_body(receive)
         except ApiError as error:
-            await _refuse(error, send_response)
+            await _refuse(error, scope["path"], send_response)
         else:
             with _suppress_after_response(status):
                 await self._app(scope, body, send_response)
@@ -152,8 +152,8 @@ def _suppress_after_response(status: list[int]) -> Iterator[None]:
             raise
 
 
-async def _refuse(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
+async def _refuse(error: ApiError, path: str, send: Send) -> None:
+    body = json.dumps(error.body_at(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

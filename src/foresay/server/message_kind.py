@@ -5,7 +5,7 @@ Owns the link between the request's tool fields and the formats of tool calls. K
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from foresay.server.errors import ApiError
 from foresay.server.requests import ChatRequest
 from foresay.server.service import Service
 from foresay.text.grammar import checked
+from foresay.text.prompts import ChatOptions
 from foresay.text.tool_calls.calls import Tool
 from foresay.text.tool_calls.formats import ToolFormat, format_of, grammar_of, visible_ids
 from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_open
@@ -24,8 +25,8 @@ class MessageKind:
     """The kind of a request's messages."""
 
     tokenizer: Any
-    tools: Sequence[Mapping[str, Any]]
-    """Tools that the chat template describes."""
+    options: ChatOptions
+    """Options of the chat template, with the tools that it describes."""
     callable: Sequence[Tool]
     """Tools that the output may call."""
     format: ToolFormat | None
@@ -51,7 +52,7 @@ class MessageKind:
                 raise ApiError(400, str(error), param="tools") from None
         return MessageKind(
             tokenizer,
-            [one.plain() for one in tools],
+            request.chat_options(service.tokenizer),
             request.callable_tools(),
             chosen,
             request.must_call,
@@ -83,7 +84,7 @@ class MessageKind:
         """Return the parser of one output; None if all of its text is content."""
         if self.format is None and not self.reasons:
             return None
-        names = frozenset(one["function"]["name"] for one in self.tools)
+        names = frozenset(one["function"]["name"] for one in self.options.tools)
         calls = None if self.format is None else self.format.parser(names)
         return MessageParser(
             calls, reasons=self.reasons, is_open=self.is_open, most=1 if self.parallel is False else None

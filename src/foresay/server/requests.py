@@ -6,6 +6,7 @@ Owns the API's field names and their conversion to sampling parameters. Knows no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -17,7 +18,7 @@ from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count
 from foresay.server.tool_fields import SentCall, ToolFields
 from foresay.text.grammar import ANY_OBJECT
-from foresay.text.prompts import FillIn
+from foresay.text.prompts import ChatOptions, FillIn, template_variables
 
 MAX_MESSAGES = 4096
 """Limit on a chat's messages plus their parts."""
@@ -30,7 +31,6 @@ _RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequenc
 _MAX_BIAS = 100.0
 
 _BOTH_NEUTRAL: Neutral = {
-    "best_of": (1,),
     "top_k": (-1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -50,15 +50,13 @@ _BOTH_NEUTRAL: Neutral = {
 }
 """Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here."""
 _CHAT_NEUTRAL: Neutral = {
+    "best_of": (1,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
 }
 """The same for chat completions."""
@@ -218,6 +216,16 @@ class _Sampled(Fields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def returned(self) -> int:
+        """Outputs returned for each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def candidates(self) -> int:
+        """Outputs generated for each prompt."""
+        return self.returned
+
+    @property
     def echoes(self) -> bool:
         """True if the response starts with the prompt."""
         return False
@@ -288,6 +296,32 @@ class ChatRequest(ToolFields, _Sampled):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    """Variables of the chat template."""
+    reasoning_effort: StrictStr | None = None
+    """Variable of the chat template of the same name."""
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    """True if the output continues the last message."""
+
+    def chat_options(self, tokenizer: Any) -> ChatOptions:
+        """Return the options of the chat template. Raises ApiError for those that it does not have."""
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            text = "continue_final_message needs a last message of the assistant"
+            raise ApiError(400, text, param="continue_final_message")
+        begins = self.add_generation_prompt and not self.continue_final_message
+        options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
+        given = {**(self.chat_template_kwargs or {})}
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        known = template_variables(tokenizer, options) if given else frozenset()
+        for name in given:
+            if name not in known:
+                text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
+                raise ApiError(
+                    400, text, param="reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
+                )
+        return replace(options, variables=given)
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
@@ -333,6 +367,13 @@ class CompletionRequest(_Sampled):
     """True if the response's text and log-probabilities start with the prompt's."""
     suffix: StrictStr | None = None
     """Text after the output: the model fills in the text between prompt and suffix."""
+    best_of: StrictInt | None = None
+    """Outputs generated for each prompt; the n with the highest mean log-probability of a token are returned."""
+
+    @property
+    def candidates(self) -> int:
+        """See _Sampled."""
+        return self.returned if self.best_of is None else self.best_of
 
     @property
     def echoes(self) -> bool:

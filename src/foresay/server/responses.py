@@ -5,7 +5,6 @@ Owns the formats and the state of one growing output. Knows no engine and no rou
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import time
@@ -163,8 +162,8 @@ class Output:
         self._index, self._shape, self._options, self._logprobs = index, shape, options, logprobs
         self._echo, self._message = echo or Echo(), Message(parser)
         self._entries: list[Entry] = list(self._echo.entries)
-        self.num_tokens = 0
-        """Tokens generated so far."""
+        self.num_tokens = self.num_reasoning_tokens = 0
+        """Tokens generated so far, and those of them up to the last one of the reasoning."""
         self.steps: list[Step] = []
         self.generation: Generation | None = None
 
@@ -193,6 +192,8 @@ class Output:
             }
         ended = chunk.finish_reason
         pieces = self._message.add(chunk.text, ended=ended is not None)
+        if pieces.reasoning:
+            self.num_reasoning_tokens = self.num_tokens
         field = self._shape.piece(self._message, pieces)
         if not self._shape.ends_apart:
             return [self._choice(field, new, ended, extension)]
@@ -215,10 +216,25 @@ class Output:
         reason = None if ended is None else _REASONS[ended]
         if ended is FinishReason.STOP and self._message.calls:
             reason = "tool_calls"
+        stopped = {}
+        if ended is not None and self.generation is not None:
+            stopped = {"stop_reason": self.generation.stop_string}
         if self._options.stats and ended is not None and self.generation is not None:
             extension = extension | statistics(self.generation)
         extra = {"foresay": extension} if extension else {}
-        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason, **extra}
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason, **stopped, **extra}
+
+
+def most_probable(outputs: Sequence[Output], count: int) -> Sequence[Output]:
+    """Return the `count` outputs with the highest mean log-probability of a token, which all of them have if some are dropped."""
+    if count == len(outputs):
+        return outputs
+
+    def mean(output: Output) -> float:
+        entries = [one.logprob for step in output.steps for one in step.logprobs or ()]
+        return sum(entries) / max(1, len(entries))
+
+    return sorted(outputs, key=mean, reverse=True)[:count]
 
 
 def statistics(generation: Generation) -> dict[str, Any]:
@@ -279,20 +295,12 @@ def usage(prompts: Sequence[int], outputs: Sequence[Output], *, is_predicted: bo
         "total_tokens": sum(prompts) + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    details: dict[str, int] = {}
+    if reasoning := sum(one.num_reasoning_tokens for one in outputs):
+        details["reasoning_tokens"] = reasoning
     if is_predicted:
         steps = [step for one in outputs for step in one.steps]
         accepted = sum(step.num_accepted for step in steps)
         rejected = sum(step.num_drafted for step in steps) - accepted
-        out["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-        }
-    return out
-
-
-def encode_event(body: dict[str, Any] | str) -> bytes:
-    """Encode a server-sent event."""
-    text = (
-        body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    )
-    return f"data: {text}\n\n".encode("utf-8", "replace")
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return out | ({"completion_tokens_details": details} if details else {})

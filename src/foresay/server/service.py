@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ from foresay.server.settings import ServerSettings
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
 from foresay.text.grammar import Grammar, Source
-from foresay.text.prompts import encode
+from foresay.text.prompts import ChatOptions, encode, template_variables
 from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
 
 T = TypeVar("T")
@@ -87,6 +88,11 @@ class Service:
             raise ApiError(400, "this model was loaded without a tokenizer; send token ids", param="prompt")
         return self.generator.tokenizer
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables of the chat template that a request may set."""
+        return template_variables(self.tokenizer, ChatOptions())
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served here."""
         if name is not None and name not in self.names:
@@ -97,15 +103,15 @@ class Service:
                 code="model_not_found",
             )
 
-    async def encoded(self, prompts: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
-        """Return the token ids of each prompt. tools: see `encode`.
+    async def encoded(self, prompts: Sequence[Any], options: ChatOptions | None = None) -> list[list[int]]:
+        """Return the token ids of each prompt. options: see `encode`.
 
         Raises PromptError, and ContextLengthError for a prompt that fills the context.
         """
-        return await self.prepare(lambda: [self._encoded(one, tools) for one in prompts])
+        return await self.prepare(lambda: [self._encoded(one, options) for one in prompts])
 
-    def _encoded(self, prompt: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        ids, context_length = encode(prompt, self.generator.tokenizer, tools), self.generator.target.model.max_length
+    def _encoded(self, prompt: Any, options: ChatOptions | None) -> list[int]:
+        ids, context_length = encode(prompt, self.generator.tokenizer, options), self.generator.target.model.max_length
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids

@@ -6,19 +6,27 @@ Owns the checks of prompts and the use of the chat template. Does not know the m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foresay.errors import PromptError
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
 _ROLES = ("system", "user", "assistant", "tool", "developer")
-
+_ENVIRONMENT = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+_TRAINING_TAGS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""Tags of transformers that mark the assistant's tokens for training."""
+_OF_TEMPLATES = {"messages", "namespace", "range", "raise_exception", "strftime_now", "loop"}
+"""Variables and functions of every template."""
 
 _FILL_IN = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
@@ -55,12 +63,36 @@ def is_batch(prompt: Any) -> bool:
     return isinstance(prompt[0], str | Sequence | torch.Tensor | np.ndarray)
 
 
-def encode(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of the chat template."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the template describes, in OpenAI's format."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as enable_thinking."""
+    add_generation_prompt: bool = True
+    """True to end the prompt with the beginning of the assistant's message."""
+    continue_final_message: bool = False
+    """True to end the prompt with the last message, which the output continues. Excludes add_generation_prompt."""
+
+
+def template_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
+    """Return the names of the variables that a chat template reads and that a caller may set. Empty without a template."""
+    try:
+        template = _TRAINING_TAGS.sub("", tokenizer.get_chat_template(tools=list(options.tools) or None))
+        found = meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
+    except (ValueError, AttributeError, TemplateError):
+        return frozenset()
+    reserved = set(signature(tokenizer.apply_chat_template).parameters)
+    return frozenset(found - reserved - set(tokenizer.special_tokens_map) - _OF_TEMPLATES)
+
+
+def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None) -> list[int]:
     """Return one prompt's token ids. A text is encoded unchanged, messages use the chat template, token ids are [T] integers.
 
-    tools: functions that the messages' template describes, in OpenAI's format. Raises PromptError for an empty prompt, ids of
-    another shape or type, messages that are malformed or that the template refuses, and texts or messages without a tokenizer
-    or template.
+    options: those of the template, for messages. Raises PromptError for an empty prompt, ids of another shape or type, messages
+    that are malformed or that the template refuses, and texts or messages without a tokenizer or template.
     """
     if isinstance(prompt, FillIn):
         return _fill_in(prompt, _require(tokenizer, "a text prompt"))
@@ -81,7 +113,7 @@ def encode(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ())
     if not items:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
     if all(isinstance(item, Mapping) for item in items):
-        return _chat(items, _require(tokenizer, "chat messages"), tools)
+        return _chat(items, _require(tokenizer, "chat messages"), options or ChatOptions())
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
@@ -100,7 +132,7 @@ def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
     return [before, *prefix, after, *suffix, middle]
 
 
-def _chat(messages: Sequence[Message], tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions) -> list[int]:
     for i, message in enumerate(messages):
         if "role" not in message or "content" not in message:
             raise PromptError(f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'")
@@ -108,9 +140,15 @@ def _chat(messages: Sequence[Message], tokenizer: Any, tools: Sequence[Mapping[s
             raise PromptError(f"message {i} has role={message['role']!r}; known roles: {', '.join(_ROLES)}")
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this tokenizer has no chat template; pass a text instead of messages")
+    more: dict[str, Any] = dict(options.variables)
+    if options.tools:
+        more["tools"] = list(options.tools)
+    if options.continue_final_message:
+        more["continue_final_message"] = True
     try:
-        more = {"tools": list(tools)} if tools else {}
-        out = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True, **more)
+        out = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=options.add_generation_prompt, return_dict=True, **more
+        )
     except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"the chat template refused the messages: {error}") from error
     ids: list[int] = out["input_ids"]

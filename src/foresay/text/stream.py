@@ -80,6 +80,13 @@ class StopStrings:
     _count: int = 0
     _detokenizer: Detokenizer | None = None
 
+    @property
+    def matched(self) -> str | None:
+        """The string that ended the output; of several that begin at the same index, the first."""
+        if self.cut_at is None:
+            return None
+        return next(one for one in self.strings if self.text.startswith(one, self.cut_at))
+
     def __call__(self, token_ids: Sequence[int]) -> int | None:
         """Return how many of these uncommitted tokens to keep if the output ends within them, else None."""
         if self._detokenizer is None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import foresay
-from helpers import tiny
+from helpers import chains, tiny
 from helpers.serving import Running
+from helpers.tool_chats import PIECES, TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +30,29 @@ def serve(model: foresay.Generator) -> Iterator[Any]:
     yield start
     for one in begun:
         one.close()
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that reasons, says something, and makes two calls."""
+    special = ["<tool_call>", "<think>", "</think>"]
+    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=special)
+    running = Running(foresay.load(str(folder), num_draft_tokens=3))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.save(tmp_path_factory.mktemp("random"))
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(random_model: Path) -> Iterator[Running]:
+    running = Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3))
+    yield running
+    running.close()

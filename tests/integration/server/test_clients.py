@@ -131,7 +131,7 @@ class TestFieldsThatChangeNothing:
         ("field", "value"),
         [
             ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
-            ("best_of", 2), ("best_of", True), ("echo", True), ("top_k", -2), ("use_beam_search", True),
+            ("best_of", True), ("echo", True), ("top_k", -2), ("use_beam_search", True),
             ("modalities", ["text", "audio"]), ("skip_special_tokens", False), ("verbosity", "high"), ("reasoning_effort", "low"),
         ],
     )  # fmt: skip

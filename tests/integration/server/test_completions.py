@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ import pytest
 import foresay
 from helpers import tiny
 from helpers.families import make
-from helpers.serving import Running
+from helpers.serving import TEXT, Running
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +53,38 @@ def test_texts_and_token_ids_in_one_list(filling: Running) -> None:
 def test_a_model_that_fills_no_gaps(serve: Any) -> None:
     answer = httpx.post(f"{serve().url}/v1/completions", json={"prompt": "a", "suffix": "b"}, timeout=60)
     assert answer.status_code == 400 and "no tokens for filling in" in answer.json()["error"]["message"]
+
+
+def complete(running: Running, **body: Any) -> Any:
+    return httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
+
+
+class TestBestOf:
+    BODY: ClassVar[dict[str, Any]] = {"prompt": [TEXT, "and 7"], "max_tokens": 6, "temperature": 1.0, "seed": 5}
+
+    def test_the_most_probable_outputs_are_returned(self, server: Running) -> None:
+        scored = complete(server, **self.BODY, n=4, logprobs=0)
+        every, best = scored["choices"], complete(server, **self.BODY, n=2, best_of=4)
+        expected = []
+        for group in (every[:4], every[4:]):
+            means = [sum(one["logprobs"]["token_logprobs"]) / len(one["logprobs"]["tokens"]) for one in group]
+            order = sorted(range(4), key=lambda i: -means[i])
+            assert len(set(means)) > 2
+            expected += [group[i]["text"] for i in order[:2]]
+        assert [one["text"] for one in best["choices"]] == expected
+        assert [one["index"] for one in best["choices"]] == [0, 1, 2, 3]
+        assert all(one["logprobs"] is None for one in best["choices"])
+        assert best["usage"]["completion_tokens"] == sum(len(one["logprobs"]["tokens"]) for one in every)
+
+    def test_the_same_number_may_be_streamed(self, server: Running) -> None:
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json={**self.BODY, "n": 2, "best_of": 2, "stream": True}, timeout=60
+        )
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+    @pytest.mark.parametrize(
+        "fields", [{"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 17}, {"best_of": 2, "stream": True}]
+    )
+    def test_refusals(self, server: Running, fields: dict[str, Any]) -> None:
+        answer = httpx.post(f"{server.url}/v1/completions", json={**self.BODY, **fields}, timeout=60)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "best_of"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +12,9 @@ import openai
 import pytest
 
 import foresay
-from helpers import chains, tiny
+from helpers import tiny
 from helpers.serving import Running
-
-TEMPLATE = (
-    "<bos>{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<user>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
-    "{% if message.tool_call_id %}{{ message.tool_call_id }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-PIECES = (
-    *("<think>", "\nWhat is", " asked?", "</think>", "\n\n", "Let me look", "."),
-    *("<tool_call>", '\n{"name": "wea', 'ther", "arg', 'uments": {"ci', 'ty": "Rome"', "}}\n", "</tool_call>"),
-    *("\n<tool_call>\n", '{"name": "time", "arguments": ', "{}", "}\n </tool_call>"),
-)
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "days": {"enum": [1, 2, 3]}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
-TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
-TALK: list[Any] = [{"role": "user", "content": "hello there"}]
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that reasons, says something, and makes two calls."""
-    special = ["<tool_call>", "<think>", "</think>"]
-    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=special)
-    running = Running(foresay.load(str(folder), num_draft_tokens=3))
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny.save(tmp_path_factory.mktemp("random"))
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(random_model: Path) -> Iterator[Running]:
-    running = Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3))
-    yield running
-    running.close()
+from helpers.tool_chats import PIECES, TALK, TIME, WEATHER
 
 
 def client(running: Running) -> openai.OpenAI:
@@ -303,7 +250,9 @@ class TestPrediction:
         assert passes[0] < passes[1] / (4 if length else 1.2)
         details = done["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] == done["usage"]["completion_tokens"] - passes[0]
-        assert details["rejected_prediction_tokens"] == 0 and "completion_tokens_details" not in plain["usage"]
+        assert details["rejected_prediction_tokens"] == 0
+
+        assert set(plain["usage"]["completion_tokens_details"]) == {"reasoning_tokens"}
 
     def test_a_prediction_that_does_not(self, chain: Running) -> None:
         plain = post(chain, temperature=0).json()

@@ -1,0 +1,1 @@
+"""Other APIs over chat completions: OpenAI's Responses and Anthropic's Messages."""

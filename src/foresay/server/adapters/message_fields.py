@@ -1,0 +1,232 @@
+"""Request fields of Anthropic's Messages API, and their conversion to a chat request.
+
+Owns the fields' names. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
+
+from foresay.server.adapters.history import History
+from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, validated
+from foresay.server.requests import MAX_MESSAGES, ChatRequest, Drafting, Number
+from foresay.server.tool_fields import MAX_TOOLS
+
+CHAT_NAMES = {
+    "stop": "stop_sequences",
+    "max_completion_tokens": "max_tokens",
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+}
+"""Names in this API of a chat request's fields."""
+
+
+class Label(Fields):
+    """A label that changes nothing."""
+
+    cache_control: dict[str, Any] | None = None
+    """Accepted and ignored: the beginnings of prompts are always cached."""
+
+
+class TextBlock(Label):
+    """A text."""
+
+    neutral: ClassVar[Neutral] = {"citations": ([],)}
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+Texts = Annotated[list[TextBlock], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+
+
+class ThinkingBlock(Fields):
+    """Reasoning of the assistant. Its signature is not verified."""
+
+    type: Literal["thinking"]
+    thinking: StrictStr
+    signature: StrictStr | None = None
+
+
+class ToolUseBlock(Label):
+    """A call of the assistant."""
+
+    type: Literal["tool_use"]
+    id: StrictStr
+    name: StrictStr
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Label):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: StrictStr
+    content: StrictStr | Texts | None = None
+    is_error: StrictBool | None = None
+    """Accepted and ignored: chat templates do not mark results as errors."""
+
+
+Blocks = Annotated[
+    list[
+        Annotated[
+            Annotated[TextBlock, Tag("text")]
+            | Annotated[ThinkingBlock, Tag("thinking")]
+            | Annotated[ToolUseBlock, Tag("tool_use")]
+            | Annotated[ToolResultBlock, Tag("tool_result")],
+            by_type("text", "thinking", "tool_use", "tool_result"),
+        ]
+    ],
+    Field(fail_fast=True),
+    at_most(MAX_MESSAGES),
+]
+
+
+class InputMessage(Fields):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: StrictStr | Blocks
+
+    def add_to(self, history: History) -> None:
+        """Add the turn to a chat. Adjacent texts are one text."""
+        if isinstance(self.content, str) or not self.content:
+            history.add_text(self.role, self.content if isinstance(self.content, str) else "")
+            return
+        texts: list[str] = []
+
+        def add_texts() -> None:
+            if texts:
+                history.add_text(self.role, "".join(texts))
+                texts.clear()
+
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+                continue
+            add_texts()
+            if isinstance(block, ThinkingBlock):
+                history.add_reasoning(block.thinking)
+            elif isinstance(block, ToolUseBlock):
+                history.add_call(block.id, block.name, block.input)
+            else:
+                history.add_result(block.tool_use_id, _text(block.content or ""))
+        add_texts()
+
+
+class Tool(Label):
+    """A function that the model may call."""
+
+    neutral: ClassVar[Neutral] = {
+        "type": ("custom",),
+        "eager_input_streaming": (True, False),
+        "defer_loading": (False,),
+    }
+
+    name: StrictStr
+    description: StrictStr | None = None
+    input_schema: Annotated[dict[str, Any], at_most(MAX_ITEMS)]
+    strict: StrictBool | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """Return the tool of a chat request."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Fields):
+    """Choice of tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: StrictStr | None = None
+    """Name of the function, for the type "tool"."""
+    disable_parallel_tool_use: StrictBool | None = None
+
+    def chat(self) -> Any:
+        """Return the tool choice of a chat request."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return {"any": "required"}.get(self.type, self.type)
+
+
+class Thinking(Fields):
+    """Reasoning. "disabled" turns it off if the chat template can; "adaptive" leaves it to the model."""
+
+    type: Literal["disabled", "adaptive"]
+
+
+class CountRequest(Fields):
+    """POST /v1/messages/count_tokens."""
+
+    model: StrictStr | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+    system: StrictStr | Texts | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return the messages of a chat."""
+        history = History()
+        if self.system:
+            history.add_text("system", _text(self.system))
+        for message in self.messages:
+            message.add_to(history)
+        return history.messages()
+
+    def chat(self, variables: Container[str]) -> ChatRequest:
+        """Return the chat request. A last message of the assistant is continued. variables: those of the chat template."""
+        more = {}
+        if self.thinking is not None and self.thinking.type == "disabled" and "enable_thinking" in variables:
+            more["chat_template_kwargs"] = {"enable_thinking": False}
+        return validated(ChatRequest, {**self.chat_fields(), **more})
+
+    def chat_fields(self) -> dict[str, Any]:
+        """Return the fields of the chat request that do not depend on the model."""
+        choice, messages = self.tool_choice, self.conversation()
+        parallel = (
+            None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+        )
+        return {
+            "model": self.model,
+            "messages": messages,
+            "tools": [one.chat() for one in self.tools or ()],
+            "tool_choice": None if choice is None else choice.chat(),
+            "parallel_tool_calls": parallel,
+            "continue_final_message": messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
+        }
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
+    max_tokens: StrictInt
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    stop_sequences: Annotated[list[StrictStr], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
+    stream: StrictBool | None = None
+    metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    service_tier: StrictStr | None = None
+    """These two fields label a request. Any value is accepted and ignored."""
+    foresay: Drafting | None = None
+
+    def chat_fields(self) -> dict[str, Any]:
+        """See CountRequest."""
+        options = {"include_usage": True, "continuous_usage_stats": True} if self.stream else None
+        same = ("temperature", "top_p", "top_k", "stream")
+        return {
+            **super().chat_fields(),
+            **{name: getattr(self, name) for name in same},
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream_options": options,
+            "foresay": self.foresay and self.foresay.model_dump(),
+        }
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)

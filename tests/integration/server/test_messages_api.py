@@ -1,0 +1,237 @@
+"""Anthropic's Messages API: the same texts, calls and reasoning as chat completions, in its own format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import foresay
+from helpers import tiny
+from helpers.serving import Running
+from helpers.tool_chats import TALK, TEMPLATE, WEATHER
+
+WEATHER_TOOL = {"name": "weather", "description": "d", "input_schema": WEATHER["function"]["parameters"]}
+TIME_TOOL = {"name": "time", "input_schema": {"type": "object", "properties": {}}}
+
+
+def post(running: Running, path: str = "", **body: Any) -> httpx.Response:
+    given = {"messages": TALK, **body} if path else {"messages": TALK, "max_tokens": 40, "temperature": 0, **body}
+    return httpx.post(f"{running.url}/v1/messages{path}", json=given, timeout=60)
+
+
+def chat(running: Running, messages: list[Any], **body: Any) -> dict[str, Any]:
+    answer = httpx.post(
+        f"{running.url}/v1/chat/completions", json={"messages": messages, "temperature": 0, **body}, timeout=60
+    )
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def test_a_text_is_that_of_a_chat(server: Running) -> None:
+    body = post(server, system=[{"type": "text", "text": "be brief"}], max_tokens=7).json()
+    talk = [{"role": "system", "content": "be brief"}, *TALK]
+    assert body["content"] == [{"type": "text", "text": chat(server, talk, max_tokens=7)["message"]["content"]}]
+    assert (body["type"], body["role"], body["stop_reason"]) == ("message", "assistant", "max_tokens")
+    assert body["usage"]["output_tokens"] == 7
+
+
+def test_a_stop_sequence_is_named(server: Running) -> None:
+    text = post(server).json()["content"][0]["text"]
+    stop = text[5:8]
+    body = post(server, stop_sequences=["not in the text", stop]).json()
+    assert body["content"][0]["text"] == text[: text.index(stop)]
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", stop)
+    assert chat(server, TALK, stop=[stop], max_tokens=40)["stop_reason"] == stop
+
+
+def test_a_conversation_of_blocks(server: Running) -> None:
+    """Texts, thinking, calls and results become the messages of a chat."""
+    call = {"type": "tool_use", "name": "time", "input": {"zone": "utc"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hel", "cache_control": {"type": "ephemeral"}},
+                                     {"type": "text", "text": "lo"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "one moment"},
+            {**call, "id": "a"}, {**call, "id": "b"}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": "9"},
+            {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "10"}], "is_error": False},
+            {"type": "text", "text": "and now"}]},
+    ]  # fmt: skip
+
+    def sent(name: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "time", "arguments": '{"zone": "utc"}'}}
+
+    talk = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "one moment", "reasoning_content": "hm", "tool_calls": [sent("a"), sent("b")]},
+        {"role": "tool", "tool_call_id": "a", "content": "9"},
+        {"role": "tool", "tool_call_id": "b", "content": "10"},
+        {"role": "user", "content": "and now"},
+    ]
+    body = post(server, messages=messages, max_tokens=12).json()
+    assert body["content"][0]["text"] == chat(server, talk, max_tokens=12)["message"]["content"]
+    counted = httpx.post(f"{server.url}/tokenize", json={"messages": talk}, timeout=60).json()["count"]
+    assert post(server, "/count_tokens", messages=messages).json() == {"input_tokens": counted}
+    usage = body["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
+    with_tools = post(server, "/count_tokens", messages=messages, tools=[WEATHER_TOOL]).json()["input_tokens"]
+    assert with_tools > counted + 20
+
+
+def test_reasoning_text_and_calls(chain: Running) -> None:
+    body = post(chain, tools=[WEATHER_TOOL, TIME_TOOL]).json()
+    thinking, text, first, second = body["content"]
+    assert thinking == {"type": "thinking", "thinking": "What is asked?", "signature": ""}
+    assert text == {"type": "text", "text": "Let me look."}
+    assert [(one["type"], one["name"], one["input"]) for one in (first, second)] == [
+        ("tool_use", "weather", {"city": "Rome"}),
+        ("tool_use", "time", {}),
+    ]
+    assert body["stop_reason"] == "tool_use" and first["id"] != second["id"]
+
+
+def events(running: Running, **body: Any) -> list[dict[str, Any]]:
+    out, name = [], None
+    given = {"messages": TALK, "max_tokens": 40, "temperature": 0, "stream": True, **body}
+    with httpx.stream("POST", f"{running.url}/v1/messages", json=given, timeout=60) as answer:
+        for line in answer.iter_lines():
+            kind, _, rest = line.partition(": ")
+            if kind == "event":
+                name = rest
+            elif kind == "data":
+                out.append(json.loads(rest))
+                assert out[-1]["type"] == name
+    return out
+
+
+def test_the_events_of_a_stream_build_the_message(chain: Running) -> None:
+    found = events(chain, tools=[WEATHER_TOOL, TIME_TOOL])
+    assert found[0]["type"] == "message_start" and found[0]["message"]["content"] == []
+    assert found[0]["message"]["usage"]["input_tokens"] > 0 and found[0]["message"]["stop_reason"] is None
+    assert [one["type"] for one in found[-2:]] == ["message_delta", "message_stop"]
+    assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    blocks: list[dict[str, Any]] = []
+    texts: list[str] = []
+    open_index = None
+    for one in found[1:-2]:
+        if one["type"] == "content_block_start":
+            assert one["index"] == len(blocks) and open_index is None
+            blocks.append(one["content_block"])
+            texts.append("")
+            open_index = one["index"]
+        elif one["type"] == "content_block_delta":
+            assert one["index"] == open_index
+            ((_, added),) = [pair for pair in one["delta"].items() if pair[0] != "type"]
+            texts[-1] += added
+        else:
+            assert one["type"] == "content_block_stop" and one["index"] == open_index
+            open_index = None
+    whole = post(chain, tools=[WEATHER_TOOL, TIME_TOOL]).json()
+    assert [one["type"] for one in blocks] == [one["type"] for one in whole["content"]]
+    assert texts[:2] == ["What is asked?", "Let me look."] and json.loads(texts[2]) == {"city": "Rome"}
+    assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_required_calls(server: Running) -> None:
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        (call,) = post(server, tools=[WEATHER_TOOL], tool_choice=choice, max_tokens=200).json()["content"]
+        assert call["name"] == "weather" and set(call["input"]) == {"city", "days"}
+    assert post(server, tools=[WEATHER_TOOL], tool_choice={"type": "none"}).json()["content"][0]["type"] == "text"
+
+
+def test_the_last_message_of_the_assistant_is_continued(server: Running) -> None:
+    talk = [*TALK, {"role": "assistant", "content": "well"}]
+    body = post(server, messages=talk, max_tokens=9).json()
+    again = chat(server, talk, max_tokens=9, continue_final_message=True, add_generation_prompt=False)
+    assert body["content"][0]["text"] == again["message"]["content"]
+    assert body["content"][0]["text"] != chat(server, talk, max_tokens=9)["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0"),
+        ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
+        ({"container": "x"}, "container"),
+        ({"temperature": 5.0}, "temperature"),
+        ({"model": "other"}, "model"),
+    ],
+)
+def test_requests_that_are_refused_in_the_shape_of_the_api(server: Running, fields: dict[str, Any], name: str) -> None:
+    answer = post(server, **fields)
+    assert answer.status_code == (404 if name == "model" else 400), answer.text
+    body = answer.json()
+    assert body["type"] == "error" and name in body["error"]["message"]
+    assert body["error"]["type"] == ("not_found_error" if name == "model" else "invalid_request_error")
+
+
+def test_keys_and_unknown_methods(serve: Any) -> None:
+    running = serve(keys=frozenset({"secret"}))
+    denied = post(running)
+    assert denied.status_code == 401 and denied.json()["error"]["type"] == "authentication_error"
+    body = {"messages": TALK, "max_tokens": 3}
+    allowed = httpx.post(f"{running.url}/v1/messages", json=body, headers={"x-api-key": "secret"}, timeout=60)
+    assert allowed.status_code == 200
+    wrong = httpx.get(f"{running.url}/v1/messages", headers={"x-api-key": "secret"})
+    assert wrong.status_code == 405 and wrong.json()["type"] == "error"
+
+
+def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    """Known ones reach the template, others are refused; disabled thinking is one of them."""
+    folder = tiny.save(tmp_path)
+    tokenizer = tiny.tokenizer()
+    extra = "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}{{ reasoning_effort or '' }}"
+    tokenizer.chat_template = extra + TEMPLATE
+    tokenizer.save_pretrained(folder)
+    running = Running(foresay.load(str(folder)))
+
+    def prompt_tokens(**fields: Any) -> int:
+        answer = httpx.post(
+            f"{running.url}/v1/chat/completions", json={"messages": TALK, "max_tokens": 1, **fields}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+        count: int = answer.json()["usage"]["prompt_tokens"]
+        return count
+
+    def encoded(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    try:
+        base = prompt_tokens()
+        assert prompt_tokens(reasoning_effort="high") == base + encoded("high")
+        assert prompt_tokens(chat_template_kwargs={"enable_thinking": False}) == base + encoded("quick")
+        counts = [
+            post(running, "/count_tokens", **more).json()["input_tokens"]
+            for more in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}})
+        ]
+        assert counts == [base, base + encoded("quick"), base]
+        for name in ("mood", "messages", "tokenize", "bos_token"):
+            answer = httpx.post(
+                f"{running.url}/v1/chat/completions",
+                json={"messages": TALK, "chat_template_kwargs": {name: 1}},
+                timeout=60,
+            )
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
+            assert (
+                f"no variable {name!r}; it has: enable_thinking, reasoning_effort" in answer.json()["error"]["message"]
+            )
+    finally:
+        running.close()
+
+
+def test_a_model_without_variables_refuses_them(server: Running) -> None:
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json={"messages": TALK, "reasoning_effort": "low"}, timeout=60
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "reasoning_effort"

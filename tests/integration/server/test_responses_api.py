@@ -1,0 +1,216 @@
+"""OpenAI's Responses API: the same texts, calls and reasoning as chat completions, in its own format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from helpers.serving import Running
+from helpers.tool_chats import TALK, TIME, WEATHER
+
+WEATHER_TOOL = {"type": "function", **WEATHER["function"]}
+TIME_TOOL = {"type": "function", **TIME["function"]}
+SCHEMA = {
+    "type": "json_schema",
+    "name": "day",
+    "schema": {
+        "type": "object",
+        "properties": {"day": {"enum": ["monday", "friday"]}},
+        "required": ["day"],
+        "additionalProperties": False,
+    },
+}
+
+
+def post(running: Running, **body: Any) -> httpx.Response:
+    return httpx.post(f"{running.url}/v1/responses", json={"temperature": 0, **body}, timeout=60)
+
+
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def chat_text(running: Running, messages: list[Any], **body: Any) -> str:
+    answer = httpx.post(
+        f"{running.url}/v1/chat/completions", json={"messages": messages, "temperature": 0, **body}, timeout=60
+    )
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_a_text_is_that_of_a_chat(server: Running) -> None:
+    answer = client(server).responses.create(
+        model="tiny", input="hello there", instructions="be brief", max_output_tokens=9, temperature=0
+    )
+    talk = [{"role": "system", "content": "be brief"}, *TALK]
+    assert answer.output_text == chat_text(server, talk, max_tokens=9) != ""
+    assert answer.status == "incomplete" and answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage is not None and answer.usage.output_tokens == 9
+    assert answer.instructions == "be brief" and answer.max_output_tokens == 9
+
+
+def test_a_conversation_of_items(server: Running) -> None:
+    """Parts, calls, results and reasoning become the messages of a chat; items of a response can be sent back."""
+    call = {"call_id": "call_1", "name": "time", "arguments": '{"zone": "utc"}'}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "status": "completed", "id": "msg_1", "content": [
+            {"type": "output_text", "text": "one moment", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "fc_1", "status": "completed", **call},
+        {"type": "function_call", "id": "fc_2", "status": "completed", **call, "call_id": "call_2"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "9"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "10"}]},
+        {"role": "user", "content": "and now"},
+    ]  # fmt: skip
+
+    def sent(name: str) -> dict[str, Any]:
+        return {"id": name, "type": "function", "function": {"name": "time", "arguments": '{"zone": "utc"}'}}
+
+    talk = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "one moment", "reasoning_content": "hm", "tool_calls": [sent("call_1"), sent("call_2")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "10"},
+        {"role": "user", "content": "and now"},
+    ]  # fmt: skip
+    body = post(server, input=items, max_output_tokens=12).json()
+    assert body["output"][0]["content"][0]["text"] == chat_text(server, talk, max_tokens=12)
+    counted = httpx.post(f"{server.url}/tokenize", json={"messages": talk}, timeout=60).json()["count"]
+    assert body["usage"]["input_tokens"] == counted
+
+
+def test_reasoning_text_and_calls(chain: Running) -> None:
+    body = post(chain, input="hello there", tools=[WEATHER_TOOL, TIME_TOOL]).json()
+    reasoning, message, first, second = body["output"]
+    assert reasoning["type"] == "reasoning" and reasoning["content"][0]["text"] == "What is asked?"
+    assert message["content"][0]["text"] == "Let me look." and message["status"] == "completed"
+    assert [one["name"] for one in (first, second)] == ["weather", "time"]
+    assert [json.loads(one["arguments"]) for one in (first, second)] == [{"city": "Rome"}, {}]
+    assert body["status"] == "completed" and body["tools"][0]["name"] == "weather"
+    assert 0 < body["usage"]["output_tokens_details"]["reasoning_tokens"] < body["usage"]["output_tokens"]
+
+
+def events(running: Running, **body: Any) -> list[dict[str, Any]]:
+    out = []
+    with httpx.stream(
+        "POST", f"{running.url}/v1/responses", json={"temperature": 0, "stream": True, **body}, timeout=60
+    ) as answer:
+        name = None
+        for line in answer.iter_lines():
+            kind, _, rest = line.partition(": ")
+            if kind == "event":
+                name = rest
+            elif kind == "data":
+                out.append(json.loads(rest))
+                assert out[-1]["type"] == name
+    return out
+
+
+def test_the_events_of_a_stream_build_the_whole_response(chain: Running) -> None:
+    found = events(chain, input="hello there", tools=[WEATHER_TOOL, TIME_TOOL])
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    kinds = [one["type"] for one in found]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    items: dict[int, dict[str, Any]] = {}
+    texts: dict[int, str] = {}
+    for one in found:
+        index = one.get("output_index")
+        if one["type"] == "response.output_item.added":
+            assert index == len(items) and not items.get(index)
+            items[index], texts[index] = one["item"], ""
+        elif one["type"].endswith(".delta"):
+            assert one["item_id"] == items[index]["id"]
+            texts[index] += one["delta"]
+        elif one["type"] == "response.output_item.done":
+            assert one["item"]["id"] == items[index]["id"]
+            items[index] = one["item"]
+    whole = found[-1]["response"]
+    assert [items[i] for i in sorted(items)] == whole["output"]
+    assert list(texts.values()) == ["What is asked?", "Let me look.", '{"city": "Rome"}', "{}"]
+    again = post(chain, input="hello there", tools=[WEATHER_TOOL, TIME_TOOL]).json()
+
+    def stripped(response: dict[str, Any]) -> Any:
+        hidden = {"id", "call_id", "created_at", "input_tokens_details"}
+        if isinstance(response, dict):
+            return {name: stripped(value) for name, value in response.items() if name not in hidden}
+        return [stripped(one) for one in response] if isinstance(response, list) else response
+
+    assert stripped(whole) == stripped(again)
+
+
+def test_the_client_reads_streams(chain: Running) -> None:
+    with client(chain).responses.stream(
+        model="tiny", input="hello there", tools=[WEATHER_TOOL, TIME_TOOL], temperature=0
+    ) as stream:
+        deltas = [one.delta for one in stream if one.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == "Let me look."
+    assert [one.name for one in final.output if one.type == "function_call"] == ["weather", "time"]
+
+
+def test_required_calls_and_schemas(server: Running) -> None:
+    body = post(server, input="hello", tools=[WEATHER_TOOL], tool_choice={"type": "function", "name": "weather"}).json()
+    (call,) = body["output"]
+    arguments = json.loads(call["arguments"])
+    assert call["name"] == "weather" and set(arguments) == {"city", "days"}
+    assert body["tool_choice"] == {"type": "function", "name": "weather"}
+    shaped = post(server, input="hello", text={"format": SCHEMA}).json()
+    assert json.loads(shaped["output"][0]["content"][0]["text"])["day"] in ("monday", "friday")
+    assert shaped["text"]["format"]["schema"] == SCHEMA["schema"]
+
+
+def test_log_probabilities(server: Running) -> None:
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 4}
+    part = post(server, input="hello", **options).json()["output"][0]["content"][0]
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    last = [one for one in events(server, input="hello", **options) if one["type"] == "response.output_text.done"]
+    assert last[0]["logprobs"] == part["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input.0.content.0.type",
+        ),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning_effort"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"input": "x", "tools": [{**TIME_TOOL, "name": "a b"}]}, "tools.0.name"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {**SCHEMA, "schema": {"type": "nothing"}}}}, "text.format"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "x", "include": ["file_search_call.results"]}, "include.0"),
+        ({"input": "x", "temperature": 3.0}, "temperature"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "model": "other"}, "model"),
+    ],
+)
+def test_requests_that_are_refused(server: Running, fields: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/responses", json=fields, timeout=60)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_labels_change_nothing(server: Running) -> None:
+    labels = {
+        "store": True, "user": "me", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s",
+        "service_tier": "flex", "truncation": "disabled", "background": False, "previous_response_id": None,
+        "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "text": {"verbosity": "medium"},
+    }  # fmt: skip
+    plain, labelled = (post(server, input="hello", max_output_tokens=5, **more).json() for more in ({}, labels))
+    assert plain["output"][0]["content"] == labelled["output"][0]["content"]
+    assert labelled["store"] is False, "nothing is stored"
