@@ -179,11 +179,7 @@ class EventOptions(Fields):
 class ResponsesRequest(Fields):
     """POST /v1/responses. Nothing is stored, so that a request contains the whole conversation."""
 
-    neutral: ClassVar[Neutral] = {
-        "background": (False,),
-        "truncation": ("disabled",),
-        "max_tool_calls": tuple(range(1, MAX_TOOLS + 1)),
-    }
+    neutral: ClassVar[Neutral] = {"background": (False,), "truncation": ("disabled",)}
 
     input: StrictStr | Annotated[list[Item], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
     model: StrictStr | None = None
@@ -210,6 +206,8 @@ class ResponsesRequest(Fields):
     service_tier: StrictStr | None = None
     metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
     """These seven fields label a request. Any value is accepted and ignored."""
+    max_tool_calls: StrictInt | None = None
+    """Limits calls of the API's own tools, which do not exist here."""
     foresay: Drafting | None = None
 
     def messages(self) -> list[dict[str, Any]]:
