@@ -290,7 +290,7 @@ def _dims(image: Image, dice: random.Random) -> None:
     """Another shape over the same bytes."""
     one = dice.choice(image.tensors)
     way = dice.randrange(4)
-    if way == 0:
+    if way == 0 and one.dims:
         one.dims[dice.randrange(len(one.dims))] = dice.choice(COUNTS)
     elif way == 1:
         one.dims.reverse()
@@ -303,6 +303,8 @@ def _dims(image: Image, dice: random.Random) -> None:
 def _sizes(image: Image, dice: random.Random) -> None:
     """Another shape, and as many bytes as it takes."""
     one = dice.choice(image.tensors)
+    if not one.dims or one.kind not in set(gguf.GGMLQuantizationType):  # after earlier changes
+        return
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(one.kind)]
     i = dice.randrange(len(one.dims))
     one.dims[i] = dice.choice((1, 32, 64, 96, 128, 2 * one.dims[i], one.dims[i] + 1, max(1, one.dims[i] - 1), 1 << 20))

@@ -114,12 +114,14 @@ PAGES = {
     "docs/how-to/transformers.md": ["tensor("],
     "docs/how-to/own-drafter.md": ["[6, 7, 8, 9]"],
     "docs/how-to/chat.md": [],
+    "docs/how-to/memory.md": ["\n"],
     "docs/reference/expressions.md": ["False\n"],
     "docs/reference/errors.md": ["Did you mean 'suffix'?"],
 }
 """Pages that run from top to bottom, and parts of what they print."""
 OTHERS = {
     "docs/start/serve.md": "tests/integration/server/test_api.py",
+    "docs/how-to/clients.md": "tests/clients/test_page.py",
     "docs/how-to/tools.md": "tests/integration/server/test_tools.py",
     "docs/how-to/vllm.md": "test_vllms_arguments_are_those_of_the_page",
     "docs/how-to/several-machines.md": "test_the_page_of_workers",

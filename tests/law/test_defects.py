@@ -18,7 +18,7 @@ from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStore, NgramStoreDrafter, PastRequests, SuffixDrafter
+from foresay.drafters import Cascade, MaxGram, Memory, ModelDrafter, NgramStore, NgramStoreDrafter, SuffixDrafter
 from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength
 from foresay.models.table import TableModel
@@ -32,7 +32,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: ModelDrafter(DRAFT, SIZE),
     "perfect": lambda: ModelDrafter(TARGET, SIZE),
-    "suffix": lambda: SuffixDrafter(PastRequests(256)),
+    "suffix": lambda: SuffixDrafter(Memory(max_tokens=256)),
     "cascade": lambda: Cascade([ModelDrafter(DRAFT, SIZE), MaxGram()], [[3, 2], [0, 2]]),
 }
 Outcome = tuple[tuple[int, ...], bool]
@@ -260,7 +260,7 @@ SHARP = TableModel(torch.tensor([0.8, 0.1, 0.1]).expand(3, 3, 3))
 VAGUE = TableModel(torch.tensor([0.5, 0.3, 0.2]).expand(3, 3, 3))
 KEPT: dict[str, Callable[[], Callable[[], Drafter]]] = {
     "ngram_store": lambda: (lambda store: lambda: NgramStoreDrafter(3, store=store))(NgramStore(3)),
-    "suffix": lambda: (lambda past: lambda: SuffixDrafter(past))(PastRequests(512)),
+    "suffix": lambda: (lambda past: lambda: SuffixDrafter(past))(Memory(max_tokens=512)),
     "cascade": lambda: (
         lambda store: lambda: Cascade([ModelDrafter(VAGUE, 3), NgramStoreDrafter(3, store=store)], [[3, 3], [0, 3]])
     )(NgramStore(3)),

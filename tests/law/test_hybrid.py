@@ -12,7 +12,7 @@ from foresay.decoding import step as step_module
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Hybrid, MaxGram, ModelDrafter, PastRequests, SuffixDrafter
+from foresay.drafters import Hybrid, MaxGram, Memory, ModelDrafter, SuffixDrafter
 from foresay.lengths import ThroughputLength, measured_drafter
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Callable[[], LengthPolicy]] = {
     "every row's length": lambda: ThroughputLength(),
     "fixed for sampled rows": lambda: ThroughputLength(sampled=3),
 }
-LOOKUPS = {"max_gram": MaxGram, "suffix": lambda: SuffixDrafter(PastRequests(512))}
+LOOKUPS = {"max_gram": MaxGram, "suffix": lambda: SuffixDrafter(Memory(max_tokens=512))}
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from foresay.decoding import trees
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelTreeDrafter, PastRequests, SuffixTreeDrafter
+from foresay.drafters import Memory, ModelTreeDrafter, SuffixTreeDrafter
 from foresay.engine import Engine
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
@@ -28,7 +28,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn": lambda: TableTree(DRAFT, named=()),
     "named": lambda: TableTree(DRAFT, named=range(8)),
     "model": lambda: ModelTreeDrafter(DRAFT, SIZE, branches=3, width=2),
-    "suffix": lambda: SuffixTreeDrafter(PastRequests(256), branches=3),
+    "suffix": lambda: SuffixTreeDrafter(Memory(max_tokens=256), branches=3),
 }
 
 

@@ -99,7 +99,7 @@ INSIDE = {
         {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"schema_compiler"},
     ],
-    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party", "ngram_recipes"}, {"recipes"}],
+    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party", "ngram_recipes"}, {"recipes"}, {"remembering"}],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},

@@ -65,4 +65,4 @@ def test_what_is_not_pinned_has_its_version_in_the_makefile() -> None:
 def test_each_environment_begins_with_the_newest_pip() -> None:
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     made = [i for i, line in enumerate(lines) if " -m venv " in line]
-    assert len(made) == 2 and all(lines[i + 1].endswith(" --upgrade pip") for i in made)
+    assert len(made) == 4 and all(lines[i + 1].endswith(" --upgrade pip") for i in made)

@@ -160,6 +160,18 @@ COMMANDS = {
             ),
         },
     ),
+    "memory": Entry(
+        "Show or merge the texts that a server keeps.",
+        panel=OTHER,
+        commands={
+            "show": Entry("Show how much a memory has kept.", "memory:show", ("foresay memory show memory",)),
+            "merge": Entry(
+                "Add the texts of memories to another one.",
+                "memory:merge",
+                ("foresay memory merge all memory-1 memory-2",),
+            ),
+        },
+    ),
     "info": Entry(
         "Show versions and caches, or what a model supports.",
         "info:run",

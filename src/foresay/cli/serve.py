@@ -64,6 +64,19 @@ class ServingOptions:
             metavar="NAME", help=f"Format of the model's tool calls: auto (by its chat template), {', '.join(FORMATS)}."
         ),
     ] = DEFAULTS.tool_format
+    memory: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder that keeps outputs and prompts, from which later requests draft; apart for each API key.",
+        ),
+    ] = None
+    memory_prompts: Annotated[
+        bool, typer.Option("--memory-prompts/--no-memory-prompts", help="Keep prompts, not only outputs.")
+    ] = True
+    memory_shared: Annotated[
+        bool, typer.Option("--memory-shared", help="Let requests of all API keys draft from each other's texts.")
+    ] = False
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; further ones are answered with status 429.")
     ] = DEFAULTS.max_waiting
@@ -83,6 +96,8 @@ class ServingOptions:
                 raise ConfigError(
                     f"--cors {origin!r} must be an origin such as https://example.org, without a path, or *"
                 )
+        if self.memory is None and (self.memory_shared or not self.memory_prompts):
+            raise ConfigError("--memory-shared and --no-memory-prompts need --memory DIR")
         for name in self.allow_host or ():
             if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
                 raise ConfigError(
@@ -96,6 +111,7 @@ class ServingOptions:
             cors=tuple(self.cors or ()),
             hosts=tuple(self.allow_host or ()),
             tool_format=self.tool_format,
+            memory_shared=self.memory_shared,
             max_waiting=self.max_waiting,
             timeout_s=self.timeout,
             prefill_wait_s=self.prefill_wait,
@@ -133,7 +149,13 @@ def run(
         for one in sockets:
             opened.callback(one.close)
         generator = load_generator(
-            ModelOptions(which.name, draft), drafter, methods, machine, max_batch_size=batch_size
+            ModelOptions(which.name, draft),
+            drafter,
+            methods,
+            machine,
+            max_batch_size=batch_size,
+            memory=serving.memory,
+            memory_prompts=serving.memory_prompts,
         )
         opened.pop_all()  # from here on the server closes them
     service = Service(generator, settings, serving.name or [served_name(generator.target.name)])

@@ -73,6 +73,8 @@ class SamplingParams:
     """Strings that end the output; the text is cut before the first of them."""
     prediction: tuple[int, ...] = ()
     """Tokens that the output probably repeats, from its beginning or in parts: n-gram drafters draft them."""
+    owner: str = ""
+    """Owner of the request's text: drafters that keep texts never draft from those of another owner."""
     visible_token_ids: tuple[int, ...] = ()
     """Special tokens that are part of the text; others are left out of it."""
     ignore_eos: bool = False
@@ -100,6 +102,8 @@ class SamplingParams:
             check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, 1000)
+        if not isinstance(self.owner, str):
+            raise ConfigError(f"owner={self.owner!r} must be a string")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 

@@ -4,12 +4,13 @@ from foresay.drafters.cascade import Cascade
 from foresay.drafters.head import HeadDrafter, HeadTreeDrafter
 from foresay.drafters.hybrid import Hybrid
 from foresay.drafters.max_gram import MaxGram
+from foresay.drafters.memory import Memory
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.model_tree import ModelTreeDrafter
 from foresay.drafters.ngram_store import NgramStore, NgramStoreDrafter
 from foresay.drafters.prompt_lookup import PromptLookup
 from foresay.drafters.self_draft import SelfDrafter
-from foresay.drafters.suffix import PastRequests, SuffixDrafter
+from foresay.drafters.suffix import SuffixDrafter
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
 
 __all__ = [
@@ -18,11 +19,11 @@ __all__ = [
     "HeadTreeDrafter",
     "Hybrid",
     "MaxGram",
+    "Memory",
     "ModelDrafter",
     "ModelTreeDrafter",
     "NgramStore",
     "NgramStoreDrafter",
-    "PastRequests",
     "PromptLookup",
     "SelfDrafter",
     "SuffixDrafter",

@@ -98,6 +98,9 @@ class Hybrid(Drafter):
     ) -> None:
         matched = proposal.matched or [0] * len(rows)
         is_match = [n > 0 and m >= self.min_match for n, m in zip(proposal.num_tokens, matched, strict=True)]
+        for i, is_used in enumerate(is_match):
+            if not is_used:
+                self._lookup.unused(i)
         if any(is_match):
             counts = [n if on else 0 for n, on in zip(proposal.num_tokens, is_match, strict=True)]
             builder.add(proposal, policy.num_to_score(rows, counts, matched))

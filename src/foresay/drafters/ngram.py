@@ -47,6 +47,9 @@ class NgramDrafter(Drafter, Generic[State]):
     def finish(self, state: State) -> None:
         """Handle a row that has left the batch; the default does nothing."""
 
+    def unused(self, index: int) -> None:
+        """Handle a row's last draft that is not used; the default does nothing."""
+
     def admit(self, rows: Rows, first: int) -> None:
         """Create a state for each new row."""
         assert len(self._states) == first

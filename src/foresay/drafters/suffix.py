@@ -1,116 +1,37 @@
 """Suffix drafting: copy the tokens after the context's longest match in its own text or in earlier requests.
 
-SuffixDecoding (Oliaro et al. 2024): the longer the match, the longer the draft. A row's text and earlier requests are indexed by
-suffix automata, which extend a match in amortised O(1) per token.
+SuffixDecoding (Oliaro et al. 2024): the longer the match, the longer the draft. A row's text is indexed by a suffix automaton,
+which extends a match in amortised O(1) per token, earlier requests by a memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Lock
 
 import torch
 
 from foresay.checks import check_float, check_int
-from foresay.decoding.rows import IntArray, Row
+from foresay.decoding.proposal import Verification
+from foresay.decoding.protocols import ModelOutput
+from foresay.decoding.rows import Row, Rows
+from foresay.drafters.memory import Memory
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.suffix_automaton import SuffixAutomaton
 
-_REMATCH = 64
-"""Last tokens of the context that are matched again after the past requests have changed."""
-
-
-class _Past:
-    """One automaton over finished requests, and their text."""
-
-    __slots__ = ("automaton", "text")
-
-    def __init__(self) -> None:
-        self.automaton = SuffixAutomaton()
-        self.text: list[int] = []
-
-    def add(self, tokens: IntArray) -> None:
-        """Append a request after a unique negative separator, so that no match crosses requests."""
-        new = [-1 - self.automaton.size, *tokens.tolist()]
-        self.automaton.extend(new)
-        self.text += new
-
-    def continuation(self, state: int, length: int, count: int) -> tuple[list[int], int]:
-        """Return (the tokens after a match's longest suffix that did not always end its request, that suffix's length)."""
-        automaton = self.automaton
-        while state:
-            if found := self.after(automaton.recent_end(state), count):
-                return found, length
-            for token, following in list(automaton.next[state].items()):
-                if token >= 0:
-                    return self.after(automaton.first_end[following] - 1, count), length
-            state = automaton.link[state]
-            length = automaton.length[state]
-        return [], 0
-
-    def after(self, end: int, count: int) -> list[int]:
-        """Return up to `count` tokens from index `end` on, within their request."""
-        out: list[int] = []
-        for token in self.text[end : end + count]:
-            if token < 0:
-                break
-            out.append(token)
-        return out
-
-
-class PastRequests:
-    """Earlier requests, in bounded memory: when the newer half is full, the older half is dropped."""
-
-    def __init__(self, max_tokens: int = 1 << 18) -> None:
-        """max_tokens: most tokens to keep, about 400 bytes each; 0 keeps nothing."""
-        self.max_tokens = check_int("max_tokens", max_tokens, 0, 1 << 26)
-        self._lock = Lock()
-        self.halves: tuple[_Past, ...] = (_Past(),)
-
-    def __len__(self) -> int:
-        """Return the number of stored tokens, including one separator per request."""
-        return sum(half.automaton.size for half in self.halves)
-
-    def add(self, tokens: IntArray) -> None:
-        """Store a finished request, or its last tokens if it exceeds half of the memory."""
-        half = self.max_tokens // 2
-        if half < 2 or len(tokens) == 0:
-            return
-        tokens = tokens[-(half - 1) :]
-        with self._lock:
-            newest = self.halves[-1]
-            if newest.automaton.size + len(tokens) + 1 > half:
-                newest = _Past()
-                self.halves = (self.halves[-1], newest)
-            newest.add(tokens)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self.halves = (_Past(),)
-
-
-class _Match:
-    """The match of a row's context in one half of the past requests."""
-
-    __slots__ = ("length", "past", "read", "size", "state")
-
-    def __init__(self, past: _Past) -> None:
-        self.past, self.size = past, past.automaton.size
-        self.state = self.length = self.read = 0
-
 
 class SuffixState:
-    """A row's own automaton, and its matches in past requests."""
+    """A row's own automaton, and its last draft."""
 
-    __slots__ = ("automaton", "committed", "full_context", "matched", "matches")
+    __slots__ = ("automaton", "committed", "from_memory", "full_context", "matched")
 
     def __init__(self, row: Row) -> None:
         self.committed = row
         self.automaton = SuffixAutomaton()
         self.full_context = row.full_context
-        self.matches: dict[int, _Match] = {}
         self.matched = 0
+        """Length of the match that the last draft was copied from."""
+        self.from_memory = False
+        """True if it was copied from an earlier request."""
 
 
 class SuffixDrafter(NgramDrafter[SuffixState]):
@@ -118,19 +39,21 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
 
     def __init__(
         self,
-        past: PastRequests | None = None,
+        memory: Memory | None = None,
         *,
+        prompts: bool = True,
         scale: float = 3.0,
         min_match: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """past: earlier requests, which drafters may share; None searches only the row's own text.
+        """memory: earlier requests, which drafters may share; None searches only the row's own text.
 
-        scale: draft tokens per matched token. min_match: shortest match that gives a draft.
+        prompts: False to keep only outputs in the memory. scale: draft tokens per matched token. min_match: shortest match that
+        gives a draft.
         """
         super().__init__(device)
-        self.past = past
-        self.keeps_requests = past is not None
+        self.memory, self.prompts = memory, prompts
+        self.keeps_requests = memory is not None
         self.scale = check_float("scale", scale, 0.1, 64.0)
         self.min_match = check_int("min_match", min_match, 1, 1024)
 
@@ -141,12 +64,14 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
         return state
 
     def finish(self, state: SuffixState) -> None:
-        """Add a finished request to the past requests."""
-        if self.past is not None:
-            self.past.add(state.committed.full_context)
+        """Add a finished request to the memory."""
+        if self.memory is not None:
+            row = state.committed
+            kept = row.full_context if self.prompts else row.tokens[row.prompt_length :]
+            self.memory.add(row.params.owner, kept)
 
     def reset(self) -> None:
-        """Add every row to the past requests, and forget it."""
+        """Add every row to the memory, and forget it."""
         for state in self._states:
             self.finish(state)
         super().reset()
@@ -162,14 +87,12 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
         drafted = context[len(state.full_context) :].tolist()
         node, length = own.followed(*own.match(drafted, own.last, own.size))
         found = state.full_context[(end := own.recent_end(node)) : end + count].tolist() if length else []
-        for past in self.past.halves if self.past is not None else ():
-            other, other_length = self._in_past(state, past, drafted, count)
-            if other_length > length and other:
-                found, length = other, other_length
-        state.matched = length
-        if length < self.min_match:
+        remembered, tokens = next(self._remembered(row, count), (0, []))
+        state.from_memory = remembered > length
+        state.matched = max(length, remembered)
+        if state.matched < self.min_match:
             return []
-        return found[: max(1, int(self.scale * length))]
+        return (tokens if state.from_memory else found)[: max(1, int(self.scale * state.matched))]
 
     def others(self, row: Row, state: SuffixState, count: int) -> Iterator[list[int]]:
         """Yield continuations of other and of shorter matches, longest first. Call `draft_tokens` before."""
@@ -183,26 +106,25 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
                 yield state.full_context[end : end + most].tolist()
             node = own.link[node]
             length = own.length[node]
-        for past in self.past_halves():
-            found, matched = self._in_past(state, past, drafted, count)
+        for matched, found in self._remembered(row, count):
             if matched >= self.min_match:
                 yield found[: max(1, int(self.scale * matched))]
 
-    def _in_past(self, state: SuffixState, past: _Past, drafted: list[int], count: int) -> tuple[list[int], int]:
-        """Return (the tokens after the longest match in one half of the past requests, that match's length)."""
-        automaton = past.automaton
-        known = state.matches.get(id(past))
-        if known is None or known.past is not past or known.size != automaton.size:
-            known = _Match(past)
-            known.read = max(0, len(state.full_context) - _REMATCH)
-            state.matches = {id(m.past): m for m in state.matches.values() if m.past in self.past_halves()}
-            state.matches[id(past)] = known
-        new = state.full_context[known.read :].tolist()
-        known.state, known.length = automaton.match(new, known.state, known.length)
-        known.read = len(state.full_context)
-        node, length = automaton.followed(*automaton.match(drafted, known.state, known.length))
-        return past.continuation(node, length, count)
+    def _remembered(self, row: Row, count: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (length of a match in earlier requests of the row's owner, tokens after it)."""
+        if self.memory is not None:
+            yield from self.memory.continuations(row.params.owner, row.full_context, count)
 
-    def past_halves(self) -> tuple[_Past, ...]:
-        """Return the current halves of the past requests."""
-        return () if self.past is None else self.past.halves
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
+        """Count accepted draft tokens that were copied from earlier requests."""
+        if self.memory is None or verification is None:
+            return
+        for state, accepted in zip(self._states, verification.num_accepted.tolist(), strict=True):
+            if state.from_memory:
+                self.memory.drafts += 1
+                self.memory.accepted += int(accepted)
+                state.from_memory = False
+
+    def unused(self, index: int) -> None:
+        """See NgramDrafter."""
+        self._states[index].from_memory = False

@@ -15,7 +15,8 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Row, Rows
 from foresay.drafters.known_text import known_tokens
-from foresay.drafters.suffix import PastRequests, SuffixDrafter, SuffixState
+from foresay.drafters.memory import Memory
+from foresay.drafters.suffix import SuffixDrafter, SuffixState
 
 MAX_BRANCHES = 16
 
@@ -25,15 +26,16 @@ class SuffixTreeDrafter(SuffixDrafter):
 
     def __init__(
         self,
-        past: PastRequests | None = None,
+        memory: Memory | None = None,
         *,
         branches: int = 3,
+        prompts: bool = True,
         scale: float = 3.0,
         min_match: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """branches: most continuations. past, scale, min_match: see `SuffixDrafter`."""
-        super().__init__(past, scale=scale, min_match=min_match, device=device)
+        """branches: most continuations. memory, prompts, scale, min_match: see `SuffixDrafter`."""
+        super().__init__(memory, prompts=prompts, scale=scale, min_match=min_match, device=device)
         self.branches = check_int("branches", branches, 1, MAX_BRANCHES)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack, cast
 
-from foresay.checks import check_int
+from foresay.checks import check_flag, check_int
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError, UnknownNameError
@@ -21,6 +21,7 @@ from foresay.models.sources.resolve import resolve
 from foresay.spec.expressions import Call
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
 from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
+from foresay.spec.remembering import remembering
 from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ def load(
     tokenizer: Tokenizer | None = None,
     eos_token_ids: int | Iterable[int] | None = None,
     share_prefixes: bool = True,
+    memory: str | os.PathLike[str] | None = None,
+    memory_prompts: bool = True,
     **options: Unpack[LoadKeywords],
 ) -> Generator:
     """Load a target model with its drafter.
@@ -56,6 +59,8 @@ def load(
     max_batch_size: maximum number of rows decoded at once, by default 32.
     eos_token_ids: end-of-sequence ids, by default the model's.
     share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
+    memory: a folder that keeps outputs, and prompts unless memory_prompts is False; the drafter copies from them as well. It is
+    created if it is missing.
     options: fields of LoadOptions, for target and draft alike.
 
     Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
@@ -74,6 +79,8 @@ def load(
     settings = LoadOptions(**_known(given))
     if drafter == "auto" and draft is None and not ngrams:
         drafter = default_drafter(target, settings)
+    if memory is not None:
+        drafter = _remembering(draft, drafter, os.fspath(memory), memory_prompts)
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(name, num_draft_tokens, length)
@@ -87,6 +94,16 @@ def load(
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
+
+
+def _remembering(draft: Any, drafter: Any, memory: str, prompts: bool) -> str:
+    if isinstance(draft, str | os.PathLike) and drafter in ("auto", "model"):
+        raise ConfigError("memory= needs the draft model as an expression: drafter='model(NAME)' instead of draft=")
+    if not isinstance(drafter, str) or draft is not None:
+        raise ConfigError("memory= needs a drafter that is an expression, such as 'suffix'")
+    return remembering(
+        "suffix" if drafter == "auto" else drafter, memory, prompts=check_flag("memory_prompts", prompts)
+    )
 
 
 def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:

@@ -141,8 +141,9 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
-            form = ResponsesFormat(request.echoed(), service.names[0])
-            return await generating.generate(service, request.chat(), ChatShape(), raw_request, form)
+            chat = request.chat()
+            form = ResponsesFormat(request.echoed(chat), service.names[0])
+            return await generating.generate(service, chat, ChatShape(), raw_request, form)
 
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
@@ -208,16 +209,20 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(await service.sessions()), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.text(await service.sessions(), service.memory), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
-        prompt: Any = request.prompt if request.messages is None else [one.plain() for one in request.messages]
+        prompt: Any = request.prompt
+        options = None
+        if request.messages is not None:
+            prompt = [one.plain() for one in request.messages]
+            options = request.chat_options(service.tokenizer, request.messages[-1].role)
         with as_api_errors("prompt" if request.messages is None else "messages", logger):
-            (ids,) = await service.encoded([prompt])
+            (ids,) = await service.encoded([prompt], options)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
 
     @app.post("/detokenize")

@@ -143,7 +143,8 @@ def _first(error: ValidationError, data: Any) -> ApiError:
     errors = [
         (_path(one["loc"], one["type"], data), one) for one in error.errors(include_url=False, include_context=False)
     ]
-    top = errors[0][0][:1]
+    unknown = [path[:1] for path, one in errors if len(path) == 1 and one["type"] == "extra_forbidden"]
+    top = unknown[0] if unknown else errors[0][0][:1]
     own = [(path, one) for path, one in errors if path[:1] == top]
     path = max(
         (path for path, _ in own), key=lambda path: (len(path), [part for part in path if isinstance(part, int)])

@@ -29,6 +29,7 @@ from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, Pr
 from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, most_probable, usage
 from foresay.server.service import Service
 from foresay.text.grammar import Grammar
+from foresay.text.prompts import fill_in_marks
 from foresay.text.stream import Detokenizer
 from foresay.text.tool_calls.message import MessageParser
 
@@ -82,6 +83,7 @@ async def generate(
     form = OpenAiFormat() if form is None else form
     with as_api_errors(request.prompt_field, logger):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
+        prepared = replace(prepared, params=replace(prepared.params, owner=service.owner(raw_request.state)))
         outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
         chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
         builder = _ResponseBuilder(service, request, shape, prepared, outputs)
@@ -217,6 +219,9 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     _check(service, request, len(prompts))
     drafting, schema = DraftingChoice.of(request.foresay), request.requested_schema()
     if isinstance(request, CompletionRequest):
+        if request.suffix and fill_in_marks(service.tokenizer) is None:
+            text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
+            raise ApiError(400, text, param="suffix")
         ids = await service.encoded(prompts)
         return PreparedRequest(ids, _params(service, request, ids), n, request.returned, drafting)
     message = MessageKind.of(service, request)

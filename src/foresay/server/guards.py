@@ -58,7 +58,7 @@ class Guards:
             await send(message)
 
         try:
-            self._check(scope, headers)
+            scope["state"]["owner"] = self._check(scope, headers)
             body = await self._read_body(receive)
         except ApiError as error:
             await _refuse(error, scope["path"], send_response)
@@ -77,8 +77,11 @@ class Guards:
             }
             logger.info("%s", json.dumps(line))
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise ApiError for a request that is not permitted, or whose declared body is too large."""
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
+        """Return the owner of a request, which is its key; empty without keys.
+
+        Raises ApiError for a request that is not permitted, or whose declared body is too large.
+        """
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._settings.max_body_bytes:
             raise ApiError(413, f"the body exceeds {self._settings.max_body_bytes} bytes", code="body_too_large")
@@ -86,15 +89,17 @@ class Guards:
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
         elif scope["path"] not in OPEN_ROUTES:
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-            self._check_key(key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b""))
+            return self._checked_key(key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b""))
+        return ""
 
-    def _check_key(self, key: bytes) -> None:
+    def _checked_key(self, key: bytes) -> str:
         given = sha256(key.strip()).digest()
         # compare every key, so that the time taken reveals nothing about a near match
         matches = [hmac.compare_digest(given, item) for item in self._keys]
         if not any(matches):
             text = "an API key is required; send Authorization: Bearer KEY or X-Api-Key: KEY"
             raise ApiError(401, text, code="invalid_api_key")
+        return key.strip().decode("latin-1")
 
     def _check_host(self, header: str) -> None:
         """Raise ApiError for an unknown host name. A foreign page's name could resolve to this machine (DNS rebinding)."""

@@ -106,7 +106,8 @@ def as_completion(entries: Sequence[Entry]) -> dict[str, Any]:
         "tokens": [one.own.name for one in entries],
         "token_logprobs": [one.own.value for one in entries],
         "top_logprobs": [
-            None if one.own.value is None else {other.name: other.value for other in one.top} for one in entries
+            None if one.own.value is None else {other.name: other.value for other in (*one.top, one.own)}
+            for one in entries
         ],
         "text_offset": [one.start for one in entries],
     }

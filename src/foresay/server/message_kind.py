@@ -52,7 +52,7 @@ class MessageKind:
                 raise ApiError(400, str(error), param="tools") from None
         return MessageKind(
             tokenizer,
-            request.chat_options(service.tokenizer),
+            request.chat_options(service.tokenizer, request.messages[-1].role),
             request.callable_tools(),
             chosen,
             request.must_call,
@@ -87,5 +87,9 @@ class MessageKind:
         names = frozenset(one["function"]["name"] for one in self.options.tools)
         calls = None if self.format is None else self.format.parser(names)
         return MessageParser(
-            calls, reasons=self.reasons, is_open=self.is_open, most=1 if self.parallel is False else None
+            calls,
+            reasons=self.reasons,
+            is_open=self.is_open,
+            most=1 if self.parallel is False else None,
+            only_calls=self.must_call,
         )

@@ -11,6 +11,7 @@ from time import perf_counter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from foresay.decoding.outcome import FinishReason, Step
+from foresay.drafters import Memory
 from foresay.generation.session import Session
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -54,6 +55,10 @@ class Metrics:
         self.running = gauge("num_requests_running", "Rows being decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests waiting for a row.")
         self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
+        self.memory_tokens = gauge("memory_tokens", "Tokens of kept texts, of the owners that were used so far.")
+        self.memory_bytes = gauge("memory_bytes", "Bytes of kept texts and their index.")
+        self.memory_drafts = gauge("memory_drafts", "Drafts copied from kept texts.")
+        self.memory_accepted = gauge("memory_accepted_tokens", "Accepted draft tokens copied from kept texts.")
         self.draft_failures = gauge("draft_failures", "Failures of a drafter; decoding continued without it.")
 
     def step(self, step: Step) -> None:
@@ -68,8 +73,13 @@ class Metrics:
             for position in range(step.num_accepted):
                 self._accepted_at[position].inc()
 
-    def text(self, sessions: Iterable[Session]) -> bytes:
-        """Return the metrics in Prometheus's text format. sessions: the open ones."""
+    def text(self, sessions: Iterable[Session], memory: Memory | None) -> bytes:
+        """Return the metrics in Prometheus's text format. sessions: the open ones. memory: kept texts."""
+        if memory is not None:
+            self.memory_tokens.set(memory.size)
+            self.memory_bytes.set(memory.num_bytes)
+            self.memory_drafts.set(memory.drafts)
+            self.memory_accepted.set(memory.accepted)
         engines = [session.engine for session in sessions]
         self.running.set(sum(engine.num_active for engine in engines))
         self.waiting.set(sum(engine.num_waiting for engine in engines))

@@ -19,6 +19,7 @@ from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_cou
 from foresay.server.tool_fields import SentCall, ToolFields
 from foresay.text.grammar import ANY_OBJECT
 from foresay.text.prompts import ChatOptions, FillIn, template_variables
+from foresay.text.tool_calls.message import has_reasoning
 
 MAX_MESSAGES = 4096
 """Limit on a chat's messages plus their parts."""
@@ -51,6 +52,7 @@ _BOTH_NEUTRAL: Neutral = {
 """Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here."""
 _CHAT_NEUTRAL: Neutral = {
     "best_of": (1,),
+    "include_reasoning": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -81,6 +83,8 @@ class ChatMessage(Fields):
     tool_calls: Annotated[list[SentCall], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
+    reasoning: StrictStr | None = None
+    """Another name of reasoning_content."""
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
@@ -98,7 +102,7 @@ class ChatMessage(Fields):
             "name": self.name,
             "tool_calls": calls,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content or self.reasoning,
         }
         return {"role": self.role, "content": text, **{name: value for name, value in more.items() if value}}
 
@@ -249,7 +253,7 @@ class _Sampled(Fields):
 class NamedSchema(Fields):
     """A named JSON schema."""
 
-    name: StrictStr
+    name: StrictStr | None = None
     description: StrictStr | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: StrictBool | None = None
@@ -260,6 +264,8 @@ class ResponseFormat(Fields):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """Schema of a JSON object, as llama.cpp takes it."""
 
     def requested_schema(self) -> Mapping[str, Any] | None:
         """Return the schema of the output, or None for free text."""
@@ -267,8 +273,12 @@ class ResponseFormat(Fields):
             raise ApiError(
                 400, "json_schema and type=json_schema require each other", param="response_format.json_schema"
             )
+        if self.schema_ is not None and self.type != "json_object":
+            raise ApiError(400, "schema requires type=json_object", param="response_format.schema")
         if self.json_schema is not None:
             return self.json_schema.schema_
+        if self.schema_ is not None:
+            return self.schema_
         return ANY_OBJECT if self.type == "json_object" else None
 
 
@@ -284,7 +294,45 @@ class Prediction(Fields):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(ToolFields, _Sampled):
+class TemplateFields(ToolFields):
+    """Fields that the chat template reads, besides the messages."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    """Variables of the chat template."""
+    reasoning_effort: StrictStr | None = None
+    """Variable of the chat template of the same name."""
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    """True if the output continues the last message."""
+
+    def chat_options(self, tokenizer: Any, last_role: str) -> ChatOptions:
+        """Return the options of the chat template. last_role: of the last message.
+
+        Raises ApiError for options that the template does not have.
+        """
+        if self.continue_final_message and last_role != "assistant":
+            text = "continue_final_message needs a last message of the assistant"
+            raise ApiError(400, text, param="continue_final_message")
+        begins = self.add_generation_prompt and not self.continue_final_message
+        options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
+        given = {**(self.chat_template_kwargs or {})}
+        known = template_variables(tokenizer, options) if given or self.reasoning_effort else frozenset()
+        if self.reasoning_effort == "none" and "enable_thinking" in known:
+            given["enable_thinking"] = False
+        elif self.reasoning_effort == "none" and "reasoning_effort" not in known and not has_reasoning(tokenizer):
+            pass  # there is nothing to turn off
+        elif self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        for name in given:
+            if name not in known:
+                text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
+                raise ApiError(
+                    400, text, param="reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
+                )
+        return replace(options, variables=given)
+
+
+class ChatRequest(TemplateFields, _Sampled):
     """POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, **_CHAT_NEUTRAL}
@@ -296,32 +344,6 @@ class ChatRequest(ToolFields, _Sampled):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
-    """Variables of the chat template."""
-    reasoning_effort: StrictStr | None = None
-    """Variable of the chat template of the same name."""
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
-    """True if the output continues the last message."""
-
-    def chat_options(self, tokenizer: Any) -> ChatOptions:
-        """Return the options of the chat template. Raises ApiError for those that it does not have."""
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            text = "continue_final_message needs a last message of the assistant"
-            raise ApiError(400, text, param="continue_final_message")
-        begins = self.add_generation_prompt and not self.continue_final_message
-        options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
-        given = {**(self.chat_template_kwargs or {})}
-        if self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort
-        known = template_variables(tokenizer, options) if given else frozenset()
-        for name in given:
-            if name not in known:
-                text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
-                raise ApiError(
-                    400, text, param="reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
-                )
-        return replace(options, variables=given)
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
@@ -414,8 +436,10 @@ class PredictRequest(Fields):
     max_tokens: StrictInt = 256
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize."""
+
+    neutral: ClassVar[Neutral] = {"add_special_tokens": (True,), "return_token_strs": (False,)}
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None

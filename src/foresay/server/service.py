@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from foresay import __version__
 from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Memory
 from foresay.errors import ConfigError, ContextLengthError, ForesayError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
@@ -92,6 +93,16 @@ class Service:
     def variables(self) -> frozenset[str]:
         """Variables of the chat template that a request may set."""
         return template_variables(self.tokenizer, ChatOptions())
+
+    def owner(self, state: Any) -> str:
+        """Return the owner of a request's texts. state: of the request."""
+        return "" if self.settings.memory_shared else str(getattr(state, "owner", ""))
+
+    @property
+    def memory(self) -> Memory | None:
+        """Texts that the server keeps."""
+        resources = self.generator.resources
+        return None if resources is None else next(iter(resources.memories.values()), None)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served here."""
@@ -253,6 +264,8 @@ class Service:
             await asyncio.sleep(0.02)
         for limit in self._open_limits:
             limit.end()
+        if self.memory is not None:
+            self.memory.flush()
 
 
 def _shutdown_error() -> ApiError:

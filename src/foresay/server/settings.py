@@ -34,6 +34,8 @@ class ServerSettings:
     """Further host names of a server without keys, such as the name of a reverse proxy."""
     tool_format: str = "auto"
     """Format of the model's tool calls, a name in FORMATS; "auto": by its chat template."""
+    memory_shared: bool = False
+    """True if requests of all keys draft from each other's texts."""
     max_waiting: int = 128
     """Requests that may wait for a row; further requests are answered with status 429."""
     max_body_bytes: int = 4 << 20

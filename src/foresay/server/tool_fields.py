@@ -128,6 +128,11 @@ class ToolFields(Fields):
         """True if the output must be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
+    @property
+    def calls_in_parallel(self) -> bool:
+        """True if the output may have several calls."""
+        return not self.must_call if self.parallel_tool_calls is None else self.parallel_tool_calls
+
     def callable_tools(self) -> list[Tool]:
         """Return the tools that the output may call."""
         choice = self.tool_choice

@@ -9,13 +9,14 @@ from typing import Any
 from foresay.checks import check_flag
 from foresay.drafters import (
     MaxGram,
+    Memory,
     NgramStore,
     NgramStoreDrafter,
-    PastRequests,
     PromptLookup,
     SuffixDrafter,
     SuffixTreeDrafter,
 )
+from foresay.drafters.memory.memory import MAX_TOKENS
 from foresay.errors import ConfigError
 from foresay.spec.recipe import DrafterBuilder, Recipe
 
@@ -73,21 +74,51 @@ def ngram_store(
     return Recipe(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
 
 
-def suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
-    """The longest suffix match in the text, and with keep in earlier requests."""
-    return _of_past(partial(SuffixDrafter, scale=scale, min_match=min_match), keep, max_tokens)
+def suffix(
+    scale: float = 3.0,
+    min_match: int = 1,
+    keep: bool = False,
+    memory: str | None = None,
+    prompts: bool = True,
+    max_tokens: int = MAX_TOKENS,
+) -> Recipe:
+    """The longest suffix match in the text and in earlier requests: of this process with keep, of a folder with memory."""
+    make = partial(SuffixDrafter, scale=scale, min_match=min_match, prompts=check_flag("prompts", prompts))
+    return _with_memory(make, keep, memory, max_tokens)
 
 
 def suffix_tree(
-    branches: int = 3, scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18
+    branches: int = 3,
+    scale: float = 3.0,
+    min_match: int = 1,
+    keep: bool = False,
+    memory: str | None = None,
+    prompts: bool = True,
+    max_tokens: int = MAX_TOKENS,
 ) -> Recipe:
     """A tree of continuations of the longest suffix matches."""
-    make = partial(SuffixTreeDrafter, branches=branches, scale=scale, min_match=min_match)
-    return _of_past(make, keep, max_tokens)
+    make = partial(
+        SuffixTreeDrafter,
+        branches=branches,
+        scale=scale,
+        min_match=min_match,
+        prompts=check_flag("prompts", prompts),
+    )
+    return _with_memory(make, keep, memory, max_tokens)
 
 
-def _of_past(make: Callable[..., Any], keep: bool, max_tokens: int) -> Recipe:
-    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
-    make(past)
-    forget = (lambda: None) if past is None else past.clear
-    return Recipe(lambda resources: lambda: make(past, device=resources.device), 12, forget)
+def _with_memory(make: Callable[..., Any], keep: bool, memory: str | None, max_tokens: int) -> Recipe:
+    kept = Memory(max_tokens=max_tokens)
+    make(kept)
+    if memory is not None:
+        if check_flag("keep", keep):
+            raise ConfigError("keep=true and memory= are two ways to keep requests; give one of them")
+        folder = check_path("memory", memory)
+
+        def prepare(resources: Any) -> DrafterBuilder:
+            shared = resources.memory(folder, max_tokens)
+            return lambda: make(shared, device=resources.device)
+
+        return Recipe(prepare, 12, reads_target=True)
+    chosen = kept if check_flag("keep", keep) else None
+    return Recipe(lambda resources: lambda: make(chosen, device=resources.device), 12, kept.clear)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from foresay.decoding.protocols import Drafter, Rule
+from foresay.drafters.memory import Memory
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths.throughput import DEFAULT_HIGH
@@ -41,6 +43,7 @@ class Resources:
     models: dict[str, LoadedModel] = field(default_factory=dict)
     tables: dict[str, NgramTable] = field(default_factory=dict)
     heads: dict[str, HeadModel] = field(default_factory=dict)
+    memories: dict[str, Memory] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -108,6 +111,13 @@ class Resources:
             and target.model.dtype == torch.bfloat16
             and library() is not None
         )
+
+    def memory(self, folder: str, max_tokens: int) -> Memory:
+        """Return the texts that a folder keeps over the target's tokens."""
+        tokenizer = self.target.tokenizer
+        name = f"{self.vocab_size} tokens" if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        self.memories[folder] = Memory.shared(Path(folder), max_tokens, name)
+        return self.memories[folder]
 
     def table(self, path: str) -> NgramTable:
         """Return an n-gram table over the target's tokens by path."""

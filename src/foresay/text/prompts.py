@@ -120,12 +120,18 @@ def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None) -> l
     return [int(item) for item in items]
 
 
-def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
+def fill_in_marks(tokenizer: Any) -> tuple[int, ...] | None:
+    """Return the tokens before the text before a gap, before the text after it, and before the filling; None without them."""
     added = {one.content: index for index, one in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    marks = next((marks for marks in _FILL_IN if all(mark in added for mark in marks)), None)
+    found = next((marks for marks in _FILL_IN if all(mark in added for mark in marks)), None)
+    return None if found is None else tuple(added[mark] for mark in found)
+
+
+def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
+    marks = fill_in_marks(tokenizer)
     if marks is None:
         raise PromptError("this model's tokenizer has no tokens for filling in text between two texts")
-    before, after, middle = (added[mark] for mark in marks)
+    before, after, middle = marks
     prefix, suffix = (
         tokenizer(text, add_special_tokens=False).input_ids if text else [] for text in (prompt.prefix, prompt.suffix)
     )

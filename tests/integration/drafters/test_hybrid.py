@@ -11,9 +11,9 @@ from foresay.drafters import (
     HeadDrafter,
     Hybrid,
     MaxGram,
+    Memory,
     ModelDrafter,
     ModelTreeDrafter,
-    PastRequests,
     SuffixDrafter,
 )
 from foresay.drafters.draft_chain import DraftChain
@@ -130,7 +130,7 @@ def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
 
 def test_what_is_kept_by_a_member_of_a_member_is_known() -> None:
     """Else a seed could meet guesses that were made of its own numbers."""
-    keeps, model = SuffixDrafter(PastRequests(256)), ModelDrafter(DRAFT, SIZE)
+    keeps, model = SuffixDrafter(Memory(max_tokens=256)), ModelDrafter(DRAFT, SIZE)
     inner = Cascade([model, keeps], [[2, 4], [0, 0]])
     assert Hybrid(MaxGram(), inner).repeats_seeds() and Hybrid(keeps, model).repeats_seeds()
     assert Cascade([Hybrid(keeps, model), MaxGram()], [[2, 4], [0, 0]]).repeats_seeds()

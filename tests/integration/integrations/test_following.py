@@ -13,7 +13,7 @@ import pytest
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
-from foresay.drafters import MaxGram, NgramStoreDrafter, PastRequests, PromptLookup, SuffixDrafter
+from foresay.drafters import MaxGram, Memory, NgramStoreDrafter, PromptLookup, SuffixDrafter
 from foresay.integrations.following import EngineText, Follower
 from foresay.lengths import ConstantLength, ThroughputLength
 
@@ -146,7 +146,7 @@ def test_equal_texts_are_kept_apart() -> None:
 
 
 def test_what_it_remembers_of_earlier_texts_helps_later_ones() -> None:
-    past = PastRequests()
+    past = Memory()
     drafter = SuffixDrafter(past)
     first, second = Request(text_of(4), 12), Request(text_of(4), 12)
     engine = Engine(follower(drafter), random.Random(0))

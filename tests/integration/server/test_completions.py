@@ -53,6 +53,7 @@ def test_texts_and_token_ids_in_one_list(filling: Running) -> None:
 def test_a_model_that_fills_no_gaps(serve: Any) -> None:
     answer = httpx.post(f"{serve().url}/v1/completions", json={"prompt": "a", "suffix": "b"}, timeout=60)
     assert answer.status_code == 400 and "no tokens for filling in" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "suffix"
 
 
 def complete(running: Running, **body: Any) -> Any:

@@ -137,6 +137,30 @@ def test_the_events_of_a_stream_build_the_message(chain: Running) -> None:
     assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
+def test_a_schema_and_turns_of_other_servers(server: Running) -> None:
+    """A schema in output_config, turns of the role system, and encrypted reasoning, which is left out."""
+    schema = {
+        "type": "object",
+        "properties": {"day": {"enum": ["monday"]}},
+        "required": ["day"],
+        "additionalProperties": False,
+    }
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    assert json.loads(post(server, output_config=config).json()["content"][0]["text"]) == {"day": "monday"}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "so"},
+    ]
+    plain = post(server, "/count_tokens", messages=turns, system="a\n\nb").json()
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    turns[1] = {"role": "assistant", "content": [hidden, {"type": "text", "text": "ho"}]}
+    turns.insert(1, {"role": "system", "content": "b"})
+    assert (
+        post(server, "/count_tokens", messages=turns, system="a", cache_control={"type": "ephemeral"}).json() == plain
+    )
+
+
 def test_required_calls(server: Running) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         (call,) = post(server, tools=[WEATHER_TOOL], tool_choice=choice, max_tokens=200).json()["content"]

@@ -48,7 +48,7 @@ def test_a_text_is_that_of_a_chat(server: Running) -> None:
     talk = [{"role": "system", "content": "be brief"}, *TALK]
     assert answer.output_text == chat_text(server, talk, max_tokens=9) != ""
     assert answer.status == "incomplete" and answer.incomplete_details is not None
-    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.incomplete_details.reason == "max_output_tokens" and answer.output[-1].status == "incomplete"  # type: ignore[union-attr]
     assert answer.usage is not None and answer.usage.output_tokens == 9
     assert answer.instructions == "be brief" and answer.max_output_tokens == 9
 
@@ -129,6 +129,11 @@ def test_the_events_of_a_stream_build_the_whole_response(chain: Running) -> None
         elif one["type"] == "response.output_item.done":
             assert one["item"]["id"] == items[index]["id"]
             items[index] = one["item"]
+    begun = [one for one in found if one["type"] in ("response.output_item.added", "response.content_part.added")]
+    assert all(
+        not any((one.get("item") or one["part"]).get(name) for name in ("text", "arguments", "content"))
+        for one in begun
+    )
     whole = found[-1]["response"]
     assert [items[i] for i in sorted(items)] == whole["output"]
     assert list(texts.values()) == ["What is asked?", "Let me look.", '{"city": "Rome"}', "{}"]
@@ -185,7 +190,7 @@ def test_log_probabilities(server: Running) -> None:
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning_effort"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": "x", "tools": [{**TIME_TOOL, "name": "a b"}]}, "tools.0.name"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),

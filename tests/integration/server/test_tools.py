@@ -279,3 +279,18 @@ def test_forced_tokens_are_drafted(server: Running) -> None:
     functions = [one["message"]["tool_calls"][0]["function"] for one in (forced, plain)]
     assert functions[0] == functions[1]
     assert forced["foresay"]["passes"] < plain["foresay"]["passes"] / 3
+
+
+def test_a_required_call_that_is_cut_has_no_content(server: Running) -> None:
+    body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0}
+    for most in (1, 2, 5):
+        choice = post(server, max_tokens=most, **body).json()["choices"][0]
+        assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+
+
+def test_a_chat_with_tools_is_counted(server: Running) -> None:
+    """By /tokenize, with the fields that its template reads."""
+    body = {"messages": TALK, "tools": [WEATHER], "add_generation_prompt": True, "add_special_tokens": True}
+    count = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["count"]
+    done = post(server, tools=[WEATHER], max_tokens=1).json()
+    assert done["usage"]["prompt_tokens"] == count > 50

@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import MaxGram, ModelDrafter, PastRequests, PromptLookup, SuffixDrafter, known_text
+from foresay.drafters import MaxGram, Memory, ModelDrafter, PromptLookup, SuffixDrafter, known_text
 from foresay.drafters.known_text import MATCH_LENGTH
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
@@ -159,10 +159,10 @@ def test_a_row_with_drafts_gets_none() -> None:
 
 
 LOOKUPS: dict[str, Any] = {
-    "suffix": lambda: SuffixDrafter(PastRequests(512)),
+    "suffix": lambda: SuffixDrafter(Memory(max_tokens=512)),
     "max_gram": MaxGram,
     "prompt_lookup": PromptLookup,
-    "suffix_tree": lambda: SuffixTreeDrafter(PastRequests(512), branches=2),
+    "suffix_tree": lambda: SuffixTreeDrafter(Memory(max_tokens=512), branches=2),
 }
 
 

@@ -114,8 +114,8 @@ def test_settings_reach_the_drafter(resources: Resources, table: str) -> None:
     assert store._settings == {"n": 5, "levels": "one", "max_contexts": 99}
     assert (store.filler_top_k, store.stop_unknown, store._shared) == (3, False, None)
     suffix: Any = built(resources, "suffix(scale=4, min_match=2, keep=false)")
-    assert (suffix.scale, suffix.min_match, suffix.past) == (4.0, 2, None)
-    assert built(resources, "suffix(keep=true, max_tokens=77)").past.max_tokens == 77  # type: ignore[union-attr]
+    assert (suffix.scale, suffix.min_match, suffix.memory) == (4.0, 2, None)
+    assert built(resources, "suffix(keep=true, max_tokens=77)").memory.max_tokens == 77  # type: ignore[union-attr]
     cascade: Any = built(resources, "cascade(self=1, max_gram; k=[[2,1],[0,1]], lenience=3)")
     assert cascade.k == ((2, 1), (0, 1)) and cascade.lenience == 3.0
     assert [type(d) for d in cascade.drafters] == [SelfDrafter, MaxGram]
@@ -283,7 +283,7 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
         ("suffix(scale=0)", ConfigError, "scale=0 must be a finite number in [0.1, 64]"),
         ("suffix(min_match=0)", ConfigError, "min_match=0 must be an integer in [1, 1024]"),
         ("suffix(keep=yes)", ConfigError, "keep='yes' must be true or false"),
-        ("suffix(keep=true, max_tokens=-1)", ConfigError, "max_tokens=-1 must be an integer in [0, 67108864]"),
+        ("suffix(keep=true, max_tokens=-1)", ConfigError, "max_tokens=-1 must be an integer in [0, 1073741824]"),
         ("model", ConfigError, "drafter 'model' needs name, for example model(name=...)"),
         ("model(7)", ConfigError, "name=7 must be a name or a path"),
         ("model(A, vocabulary=7)", ConfigError, "vocabulary=7 must be a name or a path"),

@@ -6,7 +6,7 @@ Owns the order of blocks and their accumulated text. Knows no API but chat compl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from uuid import uuid4
@@ -43,6 +43,10 @@ class Block:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     """Log-probabilities of a text's tokens, as chat completions report them."""
     identity: str = field(default_factory=lambda: uuid4().hex[:24])
+
+    def empty(self) -> Block:
+        """Return the block before its first text."""
+        return replace(self, text="", logprobs=[])
 
 
 Changes = list[tuple[Change, Block, str]]

@@ -11,12 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
 
 from foresay.server.adapters.history import History
+from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, validated
 from foresay.server.requests import MAX_MESSAGES, ChatRequest, Drafting, Number
 from foresay.server.tool_fields import MAX_TOOLS
 
 CHAT_NAMES = {
     "stop": "stop_sequences",
+    "response_format": "output_config",
     "max_completion_tokens": "max_tokens",
     "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
@@ -51,12 +53,19 @@ class ThinkingBlock(Fields):
     signature: StrictStr | None = None
 
 
+class RedactedThinkingBlock(Fields):
+    """Encrypted reasoning of another server, which is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: StrictStr
+
+
 class ToolUseBlock(Label):
     """A call of the assistant."""
 
     type: Literal["tool_use"]
-    id: StrictStr
-    name: StrictStr
+    id: Annotated[StrictStr, Field(min_length=1)]
+    name: Annotated[StrictStr, Field(min_length=1)]
     input: dict[str, Any]
 
 
@@ -75,9 +84,10 @@ Blocks = Annotated[
         Annotated[
             Annotated[TextBlock, Tag("text")]
             | Annotated[ThinkingBlock, Tag("thinking")]
+            | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
             | Annotated[ToolUseBlock, Tag("tool_use")]
             | Annotated[ToolResultBlock, Tag("tool_result")],
-            by_type("text", "thinking", "tool_use", "tool_result"),
+            by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
         ]
     ],
     Field(fail_fast=True),
@@ -88,8 +98,16 @@ Blocks = Annotated[
 class InputMessage(Fields):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
+    """Turns of the role "system" are moved to the beginning."""
     content: StrictStr | Blocks
+
+    @property
+    def text(self) -> str:
+        """The texts of the turn."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(block.text for block in self.content if isinstance(block, TextBlock))
 
     def add_to(self, history: History) -> None:
         """Add the turn to a chat. Adjacent texts are one text."""
@@ -112,7 +130,7 @@ class InputMessage(Fields):
                 history.add_reasoning(block.thinking)
             elif isinstance(block, ToolUseBlock):
                 history.add_call(block.id, block.name, block.input)
-            else:
+            elif isinstance(block, ToolResultBlock):
                 history.add_result(block.tool_use_id, _text(block.content or ""))
         add_texts()
 
@@ -152,13 +170,26 @@ class ToolChoice(Fields):
         return {"any": "required"}.get(self.type, self.type)
 
 
+class OutputFormat(Fields):
+    """A schema of the output's text."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """Options of the output."""
+
+    format: OutputFormat | None = None
+
+
 class Thinking(Fields):
     """Reasoning. "disabled" turns it off if the chat template can; "adaptive" leaves it to the model."""
 
     type: Literal["disabled", "adaptive"]
 
 
-class CountRequest(Fields):
+class CountRequest(Label):
     """POST /v1/messages/count_tokens."""
 
     model: StrictStr | None = None
@@ -171,11 +202,17 @@ class CountRequest(Fields):
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages of a chat."""
         history = History()
-        if self.system:
-            history.add_text("system", _text(self.system))
+        own = [message for message in self.messages if message.role == "system"]
+        system = [_text(self.system or ""), *(message.text for message in own)]
+        if any(system):
+            history.add_text("system", "\n\n".join(filter(None, system)))
         for message in self.messages:
-            message.add_to(history)
-        return history.messages()
+            if message.role != "system":
+                message.add_to(history)
+        messages = history.messages()
+        if not messages:
+            raise ApiError(400, "messages: at least one needs a text, a call or a result", param="messages")
+        return messages
 
     def chat(self, variables: Container[str]) -> ChatRequest:
         """Return the chat request. A last message of the assistant is continued. variables: those of the chat template."""
@@ -209,6 +246,7 @@ class MessagesRequest(CountRequest):
     top_k: StrictInt | None = None
     stop_sequences: Annotated[list[StrictStr], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
     stream: StrictBool | None = None
+    output_config: OutputConfig | None = None
     metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
     service_tier: StrictStr | None = None
     """These two fields label a request. Any value is accepted and ignored."""
@@ -217,12 +255,15 @@ class MessagesRequest(CountRequest):
     def chat_fields(self) -> dict[str, Any]:
         """See CountRequest."""
         options = {"include_usage": True, "continuous_usage_stats": True} if self.stream else None
+        wanted = self.output_config.format if self.output_config is not None else None
+        schema = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}} if wanted is not None else None
         same = ("temperature", "top_p", "top_k", "stream")
         return {
             **super().chat_fields(),
             **{name: getattr(self, name) for name in same},
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences,
+            "response_format": schema,
             "stream_options": options,
             "foresay": self.foresay and self.foresay.model_dump(),
         }

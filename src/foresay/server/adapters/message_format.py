@@ -87,16 +87,12 @@ def _event(kind: str, /, **values: Any) -> bytes:
 def _changed(changes: Changes) -> Iterator[bytes]:
     for change, block, added in changes:
         if change is Change.OPEN:
-            yield _event("content_block_start", index=block.index, content_block=_empty(block))
+            yield _event("content_block_start", index=block.index, content_block=_block(block.empty()))
         elif change is Change.ADD:
             kind, field = _DELTAS[block.kind]
             yield _event("content_block_delta", index=block.index, delta={"type": kind, field: added})
         else:
             yield _event("content_block_stop", index=block.index)
-
-
-def _empty(block: Block) -> dict[str, Any]:
-    return _block(Block(block.kind, block.index, block.name, block.call_id, identity=block.identity))
 
 
 def _block(block: Block) -> dict[str, Any]:

@@ -24,6 +24,7 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """Names in this API of a chat request's fields."""
 
@@ -151,7 +152,7 @@ class TextFormat(Fields):
             raise ApiError(400, "schema and type=json_schema require each other", param="text.format")
         if self.schema_ is None:
             return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name or "output", "schema": self.schema_}}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
 
 
 class TextOptions(Fields):
@@ -185,6 +186,7 @@ class ResponsesRequest(Fields):
     model: StrictStr | None = None
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
+    ignore_eos: StrictBool | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
@@ -242,12 +244,12 @@ class ResponsesRequest(Fields):
             "logprobs": has_logprobs or None,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
-        same = ("model", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
+        same = ("model", "ignore_eos", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
         more = {name: getattr(self, name) for name in same}
         return validated(ChatRequest, {**given, **more, "foresay": self.foresay and self.foresay.model_dump()})
 
-    def echoed(self) -> Mapping[str, Any]:
-        """Return the request's fields that a response repeats."""
+    def echoed(self, chat: ChatRequest) -> Mapping[str, Any]:
+        """Return the request's fields that a response repeats. chat: the chat request."""
         text = {"type": "text"} if self.text is None or self.text.format is None else _dumped(self.text.format)
         choice = self.tool_choice
         return {
@@ -257,7 +259,7 @@ class ResponsesRequest(Fields):
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "tools": [{"strict": None, **_dumped(one)} for one in self.tools or ()],
             "tool_choice": _dumped(choice) if isinstance(choice, ChosenFunction) else choice or "auto",
-            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "parallel_tool_calls": chat.calls_in_parallel,
             "text": {"format": text},
             "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
             "metadata": self.metadata or {},

@@ -68,7 +68,7 @@ class ResponsesFormat:
             if change is Change.OPEN:
                 yield self._event("response.output_item.added", output_index=block.index, item=_opened(block))
                 if block.kind is not Kind.CALL:
-                    yield self._event("response.content_part.added", **inner, part=_part(block))
+                    yield self._event("response.content_part.added", **inner, part=_part(block.empty()))
             elif change is Change.ADD:
                 more: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
                 yield self._event(f"{name}.delta", **inner, delta=added, **more)
@@ -78,7 +78,12 @@ class ResponsesFormat:
                 yield self._event(f"{name}.done", **inner, **{field: block.text}, **more)
                 if block.kind is not Kind.CALL:
                     yield self._event("response.content_part.done", **inner, part=_part(block))
-                yield self._event("response.output_item.done", output_index=block.index, item=_item(block))
+                yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        """Return a complete block, or the last one of an output that was cut."""
+        is_cut = self._reader.finish_reason == "length" and block is self._reader.blocks[-1]
+        return _item(block, "incomplete" if is_cut else "completed")
 
     def _ended(self) -> dict[str, Any]:
         """Return the response after its end."""
@@ -87,7 +92,7 @@ class ResponsesFormat:
         return self._response("incomplete" if cut else "completed", incomplete_details=details, usage=self._usage())
 
     def _response(self, status: str, **values: Any) -> dict[str, Any]:
-        output = [_item(block) for block in self._reader.blocks] if status != "in_progress" else []
+        output = [self._item(block) for block in self._reader.blocks] if status != "in_progress" else []
         return {
             "id": self._id,
             "object": "response",
@@ -129,11 +134,11 @@ def _item(block: Block, status: str = "completed") -> dict[str, Any]:
     if block.kind is Kind.CALL:
         called = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
         return {"id": _identity(block), "type": "function_call", "status": status, **called}
-    parts = [_part(block)] if status == "completed" else []
+    parts = [] if status == "in_progress" else [_part(block)]
     if block.kind is Kind.REASONING:
         return {"id": _identity(block), "type": "reasoning", "status": status, "summary": [], "content": parts}
     return {"id": _identity(block), "type": "message", "status": status, "role": "assistant", "content": parts}
 
 
 def _opened(block: Block) -> dict[str, Any]:
-    return _item(block, "in_progress")
+    return _item(block.empty(), "in_progress")

@@ -25,13 +25,20 @@ class MessageParser:
     """Splits an output into reasoning, content and calls."""
 
     def __init__(
-        self, calls: Parser | None, *, reasons: bool = False, is_open: bool = False, most: int | None = None
+        self,
+        calls: Parser | None,
+        *,
+        reasons: bool = False,
+        is_open: bool = False,
+        most: int | None = None,
+        only_calls: bool = False,
     ) -> None:
         """calls: parser of tool calls, if there are tools. reasons, is_open: see `has_reasoning` and `is_open`.
 
-        most: number of calls after which further ones are dropped; None for no limit.
+        most: number of calls after which further ones are dropped; None for no limit. only_calls: True if the output has no
+        content, so that the beginning of a call that is cut is none.
         """
-        self._calls, self._most = calls, most
+        self._calls, self._most, self._only_calls = calls, most, only_calls
         self._text, self._is_inside, self._is_first = "", is_open, reasons and not is_open
         self._start = Start(trims=True)
         """The beginning of reasoning or content."""
@@ -79,6 +86,8 @@ class MessageParser:
         return self._limited(self._calls.push(text)) if self._calls is not None else Pieces(text)
 
     def _limited(self, pieces: Pieces) -> Pieces:
+        if self._only_calls:
+            pieces.content = ""
         if self._most is not None:
             pieces.calls = [one for one in pieces.calls if one.index < self._most]
         return pieces

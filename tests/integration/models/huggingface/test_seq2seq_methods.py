@@ -13,9 +13,9 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
     Cascade,
     MaxGram,
+    Memory,
     ModelDrafter,
     NgramStoreDrafter,
-    PastRequests,
     SelfDrafter,
     SuffixDrafter,
 )
@@ -49,7 +49,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "prompt_lookup": lambda family: PromptLookup(min_ngram=1),
     "max_gram": lambda family: MaxGram(),
     "ngram_store": lambda family: NgramStoreDrafter(3, filler_top_k=3),
-    "suffix": lambda family: SuffixDrafter(PastRequests(1000)),
+    "suffix": lambda family: SuffixDrafter(Memory(max_tokens=1000)),
     "decoder_only": lambda family: decoder_only(),
     "other tokens": lambda family: CrossTokenizerDrafter(
         CausalModel(make("llama", seed=3)), VOCAB, Renumbered(VOCAB, 9)
