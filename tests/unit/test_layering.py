@@ -102,7 +102,8 @@ INSIDE = {
     "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party", "ngram_recipes"}, {"recipes"}, {"remembering"}],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
-        {"errors", "metrics", "settings"},
+        {"errors", "acceptance", "settings"},
+        {"metrics"},
         {"fields", "logprobs", "guards", "connections", "events"},
         {"tool_fields"},
         {"requests"},

@@ -108,6 +108,14 @@ def memory_sizes(text: str) -> dict[str, str]:
     return dict(part.split("=") for part in text.split(","))
 
 
+def memory_size(flag: str, text: str) -> int:
+    """Return a size in bytes. Raises ConfigError, which names the flag."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB|MiB|GiB)", text)
+    if found is None:
+        raise ConfigError(f"{flag} {text!r} must be a size in MB, GB, MiB or GiB, such as 6GB")
+    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9, "MiB": 1 << 20, "GiB": 1 << 30}[found[2]])
+
+
 def changed(options: object) -> list[str]:
     """Return the flags of a group of options that differ from their defaults."""
     assert is_dataclass(options)

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from foresay.cli.common import load_generator
+from foresay.cli.common import load_generator, memory_size
 from foresay.cli.options import (
     DrafterOption,
     DraftOption,
@@ -22,6 +22,7 @@ from foresay.cli.options import (
     ModelOptions,
 )
 from foresay.errors import ConfigError
+from foresay.models.cache.memory import limit_memory
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.tool_calls.formats import FORMATS
 
@@ -77,6 +78,10 @@ class ServingOptions:
     memory_shared: Annotated[
         bool, typer.Option("--memory-shared", help="Let requests of all API keys draft from each other's texts.")
     ] = False
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most resident memory, such as 6GB; requests beyond it wait."),
+    ] = None
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; further ones are answered with status 429.")
     ] = DEFAULTS.max_waiting
@@ -157,6 +162,8 @@ def run(
             memory=serving.memory,
             memory_prompts=serving.memory_prompts,
         )
+        if serving.memory_limit is not None:
+            limit_memory(memory_size("--memory-limit", serving.memory_limit))
         opened.pop_all()  # from here on the server closes them
     service = Service(generator, settings, serving.name or [served_name(generator.target.name)])
     if log_requests:

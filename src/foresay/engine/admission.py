@@ -93,8 +93,8 @@ def check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> N
 class MemoryLimit:
     """Number of requests whose keys and values fit in memory at their maximum lengths.
 
-    cached_bytes in its methods is the present size of the target's cache. It is an argument and not a callback: a reference to
-    the engine would keep the cache until the garbage collector runs.
+    cached_bytes in its methods is the present size of the target's cache, and of prefixes that may be dropped. It is an argument
+    and not a callback: a reference to the engine would keep the cache until the garbage collector runs.
     """
 
     def __init__(self, target: LanguageModel) -> None:
@@ -116,6 +116,11 @@ class MemoryLimit:
                 f"{limit} tokens of prompt and output would take {needed / 1e9:.1f} GB of keys and values, and "
                 f"{available / 1e9:.1f} GB are free; request fewer with max_new_tokens, or shorten the prompt"
             )
+
+    def missing(self, rows: Sequence[Row], cached_bytes: int) -> int:
+        """Return the bytes by which rows at their maximum lengths exceed the available memory; 0 if they fit."""
+        needed = self._target.cache_bytes([row.limit for row in rows])
+        return max(0, needed - self._available(cached_bytes)) if needed else 0
 
     def row_left(self) -> None:
         """Note that a row has left, so that waiting requests are counted again."""

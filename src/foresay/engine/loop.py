@@ -111,7 +111,7 @@ class Engine:
         """
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         limit = check_request(self.target, prompt, params, ends, source)
-        self._memory.check(limit, self.cached_bytes)
+        self._memory.check(limit, self.cached_bytes + self.prefix_bytes)
         seed = params.seed if params.seed is not None else self._draw_seed()
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
         if self._fresh_keys:
@@ -124,6 +124,11 @@ class Engine:
     def cached_bytes(self) -> int:
         """Size of the target's cache in bytes; 0 if it does not report it."""
         return int(getattr(self._cache, "nbytes", 0))
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Size of the prefixes of ended rows in bytes."""
+        return 0 if self._prefixes is None else self._prefixes.nbytes
 
     def cancel(self, request_id: int) -> None:
         """End a request before its next step; unknown and finished ids are ignored."""
@@ -226,9 +231,13 @@ class Engine:
     def _admit(self) -> None:
         """Move waiting requests into free rows, sorted by length so that prefill pads little."""
         free = min(self.max_batch_size - len(self._items), len(self._waiting))
-        free = self._memory.num_fitting(self._items, self._waiting, free, self.cached_bytes) if free > 0 else free
+        reusable = self.cached_bytes + self.prefix_bytes
+        free = self._memory.num_fitting(self._items, self._waiting, free, reusable) if free > 0 else free
         if free <= 0:
             return
+        if self._prefixes is not None and len(self._prefixes):
+            joined = [*self._items, *itertools.islice(self._waiting, free)]
+            self._prefixes.make_room(self._memory.missing(joined, self.cached_bytes))
         first = len(self._items)
         if first == 0 and self.drafter is not None:
             self.drafter.reset()

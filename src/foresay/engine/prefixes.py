@@ -77,6 +77,12 @@ class PrefixStore:
         self._saved.clear()
         self.nbytes = 0
 
+    def make_room(self, num_bytes: int) -> None:
+        """Drop prefixes of ended rows, the least recently used first, until so many bytes are free or none is left."""
+        least = self.nbytes - num_bytes
+        while self._saved and self.nbytes > least:
+            self._drop(next(iter(self._saved)))
+
     def copy_into(self, cache: KVCache, rows: Rows, first: int) -> frozenset[int]:
         """Copy the longest known prefix into each empty row from index `first` on.
 

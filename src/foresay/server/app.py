@@ -209,7 +209,10 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(await service.sessions(), service.memory), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            service.metrics.text(await service.sessions(), service.memory, service.acceptance),
+            media_type=CONTENT_TYPE_LATEST,
+        )
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from foresay.decoding.outcome import FinishReason, Step
 from foresay.drafters import Memory
 from foresay.generation.session import Session
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.models.cache.memory import resident_bytes, slack_bytes
+from foresay.server.acceptance import AcceptanceMonitor
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = tuple(range(1, 18))
@@ -31,8 +33,8 @@ class Metrics:
         def histogram(name: str, text: str, buckets: Iterable[float] = _SECONDS) -> Histogram:
             return Histogram(f"foresay_{name}", text, buckets=tuple(buckets), registry=self.registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"foresay_{name}", text, registry=self.registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"foresay_{name}", text, labels, registry=self.registry)
 
         self.drafts = counter("spec_decode_num_drafts", "Target passes that verified draft tokens.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens.")
@@ -54,11 +56,23 @@ class Metrics:
         self.request_latency = histogram("e2e_request_latency_seconds", "Time from a request to its last token.")
         self.running = gauge("num_requests_running", "Rows being decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests waiting for a row.")
+        self.weight_bytes = gauge("weight_bytes", "Bytes of the target's weights.")
         self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
+        self.prefix_bytes = gauge("prefix_bytes", "Bytes of kept prefixes of ended requests.")
+        self.slack_bytes = gauge(
+            "allocator_slack_bytes", "Bytes that the C library's allocator keeps after they were freed."
+        )
+        self.resident_bytes = gauge("process_resident_bytes", "Resident memory of the process.")
         self.memory_tokens = gauge("memory_tokens", "Tokens of kept texts, of the owners that were used so far.")
         self.memory_bytes = gauge("memory_bytes", "Bytes of kept texts and their index.")
         self.memory_drafts = gauge("memory_drafts", "Drafts copied from kept texts.")
         self.memory_accepted = gauge("memory_accepted_tokens", "Accepted draft tokens copied from kept texts.")
+        self.acceptance = gauge(
+            "acceptance_rate", "Accepted draft tokens over tested ones, a moving average.", "drafter"
+        )
+        self.acceptance_ratio = gauge(
+            "acceptance_ratio", "The moving average over that of the method's first requests; 1 at first.", "drafter"
+        )
         self.draft_failures = gauge("draft_failures", "Failures of a drafter; decoding continued without it.")
 
     def step(self, step: Step) -> None:
@@ -73,8 +87,11 @@ class Metrics:
             for position in range(step.num_accepted):
                 self._accepted_at[position].inc()
 
-    def text(self, sessions: Iterable[Session], memory: Memory | None) -> bytes:
+    def text(self, sessions: Iterable[Session], memory: Memory | None, monitor: AcceptanceMonitor) -> bytes:
         """Return the metrics in Prometheus's text format. sessions: the open ones. memory: kept texts."""
+        for method, found in monitor.methods.items():
+            self.acceptance.labels(str(method)).set(found.average)
+            self.acceptance_ratio.labels(str(method)).set(found.ratio)
         if memory is not None:
             self.memory_tokens.set(memory.size)
             self.memory_bytes.set(memory.num_bytes)
@@ -84,6 +101,9 @@ class Metrics:
         self.running.set(sum(engine.num_active for engine in engines))
         self.waiting.set(sum(engine.num_waiting for engine in engines))
         self.cache_bytes.set(sum(engine.cached_bytes for engine in engines))
+        self.prefix_bytes.set(sum(engine.prefix_bytes for engine in engines))
+        self.slack_bytes.set(slack_bytes())
+        self.resident_bytes.set(resident_bytes())
         self.draft_failures.set(sum(engine.draft_failures for engine in engines))
         return generate_latest(self.registry)
 

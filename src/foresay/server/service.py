@@ -17,6 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import torch
+
 from foresay import __version__
 from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
@@ -28,6 +30,8 @@ from foresay.generation.result import Chunk
 from foresay.generation.scoring import PromptScorer
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
+from foresay.models.huggingface.linears import resident_bytes
+from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
 from foresay.server.metrics import Clock, Metrics
@@ -56,6 +60,8 @@ class Service:
         """names: the model's names in the API; responses use the first."""
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
+        self.acceptance = AcceptanceMonitor(self.names[0])
+        self.metrics.weight_bytes.set(_weight_bytes(generator.target.model))
         digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         """The API's `system_fingerprint`: equal for equal versions, models and drafting methods."""
@@ -229,6 +235,8 @@ class Service:
 
         Raises ApiError after the request's time limit, and when the server shuts down first.
         """
+        # a client's settings are left out, so that there are few names
+        method = parse(drafting.drafter).name if drafting.drafter else self.generator.drafter_name
         with self._time_limit() as limit:
             clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
             try:
@@ -236,6 +244,7 @@ class Service:
                     while waiting:
                         index, chunk = await limit.wait(anext(chunks))
                         clocks[index].take(chunk.step, len(prompts[index][0]))
+                        self.acceptance.take(method, chunk.step)
                         if chunk.finish_reason is not None:
                             waiting.discard(index)
                             clocks[index].ended(chunk.finish_reason)
@@ -266,6 +275,14 @@ class Service:
             limit.end()
         if self.memory is not None:
             self.memory.flush()
+
+
+def _weight_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights; 0 if it does not report them."""
+    module = getattr(model, "model", None)
+    if isinstance(module, torch.nn.Module):
+        return resident_bytes(module)
+    return int(getattr(getattr(model, "weights", None), "nbytes", 0))
 
 
 def _shutdown_error() -> ApiError:

@@ -12,7 +12,8 @@ from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import KVCache
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
-from foresay.errors import OutOfMemoryError
+from foresay.engine.prefixes import PrefixStore
+from foresay.errors import ConfigError, OutOfMemoryError
 from foresay.lengths import ConstantLength
 from foresay.models.cache import memory
 from foresay.models.cache.slot_cache import SlotCache
@@ -157,3 +158,50 @@ def test_caches_without_bytes_are_not_counted() -> None:
     decoder = Engine(model, None, Speculative(), ConstantLength(0))
     decoder.submit([1], SamplingParams(max_new_tokens=5))
     assert len(outputs(decoder)[0][0]) == 5
+
+
+def test_kept_prefixes_are_dropped_before_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of the whole room find it taken by prefixes of ended ones; without dropping those they would decode one by one."""
+    model = CausalModel(tiny.llama())
+    one = model.cache_bytes([40])
+    store = PrefixStore(1 << 20)
+    decoder = Engine(model, None, Speculative(), ConstantLength(0), max_batch_size=4, prefixes=store)
+
+    def free(self: CausalModel) -> int:
+        return 4 * one - decoder.cached_bytes - store.nbytes
+
+    monkeypatch.setattr(CausalModel, "free_bytes", free)
+    for start in range(3):
+        decoder.submit([start + i for i in range(30)], SamplingParams(max_new_tokens=10, ignore_eos=True))
+        outputs(decoder)
+    kept = store.nbytes
+    assert kept > one // 2 and decoder.prefix_bytes == kept
+    for start in range(4):
+        decoder.submit([50 + start + i for i in range(30)], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    decoder.step()
+    assert decoder.num_active == 4 and store.nbytes < kept
+    assert model.cache_bytes([40] * 4) + store.nbytes <= 4 * one
+
+
+def test_a_limit_bounds_the_free_memory() -> None:
+    cpu = torch.device("cpu")
+    whole, used = memory.free_bytes(cpu), memory.resident_bytes()
+    try:
+        memory.limit_memory(used + (64 << 20))
+        assert 0 < memory.free_bytes(cpu) <= (64 << 20) + memory.slack_bytes() + (16 << 20) < whole
+        with pytest.raises(ConfigError, match=r"leaves nothing for requests: \d+\.\d\d GB are in use"):
+            memory.limit_memory(1000)
+    finally:
+        memory.limit_memory(None)
+    assert memory.free_bytes(cpu) > whole / 2
+
+
+def test_the_allocators_slack_is_freed_memory() -> None:
+    """Small pieces that were freed stay with the allocator until they are trimmed."""
+    pieces = [bytearray(4000) for _ in range(5000)]
+    last = bytearray(4000)
+    before = memory.slack_bytes()
+    pieces.clear()
+    after = memory.slack_bytes()
+    assert after == before == 0 or after > before, "0 without glibc"
+    assert len(last) == 4000

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from foresay.errors import ConfigError
+
 _CGROUP = Path("/sys/fs/cgroup")
 _RESERVED_SHARE = 0.1
 """Share of the free memory that caches may not use: a forward pass needs room for its activations."""
@@ -27,15 +29,56 @@ def kv_bytes(config: Any, dtype: torch.dtype) -> int:
     return 2 * layers * kv_heads * (size + 4 if dtype is torch.int8 else size * dtype.itemsize)
 
 
+def limit_memory(limit: int | None) -> None:
+    """Bound this process's memory on the CPU: caches grow only as far as the resident memory stays below it. None: no bound.
+
+    limit: bytes. Raises ConfigError if the process already takes more.
+    """
+    global _limit
+    if limit is not None and limit <= (used := resident_bytes()):
+        raise ConfigError(
+            f"the memory limit of {limit / 1e9:.2f} GB leaves nothing for requests: {used / 1e9:.2f} GB are in use"
+        )
+    _limit = limit
+
+
+_limit: int | None = None
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that caches may still allocate on a device: nine tenths of its free memory."""
+    """Return the bytes that caches may still allocate on a device: nine tenths of its free memory, within the limit."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((1 - _RESERVED_SHARE) * (free + unused))
-    left = psutil.virtual_memory().available
-    bound = _container_left()
-    return int((1 - _RESERVED_SHARE) * (left if bound is None else min(left, bound)))
+    left, bound = psutil.virtual_memory().available, _container_left()
+    found = int((1 - _RESERVED_SHARE) * (left if bound is None else min(left, bound)))
+    return found if _limit is None else min(found, max(0, _limit - resident_bytes() + slack_bytes()))
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def slack_bytes() -> int:
+    """Return the bytes that the allocator keeps after they were freed; 0 where the C library does not report them."""
+    try:
+        call = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):
+        return 0
+    call.restype = _MallInfo
+    return int(call().fordblks)
 
 
 def trim() -> None:
