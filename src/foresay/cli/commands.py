@@ -63,6 +63,15 @@ COMMANDS = {
         ),
         MEASURE,
     ),
+    "check": Entry(
+        "Check that outputs and tokens per pass did not change.",
+        "check:run",
+        (
+            "foresay check outputs.jsonl --save check.json",
+            "foresay check outputs.jsonl --drafter suffix --length 8 --against check.json --tolerance 0.1",
+        ),
+        MEASURE,
+    ),
     "profile": Entry(
         "Time a model's forward passes on this machine.",
         "profile:run",
@@ -166,7 +175,7 @@ COMMANDS = {
         commands={
             "show": Entry("Show how much a memory has kept.", "memory:show", ("foresay memory show memory",)),
             "merge": Entry(
-                "Add the texts of memories to another one.",
+                "Add the texts of memories to another one, by owner.",
                 "memory:merge",
                 ("foresay memory merge all memory-1 memory-2",),
             ),

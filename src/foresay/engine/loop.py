@@ -91,6 +91,8 @@ class Engine:
         self._memory = MemoryLimit(target)
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
+        self._ended: list[Step] = []
+        """Last steps of cancelled requests that no step has returned yet: the target may raise first."""
         self._next_id = 0
         self._fresh_keys = drafter is not None and _repeats_seeds(drafter, rule, policy)
 
@@ -137,7 +139,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if any request is unfinished."""
-        return bool(self._items or self._waiting)
+        return bool(self._items or self._waiting or self._ended)
 
     @property
     def num_waiting(self) -> int:
@@ -164,11 +166,11 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Step]:
-        ended = self._cancel()
+        self._cancel()
         self._admit()
         self._prefill()
         if self._decoding == 0:
-            return ended
+            return self._take_ended()
         rows = self._active()
         try:
             steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy, self.observers)
@@ -187,11 +189,16 @@ class Engine:
         if error is not None:
             steps = [dataclasses.replace(one, draft_error=error) for one in steps]
         self._retire([s.finish_reason is None for s in steps])
-        return ended + steps
+        return self._take_ended() + steps
+
+    def _take_ended(self) -> list[Step]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def abandon(self) -> list[int]:
         """Drop every request, running or waiting, and replace the caches by empty ones; return the requests' ids."""
-        dropped = [row.request_id for row in (*self._items, *self._waiting)]
+        dropped = [one.request_id for one in self._take_ended()]
+        dropped += [row.request_id for row in (*self._items, *self._waiting)]
         self._waiting.clear()
         self._items, self._decoding, self._rows = [], 0, None
         self._cache = self.target.new_cache()
@@ -218,15 +225,15 @@ class Engine:
             self._rows = Rows(items, needs=self.rule.needs, capabilities=self.target.capabilities)
         return self._rows
 
-    def _cancel(self) -> list[Step]:
+    def _cancel(self) -> None:
         if not self._cancelled:
-            return []
+            return
         self._memory.row_left()
         ended = [r for r in (*self._items, *self._waiting) if r.request_id in self._cancelled]
         self._waiting = deque(r for r in self._waiting if r.request_id not in self._cancelled)
         self._retire([r.request_id not in self._cancelled for r in self._items])
         self._cancelled.clear()
-        return [Step(r.request_id, (), (), 0, 0, finish_reason=FinishReason.CANCELLED) for r in ended]
+        self._ended += [Step(r.request_id, (), (), 0, 0, finish_reason=FinishReason.CANCELLED) for r in ended]
 
     def _admit(self) -> None:
         """Move waiting requests into free rows, sorted by length so that prefill pads little."""

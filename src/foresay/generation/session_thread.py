@@ -141,9 +141,17 @@ class SessionThread:
             self._calls.append((action, future))
             if not self._running:
                 self._running = True
-                threading.Thread(target=self._run, name="foresay-session", daemon=True).start()
+                self._start()
             self._condition.notify()
         return future
+
+    def _start(self) -> None:
+        """Start to take turns, on another thread."""
+        threading.Thread(target=self._run, name="foresay-session", daemon=True).start()
+
+    def _wait(self) -> bool:
+        """Wait for a call; return False if none comes in time. Called with the condition held."""
+        return self._condition.wait_for(lambda: bool(self._calls), self._idle_s)
 
     def _session(self, kind: Hashable) -> Session:
         found = self._sessions.pop(kind, None)
@@ -164,19 +172,24 @@ class SessionThread:
             del self._sessions[idle]
 
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                busy = any(one.has_work for one in self._sessions.values())
-                if not self._calls and not busy and not self._condition.wait_for(lambda: self._calls, self._idle_s):
-                    self._running = False
-                    return
-                calls = list(self._calls)
-                self._calls.clear()
-            for action, future in calls:
-                _carry_out(action, future)
-            for kind, session in list(self._sessions.items()):
-                if session.has_work:
-                    self._step(kind, session)
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """Carry out the calls, then one step of each session with work. Return False if there was nothing to do."""
+        with self._condition:
+            busy = any(one.has_work for one in self._sessions.values())
+            if not self._calls and not busy and not self._wait():
+                self._running = False
+                return False
+            calls = list(self._calls)
+            self._calls.clear()
+        for action, future in calls:
+            _carry_out(action, future)
+        for kind, session in list(self._sessions.items()):
+            if session.has_work:
+                self._step(kind, session)
+        return True
 
     def _step(self, kind: Hashable, session: Session) -> None:
         try:

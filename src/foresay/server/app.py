@@ -29,6 +29,7 @@ from foresay.server.adapters.response_format import ResponsesFormat
 from foresay.server.errors import ApiError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.guards import App, Guards
+from foresay.server.message_kind import MessageKind
 from foresay.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -222,8 +223,9 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         prompt: Any = request.prompt
         options = None
         if request.messages is not None:
-            prompt = [one.plain() for one in request.messages]
-            options = request.chat_options(service.tokenizer, request.messages[-1].role)
+            prompt, options = [one.plain() for one in request.messages], MessageKind.of(service, request).options
+        elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
+            raise ApiError(400, f"{min(fields)} needs messages", param=min(fields))
         with as_api_errors("prompt" if request.messages is None else "messages", logger):
             (ids,) = await service.encoded([prompt], options)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}

@@ -6,7 +6,7 @@ Owns the encoding of server-sent events. Knows no engine and no route.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ class Format(Protocol):
         """Return the body of a whole response."""
         ...
 
-    def events(self, bodies: Bodies) -> AsyncIterator[bytes]:
+    def events(self, bodies: Bodies) -> AsyncGenerator[bytes, None]:
         """Yield the encoded events of a stream, and close `bodies`."""
         ...
 
@@ -42,7 +42,7 @@ class OpenAiFormat:
         """See Format."""
         return body
 
-    async def events(self, bodies: Bodies) -> AsyncIterator[bytes]:
+    async def events(self, bodies: Bodies) -> AsyncGenerator[bytes, None]:
         """See Format."""
         failed = False
         async with aclosing(bodies):

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from anyio import CancelScope
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from foresay.decoding.outcome import TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
@@ -97,8 +99,21 @@ async def generate(
             return await service.prepare(response) if request.echoes else response()
         first = None if request.only_prompt else await _first(chunks, raw_request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    events = form.events(builder.events(first, chunks))
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return _Stream(form.events(builder.events(first, chunks)), media_type="text/event-stream", headers=headers)
+
+
+class _Stream(StreamingResponse):
+    """A stream that closes its events when it ends, however it ends: the rows of a client that has left are freed at once."""
+
+    body_iterator: AsyncGenerator[bytes, None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with CancelScope(shield=True):
+                await self.body_iterator.aclose()
 
 
 async def _outputs(

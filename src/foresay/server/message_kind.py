@@ -11,7 +11,7 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.server.errors import ApiError
-from foresay.server.requests import ChatRequest
+from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
 from foresay.text.grammar import checked
 from foresay.text.prompts import ChatOptions
@@ -39,9 +39,10 @@ class MessageKind:
     """True if the prompt ends inside reasoning."""
 
     @staticmethod
-    def of(service: Service, request: ChatRequest) -> MessageKind:
+    def of(service: Service, request: ChatRequest | TokenizeRequest) -> MessageKind:
         """Return the kind of a request's messages. Raises ApiError for tools that the model or the server does not support."""
         tools, tokenizer = request.used_tools, service.generator.tokenizer
+        assert request.messages is not None
         chosen = None
         if tools:
             try:

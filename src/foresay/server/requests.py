@@ -318,11 +318,11 @@ class TemplateFields(ToolFields):
         given = {**(self.chat_template_kwargs or {})}
         known = template_variables(tokenizer, options) if given or self.reasoning_effort else frozenset()
         if self.reasoning_effort == "none" and "enable_thinking" in known:
-            given["enable_thinking"] = False
+            given.setdefault("enable_thinking", False)
         elif self.reasoning_effort == "none" and "reasoning_effort" not in known and not has_reasoning(tokenizer):
             pass  # there is nothing to turn off
         elif self.reasoning_effort is not None:
-            given["reasoning_effort"] = self.reasoning_effort
+            given.setdefault("reasoning_effort", self.reasoning_effort)
         for name in given:
             if name not in known:
                 text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"

@@ -14,7 +14,6 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -268,8 +267,9 @@ class Service:
         self.draining = True
         if self._compiler is not None:
             self._compiler.close()
-        deadline = perf_counter() + self.settings.drain_s
-        while self._open_limits and perf_counter() < deadline:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.drain_s
+        while self._open_limits and loop.time() < deadline:
             await asyncio.sleep(0.02)
         for limit in self._open_limits:
             limit.end()

@@ -34,7 +34,7 @@ def test_a_summary_is_the_first_line_of_the_docstring(name: str, entry: Entry) -
 
 
 def test_a_group_has_a_function_or_only_commands() -> None:
-    assert {name for name, entry in entries() if not entry.function} == {"acceptance-head", "ngram"}
+    assert {name for name, entry in entries() if not entry.function} == {"acceptance-head", "memory", "ngram"}
 
 
 def imported_by(*args: str) -> set[str]:
@@ -170,7 +170,14 @@ def test_every_command_with_a_model_takes_dash_m() -> None:
         if entry.function
     }
     without = {name for name, some in flags.items() if not {"-m", "--model"} <= some}
-    assert without == {"report", "methods", "acceptance-head train", "acceptance-head eval"}
+    assert without == {
+        "report",
+        "methods",
+        "memory show",
+        "memory merge",
+        "acceptance-head train",
+        "acceptance-head eval",
+    }
 
 
 def test_the_model_is_the_argument_unless_that_is_something_else() -> None:
@@ -228,4 +235,4 @@ def test_every_command_starts_in_a_fresh_interpreter() -> None:
     code = f"import sys\nfrom foresay.cli.app import _run\nsys.exit(sum(_run([*name, '-h']) for name in {names}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\nExamples:\n") == len(names) == 24
+    assert done.stdout.count("\nExamples:\n") == len(names) == 27

@@ -6,7 +6,7 @@ Owns the formats. Knows no engine and no route.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 from typing import Any
 from uuid import uuid4
@@ -36,13 +36,13 @@ class MessagesFormat:
         self._reader.finish()
         return self._message([_block(one) for one in self._reader.blocks])
 
-    async def events(self, bodies: Bodies) -> AsyncIterator[bytes]:
+    async def events(self, bodies: Bodies) -> AsyncGenerator[bytes, None]:
         """See Format."""
         has_begun = False
         async with aclosing(bodies):
             async for body in bodies:
                 if "error" in body:
-                    failed = {"type": "api_error", "message": body["error"]["message"]}
+                    failed = {**body["error"], "type": "api_error"}
                     yield _event("error", error=failed)
                     return
                 changes = self._reader.take(body)

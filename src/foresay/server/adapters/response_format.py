@@ -5,7 +5,7 @@ Owns the formats. Knows no engine and no route.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from time import time
 from typing import Any
@@ -39,7 +39,7 @@ class ResponsesFormat:
         self._reader.finish()
         return self._ended()
 
-    async def events(self, bodies: Bodies) -> AsyncIterator[bytes]:
+    async def events(self, bodies: Bodies) -> AsyncGenerator[bytes, None]:
         """See Format."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))

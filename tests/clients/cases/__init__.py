@@ -1,0 +1,1 @@
+"""Cases of other servers' tests as data, sent to foresay's server."""

@@ -1,0 +1,80 @@
+"""Requests that many cases share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clients.cases.case import Request
+
+KEY = "sk-of-the-cases"
+"""The key of servers that need one."""
+ORIGIN = "http://trusted.example"
+"""The origin that servers with origins allow."""
+TALK = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": "What is 1+1?"}]
+HELLO = [{"role": "user", "content": "Hello"}]
+PROMPT = "Hello, my name is"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_current_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 8},
+                "state": {"type": "string", "maxLength": 2},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+SEARCH: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "web_search",
+        "parameters": {"type": "object", "properties": {"terms": {"type": "string"}}, "required": ["terms"]},
+    },
+}
+FLAG: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "test",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"success": {"type": "boolean", "const": True}},
+            "required": ["success"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def get(path: str, **more: Any) -> Request:
+    return Request(method="GET", path=path, **more)
+
+
+def post(path: str, body: Any, **more: Any) -> Request:
+    return Request(path=path, body=body, **more)
+
+
+def chat(messages: Any = TALK, **fields: Any) -> Request:
+    return Request(path="/v1/chat/completions", body={"messages": messages, **fields})
+
+
+def complete(prompt: Any = PROMPT, **fields: Any) -> Request:
+    return Request(path="/v1/completions", body={"prompt": prompt, **fields})
+
+
+def call(
+    name: str = "get_current_weather", arguments: str = '{"city": "Dallas"}', id: str = "call_6789"
+) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def choice(name: str) -> dict[str, Any]:
+    """Return the tool choice of a function."""
+    return {"type": "function", "function": {"name": name}}

@@ -1,0 +1,1 @@
+"""Cases of llama.cpp's tools/server/tests/unit, one module per file or group of files."""

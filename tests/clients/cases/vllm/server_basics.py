@@ -1,0 +1,254 @@
+"""Health, version, load, models, metrics, keys, origins, request ids; routes of other tasks."""
+
+from __future__ import annotations
+
+from clients.cases.bodies import AUTHORIZED, HELLO, ORIGIN, chat, complete, get, post
+from clients.cases.case import Case, Request, different, refused
+from clients.cases.expect import count, equals, error, has, header, integer, no_header, ok, status, text, that, written
+
+STORY = [{"role": "user", "content": "Write a long story"}]
+LONG = Request(
+    path="/v1/chat/completions", body={"messages": STORY, "max_tokens": 4000, "min_tokens": 4000}, give_up_s=0.4
+)
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+BASIC = [
+    Case("the version", get("/version"), ok(text("version")), refused("/version")),
+    Case("health", get("/health"), ok()),
+    Case(
+        "a request after cancelled ones",
+        [LONG, LONG, chat(STORY, max_tokens=10)],
+        [status(0, 0), status(0, 1), *ok(count("choices", 1))],
+    ),
+    Case(
+        "cancelled requests at the same time",
+        [*[LONG] * 6, chat(STORY, max_tokens=10)],
+        ok(count("choices", 1)),
+        together=True,
+    ),
+    Case(
+        "a content type that is not JSON", Request(path="/v1/chat/completions", body=b"a=b", headers=FORM), error(415)
+    ),
+    Case("the load", get("/load"), ok(integer("server_load")), refused("/load")),
+]
+LISTED = [
+    Case("the first model", get("/v1/models"), ok(equals("data.0.id", "tiny"), equals("object", "list"))),
+    Case(
+        "the root of a model",
+        get("/v1/models"),
+        ok(has("data.0.root")),
+        different("Entries have no root, since clients never see the model's path."),
+    ),
+]
+NAMES = (
+    *("num_requests_running", "num_requests_waiting", "prompt_tokens_total", "generation_tokens_total"),
+    *("request_success_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_bucket"),
+    "e2e_request_latency_seconds_sum",
+)
+OTHERS = (
+    "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum",
+    "iteration_tokens_total",
+    "kv_cache_usage_perc",
+)
+METRICS = [
+    *(
+        Case(f"the metric {name}", [complete(max_tokens=5), get("/metrics")], ok(written(f"foresay_{name}[ {{]")))
+        for name in NAMES
+    ),
+    *(
+        Case(
+            f"the metric {name}",
+            [complete(max_tokens=5), get("/metrics")],
+            ok(written(f"foresay_{name}[ {{]")),
+            different("The server does not measure it."),
+        )
+        for name in OTHERS
+    ),
+    Case(
+        "nothing runs and nothing waits after an aborted request",
+        [LONG, chat(STORY, max_tokens=4), get("/metrics")],
+        ok(written(r"foresay_num_requests_running 0\.0"), written(r"foresay_num_requests_waiting 0\.0")),
+    ),
+]
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+WRONG = {"Authorization": "Bearer wrong"}
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+KEYS = [
+    *(Case(f"no key: {path}", post(path, {}), error(401), server="keys") for path in ROUTES),
+    *(Case(f"a wrong key: {path}", post(path, {}, headers=WRONG), error(401), server="keys") for path in ROUTES),
+    Case("the right key", get("/v1/models", headers=AUTHORIZED), ok(), server="keys"),
+    Case("health without a key", get("/health"), ok(), server="keys"),
+    Case(
+        "health with a slash at its end, without a key",
+        get("/health/"),
+        ok(),
+        different("A path with a slash at its end is another path, which needs a key."),
+        server="keys",
+    ),
+    Case("models with a slash at its end, without a key", get("/v1/models/"), error(401), server="keys"),
+    Case(
+        "options of a route are no preflight request",
+        Request(method="OPTIONS", path="/metrics"),
+        error(401),
+        server="keys",
+    ),
+    Case(
+        "options without an origin",
+        Request(method="OPTIONS", path="/metrics", headers=PREFLIGHT),
+        error(401),
+        server="keys",
+    ),
+    Case(
+        "a preflight request needs no key",
+        Request(method="OPTIONS", path="/metrics", headers={"Origin": ORIGIN, **PREFLIGHT}),
+        [status(200), header("access-control-allow-origin", ORIGIN)],
+        server="origins_and_keys",
+    ),
+]
+ATTACKER = {"Origin": "http://attacker.example"}
+CORS = [
+    Case(
+        "no origin may read by default",
+        get("/v1/models", headers=ATTACKER),
+        ok(no_header("access-control-allow-origin")),
+    ),
+    Case(
+        "no origin may send JSON by default",
+        Request(method="OPTIONS", path="/v1/chat/completions", headers={**ATTACKER, **PREFLIGHT}),
+        [status(400), no_header("access-control-allow-origin")],
+        different("Without allowed origins OPTIONS is answered with 405, which browsers take as a refusal too."),
+    ),
+    Case(
+        "an allowed origin reads",
+        get("/v1/models", headers={"Origin": ORIGIN}),
+        ok(header("access-control-allow-origin", ORIGIN)),
+        server="origins",
+    ),
+    Case(
+        "an allowed origin sends JSON",
+        Request(method="OPTIONS", path="/v1/chat/completions", headers={"Origin": ORIGIN, **PREFLIGHT}),
+        [status(200), header("access-control-allow-origin", ORIGIN)],
+        server="origins",
+    ),
+]
+NUMBERS = [
+    Case("each response has an id", get("/health"), ok(header("x-request-id", ".+"))),
+    Case(
+        "the id of the client comes back",
+        get("/health", headers={"X-Request-Id": "caller"}),
+        ok(header("x-request-id", "caller")),
+        different("Ids of requests are the server's own, so that a client cannot choose text in its log."),
+    ),
+]
+LONG_VALUE = "A" * 100_000
+FAILED = [
+    Case(
+        "a missing field is named", post("/v1/chat/completions", {}), [*error(400), equals("error.param", "messages")]
+    ),
+    Case(
+        "a field of a wrong type is named",
+        chat("not-a-list"),
+        [*error(400, "not-a-list"), equals("error.param", "messages")],
+    ),
+    Case(
+        "a field of a message is named without names of types",
+        chat([HELLO[0], {"role": "user", "content": 5}]),
+        [*error(400), equals("error.param", "messages.1.content")],
+    ),
+    Case("a stop string of a wrong type is named", chat(HELLO, stop=5), [*error(400), equals("error.param", "stop")]),
+    Case(
+        "many wrong values give a short error",
+        post("/v1/completions", {"prompt": [{"a": 1}] * 1000}),
+        [*error(400), that("short", lambda bodies: len(str(bodies[0])) < 4000)],
+    ),
+    Case(
+        "a long wrong value is cut",
+        chat(HELLO, max_tokens=LONG_VALUE),
+        [*error(400), that("short", lambda bodies: len(str(bodies[0])) < 4000)],
+    ),
+    Case("a short wrong value is repeated", chat(HELLO, max_tokens="five"), error(400, "five")),
+    Case(
+        "an error does not name a file of the server",
+        chat("x"),
+        [
+            *error(400),
+            that("no path", lambda bodies: "/src/" not in str(bodies[0]) and "Traceback" not in str(bodies[0])),
+        ],
+    ),
+]
+
+
+def _routes(*routes: tuple[str, Request]) -> list[Case]:
+    """Return a case for each route that must exist."""
+    return [Case(name, request, ok(), refused(request.path.partition("?")[0])) for name, request in routes]
+
+
+POOLING = _routes(
+    ("embeddings", post("/v1/embeddings", {"input": "a"})),
+    ("pooling", post("/pooling", {"input": "a"})),
+    ("classes", post("/classify", {"input": "a"})),
+    ("scores", post("/score", {"text_1": "a", "text_2": "b"})),
+    ("ranks", post("/rerank", {"query": "a", "documents": ["b"]})),
+)
+SPEECH = _routes(
+    ("transcriptions", post("/v1/audio/transcriptions", {"file": "a"})),
+    ("translations", post("/v1/audio/translations", {"file": "a"})),
+)
+ADAPTERS = [
+    *_routes(("an adapter is loaded", post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}))),
+    Case(
+        "an adapter that does not exist",
+        post("/v1/load_lora_adapter", {"lora_name": "notfound", "lora_path": "/not/an/adapter"}),
+        error(404),
+        refused("/v1/load_lora_adapter"),
+    ),
+]
+SLEEP = _routes(
+    ("sleep", post("/sleep?level=1", None)),
+    ("whether it sleeps", get("/is_sleeping")),
+    ("wake up", post("/wake_up", None)),
+    ("the memory of the cache is released", post("/release_kv_cache_memory", None)),
+)
+CACHE = _routes(("the prefix cache is emptied", post("/reset_prefix_cache", None)))
+PAUSE = _routes(
+    ("pause", post("/pause", None)), ("whether it pauses", get("/is_paused")), ("resume", post("/resume", None))
+)
+RENDER = [
+    Case(name, request, ok(), refused(request.path))
+    for name, request in (
+        ("token ids of a completion", post("/v1/completions/render", {"prompt": "Hello"})),
+        ("token ids of a chat", post("/v1/chat/completions/render", {"messages": HELLO})),
+        ("token ids of Anthropic's messages", post("/v1/messages/render", {"messages": HELLO, "max_tokens": 4})),
+    )
+]
+CUT = [
+    Case(
+        "a text that is cut",
+        post("/v1/embeddings", {"input": "a b c", "truncate_prompt_tokens": 2}),
+        ok(equals("usage.prompt_tokens", 2)),
+        refused("/v1/embeddings"),
+    ),
+    Case(
+        "a text that is cut at the context",
+        post("/v1/embeddings", {"input": "a b c", "truncate_prompt_tokens": -1}),
+        ok(),
+        refused("/v1/embeddings"),
+    ),
+]
+SUITES = {
+    "openai/basic/test_basic.py": BASIC,
+    "openai/test_models.py": LISTED,
+    "serve/instrumentator/test_metrics.py": METRICS,
+    "serve/middleware/test_authentication_middleware.py": KEYS,
+    "serve/middleware/test_cors_middleware.py": CORS,
+    "serve/middleware/test_x_request_id.py": NUMBERS,
+    "serve/exception_handling/test_validation_exception_handler.py": FAILED,
+    "serve/render/test_render.py": RENDER,
+    "serve/dev/test_sleep.py": SLEEP,
+    "serve/dev/test_cache.py": CACHE,
+    "serve/dev/test_pause.py": PAUSE,
+    "serve/lora/test_lora_adapters.py": ADAPTERS,
+    "pooling (routes)": POOLING,
+    "speech_to_text (routes)": SPEECH,
+    "openai/test_truncation.py": CUT,
+}

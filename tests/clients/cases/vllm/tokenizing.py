@@ -1,0 +1,90 @@
+"""Token ids of texts and messages, and texts of token ids."""
+
+from __future__ import annotations
+
+from clients.cases.bodies import SEARCH, chat, get, post
+from clients.cases.case import Case, From, refused
+from clients.cases.expect import at_least, equals, has, lacks, ok, same, text, that
+
+PROMPT = "vllm1 This is a test prompt."
+TALK = [
+    {"role": "user", "content": "Hi there!"},
+    {"role": "assistant", "content": "Nice to meet you!"},
+    {"role": "user", "content": "Can I ask a question? vllm1"},
+]
+SURE = [*TALK, {"role": "assistant", "content": "Sure,"}]
+COUNTED = that("the count", lambda bodies: bodies[0]["count"] == len(bodies[0]["tokens"]))
+
+
+def _chat(name: str, end: str, messages: object = TALK, **fields: object) -> Case:
+    """Return a case of token ids of a chat. end: of the prompt that they are the ids of."""
+    requests = [
+        post("/tokenize", {"model": "tiny", "messages": messages, **fields}),
+        post("/detokenize", {"tokens": From(0, "tokens")}),
+    ]
+    return Case(
+        name,
+        requests,
+        [
+            *ok(COUNTED, equals("max_model_len", 4096, 0), lacks("token_strs", 0), reply=0),
+            *ok(text("prompt", f"{end}$")),
+        ],
+    )
+
+
+TOKENIZATION = [
+    Case(
+        "token ids of a text",
+        post("/tokenize", {"model": "tiny", "prompt": PROMPT}),
+        ok(COUNTED, equals("max_model_len", 4096), lacks("token_strs")),
+    ),
+    Case(
+        "token ids of a text with special tokens",
+        post("/tokenize", {"prompt": PROMPT, "add_special_tokens": True}),
+        ok(COUNTED),
+    ),
+    Case(
+        "token ids of a text without special tokens",
+        post("/tokenize", {"prompt": PROMPT, "add_special_tokens": False}),
+        ok(COUNTED),
+        refused("add_special_tokens"),
+    ),
+    _chat("token ids of messages", "<assistant>"),
+    _chat("token ids of messages with the generation prompt", "<assistant>", add_generation_prompt=True),
+    _chat("token ids of messages without the generation prompt", "vllm1", add_generation_prompt=False),
+    _chat(
+        "token ids of messages whose last is continued",
+        "Sure,",
+        SURE,
+        continue_final_message=True,
+        add_generation_prompt=False,
+    ),
+    Case(
+        "token ids of messages without special tokens",
+        post("/tokenize", {"messages": TALK, "add_special_tokens": False}),
+        ok(COUNTED),
+        refused("add_special_tokens"),
+    ),
+    Case(
+        "token ids of messages and tools",
+        [post("/tokenize", {"messages": TALK, "tools": [SEARCH]}), chat(TALK, tools=[SEARCH], max_tokens=1)],
+        ok(COUNTED, same("count", "usage.prompt_tokens")),
+        server="tools",
+    ),
+    Case(
+        "texts of tokens",
+        post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}),
+        ok(at_least("token_strs", 3)),
+        refused("return_token_strs"),
+    ),
+    Case(
+        "a text of token ids",
+        [post("/tokenize", {"prompt": PROMPT}), post("/detokenize", {"model": "tiny", "tokens": From(0, "tokens")})],
+        ok(equals("prompt", PROMPT)),
+    ),
+    Case(
+        "properties of the tokenizer", get("/tokenizer_info"), ok(text("tokenizer_class")), refused("/tokenizer_info")
+    ),
+    Case("the chat template", get("/tokenizer_info"), ok(has("chat_template")), refused("/tokenizer_info")),
+]
+SUITES = {"serve/tokenize/test_tokenization.py": TOKENIZATION}

@@ -1,0 +1,324 @@
+"""`foresay check` in use: what passes, what fails and is named, what is refused, and files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foresay.generation.session import Session
+from foresay.records.recording import Recording
+from helpers import tiny
+
+TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
+CHECK = ["check", "r.jsonl", "--dtype", "fp32"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("check") / "tiny")
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def recordings(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a greedy recording of two categories, a sampled one, and the prompts of both."""
+    path = tmp_path_factory.mktemp("recordings")
+    lines = [json.dumps({"id": f"t{i}", "prompt": text, "category": "ab"[i % 2]}) for i, text in enumerate(TEXTS)]
+    (path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    which = ["--model", str(folder), "--dtype", "fp32", "--prompts", str(path / "p.jsonl")]
+    tiny.printed("record", str(path / "r.jsonl"), *which, "-n", "48")
+    tiny.printed("record", str(path / "sampled.jsonl"), *which, "-n", "24", "-t", "1", "--seed", "3")
+    return path
+
+
+@pytest.fixture
+def here(recordings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with copies of the recordings, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    for path in recordings.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def edited(change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change the lines of the recording; the first one is its header."""
+    lines = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
+    change(lines)
+    Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def replaced(path: str, **changes: Any) -> None:
+    """Change fields of a file of one JSON object."""
+    Path(path).write_text(json.dumps(json.loads(Path(path).read_text()) | changes))
+
+
+# -- what passes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_passes(shell: tiny.Shell, here: Path) -> None:
+    code, out, err = shell(*CHECK)
+    assert (code, err) == (0, "")
+    heading, first, second, total, settings, outcome = out.splitlines()
+    assert heading.split() == ["category", "prompts", "tokens", "same", "per", "pass"]
+    assert [line.split()[:4] for line in (first, second, total)] == [
+        ["a", "3", "144", "3"],
+        ["b", "2", "96", "2"],
+        ["total", "5", "240", "5"],
+    ]
+    assert settings.startswith("drafter suffix, length 12, rule speculative, model ")
+    assert outcome == f"texts: 5 of 5 are the same; tokens per pass: {total.split()[-1]}"
+    assert float(total.split()[-1]) > 1
+
+
+def test_a_saved_result_passes_against_itself(shell: tiny.Shell, here: Path) -> None:
+    assert shell(*CHECK, "--save", "c.json")[0] == 0
+    saved = Path("c.json").read_bytes()
+    code, out, err = shell(*CHECK, "--against", "c.json", "--tolerance", "0", "--save", "d.json", "--batch-size", "2")
+    assert (code, err) == (0, "")
+    assert Path("d.json").read_bytes() == saved == Path("c.json").read_bytes()
+    assert out.count("+0.0%") == 4 and out.splitlines()[-1].endswith("(+0.0%)")
+    values = json.loads(saved)
+    assert {name: one["tokens"] for name, one in values["categories"].items()} == {"a": 144, "b": 96}
+    assert (values["drafter"], values["length"], values["rule"]) == ("suffix", "12", "speculative")
+
+
+def test_json(shell: tiny.Shell, here: Path) -> None:
+    assert shell(*CHECK, "--save", "c.json")[0] == 0
+    code, out, err = shell(*CHECK, "--against", "c.json", "--json")
+    line = json.loads(out)
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert line["passed"] is True and line["texts"] == {"same": 5, "prompts": 5} and line["differences"] == []
+    [change] = line["changes"]
+    assert change["category"] is None and change["relative"] == 0 and change["now"] == line["tokens_per_pass"]
+    assert {"format": "foresay-check", "version": 1, **line["result"]} == json.loads(Path("c.json").read_text())
+
+
+def test_methods(shell: tiny.Shell, here: Path, folder: Path) -> None:
+    """Plain decoding, a cascade, a perfect draft model, and a policy of the row alone."""
+    for drafter, length, shown in (
+        ("none", None, "length 0,"),
+        ("cascade(self=1, max_gram; k=[[2, 2], [0, 2]])", None, "length 4,"),
+        (f"model({folder})", "3", "length 3,"),
+        ("max_gram", "heuristic(3)", "length heuristic(start=3),"),
+    ):
+        code, out, err = shell(*CHECK, "--drafter", drafter, *([] if length is None else ["--length", length]))
+        assert (code, err) == (0, "") and shown in out, out
+        assert "texts: 5 of 5 are the same" in out
+        assert drafter != "none" or out.rstrip().endswith("tokens per pass: 1.00")
+
+
+def test_a_limit(shell: tiny.Shell, here: Path) -> None:
+    code, out, _ = shell(*CHECK, "--limit", "1", "--save", "c.json")
+    assert code == 0 and len(out.splitlines()) == 4, "one category has no row of its own"
+    assert "texts: 1 of 1 are the same" in out
+    assert "the earlier result is of other prompts" in shell.refused(*CHECK, "--against", "c.json")
+
+
+def test_the_model_of_a_settings_file(shell: tiny.Shell, here: Path, folder: Path) -> None:
+    """Its drafter is used; its length adapts, so the drafter's own number of tokens replaces it."""
+    Path("mine.toml").write_text(f'target = "{folder}"\ndrafter = "max_gram"\nlength = "throughput"\ndtype = "fp32"\n')
+    code, out, err = shell("check", "r.jsonl", "-m", "mine.toml")
+    assert code == 0 and err.startswith("foresay: settings from mine.toml")
+    assert "drafter max_gram, length 10, rule speculative" in out
+
+
+# -- what fails --------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_token_fails_and_is_named(shell: tiny.Shell, here: Path) -> None:
+    def change(lines: list[dict[str, Any]]) -> None:
+        line = next(line for line in lines if line.get("id") == "t3")
+        assert line["output"][7] != 40
+        line["output"][7] = 40
+
+    edited(change)
+    [record] = [one for one in Recording.load("r.jsonl").records if one.id == "t3"]
+    code, out, err = shell(*CHECK)
+    assert (code, err) == (1, "")
+    assert "texts: 4 of 5 are the same" in out.splitlines()[-1]
+    [line] = [line for line in out.splitlines() if line.startswith("DIFFERENT OUTPUT")]
+    assert line.startswith("DIFFERENT OUTPUT: prompt 't3', token 7: recorded 'E' (40), now ")
+    assert [row.split()[3] for row in out.splitlines()[1:4]] == ["3", "1", "4"]
+    code, out, _ = shell(*CHECK, "--json")
+    [found] = json.loads(out)["differences"]
+    assert code == 1 and (found["id"], found["position"], found["recorded"]) == ("t3", 7, record.output[7])
+
+
+def test_a_shorter_recording_fails_at_its_end(shell: tiny.Shell, here: Path) -> None:
+    edited(lambda lines: lines[1].update(output=lines[1]["output"][:20]))
+    code, out, _ = shell(*CHECK)
+    assert code == 1 and ", token 20: recorded the end, now '" in out
+
+
+def test_another_model_fails(shell: tiny.Shell, here: Path, tmp_path: Path) -> None:
+    other = tiny.save(tmp_path / "other", tiny.llama(1))
+    code, out, err = shell(*CHECK, "-m", str(other))
+    assert (code, err) == (1, "") and "DIFFERENT OUTPUT: prompt 't0'" in out
+    assert "note: the recording is of model " in out and f"this run '{other}'" in out
+
+
+def test_a_worse_draft_fails(shell: tiny.Shell, here: Path, tmp_path: Path) -> None:
+    """A draft model that was replaced: the outputs are the same, and tokens per pass fell."""
+    tiny.save(tmp_path / "draft")
+    command = [*CHECK, "--drafter", "model(draft)", "--length", "3"]
+    assert shell(*command, "--save", "c.json")[0] == 0
+    tiny.save(tmp_path / "draft", tiny.llama(1))
+    code, out, err = shell(*command, "--against", "c.json")
+    assert (code, err) == (1, "") and "DIFFERENT" not in out
+    assert "FEWER TOKENS PER PASS: total: " in out and out.splitlines()[-1].startswith("texts: 5 of 5 are the same")
+    code, out, _ = shell(*command, "--against", "c.json", "--tolerance", "0.9")
+    assert code == 0 and "FEWER" not in out
+    assert shell(*command, "--save", "d.json")[0] == 0
+    tiny.save(tmp_path / "draft")
+    code, out, _ = shell(*command, "--against", "d.json")
+    assert code == 0 and "more tokens per pass: total: " in out, "a rise is no failure"
+
+
+def test_a_category_that_fell_fails(shell: tiny.Shell, here: Path) -> None:
+    """The earlier result had more tokens per pass in one category, and as many in all as now."""
+    assert shell(*CHECK, "--save", "c.json")[0] == 0
+    counts = json.loads(Path("c.json").read_text())["categories"]
+    large = {name: {**one, "tokens": 10 * one["tokens"], "passes": 10 * one["passes"]} for name, one in counts.items()}
+    shift = large["a"]["passes"] // 5
+    large["a"]["passes"] -= shift
+    large["b"]["passes"] += shift
+    replaced("c.json", categories=large)
+    code, out, _ = shell(*CHECK, "--against", "c.json")
+    assert code == 0, "this run has fewer than 500 tokens of it"
+    edited(lambda lines: lines[0]["params"].update(max_new_tokens=400))
+    code, out, _ = shell(*CHECK, "--against", "c.json", "--save", "d.json")
+    assert code == 1 and "DIFFERENT OUTPUT" in out, "longer outputs"
+    counts = json.loads(Path("d.json").read_text())["categories"]
+    assert all(one["tokens"] >= 500 for one in counts.values())
+    counts["a"]["passes"] -= counts["a"]["passes"] // 5
+    replaced("d.json", categories=counts)
+    code, out, _ = shell(*CHECK, "--against", "d.json", "--tolerance", "0.15")
+    fallen = [line for line in out.splitlines() if line.startswith("FEWER TOKENS PER PASS: a: ")]
+    assert code == 1 and len(fallen) == 1 and "FEWER TOKENS PER PASS: b: " not in out
+
+
+# -- sampled recordings ------------------------------------------------------------------------------------------------
+
+
+def test_sampled_outputs(shell: tiny.Shell, here: Path) -> None:
+    sampled = ["check", "sampled.jsonl", "--dtype", "fp32"]
+    for drafter, rule in (("suffix", "speculative"), ("self(1)", "match")):
+        code, out, err = shell(*sampled, "--drafter", drafter, "--rule", rule)
+        assert (code, err) == (0, "") and "texts: 5 of 5 are the same" in out
+    drafted = [*sampled, "--drafter", "self(1)"]
+    assert "there is nothing to compare: under rule 'speculative' the text of a seed" in shell.refused(*drafted)
+    assert shell(*drafted, "--save", "c.json")[0] == 0
+    code, out, err = shell(*drafted, "--against", "c.json")
+    assert (code, err) == (0, "") and "same" not in out.splitlines()[0]
+    assert out.splitlines()[-1].startswith(
+        "texts: not compared (under rule 'speculative' the text of a seed depends on"
+    )
+    assert out.splitlines()[-1].endswith("(+0.0%)")
+    assert json.loads(shell(*drafted, "--against", "c.json", "--json")[1])["texts"] is None
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_lengths_that_adapt_are_refused(shell: tiny.Shell, here: Path) -> None:
+    for length in ("throughput", "throughput(high=8)"):
+        assert shell.refused(*CHECK, "--length", length).startswith(f"--length {length!r} adapts to measured time")
+    assert "keeps texts in a folder" in shell.refused(*CHECK, "--drafter", "suffix(memory=texts)")
+    assert not Path("texts").exists()
+
+
+def test_wrong_recordings_are_refused(shell: tiny.Shell, here: Path) -> None:
+    assert shell.refused("check", "none.jsonl") == "cannot read 'none.jsonl': No such file or directory"
+    header = Path("r.jsonl").read_text().splitlines()[0]
+    Path("empty.jsonl").write_text(header + "\n")
+    assert "contains no outputs" in shell.refused("check", "empty.jsonl")
+    Path("cache.json").write_text('{"1_2": "1_2_3"}')
+    assert "lacks the sampling parameters" in shell.refused("check", "cache.json")
+    Path("log.txt").write_text("tensor([[1, 2]])\n")
+    assert "contains outputs alone" in shell.refused("check", "log.txt")
+    edited(lambda lines: lines[0].update(tokenizer="0" * 64))
+    assert "their tokenizers differ" in shell.refused(*CHECK)
+    edited(lambda lines: lines[0].update(vocab_size=4000))
+    assert "they have 4000 and 264 tokens" in shell.refused(*CHECK)
+    edited(lambda lines: lines[0].update(model=""))
+    assert shell.refused(*CHECK) == "'r.jsonl' does not name the model that generated it; give --model"
+
+
+def test_wrong_options_are_refused(shell: tiny.Shell, here: Path) -> None:
+    assert "unknown drafter 'sufix'" in shell.refused(*CHECK, "--drafter", "sufix")
+    assert "--limit 0 must be" in shell.refused(*CHECK, "--limit", "0")
+    assert shell.refused(*CHECK, "--tolerance", "0.1").startswith("--tolerance 0.1 is for --against")
+    assert "nothing to compare: rule 'typical' is lossy" in shell.refused(*CHECK, "--rule", "typical")
+    assert "the folder 'none' does not exist" in shell.refused(*CHECK, "--save", "none/c.json")
+    assert "is a folder" in shell.refused(*CHECK, "--save", ".")
+
+
+def test_wrong_results_are_refused(shell: tiny.Shell, here: Path) -> None:
+    assert shell(*CHECK, "--save", "c.json")[0] == 0
+    against = [*CHECK, "--against", "c.json"]
+    for more, message in (
+        (["--drafter", "max_gram"], "has drafter 'suffix', and this run has 'max_gram'"),
+        (["--length", "3"], "has length '12', and this run has '3'"),
+        (["--rule", "block"], "has rule 'speculative', and this run has 'block'"),
+        (["--tolerance", "-1"], "--tolerance -1.0 must be"),
+        (["--tolerance", "nan"], "--tolerance nan must be"),
+        (["--save", "c.json"], "--save and --against name the same file"),
+    ):
+        assert message in shell.refused(*against, *more), more
+    replaced("c.json", model="other")
+    assert "has model 'other', and this run has " in shell.refused(*against)
+    replaced("c.json", version=2)
+    assert "c.json: not a foresay-check of version 1" in shell.refused(*against)
+    assert shell.refused(*CHECK, "--against", "none.json") == "cannot read 'none.json': No such file or directory"
+
+
+# -- terminals and signals ---------------------------------------------------------------------------------------------
+
+
+def test_a_narrow_terminal(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shell(*CHECK, "--save", "c.json")[0] == 0
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = shell(*CHECK, "--against", "c.json")
+    assert code == 0 and out.startswith("prompts: 3 a, 2 b, 5 total\ntokens: 144 a, 96 b, 240 total\n")
+
+
+def test_a_closed_pipe_and_a_terminal(here: Path) -> None:
+    process = subprocess.Popen(
+        [*tiny.FORESAY, *CHECK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment()
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(timeout=60) == 141
+    process.stderr.close()
+    code, out, shown = tiny.foresay_watched(*CHECK)
+    assert code == 0 and b"texts: 5 of 5 are the same" in out and "Checking" in shown
+
+
+def test_ctrl_c_writes_nothing(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third step."""
+    step, left = Session.step, [None, None]
+
+    def interrupted(session: Session) -> Any:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return step(session)
+
+    monkeypatch.setattr(Session, "step", interrupted)
+    assert shell(*CHECK, "--save", "c.json") == (130, "", "")
+    assert not left and not Path("c.json").exists()

@@ -1,0 +1,133 @@
+"""10,000 simulated runs of the server keep every invariant; broken versions do not. `scripts/simulation SEED` repeats one run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from foresay.engine import Engine
+from foresay.engine.admission import MemoryLimit
+from foresay.engine.guard import GuardedDrafter
+from foresay.generation.session_thread import SessionThread
+from foresay.server import generating, service
+from simulation import run
+from simulation.bodies import BODIES
+from simulation.model import HashCache
+from simulation.run import Simulation, plain_text, reference, simulate
+
+SEEDS, PART = 10_000, 250
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Failures that are meant to happen are logged thousands of times otherwise."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+def test_every_seed_keeps_the_invariants(first: int) -> None:
+    failed = {seed: problems for seed in range(first, first + PART) if (problems := simulate(seed))}
+    assert not failed, "\n".join(f"scripts/simulation {seed}: {problems[0]}" for seed, problems in failed.items())
+
+
+def test_a_seed_decides_everything() -> None:
+    def traced(seed: int) -> Any:
+        one = Simulation(seed)
+        one.plan()
+        one.run()
+        return [(call.status, call.began, call.ended, call.data.count(b"data: ")) for call in one.calls]
+
+    assert [traced(seed) for seed in range(30)] == [traced(seed) for seed in range(30)]
+    assert len({str(traced(seed)) for seed in range(30)}) > 25
+
+
+def test_every_fault_and_every_manner_happens() -> None:
+    seen: set[str] = set()
+    for seed in range(400):
+        one = Simulation(seed)
+        one.plan()
+        one.run()
+        seen |= {*one.model.faults.happened, *(str(call.manner) for call in one.calls if call.began is not None)}
+        seen |= {run.error_of(call) or "" for call in one.calls if call.is_complete}
+        seen |= {"prefix copied"} if any(session.engine.prefix_bytes for session in one.sessions) else set()
+    codes = {"timeout", "shutting_down", "out_of_memory", "generation_failed", "cannot_go_on", "queue_full"}
+    assert seen >= {*run.FAULTS, *(str(one) for one in run.Manner), *codes, "prefix copied"}
+
+
+def test_outputs_are_the_librarys() -> None:
+    """The references of the other tests, against plain decoding by the library."""
+    compared = 0
+    for path, body in BODIES:
+        text = plain_text(path, body)
+        if text is not None:
+            assert reference(path, run.key_of(body))[0][0] == text
+            compared += 1
+    assert compared >= 6
+
+
+def _loses_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled requests are lost if the target fails in the same step."""
+    real = Engine.abandon
+
+    def abandon(self: Engine) -> list[int]:
+        self._ended.clear()
+        return real(self)
+
+    monkeypatch.setattr(Engine, "abandon", abandon)
+
+
+def _leaves_streams_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generating, "_Stream", generating.StreamingResponse)
+
+
+def _keeps_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HashCache, "truncate", lambda self, lengths: None)
+
+
+def _copies_a_stale_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(self: HashCache, source: int, target: int, length: int) -> None:
+        self.lengths[target], self.slots[target] = length, [*self.slots[source][: length - 1], 1]
+
+    monkeypatch.setattr(HashCache, "copy_prefix", copy)
+
+
+def _lets_drafters_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GuardedDrafter, "_try", lambda self, action: action())
+
+
+def _cancels_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SessionThread.cancel
+    monkeypatch.setattr(SessionThread, "cancel", lambda self, tickets: real(self, []))
+
+
+def _never_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait(self: Any, chunk: Any) -> Any:
+        return await chunk
+
+    monkeypatch.setattr(service._TimeLimit, "wait", wait)
+
+
+def _admits_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryLimit, "num_fitting", lambda self, active, waiting, count, cached: count)
+
+
+BROKEN = [
+    *(_loses_ended, _leaves_streams_open, _keeps_rejected_tokens, _copies_a_stale_slot),
+    *(_lets_drafters_fail, _cancels_nothing, _never_times_out, _admits_all),
+]
+
+
+@pytest.mark.parametrize("breaks", BROKEN)
+def test_a_broken_version_is_found(
+    breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative controls."""
+    for path, body in BODIES:
+        reference(path, run.key_of(body))
+    breaks(monkeypatch)
+    assert any(simulate(seed) for seed in range(600))
