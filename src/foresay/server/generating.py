@@ -33,7 +33,7 @@ from foresay.server.service import Service
 from foresay.text.grammar import Grammar
 from foresay.text.prompts import fill_in_marks
 from foresay.text.stream import Detokenizer
-from foresay.text.tool_calls.message import MessageParser
+from foresay.text.tool_calls.calls import OutputParser
 
 MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
@@ -54,7 +54,7 @@ class PreparedRequest:
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
     grammar: Grammar | None = None
     """Grammar that every output follows."""
-    parser: Callable[[], MessageParser | None] = lambda: None
+    parser: Callable[[], OutputParser | None] = lambda: None
     """Returns a parser of one output."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:

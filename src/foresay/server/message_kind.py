@@ -16,7 +16,8 @@ from foresay.server.service import Service
 from foresay.text.grammar import checked
 from foresay.text.prompts import ChatOptions
 from foresay.text.tool_calls.calls import Tool
-from foresay.text.tool_calls.formats import ToolFormat, format_of, grammar_of, visible_ids
+from foresay.text.tool_calls.formats import FORMATS, ToolFormat, format_of, grammar_of, visible_ids
+from foresay.text.tool_calls.harmony import HarmonyParser, is_harmony
 from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_open
 
 
@@ -68,7 +69,12 @@ class MessageKind:
     @property
     def visible_ids(self) -> tuple[int, ...]:
         """Special tokens that stay in the text of an output."""
-        return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
+        return () if self.tokenizer is None else visible_ids(self._whole_format, self.tokenizer, reasons=self.reasons)
+
+    @property
+    def _whole_format(self) -> ToolFormat | None:
+        """The format of the message; harmony also without tools, because it has marks of its own."""
+        return self.format or (FORMATS["harmony"] if is_harmony(self.tokenizer) else None)
 
     def grammar_source(self) -> str | None:
         """Return the grammar of an output that must call a tool, else None. Raises ApiError for tools that have none."""
@@ -81,16 +87,19 @@ class MessageKind:
         except ConfigError as error:
             raise ApiError(400, str(error), param="tool_choice") from None
 
-    def parser(self) -> MessageParser | None:
+    def parser(self) -> MessageParser | HarmonyParser | None:
         """Return the parser of one output; None if all of its text is content."""
+        most = 1 if self.parallel is False else None
+        if self._whole_format is not None and self._whole_format.name == "harmony":
+            return HarmonyParser(most=most, only_calls=self.must_call)
         if self.format is None and not self.reasons:
             return None
-        names = frozenset(one["function"]["name"] for one in self.options.tools)
-        calls = None if self.format is None else self.format.parser(names)
+        schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
+        calls = None if self.format is None else self.format.parser(schemas)
         return MessageParser(
             calls,
             reasons=self.reasons,
             is_open=self.is_open,
-            most=1 if self.parallel is False else None,
+            most=most,
             only_calls=self.must_call,
         )

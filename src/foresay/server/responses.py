@@ -15,8 +15,7 @@ from foresay.decoding.outcome import FinishReason, Step
 from foresay.generation.result import Chunk, Generation
 from foresay.server.logprobs import Entry, Logprobs, as_chat, as_completion
 from foresay.server.requests import Drafting
-from foresay.text.tool_calls.calls import CallPiece, Pieces
-from foresay.text.tool_calls.message import MessageParser
+from foresay.text.tool_calls.calls import CallPiece, OutputParser, Pieces
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}
 
@@ -24,7 +23,7 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReas
 class Message:
     """The message that an output has become so far."""
 
-    def __init__(self, parser: MessageParser | None) -> None:
+    def __init__(self, parser: OutputParser | None) -> None:
         """parser: splits the text into reasoning, content and calls; None for content alone."""
         self._parser = parser
         self.content = self.reasoning = ""
@@ -153,7 +152,7 @@ class Output:
         options: Drafting,
         logprobs: Logprobs | None,
         echo: Echo | None = None,
-        parser: MessageParser | None = None,
+        parser: OutputParser | None = None,
     ) -> None:
         """options: statistics to report. logprobs: collector of log-probabilities, if requested. echo: the repeated prompt.
 

@@ -12,9 +12,9 @@ import openai
 import pytest
 
 import foresay
-from helpers import tiny
+from helpers import chains, tiny
 from helpers.serving import Running
-from helpers.tool_chats import PIECES, TALK, TIME, WEATHER
+from helpers.tool_chats import PIECES, TALK, TEMPLATE, TIME, WEATHER
 
 
 def client(running: Running) -> openai.OpenAI:
@@ -294,3 +294,27 @@ def test_a_chat_with_tools_is_counted(server: Running) -> None:
     count = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["count"]
     done = post(server, tools=[WEATHER], max_tokens=1).json()
     assert done["usage"]["prompt_tokens"] == count > 50
+
+
+HARMONY_PIECES = (
+    *("<|channel|>", "analysis", "<|message|>", "They", " want", " rain.", "<|end|>", "<|start|>", "assistant"),
+    *("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>", '{"city": "', 'Rome"}', "<|call|>"),
+)
+
+
+def test_messages_in_the_harmony_format(tmp_path: Path) -> None:
+    """Channels are split with tools and without; marks never reach the content."""
+    special = [piece for piece in HARMONY_PIECES if re.fullmatch(r"<\|\w+\|>", piece)]
+    folder = chains.save(tmp_path, HARMONY_PIECES, TEMPLATE + "{# <|channel|> #}", special=special)
+    running = Running(foresay.load(str(folder), num_draft_tokens=3))
+    try:
+        done = client(running).chat.completions.create(model="tiny", messages=TALK, tools=[WEATHER], temperature=0)
+        message: Any = done.choices[0].message
+        assert message.reasoning_content == "They want rain." and not message.content
+        assert calls_of(message) == [("weather", {"city": "Rome"})] and done.choices[0].finish_reason == "tool_calls"
+        with client(running).chat.completions.create(model="tiny", messages=TALK, temperature=0, stream=True) as stream:
+            deltas: list[Any] = [one.choices[0].delta for one in stream]
+        assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas) == "They want rain."
+        assert not any("<|" in (one.content or "") for one in deltas)
+    finally:
+        running.close()

@@ -76,3 +76,15 @@ class Parser(Protocol):
     def finish(self) -> Pieces:
         """Return what is left at the end of the output. Text of a call that cannot be read becomes content."""
         ...
+
+
+class OutputParser(Protocol):
+    """A parser of whole messages: reasoning, content and calls."""
+
+    def push(self, text: str) -> Pieces:
+        """Return what the next text adds to the message."""
+        ...
+
+    def finish(self) -> Pieces:
+        """Return what is left at the end of the output."""
+        ...

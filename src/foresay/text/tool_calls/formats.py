@@ -14,12 +14,16 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
+from foresay.text.tool_calls import message
 from foresay.text.tool_calls.calls import Parser, Tool
-from foresay.text.tool_calls.message import BEGIN, END
+from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START
 from foresay.text.tool_calls.parsers import MarkedParser, MistralReader, ObjectReader, PythonReader, WholeParser
+from foresay.text.tool_calls.tagged import TaggedReader, rules_of
 
 Terminal = Callable[[str], str]
 """Returns the grammar's terminals for a text."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Schemas of arguments by the names of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,8 @@ class ToolFormat:
     name: str
     is_in: Callable[[str], bool]
     """True for a chat template of this format."""
-    parser: Callable[[Collection[str]], Parser]
-    """Returns a parser of one output for the names of the tools."""
+    parser: Callable[[Schemas], Parser | None]
+    """Returns a parser of one output for the tools, by the schemas of their arguments; None for a format of whole messages."""
     around: tuple[str, str, str]
     """Texts before the first call, between calls and after the last."""
     call: tuple[str, str, str]
@@ -39,12 +43,22 @@ class ToolFormat:
     """Texts that may be special tokens."""
     is_python: bool = False
     """True if arguments are keyword arguments of Python."""
+    is_tagged: bool = False
+    """True if arguments are texts between tags."""
+    thought: tuple[str, str] | None = None
+    """Texts around reasoning that may precede calls, where it is not a matter of the chat template's own marks."""
     parallel: bool = True
     """True if an output may have several calls."""
 
 
 def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, str, str]:
     return f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}"
+
+
+def _tagged(schemas: Schemas) -> Parser:
+    """Return a parser of calls with tagged arguments, around which the model may leave out the first mark."""
+    whole, begun = partial(TaggedReader, schemas=schemas), partial(TaggedReader, schemas=schemas, begun=True)
+    return MarkedParser({"<tool_call>": whole, "<function=": begun})
 
 
 def _hermes(names: Collection[str]) -> Parser:
@@ -75,8 +89,27 @@ FORMATS = {
             ("[TOOL_CALLS]",),
         ),
         ToolFormat(
+            "harmony",
+            lambda template: CHANNEL in template,
+            lambda _: None,
+            ("", "", ""),
+            (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
+            MARKERS,
+            parallel=False,
+            thought=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
+        ),
+        ToolFormat(
+            "qwen3_coder",
+            lambda template: "<function=" in template,
+            _tagged,
+            ("", "\n", ""),
+            ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+            ("<tool_call>", "</tool_call>"),
+            is_tagged=True,
+        ),
+        ToolFormat(
             "hermes",
-            lambda template: "<tool_call>" in template and "<function=" not in template,
+            lambda template: "<tool_call>" in template,
             _hermes,
             ("", "\n", ""),
             _json_call("arguments", "<tool_call>\n", "\n</tool_call>"),
@@ -137,7 +170,7 @@ def visible_ids(chosen: ToolFormat | None, tokenizer: Any, *, reasons: bool = Fa
     """Return the special tokens that must stay in the text of an output: those of a format, and the marks of reasoning."""
     special = {index: one.content for index, one in _added(tokenizer).items() if one.special}
 
-    markers = {*(chosen.markers if chosen is not None else ()), *((BEGIN, END) if reasons else ())}
+    markers = {*(chosen.markers if chosen is not None else ()), *((message.BEGIN, message.END) if reasons else ())}
     return tuple(sorted(index for index, text in special.items() if text in markers))
 
 
@@ -166,19 +199,31 @@ def grammar_of(
     begin, between, end = map(terminal, chosen.around)
     more = f"({between} call)*" if parallel and chosen.parallel else ""
     rules = [f"start: {begin} call {more} {end}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    if chosen.thought is not None:
+        before, after = chosen.thought
+        rules[0] = f"start: ({terminal(before)} thought)? {begin} call {more} {end}"
+        rules.append(_up_to("thought", after, terminal))
     if after_reasoning:
         rules[0] = f"start: reasoning /\\n*/ {begin} call {more} {end}"
-        index = _ids(tokenizer, (END,)).get(END)
-        by_text = f"reasoning[suffix={json.dumps(END)}]: /(.|\\n)*/"
-        rules.append(by_text if index is None else f"reasoning: /(.|\\n)*/ <[{index}]>")
+        rules.append(_up_to("reasoning", message.END, partial(_terminals, _ids(tokenizer, (message.END,)))))
     for i, tool in enumerate(tools):
         before, middle, after = chosen.call
         rules.append(f"call_{i}: {terminal(before + tool.name + middle)} args_{i} {terminal(after)}")
-        if chosen.is_python:
+        if chosen.is_tagged:
+            rules += rules_of(f"args_{i}", tool)
+        elif chosen.is_python:
             rules += _keywords(f"args_{i}", tool.parameters)
         else:
             rules.append(f"args_{i}: {json_rule({'type': 'object', **tool.parameters})}")
     return "\n".join(rules) + "\n"
+
+
+def _up_to(rule: str, ending: str, terminal: Terminal) -> str:
+    """Return the rule of any text up to an ending: a token, with what follows it, or a text."""
+    last = terminal(ending)
+    if last.lstrip().startswith("<["):
+        return f"{rule}: /(.|\\n)*/ {last}"
+    return f"{rule}[suffix={json.dumps(ending)}]: /(.|\\n)*/"
 
 
 def _check_python(tools: Sequence[Tool]) -> None:

@@ -15,6 +15,8 @@ from foresay.text.tool_calls.formats import FORMATS, format_of, grammar_of, visi
 from helpers import tiny
 
 TEMPLATES = {
+    "harmony": "{{ tools }}<|start|>assistant<|channel|>final<|message|>",
+    "qwen3_coder": "{{ tools }}<tool_call>\n<function=example>",
     "hermes": "{% if tools %}{{ tools }}{% endif %}<tool_call>",
     "mistral": "{{ tools }}[TOOL_CALLS] [{{ calls }}]",
     "mistral_named": "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
@@ -110,6 +112,9 @@ def output(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
         inside = (
             ", ".join(f"{k}={json.dumps(v)}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
         )
+        if one.is_tagged:
+            shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+            inside = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown.items())
         texts.append(one.call[0] + function + one.call[1] + inside + one.call[2])
     return one.around[0] + one.around[1].join(texts) + one.around[2]
 
@@ -136,6 +141,43 @@ def test_grammars(name: str, added: bool) -> None:
     for bad in wrong:
         assert not accepts(both, output(name, bad), one), bad
     assert not accepts(both, "", one) and not accepts(both, "text " + output(name, ROME), one)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_call_of_harmony_may_follow_reasoning(added: bool) -> None:
+    chosen = FORMATS["harmony"]
+    one = tokenizer(None, *(chosen.markers if added else ()))
+    grammar = grammar_of(chosen, [TIME], one, parallel=False)
+    thought = "<|channel|>analysis<|message|>so, the\ntime<|end|><|start|>assistant"
+    assert accepts(grammar, thought + output("harmony", ("time", {})), one)
+    assert not accepts(grammar, thought, one) and not accepts(
+        grammar, thought[:-9] + output("harmony", ("time", {})), one
+    )
+
+
+def test_tagged_arguments() -> None:
+    """Any text of a string, the JSON of other types, required ones first, others in order."""
+    chosen, one = FORMATS["qwen3_coder"], tokenizer(None)
+    schema = {
+        "properties": {
+            "note": {"type": "string"}, "text": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["a", "b"]},
+        },
+        "required": ["text", "kind"],
+    }  # fmt: skip
+    grammar = grammar_of(chosen, [Tool("put", schema)], one, parallel=False)
+    text = "two\nlines of <b>"
+    assert accepts(grammar, output("qwen3_coder", ("put", {"text": text, "kind": "a"})), one)
+    assert accepts(grammar, output("qwen3_coder", ("put", {"text": "", "kind": "b", "note": "x", "count": 3})), one)
+    for bad in (
+        {"text": "x"},
+        {"text": "x", "kind": "c"},
+        {"text": "x", "kind": "a", "count": "x"},
+        {"kind": "a", "text": "x"},
+    ):
+        assert not accepts(grammar, output("qwen3_coder", ("put", bad)), one)
+    bounded = Tool("put", {"properties": {"text": {"type": "string", "pattern": "^a$"}}})
+    with pytest.raises(ConfigError, match="a string with 'pattern'"):
+        grammar_of(chosen, [bounded], one, parallel=False)
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
 from foresay.text.tool_calls.formats import FORMATS, ToolFormat
+from foresay.text.tool_calls.harmony import HarmonyParser
 from foresay.text.tool_calls.message import MessageParser
 from foresay.text.tool_calls.parsers import python_calls
 
 Found = tuple[str, str, list[tuple[str, str]]]
+SCHEMAS: dict[str, Any] = {
+    "w": {},
+    "v": {},
+    "find": {"type": "object", "properties": {"what": {"type": "string"}}},
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+}
 CALLS = [
     ("weather", {"city": "Rome", "days": 3}),
     ("m.time-now", {}),
@@ -21,8 +29,10 @@ CALLS = [
 
 def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, is_open: bool = False) -> Found:
     """Content, reasoning and calls of an output."""
-    calls_of = FORMATS[name].parser({"w", "v"}) if name else None
-    parser = MessageParser(calls_of, reasons=reasons, is_open=is_open)
+    calls_of = FORMATS[name].parser(SCHEMAS) if name else None
+    parser: Any = MessageParser(calls_of, reasons=reasons, is_open=is_open)
+    if name == "harmony":
+        parser = HarmonyParser()
     content = reasoning = ""
     calls: list[tuple[str, str]] = []
     at = 0
@@ -47,6 +57,9 @@ def written(one: ToolFormat, calls: list[tuple[str, dict[str, object]]]) -> str:
     texts = []
     for name, arguments in calls:
         given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
+        if one.is_tagged:
+            shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+            given = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown.items())
         texts.append(before + name + middle + given + after)
     return begin + between.join(texts) + end
 
@@ -60,13 +73,58 @@ def test_what_a_family_writes(name: str, seed: int) -> None:
     chance, one = random.Random(seed), FORMATS[name]
     calls = [chance.choice(CALLS[: 1 if one.is_python and seed else 3]) for _ in range(chance.randrange(1, 4))]
     calls = [(n.replace("-", "_"), a) for n, a in calls if not (one.is_python and "in" in a)] or CALLS[:1]
+    calls = calls if one.parallel or name == "llama3_json" else calls[:1]
     content, reasoning, found = parsed(name, written(one, calls), chance)
     assert (content.strip(), reasoning) == ("", "")
     assert [(n, json.loads(a)) for n, a in found] == calls
 
 
+CODER = "<tool_call>\n<function=w>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+THINKS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+HARMONY = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}<|call|>'
 HERMES = '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>'
 CASES: dict[str, tuple[str, str, Found]] = {
+    "tagged: text around": ("qwen3_coder", f"I look.\n{CODER}\nDone.", ("I look.\nDone.", "", [("w", '{"a": 1}')])),
+    "tagged: two": ("qwen3_coder", f"{CODER}\n{CODER}", ("", "", [("w", '{"a": 1}')] * 2)),
+    "tagged: no first mark": ("qwen3_coder", CODER.removeprefix("<tool_call>\n"), ("", "", [("w", '{"a": 1}')])),
+    "tagged: no last mark": ("qwen3_coder", CODER.removesuffix("</tool_call>") + "x", ("x", "", [("w", '{"a": 1}')])),
+    "tagged: lines": (
+        "qwen3_coder",
+        "<tool_call><function=find><parameter=what>\na <b>\n\n1\n</parameter></function></tool_call>",
+        ("", "", [("find", '{"what": "a <b>\\n\\n1"}')]),
+    ),
+    "tagged: a number that is a string": (
+        "qwen3_coder",
+        "<tool_call><function=find><parameter=what>7</parameter></function></tool_call>",
+        ("", "", [("find", '{"what": "7"}')]),
+    ),
+    "tagged: text that is no JSON": (
+        "qwen3_coder",
+        "<tool_call><function=w><parameter=a>Rome</parameter><parameter=b>NaN</parameter></function></tool_call>",
+        ("", "", [("w", '{"a": "Rome", "b": "NaN"}')]),
+    ),
+    "tagged: cut in a value": ("qwen3_coder", CODER[:40], ("", "", [("w", "")])),
+    "tagged: no call": ("qwen3_coder", "<tool_call>hello</tool_call>", ("<tool_call>hello</tool_call>", "", [])),
+    "harmony: all channels": (
+        "harmony",
+        f"{THINKS}<|channel|>final<|message|>Hello.<|return|>",
+        ("Hello.", "hm", []),
+    ),
+    "harmony: a call": ("harmony", THINKS + HARMONY, ("", "hm", [("w", '{"a": 1}')])),
+    "harmony: the recipient first": (
+        "harmony",
+        f"{THINKS} to=functions.w<|channel|>commentary json<|message|>{{}}<|call|>",
+        ("", "hm", [("w", "{}")]),
+    ),
+    "harmony: a preamble": (
+        "harmony",
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY}",
+        ("I look.", "", [("w", '{"a": 1}')]),
+    ),
+    "harmony: two calls": ("harmony", f"{HARMONY}<|start|>assistant{HARMONY}", ("", "", [("w", '{"a": 1}')] * 2)),
+    "harmony: no arguments": ("harmony", "<|channel|>commentary to=functions.w<|message|><|call|>", ("", "", [("w", "")])),
+    "harmony: cut": ("harmony", "<|channel|>analysis<|message|>because it <|e", ("", "because it <|e", [])),
+    "harmony: plain text": ("harmony", "just text", ("just text", "", [])),
     "text before a call": ("hermes", f"I look.\n{HERMES}", ("I look.\n", "", [("w", '{"a": 1}')])),
     "text after a call": ("hermes", f"{HERMES}\nDone.", ("Done.", "", [("w", '{"a": 1}')])),
     "text between calls": ("hermes", f"{HERMES} and {HERMES}", ("and ", "", [("w", '{"a": 1}')] * 2)),

@@ -1,0 +1,108 @@
+"""Messages of gpt-oss (the harmony format): each has a header, which names its channel and recipient, and a body.
+
+The channel "analysis" is reasoning, a message to a function is a call, and other text is content. Owns the split of an output.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.parsers import has_surrogates, overlap
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKERS = (CHANNEL, MESSAGE, START, CONSTRAIN, END, CALL, RETURN)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+
+
+def is_harmony(tokenizer: Any) -> bool:
+    """True if a tokenizer's chat template writes messages in this format."""
+    return CHANNEL in str(getattr(tokenizer, "chat_template", None) or "")
+
+
+class HarmonyParser:
+    """Splits an output into reasoning, content and calls; see MessageParser."""
+
+    def __init__(self, *, most: int | None = None, only_calls: bool = False) -> None:
+        """See MessageParser."""
+        self._most, self._only_calls = most, only_calls
+        self.num_calls = 0
+        self._text = ""
+        self._header: str | None = ""
+        """Text of the header so far; None in a body."""
+        self._is_call = self._is_reasoning = False
+        self._name: str | None = None
+        """The called function, until its first piece is sent."""
+
+    def push(self, text: str) -> Pieces:
+        """Return what the next text adds to the message."""
+        self._text += text
+        out = Pieces()
+        while self._text:
+            found = min(((at, one) for one in MARKERS if (at := self._text.find(one)) >= 0), default=None)
+            end = len(self._text) - max(overlap(self._text, one) for one in MARKERS) if found is None else found[0]
+            self._take(self._text[:end], out)
+            self._text = self._text[end:]
+            if found is None:
+                break
+            self._text = self._text[len(found[1]) :]
+            self._marked(found[1], out)
+        return out
+
+    def finish(self) -> Pieces:
+        """Return what is left at the end of the output."""
+        out, text = Pieces(), self._text
+        self._text = ""
+        self._take(text, out)
+        if self._header and not self._header.startswith(("assistant", "analysis", "commentary", "final")):
+            self._add_content(self._header, out)  # no header at all: a model that writes plain text
+        return out
+
+    def _marked(self, marker: str, out: Pieces) -> None:
+        if marker == MESSAGE:
+            self._begin(self._header or "", out)
+        elif marker in (END, CALL, RETURN, START):
+            self._flush_call(out)
+            self._header, self._is_call, self._is_reasoning = "", False, False
+        elif self._header is not None:
+            if marker == CHANNEL and self._header.strip() and "assistant" not in self._header:
+                self._add_content(self._header, out)
+                self._header = ""
+            self._header += " "
+
+    def _begin(self, header: str, out: Pieces) -> None:
+        """Begin the body after a header such as "analysis" or "commentary to=functions.f json"."""
+        self._header = None
+        recipient = _RECIPIENT.search(header)
+        self._is_reasoning = recipient is None and "analysis" in header
+        self._is_call = recipient is not None and not has_surrogates(recipient[1])
+        self._name = recipient[1] if recipient is not None and self._is_call else None
+        if self._is_call:
+            self.num_calls += 1
+
+    def _take(self, text: str, out: Pieces) -> None:
+        """Add a piece of a header or body."""
+        if not text:
+            return
+        if self._header is not None:
+            self._header += text
+        elif self._is_call:
+            self._flush_call(out, text)
+        elif self._is_reasoning:
+            out.reasoning += text
+        else:
+            self._add_content(text, out)
+
+    def _flush_call(self, out: Pieces, text: str = "") -> None:
+        if not self._is_call or (not text and self._name is None):
+            return
+        index = self.num_calls - 1
+        if self._most is None or index < self._most:
+            out.calls.append(CallPiece(index, self._name, text))
+        self._name = None
+
+    def _add_content(self, text: str, out: Pieces) -> None:
+        if not self._only_calls:
+            out.content += text
