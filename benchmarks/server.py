@@ -19,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -41,11 +42,14 @@ LEGEND = {
     "c200_answered": ("share answered of 200 mixed requests at once", "== 1"),
     "c200_wrong": ("answers among them that are not the library's", "== 0"),
     "c200_gap_p99_ms": ("99% of gaps between their events are within, ms", ""),
-    "turn2_ttft_share": ("time to the first token, second turn / first turn of 1,000 tokens", "<= 0.2"),
+    "turn2_ttft_share": ("time to the first token, second turn / first turn of 1,000 tokens", "<= 0.1"),
     "busy_share": ("speed next to a busy process / without", ">= 0.4"),
     "c8_tokens_per_s": ("8 clients, tokens/s", ""),
     "soak_growth_mb": ("memory growth under mixed requests, MB", ""),
-    "vs_vllm_c8": ("8 clients / the same with vLLM's server", ""),
+    "vs_vllm_c8": ("8 clients / the same with vLLM's server", ">= 1.2"),
+    "vs_vllm_c32": ("32 clients / the same with vLLM's server", ">= 1.0"),
+    "vs_vllm_bench_c8": ("8 clients of `vllm bench serve`: output tokens/s over those with vLLM's server", ">= 1.2"),
+    "vs_vllm_bench_c32": ("32 clients of `vllm bench serve`, the same", ">= 1.0"),
 }
 
 
@@ -317,17 +321,49 @@ def against_vllm(python: str, quick: bool, running: ExitStack) -> Figures:
     """
     running.close()
     dtype, theirs_in = ("bf16", "bfloat16") if "BF16" in instruction_sets() else ("fp32", "float32")
-    new, ours, theirs = 32 if quick else 96, list[float](), list[float]()
-    for turn in range(2):
-        fresh = [f"{turn + 1}. {text}" for text in prompts(8 if quick else 24)]
+    new, rates = 32 if quick else 96, list[dict[str, tuple[float, float]]]()
+
+    def measured_at(url: str, turn: int) -> dict[str, float]:
+        out = {}
+        for clients in (8, 32):
+            fresh = [f"{turn + 1}. {clients}. {text}" for text in prompts(8 if quick else 3 * clients)]
+            clients_rate(url, fresh[:1], new, 1)
+            out[f"c{clients}"] = clients_rate(url, fresh, new, clients)
+            out[f"bench_c{clients}"] = vllm_client_rate(python, url, clients, new, turn)
+        return out
+
+    for turn in range(1 if quick else 2):
         with serving(dtype=dtype) as (url, _):
-            clients_rate(url, fresh[:1], new, 1)
-            ours.append(clients_rate(url, fresh, new, 8))
+            ours = measured_at(url, turn)
         with vllm_serving(python, theirs_in) as url:
-            clients_rate(url, fresh[:1], new, 1)
-            theirs.append(clients_rate(url, fresh, new, 8))
-        log(f"  8 clients in {theirs_in}: {ours[-1]:.1f} tokens/s, vLLM {theirs[-1]:.1f}")
-    return {"vs_vllm_c8": statistics.mean(ours) / statistics.mean(theirs)}
+            theirs = measured_at(url, turn)
+        rates.append({key: (ours[key], theirs[key]) for key in ours})
+        log(f"  {theirs_in}: " + ", ".join(f"{key} {a:.1f} / {b:.1f} tokens/s" for key, (a, b) in rates[-1].items()))
+    return {f"vs_vllm_{key}": sum(one[key][0] for one in rates) / sum(one[key][1] for one in rates) for key in rates[0]}
+
+
+def vllm_client_rate(python: str, url: str, clients: int, new: int, turn: int) -> float:
+    """Output tokens per second that vLLM's own load generator reports for random prompts of 128 tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(Path(python).with_name("vllm")), "bench", "serve", "--base-url", url, "--model", MODEL]
+        command += ["--tokenizer", str(model_folder(MODEL)), "--dataset-name", "random", "--random-input-len", "128"]
+        command += [
+            "--random-output-len",
+            str(new),
+            "--num-prompts",
+            str(3 * clients),
+            "--ignore-eos",
+            "--temperature",
+            "0",
+        ]
+        command += ["--max-concurrency", str(clients), "--seed", str(turn), "--save-result", "--result-dir", folder]
+        quiet = subprocess.DEVNULL
+        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+        subprocess.run(command, check=True, stdout=quiet, stderr=quiet, env=environment)
+        (found,) = Path(folder).glob("*.json")
+        result = json.loads(found.read_text(encoding="utf-8"))
+    assert result["completed"] == 3 * clients, "every request is answered"
+    return float(result["output_throughput"])
 
 
 PARTS = {
