@@ -22,7 +22,7 @@ import foresay
 from foresay.cli.app import app
 from foresay.cli.commands import COMMANDS
 from foresay.cli.lazy import Entry, build
-from foresay.server import requests
+from foresay.server import option_fields, requests
 from foresay.server.adapters.message_fields import MessagesRequest
 from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.spec.recipes import DRAFTERS
@@ -350,10 +350,10 @@ def undocumented_fields(text: str) -> set[str]:
         requests.ChatRequest,
         requests.CompletionRequest,
         requests.ChatMessage,
-        requests.TextPart,
-        requests.NamedSchema,
+        option_fields.TextPart,
+        option_fields.NamedSchema,
     )
-    kinds += (requests.StreamOptions, requests.Drafting, requests.ResponseFormat)
+    kinds += (option_fields.StreamOptions, option_fields.Drafting, option_fields.ResponseFormat)
     kinds += (requests.PredictRequest, requests.TokenizeRequest, requests.DetokenizeRequest)
     kinds += (ResponsesRequest, MessagesRequest)
     names = set().union(*(model_fields(kind) for kind in kinds))

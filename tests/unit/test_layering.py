@@ -112,6 +112,7 @@ INSIDE = {
         {"metrics"},
         {"fields", "logprobs", "guards", "connections", "events"},
         {"tool_fields"},
+        {"option_fields"},
         {"requests"},
         {"responses", "drafting_choice"},
         {"service"},

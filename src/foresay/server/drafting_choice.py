@@ -13,7 +13,7 @@ from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError
 from foresay.lengths import LENGTHS
 from foresay.server.errors import ApiError
-from foresay.server.requests import Drafting
+from foresay.server.option_fields import Drafting
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named, read_drafter, read_length, read_rule
 

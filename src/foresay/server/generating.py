@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from foresay.decoding.outcome import TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ForesayError
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
@@ -27,7 +28,8 @@ from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_
 from foresay.server.events import Bodies, Format, OpenAiFormat
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
-from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
+from foresay.server.option_fields import Drafting
+from foresay.server.requests import ChatRequest, CompletionRequest, PredictRequest
 from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, most_probable, usage
 from foresay.server.service import Service
 from foresay.text.grammar import Grammar
@@ -83,7 +85,7 @@ async def generate(
     Raises ApiError for a request that is rejected or fails.
     """
     form = OpenAiFormat() if form is None else form
-    with as_api_errors(request.prompt_field, logger):
+    with _as_api_errors(request):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
         prepared = replace(prepared, params=replace(prepared.params, owner=service.owner(raw_request.state)))
         outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
@@ -114,6 +116,22 @@ class _Stream(StreamingResponse):
         finally:
             with CancelScope(shield=True):
                 await self.body_iterator.aclose()
+
+
+def _as_api_error(request: ChatRequest | CompletionRequest, error: BaseException) -> ApiError:
+    """Return the API error for an exception. A grammar that gives up is that of the calls if they are required."""
+    api_error = as_api_error(error, logger, prompt=request.prompt_field)
+    if api_error.code == "cannot_go_on" and request.must_call:
+        api_error.param = "tool_choice"
+    return api_error
+
+
+@contextmanager
+def _as_api_errors(request: ChatRequest | CompletionRequest) -> Iterator[None]:
+    try:
+        yield
+    except ForesayError as error:
+        raise _as_api_error(request, error) from error
 
 
 async def _outputs(
@@ -199,7 +217,7 @@ class _ResponseBuilder:
             if self.request.with_usage:
                 yield self._event()
         except Exception as error:
-            api_error = as_api_error(error, logger, prompt=self.request.prompt_field)
+            api_error = _as_api_error(self.request, error)
             self.service.metrics.failed.labels(str(api_error.status)).inc()
             yield api_error.body()
 

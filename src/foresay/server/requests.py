@@ -6,7 +6,6 @@ Owns the API's field names and their conversion to sampling parameters. Knows no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
@@ -16,13 +15,18 @@ from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count
-from foresay.server.tool_fields import SentCall, ToolFields
-from foresay.text.grammar import ANY_OBJECT
-from foresay.text.prompts import ChatOptions, FillIn, template_variables
-from foresay.text.tool_calls.message import has_reasoning
+from foresay.server.option_fields import (
+    MAX_MESSAGES,
+    Drafting,
+    Prediction,
+    ResponseFormat,
+    StreamOptions,
+    TemplateFields,
+    TextPart,
+)
+from foresay.server.tool_fields import SentCall
+from foresay.text.prompts import FillIn
 
-MAX_MESSAGES = 4096
-"""Limit on a chat's messages plus their parts."""
 MAX_TOKEN_IDS = 1 << 20
 
 Number = Annotated[float, Field(strict=True)]
@@ -62,13 +66,6 @@ _CHAT_NEUTRAL: Neutral = {
     "documents": ([],),
 }
 """The same for chat completions."""
-
-
-class TextPart(Fields):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: StrictStr
 
 
 class ChatMessage(Fields):
@@ -125,30 +122,6 @@ def _limit_prompts(prompt: Any) -> Any:
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]
-
-
-class StreamOptions(Fields):
-    """Contents of a stream's events besides text."""
-
-    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
-
-    include_usage: StrictBool = False
-    """True if a last event reports the usage."""
-    continuous_usage_stats: StrictBool = False
-    """True if every event reports the usage so far; requires include_usage."""
-
-
-class Drafting(Fields):
-    """foresay's extension field `foresay`: the drafting method of this request, and statistics to report."""
-
-    drafter: Annotated[StrictStr, Field(max_length=200)] | None = None
-    """A drafter expression, such as "none" or "suffix". None selects the server's drafter."""
-    length: Annotated[StrictStr, Field(max_length=200)] | StrictInt | None = None
-    rule: Annotated[StrictStr, Field(max_length=200)] | None = None
-    stats: StrictBool = False
-    """True if the response reports the drafted and accepted tokens of each step."""
-    origins: StrictBool = False
-    """True if a stream's events report the origin of each piece of text, and the tokens of their step."""
 
 
 class _Sampled(Fields):
@@ -248,88 +221,6 @@ class _Sampled(Fields):
     def with_running_usage(self) -> bool:
         """True if each event of a stream contains the usage so far."""
         return self.with_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-
-class NamedSchema(Fields):
-    """A named JSON schema."""
-
-    name: StrictStr | None = None
-    description: StrictStr | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: StrictBool | None = None
-
-
-class ResponseFormat(Fields):
-    """Format of the output."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    """Schema of a JSON object, as llama.cpp takes it."""
-
-    def requested_schema(self) -> Mapping[str, Any] | None:
-        """Return the schema of the output, or None for free text."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(
-                400, "json_schema and type=json_schema require each other", param="response_format.json_schema"
-            )
-        if self.schema_ is not None and self.type != "json_object":
-            raise ApiError(400, "schema requires type=json_object", param="response_format.schema")
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        if self.schema_ is not None:
-            return self.schema_
-        return ANY_OBJECT if self.type == "json_object" else None
-
-
-class Prediction(Fields):
-    """A text that the output probably repeats."""
-
-    type: Literal["content"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_MESSAGES)]
-
-    @property
-    def text(self) -> str:
-        """The predicted text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-class TemplateFields(ToolFields):
-    """Fields that the chat template reads, besides the messages."""
-
-    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
-    """Variables of the chat template."""
-    reasoning_effort: StrictStr | None = None
-    """Variable of the chat template of the same name."""
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
-    """True if the output continues the last message."""
-
-    def chat_options(self, tokenizer: Any, last_role: str) -> ChatOptions:
-        """Return the options of the chat template. last_role: of the last message.
-
-        Raises ApiError for options that the template does not have.
-        """
-        if self.continue_final_message and last_role != "assistant":
-            text = "continue_final_message needs a last message of the assistant"
-            raise ApiError(400, text, param="continue_final_message")
-        begins = self.add_generation_prompt and not self.continue_final_message
-        options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
-        given = {**(self.chat_template_kwargs or {})}
-        known = template_variables(tokenizer, options) if given or self.reasoning_effort else frozenset()
-        if self.reasoning_effort == "none" and "enable_thinking" in known:
-            given.setdefault("enable_thinking", False)
-        elif self.reasoning_effort == "none" and "reasoning_effort" not in known and not has_reasoning(tokenizer):
-            pass  # there is nothing to turn off
-        elif self.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", self.reasoning_effort)
-        for name in given:
-            if name not in known:
-                text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
-                raise ApiError(
-                    400, text, param="reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
-                )
-        return replace(options, variables=given)
 
 
 class ChatRequest(TemplateFields, _Sampled):

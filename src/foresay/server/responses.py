@@ -14,7 +14,7 @@ from uuid import uuid4
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.generation.result import Chunk, Generation
 from foresay.server.logprobs import Entry, Logprobs, as_chat, as_completion
-from foresay.server.requests import Drafting
+from foresay.server.option_fields import Drafting
 from foresay.text.tool_calls.calls import CallPiece, OutputParser, Pieces
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}

@@ -13,7 +13,8 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, validated
-from foresay.server.requests import MAX_MESSAGES, ChatRequest, Drafting, Number
+from foresay.server.option_fields import MAX_MESSAGES, Drafting
+from foresay.server.requests import ChatRequest, Number
 from foresay.server.tool_fields import MAX_TOOLS
 
 CHAT_NAMES = {
