@@ -110,10 +110,12 @@ def memory_sizes(text: str) -> dict[str, str]:
 
 def memory_size(flag: str, text: str) -> int:
     """Return a size in bytes. Raises ConfigError, which names the flag."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(MB|GB|MiB|GiB)", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B?", text, re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{flag} {text!r} must be a size in MB, GB, MiB or GiB, such as 6GB")
-    return int(float(found[1]) * {"MB": 1e6, "GB": 1e9, "MiB": 1 << 20, "GiB": 1 << 30}[found[2]])
+        raise ConfigError(f"{flag} {text!r} must be a size such as 800MB, 6GB or 6GiB")
+    return int(
+        float(found[1]) * (1024 if found[3] else 1000) ** "kmgt".index(found[2].lower()) * (1024 if found[3] else 1000)
+    )
 
 
 def changed(options: object) -> list[str]:

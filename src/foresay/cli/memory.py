@@ -28,7 +28,12 @@ def merge(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Memory to add to; created if it is missing.")],
     inputs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Memories to add.")],
 ) -> int:
-    """Add the texts of memories to another one, by owner."""
+    """Add the texts of memories to another one, by owner.
+
+    Texts that it has already are left out.
+    """
+    if output.resolve() in {one.resolve() for one in inputs}:
+        raise ConfigError(f"{str(output)!r} is the output and an input; name another output")
     sources = [_opened(one) for one in inputs]
     names = {one.fingerprint for one in sources}
     if len(names) > 1:
@@ -48,4 +53,4 @@ def _opened(folder: Path) -> Memory:
         raise ConfigError(
             f"{str(folder)!r} is no memory: it has no memory.json; `foresay serve --memory DIR` makes one"
         )
-    return Memory(folder)
+    return Memory(folder, reads_only=True)

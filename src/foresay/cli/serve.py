@@ -149,6 +149,7 @@ def run(
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
     settings = serving.settings()
+    limit = None if serving.memory_limit is None else memory_size("--memory-limit", serving.memory_limit)
     sockets = bind(settings)  # fail before the model is loaded, which takes longer
     with contextlib.ExitStack() as opened:
         for one in sockets:
@@ -162,8 +163,8 @@ def run(
             memory=serving.memory,
             memory_prompts=serving.memory_prompts,
         )
-        if serving.memory_limit is not None:
-            limit_memory(memory_size("--memory-limit", serving.memory_limit))
+        if limit is not None:
+            limit_memory(limit)
         opened.pop_all()  # from here on the server closes them
     service = Service(generator, settings, serving.name or [served_name(generator.target.name)])
     if log_requests:

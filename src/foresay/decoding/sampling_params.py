@@ -104,6 +104,8 @@ class SamplingParams:
             check_int("logprobs", self.logprobs, 0, 1000)
         if not isinstance(self.owner, str):
             raise ConfigError(f"owner={self.owner!r} must be a string")
+        if any("\ud800" <= one <= "\udfff" for one in self.owner):
+            raise ConfigError(f"owner={self.owner!r} must be a text that UTF-8 can encode")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 

@@ -70,12 +70,6 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
             kept = row.full_context if self.prompts else row.tokens[row.prompt_length :]
             self.memory.add(row.params.owner, kept)
 
-    def reset(self) -> None:
-        """Add every row to the memory, and forget it."""
-        for state in self._states:
-            self.finish(state)
-        super().reset()
-
     def draft_tokens(self, row: Row, state: SuffixState, count: int) -> list[int]:
         """Copy the tokens after the longest match, `scale` tokens for each matched token."""
         own = state.automaton

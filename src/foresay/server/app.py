@@ -149,13 +149,13 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
         with renamed(message_fields.CHAT_NAMES):
-            chat, form = request.chat(service.variables), MessagesFormat(service.names[0])
+            chat, form = request.chat(), MessagesFormat(service.names[0])
             return await generating.generate(service, chat, ChatShape(), raw_request, form)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: CountRequest) -> dict[str, int]:
         with renamed(message_fields.CHAT_NAMES):
-            return {"input_tokens": await generating.count_tokens(service, request.chat(service.variables))}
+            return {"input_tokens": await generating.count_tokens(service, request.chat())}
 
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:

@@ -42,6 +42,11 @@ _MESSAGES_KINDS = {
 """Error types of Anthropic's API."""
 
 
+def messages_kind(status: int) -> str:
+    """Return the error type of Anthropic's API for a status."""
+    return _MESSAGES_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
 class ApiError(Exception):
     """An error response."""
 
@@ -73,8 +78,7 @@ class ApiError(Exception):
         """Return the response body of a route. Anthropic's routes have a shape of their own."""
         if not path.startswith(MESSAGES_ROUTE):
             return self.body()
-        kind = _MESSAGES_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {**self.body()["error"], "type": kind}}
+        return {"type": "error", "error": {**self.body()["error"], "type": messages_kind(self.status)}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -129,6 +133,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     except ApiError as error:
         first, dot, rest = (error.param or "").partition(".")
         renamed_path = f"{names.get(first, first)}{dot}{rest}".replace(".function.", ".")
+        if error.message.startswith(first) and first in names:
+            error.message = names[first] + error.message[len(first) :]
         error.param = names.get(error.param or "", renamed_path) or None
         raise
 

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 Bodies = AsyncGenerator[dict[str, Any], None]
-"""Bodies of a stream's events. If the stream fails, the last one is the error's."""
+"""Bodies of a stream's events. If the stream fails, the last one is the error's, with its `status`."""
 
 
 def encode_event(body: dict[str, Any] | str, name: str | None = None) -> bytes:
@@ -48,6 +48,6 @@ class OpenAiFormat:
         async with aclosing(bodies):
             async for body in bodies:
                 failed = "error" in body
-                yield encode_event(body)
+                yield encode_event({"error": body["error"]} if failed else body)
         if not failed:
             yield encode_event("[DONE]")

@@ -23,7 +23,10 @@ Neutral = Mapping[str, Sequence[Any]]
 MAX_ITEMS = 1024
 """Limit on the items of a list or the entries of an object."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_HUGE = re.compile(rb"\d[eE]\+?\d{3}")
+"""Begins every number that may be too large for a float."""
 _LONE = re.compile("[\ud800-\udfff]")
+_OBJECT = re.compile(r"a valid dictionary or instance of \w+")
 _DEPTH = 8
 _MAX_VALUE = 60
 """Characters of a wrong value that an error repeats."""
@@ -60,6 +63,20 @@ def _names(kind: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
+def limit_parts(limit: int, *names: str) -> BeforeValidator:
+    """Limit the number of items in a list plus those in their lists of some names, before any of them is validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list):
+            inner = [one.get(name) for one in value if isinstance(one, dict) for name in names]
+            check_count(
+                "messages and parts", len(value) + sum(len(one) for one in inner if isinstance(one, list)), limit
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 def by_type(*types: str, default: str | None = None) -> Discriminator:
     """Return the discriminator of a union of objects by their field `type`. default: the type of objects without one."""
 
@@ -92,7 +109,9 @@ def check_count(what: str, count: int, limit: int) -> None:
 def read(kind: type[T], body: bytes) -> T:
     """Parse a request body. Raises ApiError (400) for the first error, which names the field."""
     try:
-        data = from_json(body)
+        data = from_json(body, allow_inf_nan=False)
+        if _HUGE.search(body):
+            json.dumps(data, allow_nan=False)
     except ValueError as error:
         raise _not_json(body, error) from None
     return validated(kind, data)
@@ -143,8 +162,8 @@ def _first(error: ValidationError, data: Any) -> ApiError:
     errors = [
         (_path(one["loc"], one["type"], data), one) for one in error.errors(include_url=False, include_context=False)
     ]
-    unknown = [path[:1] for path, one in errors if len(path) == 1 and one["type"] == "extra_forbidden"]
-    top = unknown[0] if unknown else errors[0][0][:1]
+    errors = [one for one in errors if len(one[0]) == 1 and one[1]["type"] == "extra_forbidden"][:1] or errors
+    top = errors[0][0][:1]
     own = [(path, one) for path, one in errors if path[:1] == top]
     path = max(
         (path for path, _ in own), key=lambda path: (len(path), [part for part in path if isinstance(part, int)])
@@ -155,7 +174,7 @@ def _first(error: ValidationError, data: Any) -> ApiError:
         return ApiError(400, f"{name!r} is not supported", param=name, code="unsupported_parameter")
     value = found[0]["input"]
     shown = f"={value!r}" if isinstance(value, str | int | float) and found[0]["type"] != "missing" else ""
-    reasons = " / ".join(dict.fromkeys(one["msg"] for one in found))
+    reasons = " / ".join(dict.fromkeys(_OBJECT.sub("an object", one["msg"]) for one in found))
     return ApiError(400, f"{name}{shown if len(shown) <= _MAX_VALUE else ''}: {reasons}", param=name)
 
 

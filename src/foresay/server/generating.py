@@ -219,7 +219,7 @@ class _ResponseBuilder:
         except Exception as error:
             api_error = _as_api_error(self.request, error)
             self.service.metrics.failed.labels(str(api_error.status)).inc()
-            yield api_error.body()
+            yield {**api_error.body(), "status": api_error.status}
 
 
 async def _none() -> Chunks:
@@ -239,7 +239,8 @@ async def count_tokens(service: Service, request: ChatRequest) -> int:
 async def predict(service: Service, request: PredictRequest, raw_request: Request) -> str:
     """Handle POST /predict: return the continuation of a prompt."""
     (ids,) = await service.encoded([request.prompt])
-    prepared = PreparedRequest([ids], SamplingParams(max_new_tokens=request.max_tokens))
+    owner = service.owner(raw_request.state)
+    prepared = PreparedRequest([ids], SamplingParams(max_new_tokens=request.max_tokens, owner=owner))
     output = Output(0, CompletionShape(), Drafting(), None)
     await _collect(service.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)
     assert output.generation is not None

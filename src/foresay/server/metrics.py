@@ -60,7 +60,8 @@ class Metrics:
         self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
         self.prefix_bytes = gauge("prefix_bytes", "Bytes of kept prefixes of ended requests.")
         self.slack_bytes = gauge(
-            "allocator_slack_bytes", "Bytes that the C library's allocator keeps after they were freed."
+            "allocator_slack_bytes",
+            "Free bytes in the heaps of the C library's allocator, some of them returned to the system.",
         )
         self.resident_bytes = gauge("process_resident_bytes", "Resident memory of the process.")
         self.memory_tokens = gauge("memory_tokens", "Tokens of kept texts, of the owners that were used so far.")

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
-from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count
+from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count, limit_parts
 from foresay.server.option_fields import (
     MAX_MESSAGES,
     Drafting,
@@ -104,15 +104,6 @@ class ChatMessage(Fields):
         return {"role": self.role, "content": text, **{name: value for name, value in more.items() if value}}
 
 
-def _limit_messages(messages: Any) -> Any:
-    """Limit the number of messages and parts before any of them is validated."""
-    if isinstance(messages, list):
-        contents = [one.get("content") for one in messages if isinstance(one, dict)]
-        count = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
-        check_count("messages and parts", count, MAX_MESSAGES)
-    return messages
-
-
 def _limit_prompts(prompt: Any) -> Any:
     """Limit the number of prompts in a list, or of token ids in one prompt."""
     if isinstance(prompt, list) and prompt:
@@ -121,7 +112,7 @@ def _limit_prompts(prompt: Any) -> Any:
     return prompt
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
 
 
 class _Sampled(Fields):

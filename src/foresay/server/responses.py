@@ -190,9 +190,7 @@ class Output:
                 "drafted": chunk.step.num_drafted,
             }
         ended = chunk.finish_reason
-        pieces = self._message.add(chunk.text, ended=ended is not None)
-        if pieces.reasoning:
-            self.num_reasoning_tokens = self.num_tokens
+        pieces = self._add_to_message(chunk, ended=ended is not None)
         field = self._shape.piece(self._message, pieces)
         if not self._shape.ends_apart:
             return [self._choice(field, new, ended, extension)]
@@ -200,6 +198,17 @@ class Output:
         if pieces or new or extension:
             out.append(self._choice(field, new, None, extension))
         return out if ended is None else [*out, self._choice({"delta": {}}, (), ended, {})]
+
+    def _add_to_message(self, chunk: Chunk, *, ended: bool) -> Pieces:
+        """Add a chunk token by token, so that the count of reasoning does not depend on the length of drafts."""
+        out, before = Pieces(), self.num_tokens - len(chunk.step.token_ids)
+        for i, piece in enumerate(chunk.pieces):
+            new = self._message.add(piece.text, ended=False)
+            if new.reasoning:
+                self.num_reasoning_tokens = before + i + 1
+            out.add(new)
+        out.add(self._message.add("", ended=ended))
+        return out
 
     def whole(self) -> dict[str, Any]:
         """Return the output as a choice of a whole response. Without a generation it contains the prompt alone."""

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,10 +37,12 @@ from foresay.server.settings import ServerSettings
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
 from foresay.text.grammar import Grammar, Source
-from foresay.text.prompts import ChatOptions, encode, template_variables
+from foresay.text.prompts import ChatOptions, encode
 from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
 
 T = TypeVar("T")
+FLUSH_S = 10.0
+"""Longest wait for kept texts to be written at the end."""
 
 
 def served_name(name: str) -> str:
@@ -93,11 +94,6 @@ class Service:
         if self.generator.tokenizer is None:
             raise ApiError(400, "this model was loaded without a tokenizer; send token ids", param="prompt")
         return self.generator.tokenizer
-
-    @cached_property
-    def variables(self) -> frozenset[str]:
-        """Variables of the chat template that a request may set."""
-        return template_variables(self.tokenizer, ChatOptions())
 
     def owner(self, state: Any) -> str:
         """Return the owner of a request's texts. state: of the request."""
@@ -274,7 +270,7 @@ class Service:
         for limit in self._open_limits:
             limit.end()
         if self.memory is not None:
-            self.memory.flush()
+            await asyncio.to_thread(self.memory.flush, FLUSH_S)
 
 
 def _weight_bytes(model: Any) -> int:

@@ -20,6 +20,9 @@ from foresay.drafters.memory.memory import MAX_TOKENS
 from foresay.errors import ConfigError
 from foresay.spec.recipe import DrafterBuilder, Recipe
 
+_KEPT_TOKENS = 1 << 18
+"""Default bound on texts that a process keeps without a folder: they are indexed between two steps."""
+
 
 def check_path(name: str, value: Any) -> str:
     """Return `value` if it is a string. Raises ConfigError, which names the setting."""
@@ -80,7 +83,7 @@ def suffix(
     keep: bool = False,
     memory: str | None = None,
     prompts: bool = True,
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int | None = None,
 ) -> Recipe:
     """The longest suffix match in the text and in earlier requests: of this process with keep, of a folder with memory."""
     make = partial(SuffixDrafter, scale=scale, min_match=min_match, prompts=check_flag("prompts", prompts))
@@ -94,7 +97,7 @@ def suffix_tree(
     keep: bool = False,
     memory: str | None = None,
     prompts: bool = True,
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int | None = None,
 ) -> Recipe:
     """A tree of continuations of the longest suffix matches."""
     make = partial(
@@ -107,8 +110,9 @@ def suffix_tree(
     return _with_memory(make, keep, memory, max_tokens)
 
 
-def _with_memory(make: Callable[..., Any], keep: bool, memory: str | None, max_tokens: int) -> Recipe:
-    kept = Memory(max_tokens=max_tokens)
+def _with_memory(make: Callable[..., Any], keep: bool, memory: str | None, max_tokens: int | None) -> Recipe:
+    bound = (MAX_TOKENS if memory is not None else _KEPT_TOKENS) if max_tokens is None else max_tokens
+    kept = Memory(max_tokens=bound)
     make(kept)
     if memory is not None:
         if check_flag("keep", keep):
@@ -116,7 +120,7 @@ def _with_memory(make: Callable[..., Any], keep: bool, memory: str | None, max_t
         folder = check_path("memory", memory)
 
         def prepare(resources: Any) -> DrafterBuilder:
-            shared = resources.memory(folder, max_tokens)
+            shared = resources.memory(folder, bound)
             return lambda: make(shared, device=resources.device)
 
         return Recipe(prepare, 12, reads_target=True)

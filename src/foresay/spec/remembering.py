@@ -21,6 +21,8 @@ def remembering(drafter: str, folder: str, *, prompts: bool = True) -> str:
     call = parse(drafter)
     settings = (("memory", folder), *(() if prompts else (("prompts", False),)))
     if call.name == "hybrid":
+        if not call.values or call.values[0][0] is not None:
+            raise ConfigError("a memory needs a hybrid that begins with its n-gram drafter: hybrid(suffix, head=PATH)")
         first, *rest = call.values
         return str(replace(call, values=((first[0], _with(_as_call(first[1]), settings)), *rest)))
     if call.name in _COPYING:

@@ -189,7 +189,7 @@ def test_a_limit_bounds_the_free_memory() -> None:
     try:
         memory.limit_memory(used + (64 << 20))
         assert 0 < memory.free_bytes(cpu) <= (64 << 20) + memory.slack_bytes() + (16 << 20) < whole
-        with pytest.raises(ConfigError, match=r"leaves nothing for requests: \d+\.\d\d GB are in use"):
+        with pytest.raises(ConfigError, match=r"leaves nothing for requests: [\d,]+ MB are in use"):
             memory.limit_memory(1000)
     finally:
         memory.limit_memory(None)

@@ -161,6 +161,17 @@ def test_a_schema_and_turns_of_other_servers(server: Running) -> None:
     )
 
 
+def test_thinking_that_cannot_be_turned_off(chain: Running) -> None:
+    answer = post(chain, thinking={"type": "disabled"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking"
+
+
+def test_an_error_in_a_stream_has_its_type(serve: Any) -> None:
+    running = serve(timeout_s=0.05)
+    found = events(running, max_tokens=4000)
+    assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "timeout_error"
+
+
 def test_required_calls(server: Running) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         (call,) = post(server, tools=[WEATHER_TOOL], tool_choice=choice, max_tokens=200).json()["content"]
@@ -189,6 +200,13 @@ def test_the_last_message_of_the_assistant_is_continued(server: Running) -> None
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
         ({"container": "x"}, "container"),
         ({"temperature": 5.0}, "temperature"),
+        ({"foresay": {"origins": True}}, "origins"),
+        ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice"),
+        ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 3000}] * 2}, "messages"),
         ({"model": "other"}, "model"),
     ],
 )

@@ -92,7 +92,13 @@ def test_reasoning_text_and_calls(chain: Running) -> None:
     assert [one["name"] for one in (first, second)] == ["weather", "time"]
     assert [json.loads(one["arguments"]) for one in (first, second)] == [{"city": "Rome"}, {}]
     assert body["status"] == "completed" and body["tools"][0]["name"] == "weather"
-    assert 0 < body["usage"]["output_tokens_details"]["reasoning_tokens"] < body["usage"]["output_tokens"]
+    counts = {
+        post(chain, input="hello there", tools=[WEATHER_TOOL], foresay={"drafter": "suffix", "length": n}).json()[
+            "usage"
+        ]["output_tokens_details"]["reasoning_tokens"]
+        for n in (1, 4, 8)
+    }
+    assert counts == {body["usage"]["output_tokens_details"]["reasoning_tokens"]} == {3}, "whatever the drafts"
 
 
 def events(running: Running, **body: Any) -> list[dict[str, Any]]:
@@ -169,6 +175,20 @@ def test_required_calls_and_schemas(server: Running) -> None:
     assert shaped["text"]["format"]["schema"] == SCHEMA["schema"]
 
 
+def test_statistics_and_numbers_that_are_not_finite(server: Running, chain: Running) -> None:
+    body = post(server, input="hello", max_output_tokens=4, foresay={"stats": True}).json()
+    assert body["foresay"]["passes"] > 0
+    for raw in ('{"input": "x", "metadata": {"a": 1e999}}', '{"input": "x", "metadata": {"a": NaN}}'):
+        answer = httpx.post(
+            f"{server.url}/v1/responses", content=raw, headers={"Content-Type": "application/json"}, timeout=60
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+    options = {"include": ["message.output_text.logprobs"], "tools": [WEATHER_TOOL, TIME_TOOL]}
+    (text,) = [one for one in post(chain, input="hello there", **options).json()["output"] if one["type"] == "message"]
+    tokens = "".join(one["token"] for one in text["content"][0]["logprobs"])
+    assert tokens.startswith("<think>\nWhat is") and "Let me look." in tokens, "of all tokens of the output"
+
+
 def test_log_probabilities(server: Running) -> None:
     options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 4}
     part = post(server, input="hello", **options).json()["output"][0]["content"][0]
@@ -201,6 +221,8 @@ def test_log_probabilities(server: Running) -> None:
         ({"input": "x", "include": ["file_search_call.results"]}, "include.0"),
         ({"input": "x", "temperature": 3.0}, "temperature"),
         ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "foresay": {"origins": True}}, "foresay.origins"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 3000}] * 2}, "input"),
         ({"input": "x", "model": "other"}, "model"),
     ],
 )

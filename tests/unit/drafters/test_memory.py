@@ -144,7 +144,6 @@ def test_a_kill_between_any_two_writes_loses_no_earlier_text(tmp_path: Path, mon
             for text in TEXTS * 2:
                 one.add(ids(text))
                 done.append(text)
-        one.close()
         again = [text.tolist() for text in Store(folder, 1000).texts()]
         assert again[: len(done)] == done and len(again) <= len(done) + 1, last
         if len(done) == len(TEXTS) * 2:
@@ -160,12 +159,11 @@ def test_a_list_that_is_replaced_too_early_would_lose_texts(tmp_path: Path, monk
         (self.folder / self._log_name).unlink()
         raise Killed
 
-    monkeypatch.setattr(files.Files, "list", early)
+    monkeypatch.setattr(files.Files, "replace_list", early)
     one = Store(tmp_path, 1000)
     with contextlib.suppress(Killed):
         for text in TEXTS:
             one.add(ids(text))
-    one.close()
     assert len(list(Store(tmp_path, 1000).texts())) == 0
 
 
@@ -189,7 +187,7 @@ def test_a_killed_process(tmp_path: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("failing", ["append", "write", "list"])
+@pytest.mark.parametrize("failing", ["append", "write", "replace_list"])
 def test_a_full_disk_ends_the_writing_and_nothing_else(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,19 +207,121 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
 def test_a_partly_written_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = Store(tmp_path, 1000)
     one.add(ids([1, 2]))
-    log = one._files._log  # type: ignore[union-attr]
+    real = open
 
     class Short:
+        """A log of a disk that fills up in the middle of a record."""
+
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> Short:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._file.close()
+
         def __getattr__(self, name: str) -> Any:
-            return getattr(log, name)
+            return getattr(self._file, name)
 
         def write(self, data: bytes) -> int:
-            return int(log.write(data[:5]))
+            return int(self._file.write(data[:5]))
 
-    one._files._log = Short()  # type: ignore[union-attr]
-    one.add(ids([3, 4]))
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "open", lambda *given, **named: Short(real(*given, **named)), raising=False)
+        one.add(ids([3, 4]))
     assert one.problem is not None and [text.tolist() for text in one.texts()] == [[1, 2], [3, 4]]
     assert [text.tolist() for text in Store(tmp_path, 1000).texts()] == [[1, 2]]
+
+
+def test_zeros_at_the_end_of_a_log_are_no_texts(tmp_path: Path) -> None:
+    """A power loss leaves them."""
+    filled(tmp_path / "m", [[1, 2]]).close()
+    (log,) = (tmp_path / "m").rglob("*.log")
+    for more in (bytes(8), bytes(40), b"\4\0\0\0" + (0x1C291CA3).to_bytes(4, "little") + bytes(4)):
+        log.write_bytes(log.read_bytes() + more)
+        again = filled(tmp_path / "m", [[3]])
+        assert kept(again)[0] == [1, 2] and all(kept(again))
+        again.close()
+
+
+def test_a_file_that_cannot_be_opened_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, say: the texts are then kept in memory, and nothing is removed."""
+    filled(tmp_path / "m").close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").rglob("*.segment")}
+
+    def failing(path: Path) -> Segment:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_mapped", failing)
+        one = filled(tmp_path / "m", [[50, 51]] * 20)
+        assert one.problem is not None and "Too many open files" in one.problem
+        assert kept(one) == [[50, 51]] * 20
+        one.close()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m").rglob("*.segment")} == before
+    again = Memory(tmp_path / "m")
+    assert kept(again) == TEXTS
+    again.close()
+
+
+def test_no_error_ends_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Memory(tmp_path / "m")
+    real = Store.add
+
+    def add(self: Store, tokens: Any) -> None:
+        if tokens[0] == 5:
+            raise RuntimeError("some error")
+        real(self, tokens)
+
+    monkeypatch.setattr(Store, "add", add)
+    for text in ([1, 2], [5], [3, 4]):
+        one.add("", ids(text))
+    one.flush(20)
+    assert kept(one) == [[1, 2], [3, 4]] and one.problem == "RuntimeError: some error"
+    one.close()
+
+
+def test_a_queue_that_is_too_long_drops_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(memory, "_MAX_QUEUED", 3)
+    monkeypatch.setattr(Store, "add", lambda self, tokens: gate.wait(20))
+    one = Memory(tmp_path / "m")
+    for _ in range(10):
+        one.add("", ids([1, 2]))
+    assert 5 <= one.dropped <= 7
+    gate.set()
+    one.close()
+
+
+def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "m").close()
+
+    def refused(folder: Path) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(memory, "_locked", refused)
+    one = Memory(tmp_path / "m")
+    assert not one.writes and kept(one) == TEXTS
+    one.close()
+    with pytest.raises(ConfigError, match=r"cannot use the memory .*: Permission denied"):
+        Memory(tmp_path / "new")
+
+
+def test_merging_into_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "a").close()
+
+    def full(self: files.Files, text: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source, target = Memory(tmp_path / "a", reads_only=True), Memory(tmp_path / "b")
+    writer = Memory(tmp_path / "a")
+    assert writer.writes, "reading takes no lock"
+    monkeypatch.setattr(files.Files, "append", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        target.merge(source)
+    for one in (source, target, writer):
+        one.close()
 
 
 @pytest.mark.parametrize("where", [0, 9, 40, -1])
@@ -271,6 +371,8 @@ def test_a_process_opens_a_folder_once(tmp_path: Path) -> None:
     assert Memory.shared(tmp_path / "x" / ".." / "m", 1000, "a") is first_one and first_one.writes
     with pytest.raises(VocabularyMismatchError):
         Memory.shared(tmp_path / "m", 1000, "b")
+    with pytest.raises(ConfigError, match="max_tokens=1000, not 2000"):
+        Memory.shared(tmp_path / "m", 2000, "a")
     first_one.close()
     again = Memory.shared(tmp_path / "m", 1000, "a")
     assert again is not first_one and again.writes
@@ -294,6 +396,28 @@ def test_one_process_writes_and_others_read(tmp_path: Path, monkeypatch: pytest.
     reader.close()
 
 
+def test_a_reader_becomes_the_writer_when_the_writer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is replaced by another one without a gap."""
+    monkeypatch.setattr(memory, "_REFRESH_S", 0.0)
+    old, new = filled(tmp_path / "m", [[1, 2]]), Memory(tmp_path / "m")
+    new.add("", ids([3, 4]))
+    new.flush()
+    assert kept(new) == [[1, 2]] and not new.writes
+    old.close()
+    new.add("", ids([5, 6]))
+    new.flush()
+    assert new.writes and kept(new) == [[1, 2], [5, 6]]
+    new.close()
+    again = Memory(tmp_path / "m")
+    assert kept(again) == [[1, 2], [5, 6]]
+    again.close()
+
+
+def test_texts_are_private(tmp_path: Path) -> None:
+    filled(tmp_path / "m").close()
+    assert (tmp_path / "m").stat().st_mode & 0o077 == 0
+
+
 def test_memories_are_merged_by_owner(tmp_path: Path) -> None:
     for name, token in (("a", 5), ("b", 6)):
         one = Memory(tmp_path / name)
@@ -301,7 +425,7 @@ def test_memories_are_merged_by_owner(tmp_path: Path) -> None:
             one.add(owner, ids([1, 2, token + 10 * bool(owner)]))
         one.close()
     target = Memory(tmp_path / "all")
-    assert [target.merge(Memory(tmp_path / name)) for name in ("a", "b")] == [2, 2]
+    assert [target.merge(Memory(tmp_path / name, reads_only=True)) for name in ("a", "b", "a")] == [2, 2, 0]
     assert kept(target) == [[1, 2, 5], [1, 2, 6]] and kept(target, "key") == [[1, 2, 15], [1, 2, 16]]
     target.close()
     again = Memory(tmp_path / "all")

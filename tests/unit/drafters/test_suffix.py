@@ -126,7 +126,6 @@ def test_a_finished_row_is_added_once() -> None:
     drafter.rearrange([], 1)
     drafter.rearrange([], 1)
     drafter.rearrange([], 0)
-    drafter.reset()
     assert kept(memory) == [[3, 4, 7], [5, 6], [1, 2]]
 
 
@@ -138,10 +137,16 @@ def test_outputs_alone_are_kept() -> None:
     assert kept(memory) == [[7, 8]]
 
 
-def test_reset_adds_active_rows_and_a_new_row_finds_them() -> None:
+def test_reset_forgets_rows_that_have_not_ended() -> None:
+    """A failing drafter is reset again and again with the same rows."""
     memory = Memory(max_tokens=1000)
     drafter, _ = admitted([1, 2, 3], memory=memory)
     drafter.reset()
+    assert memory.size == 0
+
+
+def test_a_cleared_memory_drafts_nothing() -> None:
+    memory = remembered([1, 2, 3])
     later, rows = admitted([1, 2], memory=memory)
     assert propose(later, rows, 3) == [[3]]
     memory.clear()

@@ -6,6 +6,7 @@ incomplete record of the log contains is dropped. Damaged files are dropped as w
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from foresay.drafters.memory.segment import Segment, Tokens
+from foresay.drafters.memory.segment import SEPARATOR, Segment, Tokens
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.json_files import Schema, read_limited
@@ -35,6 +36,8 @@ _NAME = re.compile(r"[0-9]{1,19}\.(segment|log)")
 _TOKEN_BYTES = 8
 """Bytes of a token in a segment: itself and its index."""
 _MAX_RECORD = 1 << 26
+_MAP_FROM = 4 << 20
+"""Size in bytes from which a segment is mapped."""
 _SCHEMA: Schema[dict[str, Any]] = Schema(dict[str, str | list[str]], "a list of segments")
 
 
@@ -42,30 +45,26 @@ class Files:
     """The files in one folder."""
 
     def __init__(self, folder: Path, *, writes: bool) -> None:
-        """writes: False to change nothing. Raises ConfigError for a folder that cannot be read or created."""
+        """writes: False to change nothing. Raises OSError for a folder that cannot be read or created."""
         self.folder, self._writes = folder, writes
         self.names: list[str] = []
         """Names of the segments, oldest first."""
         self._log_name = "0.log"
-        self._log: Any = None
         if writes:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"cannot write {str(folder)!r}: {error.strerror or error}") from None
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.read_list()
         if writes:
             self._remove_unlisted()
 
     def read_list(self) -> bool:
-        """Read the list of segments; return True if it has changed."""
+        """Read the list of segments; return True if it has changed. Raises OSError."""
         before = (self.names, self._log_name)
         try:
             found = _SCHEMA.read(read_limited(self.folder / _LIST), str(self.folder / _LIST))
             names, log = list(found.get("segments", ())), str(found.get("log", "0.log"))
         except FileNotFoundError:
             names, log = [], "0.log"
-        except (OSError, ConfigError) as error:
+        except ConfigError as error:
             logger.warning("the memory starts empty: %s", error)
             names, log = [], "0.log"
         if all(_NAME.fullmatch(name) for name in [*names, log]):
@@ -73,13 +72,13 @@ class Files:
         return before != (self.names, self._log_name)
 
     def segments(self) -> list[Segment]:
-        """Return the listed segments, memory-mapped. A damaged one is no longer listed."""
+        """Return the listed segments. A damaged one is no longer listed. Raises OSError for one that cannot be opened now."""
         opened = [(name, self._opened(name)) for name in self.names]
         self.names = [name for name, segment in opened if segment is not None]
         return [segment for _, segment in opened if segment is not None]
 
     def log(self) -> list[Tokens]:
-        """Return the texts of the log. A writer cuts an incomplete record off."""
+        """Return the texts of the log. A writer cuts an incomplete record off. Raises OSError."""
         texts, end = [], 0
         try:
             data = (self.folder / self._log_name).read_bytes()
@@ -93,14 +92,13 @@ class Files:
 
     def append(self, text: Tokens) -> None:
         """Append a text to the log. Raises OSError."""
-        if self._log is None:
-            self._log = open(self.folder / self._log_name, "ab", buffering=0)  # noqa: SIM115
         data = text.astype("<u4").tobytes()
         record = _RECORD.pack(len(data), zlib.crc32(data)) + data
-        start = self._log.tell()
-        if self._log.write(record) != len(record):
-            os.truncate(self._log.fileno(), start)
-            raise OSError(28, "No space left on device")
+        with open(self.folder / self._log_name, "ab", buffering=0) as log:
+            start = log.tell()
+            if log.write(record) != len(record):
+                log.truncate(start)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, segment: Segment) -> str:
         """Write a segment and return its name. It is not listed yet. Raises ConfigError if the file system refuses."""
@@ -115,7 +113,7 @@ class Files:
             os.fsync(file.fileno())
         return name
 
-    def list(self, names: list[str]) -> None:
+    def replace_list(self, names: list[str]) -> None:
         """Replace the list of segments, begin an empty log, and remove files that are no longer listed.
 
         Raises ConfigError if the file system refuses.
@@ -124,15 +122,15 @@ class Files:
         text = TypeAdapter(dict[str, Any]).dump_json({"segments": names, "log": log})
         with atomic_write(self.folder / _LIST) as path:
             path.write_bytes(text)
-        self.close()
         self.names, self._log_name = names, log
         self._remove_unlisted()
 
-    def close(self) -> None:
-        """Close the log."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+    def log_size(self) -> int:
+        """Return the size of the log in bytes; 0 if there is none."""
+        try:
+            return (self.folder / self._log_name).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def _next_number(self) -> int:
         taken = [int(path.name.partition(".")[0]) for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -146,15 +144,19 @@ class Files:
     def _opened(self, name: str) -> Segment | None:
         try:
             return _mapped(self.folder / name)
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             logger.warning("%s is not used: %s", self.folder / name, error)
             return None
 
 
 def _mapped(path: Path) -> Segment:
-    """Return a segment over a file. Raises OSError, and ValueError for a file that is not complete."""
+    """Return a segment over a file: mapped if it is large, since each map has a descriptor, else read.
+
+    Raises OSError, and ValueError for a file that is not complete.
+    """
     with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        is_large = os.fstat(file.fileno()).st_size >= _MAP_FROM
+        data: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if is_large else file.read()
     if len(data) < _HEADER.size:
         raise ValueError("it is too short")
     magic, size, checksum, _ = _HEADER.unpack_from(data)
@@ -175,7 +177,10 @@ def _records(data: bytes) -> Iterator[tuple[Tokens, int]]:
     while at + _RECORD.size <= len(data):
         size, checksum = _RECORD.unpack_from(data, at)
         body = data[at + _RECORD.size : at + _RECORD.size + size]
-        if len(body) < size or size % 4 or size > _MAX_RECORD or zlib.crc32(body) != checksum:
+        if len(body) < size or size % 4 or not 4 < size <= _MAX_RECORD or zlib.crc32(body) != checksum:
+            return
+        text = np.frombuffer(body, dtype="<u4").astype(np.uint32)
+        if text[-1] != SEPARATOR:
             return
         at += _RECORD.size + size
-        yield np.frombuffer(body, dtype="<u4").astype(np.uint32), at
+        yield text, at

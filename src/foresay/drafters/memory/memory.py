@@ -35,6 +35,8 @@ logger = logging.getLogger("foresay")
 MAX_TOKENS = 1 << 25
 """Default bound on a folder's tokens of each owner: 256 MiB of files."""
 _REFRESH_S = 1.0
+_MAX_QUEUED = 1024
+"""Texts that may wait to be written."""
 _FORMAT = 1
 _FACTS = "memory.json"
 
@@ -52,28 +54,43 @@ _SCHEMA: Schema[_Facts] = Schema(_Facts, "the description of a memory")
 class Memory:
     """Earlier texts by owner."""
 
-    def __init__(self, folder: Path | None = None, max_tokens: int = MAX_TOKENS, *, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        max_tokens: int = MAX_TOKENS,
+        *,
+        fingerprint: str = "",
+        reads_only: bool = False,
+    ) -> None:
         """folder: where texts are kept, created if missing; None keeps them in this process.
 
-        max_tokens: bound on the texts of an owner; 0 keeps nothing. fingerprint: of the vocabulary of the texts' ids. Raises
-        ConfigError for a folder that cannot be used, and VocabularyMismatchError for one of another vocabulary.
+        max_tokens: bound on the texts of an owner; 0 keeps nothing. fingerprint: of the vocabulary of the texts' ids. reads_only:
+        True to change nothing. Raises ConfigError for a folder that cannot be used, and VocabularyMismatchError for one of
+        another vocabulary.
         """
         self.max_tokens = check_int("max_tokens", max_tokens, 0, 1 << 30)
         self.folder = None if folder is None else folder.expanduser()
         self.drafts = self.accepted = 0
         """Drafts from earlier texts, and their tokens that were accepted."""
+        self.dropped = 0
+        """Texts that were not kept because the disk was too slow."""
         self.problem: str | None = None
         """Why texts are no longer written, if they are not."""
         self._stores: dict[str, Store] = {}
         self._lock = threading.Lock()
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._held: int | None = None
+        self._lock_file: int | None = None
         self.closed = False
-        self.writes = True
+        self._reads_only = reads_only
+        self.writes = not reads_only
         """False if another process writes to the folder."""
         if self.folder is not None:
-            self._open(self.folder, fingerprint)
+            try:
+                self._open(self.folder, fingerprint)
+            except BaseException:
+                self.close()
+                raise
         self._refreshed = monotonic()
 
     @staticmethod
@@ -85,15 +102,14 @@ class Memory:
             if found is None or found.closed:
                 found = _opened[path] = Memory(path, max_tokens, fingerprint=fingerprint)
             found._check(path, fingerprint)
+            if found.max_tokens != max_tokens:
+                text = f"this process has opened the memory {str(path)!r} with max_tokens={found.max_tokens}, not {max_tokens}"
+                raise ConfigError(text)
         return found
 
     def _open(self, folder: Path, fingerprint: str) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._held = _locked(folder)
-        except OSError as error:
-            raise ConfigError(f"cannot use the memory {str(folder)!r}: {error.strerror or error}") from None
-        self.writes = self._held is not None
+        if self.writes:
+            self._lock_folder(folder)
         try:
             facts = _SCHEMA.read(read_limited(folder / _FACTS), str(folder / _FACTS))
         except FileNotFoundError:
@@ -107,11 +123,21 @@ class Memory:
         if facts.format != _FORMAT:
             raise ConfigError(f"the memory {str(folder)!r} has the format {facts.format}; this version reads {_FORMAT}")
         self.fingerprint = facts.fingerprint
+        self._check(folder, fingerprint)
+
+    def _lock_folder(self, folder: Path) -> None:
+        """Become the process that writes to the folder, unless another one does or the folder can only be read."""
+        why = "another process writes to it"
         try:
-            self._check(folder, fingerprint)
-        except VocabularyMismatchError:
-            self.close()
-            raise
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # texts are private
+            self._lock_file = _locked(folder)
+        except OSError as error:
+            why = error.strerror or str(error)
+            if not (folder / _FACTS).is_file():
+                raise ConfigError(f"cannot use the memory {str(folder)!r}: {why}") from None
+        self.writes = self._lock_file is not None
+        if not self.writes:
+            logger.warning("the memory %s is only read: %s", folder, why)
 
     def _check(self, folder: Path, fingerprint: str) -> None:
         if fingerprint and self.fingerprint and self.fingerprint != fingerprint:
@@ -140,15 +166,18 @@ class Memory:
             with self._lock:
                 store.add(tokens)
             return
+        if self._queue.qsize() >= _MAX_QUEUED:
+            self.dropped += 1
+            return
         self._start()
         self._queue.put((owner, tokens.copy()))
 
-    def flush(self) -> None:
-        """Wait until added texts are kept."""
+    def flush(self, limit_s: float | None = None) -> None:
+        """Wait until added texts are kept, at most limit_s seconds."""
         if self._worker is not None:
             done = threading.Event()
             self._queue.put(done)
-            done.wait()
+            done.wait(limit_s)
 
     def clear(self) -> None:
         """Forget texts that are kept in this process; those in a folder stay."""
@@ -162,9 +191,9 @@ class Memory:
         self.closed = True
         for store in self._stores.values():
             store.close()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
 
     @property
     def size(self) -> int:
@@ -184,13 +213,18 @@ class Memory:
                 yield path.name, Store(path, self.max_tokens, writes=False)
 
     def merge(self, other: Memory) -> int:
-        """Add the texts of another memory to this one, by owner; return their number."""
+        """Add the texts of another memory that this one lacks, by owner; return their number. Raises ConfigError."""
         count = 0
         for name, theirs in other.owners():
             store = self._named(name)
+            known = {text.tobytes() for text in store.texts()}
             for text in theirs.texts():
-                store.add(text.astype("int64"))
-                count += 1
+                if text.tobytes() not in known:
+                    known.add(text.tobytes())
+                    store.add(text.astype("int64"))
+                    count += 1
+            if store.problem is not None:
+                raise ConfigError(f"cannot write the memory {str(self.folder)!r}: {store.problem}")
         return count
 
     def _store(self, owner: str) -> Store:
@@ -220,8 +254,18 @@ class Memory:
                 continue
             try:
                 self._add(*item)
-            except (ConfigError, MemoryError) as error:  # an owner's folder cannot be created
-                self._has_problem(str(error))
+            except Exception as error:  # a thread that ends would keep every later text in the queue
+                self._has_problem(f"{type(error).__name__}: {error}")
+
+    def _take_over(self) -> None:
+        """Become the process that writes if the one that did has ended."""
+        assert self.folder is not None
+        with suppress(OSError):
+            self._lock_file = _locked(self.folder)
+        if self._lock_file is not None:
+            logger.warning("this process writes to the memory %s now", self.folder)
+            with self._lock:
+                self.writes, self._stores = True, {}
 
     def _has_problem(self, problem: str) -> None:
         if self.problem is None:
@@ -229,6 +273,8 @@ class Memory:
         self.problem = problem
 
     def _add(self, owner: str, tokens: IntArray) -> None:
+        if not self.writes and not self._reads_only and monotonic() > self._refreshed + _REFRESH_S:
+            self._take_over()
         if self.writes:
             store = self._store(owner)
             store.add(tokens)
@@ -245,7 +291,7 @@ _opening = threading.Lock()
 
 
 def _locked(folder: Path) -> int | None:
-    """Return a descriptor that holds the folder's lock, None if another process holds it. Raises OSError."""
+    """Return a descriptor with the folder's lock, None if another process has it. Raises OSError."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     if fcntl is not None:
         try:

@@ -6,6 +6,7 @@ With a folder, recent texts are also in a log, and segments from SPILL tokens on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,18 +28,26 @@ class Store:
     def __init__(self, folder: Path | None, max_tokens: int, *, writes: bool = True) -> None:
         """folder: where texts are kept; None keeps them in memory. max_tokens: bound; the oldest texts are dropped.
 
-        writes: False to read what another process writes. Raises ConfigError for a folder that cannot be used.
+        writes: False to read what another process writes. A folder that cannot be used is a `problem`: texts are then kept in
+        memory.
         """
         self._max_tokens = max_tokens
-        self._files = None if folder is None else Files(folder, writes=writes)
         self._writes, self._spill_tokens = writes, min(SPILL, max(1, max_tokens // 4))
         self.problem: str | None = None
         """Why texts are no longer written to the folder."""
+        self._files: Files | None = None
+        self._seen = 0
+        """Size of the log when it was read, in bytes."""
         self._stored: list[Segment] = []
         self._recent: list[Segment] = []
         self.segments: tuple[Segment, ...] = ()
         """All segments, oldest first."""
-        self._read()
+        try:
+            self._files = None if folder is None else Files(folder, writes=writes)
+            self._read()
+        except (OSError, ConfigError) as error:
+            self._stop_writing(error)
+            self._publish()
 
     @property
     def size(self) -> int:
@@ -68,19 +77,21 @@ class Store:
                 yield text[start:end]
 
     def refresh(self) -> None:
-        """Read what another process has written since."""
+        """Read what another process has written since. Nothing changes if it cannot be read now."""
         if self._files is not None:
-            self._files.read_list()
-            self._read()
+            with suppress(OSError, ConfigError):
+                if self._files.read_list() or self._files.log_size() != self._seen:
+                    self._read()
 
     def close(self) -> None:
-        """Close the files."""
-        if self._files is not None:
-            self._files.close()
+        """Drop the texts, and write no more."""
+        self._files, self._stored, self._recent = None, [], []
+        self._publish()
 
     def _read(self) -> None:
         if self._files is not None:
             self._stored, self._recent = self._files.segments(), []
+            self._seen = self._files.log_size()
             for text in self._files.log():
                 self._keep_recent(text)
         self._publish()
@@ -106,17 +117,18 @@ class Store:
             del segments[0], names[0]
         if self._files is not None:
             try:
-                self._files.list([name or self._files.write(one) for name, one in zip(names, segments, strict=True)])
-                segments = self._files.segments()
+                self._files.replace_list(
+                    [name or self._files.write(one) for name, one in zip(names, segments, strict=True)]
+                )
+                with suppress(OSError):  # those in memory are the same
+                    segments = self._files.segments()
             except (OSError, ConfigError) as error:
                 self._stop_writing(error)
         self._stored, self._recent = segments, []
         self._publish()
 
     def _stop_writing(self, error: Exception) -> None:
-        self.problem = str(error)
-        self.close()
-        self._files = None
+        self.problem, self._files = str(error), None
 
     def _publish(self) -> None:
         self.segments = (*self._stored, *self._recent)

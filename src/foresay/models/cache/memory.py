@@ -37,7 +37,7 @@ def limit_memory(limit: int | None) -> None:
     global _limit
     if limit is not None and limit <= (used := resident_bytes()):
         raise ConfigError(
-            f"the memory limit of {limit / 1e9:.2f} GB leaves nothing for requests: {used / 1e9:.2f} GB are in use"
+            f"the memory limit of {limit / 1e6:,.0f} MB leaves nothing for requests: {used / 1e6:,.0f} MB are in use"
         )
     _limit = limit
 
@@ -58,7 +58,11 @@ def free_bytes(device: torch.device) -> int:
         return int((1 - _RESERVED_SHARE) * (free + unused))
     left, bound = psutil.virtual_memory().available, _container_left()
     found = int((1 - _RESERVED_SHARE) * (left if bound is None else min(left, bound)))
-    return found if _limit is None else min(found, max(0, _limit - resident_bytes() + slack_bytes()))
+    if _limit is None:
+        return found
+    if _limit - resident_bytes() < _limit // 4:
+        trim()
+    return min(found, max(0, _limit - resident_bytes()))
 
 
 class _MallInfo(ctypes.Structure):
@@ -72,7 +76,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def slack_bytes() -> int:
-    """Return the bytes that the allocator keeps after they were freed; 0 where the C library does not report them."""
+    """Return the free bytes in the allocator's heaps, some of which `trim` has returned; 0 where they are not reported."""
     try:
         call = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):

@@ -41,7 +41,7 @@ class Block:
     text: str = ""
     """Reasoning, text, or the arguments of a call."""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Log-probabilities of a text's tokens, as chat completions report them."""
+    """Log-probabilities of all tokens of the output, as chat completions report them; of the first text, at the end."""
     identity: str = field(default_factory=lambda: uuid4().hex[:24])
 
     def empty(self) -> Block:
@@ -63,6 +63,9 @@ class BlockReader:
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
         """Stop string that ended the message."""
+        self.statistics: dict[str, Any] | None = None
+        """Statistics of drafting, if they were requested."""
+        self._logprobs: list[dict[str, Any]] = []
         self._open: Block | None = None
         self._blank = ""
         """White space that is part of the message only if text follows, or if the message has nothing else."""
@@ -77,8 +80,8 @@ class BlockReader:
             self._add_content(piece.get("content") or "", out)
             for i, call in enumerate(piece.get("tool_calls") or ()):
                 self._add_call(call, call.get("index", i), out)
-            if self._open is not None and self._open.kind is Kind.TEXT and choice.get("logprobs"):
-                self._open.logprobs += choice["logprobs"]["content"]
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
+            self.statistics = choice.get("foresay") or self.statistics
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             self.stop_string = choice.get("stop_reason") or self.stop_string
         return out
@@ -89,6 +92,9 @@ class BlockReader:
         if not any(one.kind is not Kind.REASONING for one in self.blocks):
             self._start(Kind.TEXT, out)
             self._add(Kind.TEXT, self._blank, out)
+        text = next((one for one in self.blocks if one.kind is Kind.TEXT), None)
+        if text is not None:
+            text.logprobs = self._logprobs
         self._close(out)
         return out
 

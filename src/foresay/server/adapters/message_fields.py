@@ -5,15 +5,16 @@ Owns the fields' names. Knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
+from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
-from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, validated
-from foresay.server.option_fields import MAX_MESSAGES, Drafting
+from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, limit_parts, validated
+from foresay.server.option_fields import MAX_MESSAGES, Drafting, no_origins
 from foresay.server.requests import ChatRequest, Number
 from foresay.server.tool_fields import MAX_TOOLS
 
@@ -21,7 +22,7 @@ CHAT_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
     "max_completion_tokens": "max_tokens",
-    "chat_template_kwargs": "thinking",
+    "reasoning_effort": "thinking",
     "continue_final_message": "messages",
 }
 """Names in this API of a chat request's fields."""
@@ -96,12 +97,29 @@ Blocks = Annotated[
 ]
 
 
+_BLOCKS: Mapping[str, tuple[type[Fields], ...]] = {
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+    "system": (TextBlock,),
+}
+"""Blocks of a turn by its role."""
+
+
 class InputMessage(Fields):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
     """Turns of the role "system" are moved to the beginning."""
     content: StrictStr | Blocks
+
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> InputMessage:
+        """Results come from the user, reasoning and calls from the assistant."""
+        if isinstance(self.content, list):
+            for block in self.content:
+                if not isinstance(block, _BLOCKS[self.role]):
+                    raise PydanticCustomError("role", f"a turn of the role {self.role!r} has no block {block.type!r}")
+        return self
 
     @property
     def text(self) -> str:
@@ -139,12 +157,9 @@ class InputMessage(Fields):
 class Tool(Label):
     """A function that the model may call."""
 
-    neutral: ClassVar[Neutral] = {
-        "type": ("custom",),
-        "eager_input_streaming": (True, False),
-        "defer_loading": (False,),
-    }
+    neutral: ClassVar[Neutral] = {"eager_input_streaming": (True, False), "defer_loading": (False,)}
 
+    type: Literal["custom"] = "custom"
     name: StrictStr
     description: StrictStr | None = None
     input_schema: Annotated[dict[str, Any], at_most(MAX_ITEMS)]
@@ -194,7 +209,7 @@ class CountRequest(Label):
     """POST /v1/messages/count_tokens."""
 
     model: StrictStr | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
     system: StrictStr | Texts | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -215,16 +230,18 @@ class CountRequest(Label):
             raise ApiError(400, "messages: at least one needs a text, a call or a result", param="messages")
         return messages
 
-    def chat(self, variables: Container[str]) -> ChatRequest:
-        """Return the chat request. A last message of the assistant is continued. variables: those of the chat template."""
+    def chat(self) -> ChatRequest:
+        """Return the chat request. A last message of the assistant is continued."""
         more = {}
-        if self.thinking is not None and self.thinking.type == "disabled" and "enable_thinking" in variables:
-            more["chat_template_kwargs"] = {"enable_thinking": False}
+        if self.thinking is not None and self.thinking.type == "disabled":
+            more["reasoning_effort"] = "none"
         return validated(ChatRequest, {**self.chat_fields(), **more})
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of the chat request that do not depend on the model."""
         choice, messages = self.tool_choice, self.conversation()
+        if choice is not None and (choice.type == "tool") != (choice.name is not None):
+            raise ApiError(400, "tool_choice: a name and type=tool require each other", param="tool_choice")
         parallel = (
             None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
         )
@@ -258,6 +275,7 @@ class MessagesRequest(CountRequest):
         options = {"include_usage": True, "continuous_usage_stats": True} if self.stream else None
         wanted = self.output_config.format if self.output_config is not None else None
         schema = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}} if wanted is not None else None
+        no_origins(self.foresay)
         same = ("temperature", "top_p", "top_k", "stream")
         return {
             **super().chat_fields(),

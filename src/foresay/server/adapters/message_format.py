@@ -12,6 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from foresay.server.adapters.blocks import Block, BlockReader, Change, Changes, Kind
+from foresay.server.errors import messages_kind
 from foresay.server.events import Bodies, encode_event
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -42,8 +43,7 @@ class MessagesFormat:
         async with aclosing(bodies):
             async for body in bodies:
                 if "error" in body:
-                    failed = {**body["error"], "type": "api_error"}
-                    yield _event("error", error=failed)
+                    yield _event("error", error={**body["error"], "type": messages_kind(body["status"])})
                     return
                 changes = self._reader.take(body)
                 if not has_begun:
@@ -71,6 +71,7 @@ class MessagesFormat:
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stopped,
+            **({} if self._reader.statistics is None else {"foresay": self._reader.statistics}),
             "usage": {
                 "input_tokens": usage["prompt_tokens"] - cached,
                 "cache_creation_input_tokens": 0,
@@ -102,7 +103,9 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     arguments: Any = {}
     with suppress(ValueError, RecursionError):
-        arguments = json.loads(block.text or "{}")
+        found = json.loads(block.text or "{}")
+        json.dumps(found, allow_nan=False)
+        arguments = found
     identity = "toolu_" + block.call_id.removeprefix("call_")
     return {
         "type": "tool_use",

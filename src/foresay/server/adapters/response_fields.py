@@ -12,8 +12,8 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
 
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
-from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, validated
-from foresay.server.option_fields import MAX_MESSAGES, Drafting
+from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, limit_parts, validated
+from foresay.server.option_fields import MAX_MESSAGES, Drafting, no_origins
 from foresay.server.requests import ChatRequest, Number
 from foresay.server.tool_fields import MAX_TOOLS
 
@@ -183,7 +183,10 @@ class ResponsesRequest(Fields):
 
     neutral: ClassVar[Neutral] = {"background": (False,), "truncation": ("disabled",)}
 
-    input: StrictStr | Annotated[list[Item], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+    input: Annotated[
+        StrictStr | Annotated[list[Item], Field(min_length=1, fail_fast=True)],
+        limit_parts(MAX_MESSAGES, "content", "output", "summary"),
+    ]
     model: StrictStr | None = None
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
@@ -231,6 +234,7 @@ class ResponsesRequest(Fields):
         has_logprobs = LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             raise ApiError(400, f"top_logprobs requires include=[{LOGPROBS!r}]", param="top_logprobs")
+        no_origins(self.foresay)
         given = {
             "messages": self.messages(),
             "tools": [one.chat() for one in self.tools or ()],

@@ -32,6 +32,7 @@ class ResponsesFormat:
         self._id, self._created = f"resp_{uuid4().hex[:24]}", int(time())
         self._reader = BlockReader()
         self._count = 0
+        self._is_cut = False
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
         """See Format."""
@@ -47,6 +48,7 @@ class ResponsesFormat:
             async for body in bodies:
                 if "error" in body:
                     failed = {"code": body["error"]["code"] or "server_error", "message": body["error"]["message"]}
+                    self._is_cut = True
                     yield self._event("response.failed", response=self._response("failed", error=failed))
                     return
                 for event in self._changed(self._reader.take(body)):
@@ -82,8 +84,8 @@ class ResponsesFormat:
 
     def _item(self, block: Block) -> dict[str, Any]:
         """Return a complete block, or the last one of an output that was cut."""
-        is_cut = self._reader.finish_reason == "length" and block is self._reader.blocks[-1]
-        return _item(block, "incomplete" if is_cut else "completed")
+        is_cut = self._is_cut or self._reader.finish_reason == "length"
+        return _item(block, "incomplete" if is_cut and block is self._reader.blocks[-1] else "completed")
 
     def _ended(self) -> dict[str, Any]:
         """Return the response after its end."""
@@ -104,6 +106,7 @@ class ResponsesFormat:
             "output": output,
             "usage": None,
             **self._echoed,
+            **({} if self._reader.statistics is None else {"foresay": self._reader.statistics}),
             **values,
         }
 

@@ -66,8 +66,10 @@ class Start:
 class Parser(Protocol):
     """A parser of one output."""
 
-    num_calls: int
-    """Calls so far."""
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        ...
 
     def push(self, text: str) -> Pieces:
         """Return what the next text adds; text that may belong to a call is withheld until it is clear."""

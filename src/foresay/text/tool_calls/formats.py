@@ -6,7 +6,7 @@ Owns the texts around calls, as the families' templates show them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from keyword import iskeyword
@@ -17,7 +17,14 @@ from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
 from foresay.text.tool_calls.calls import Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START
-from foresay.text.tool_calls.parsers import MarkedParser, MistralReader, ObjectReader, PythonReader, WholeParser
+from foresay.text.tool_calls.parsers import (
+    FirstParser,
+    MarkedParser,
+    MistralReader,
+    ObjectReader,
+    PythonReader,
+    WholeParser,
+)
 from foresay.text.tool_calls.tagged import TaggedReader, rules_of
 
 Terminal = Callable[[str], str]
@@ -61,12 +68,13 @@ def _tagged(schemas: Schemas) -> Parser:
     return MarkedParser({"<tool_call>": whole, "<function=": begun})
 
 
-def _hermes(names: Collection[str]) -> Parser:
-    """Return a parser of Hermes' calls. Some Qwen models write them in blocks of code, where only names of tools are calls."""
-    in_code = partial(ObjectReader, end="```", names=names)
-    return MarkedParser(
+def _hermes(schemas: Schemas) -> Parser:
+    """Return a parser of Hermes' calls. Some Qwen models write them in blocks of code or alone: then the name is a tool's."""
+    in_code = partial(ObjectReader, end="```", names=schemas)
+    marked = MarkedParser(
         {"<tool_call>": partial(ObjectReader, end="</tool_call>"), "```json\n": in_code, "```\n": in_code}
     )
+    return FirstParser("{", WholeParser("{", ObjectReader(0, names=schemas)), marked)
 
 
 FORMATS = {

@@ -302,6 +302,36 @@ class WholeParser:
         return Pieces(text)
 
 
+class FirstParser:
+    """One of two parsers: the first character decides."""
+
+    def __init__(self, opening: str, whole: WholeParser, other: MarkedParser) -> None:
+        """opening: the character of outputs for `whole`; `other` parses the rest."""
+        self._opening, self._whole, self._other = opening, whole, other
+        self._chosen: WholeParser | MarkedParser | None = None
+        self._text = ""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return 0 if self._chosen is None else self._chosen.num_calls
+
+    def push(self, text: str) -> Pieces:
+        """See Parser."""
+        if self._chosen is not None:
+            return self._chosen.push(text)
+        self._text += text
+        start = self._text.lstrip()
+        if not start:
+            return Pieces()
+        self._chosen = self._whole if start[0] == self._opening else self._other
+        return self._chosen.push(self._text)
+
+    def finish(self) -> Pieces:
+        """See Parser."""
+        return Pieces(self._text) if self._chosen is None else self._chosen.finish()
+
+
 class PythonReader(Reader):
     """A Python list of function calls with keyword arguments, read when it is complete."""
 
