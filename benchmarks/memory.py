@@ -3,8 +3,8 @@
     python benchmarks/memory.py FILE [--quick] [--write]
 
 FILE: a GGUF file of real size. An agent gets tickets about functions of Python's library: document one, test one, explain one.
-On the second day come the same kinds of tickets for the same functions, with other numbers, dates and wishes, and a quarter about
-new ones; the server was restarted. Greedy, one request at a time, drafter `suffix`; the same two days without --memory are the
+On the second day, after a restart, half of the tickets come again with other numbers and dates, a quarter also with other wishes,
+and a quarter is about new functions. Greedy, one request at a time, drafter `suffix`; the same two days without --memory are the
 control. The burst: 32 requests of 2,048 tokens at once, then ten seconds of rest; the resident memory is compared with the file's
 size.
 """
@@ -49,25 +49,29 @@ SYSTEM = "You are a maintenance agent. Answer with the result only."
 LEGEND = {
     "memory_speedup": ("tokens/s of the second day over the first, with --memory", ">= 1.5"),
     "without_memory": ("the same without", ""),
-    "memory_speedup_same": ("only tickets about the same functions", ""),
-    "memory_speedup_new": ("only tickets about new functions", ""),
+    "memory_repeated": ("the second day with --memory over without: tickets with other numbers and dates", ""),
+    "memory_similar": ("tickets with other wishes, too", ""),
+    "memory_new": ("tickets about new functions", ""),
     "rss_over_model": ("resident memory after a burst / size of the model's file", "<= 2"),
     "rss_burst_over_model": ("the same at most during the burst", ""),
     "identical_share": ("share of second-day outputs that equal those without memory", "== 1"),
 }
 Ticket = tuple[str, str]
-"""Kind ("same" or "new") and text."""
+"""Kind ("repeated", "similar" or "new") and text."""
 
 
 def tickets(day: int, quick: bool) -> list[Ticket]:
     """The tickets of a day."""
-    work = [(one, "same") for one in OLD[: 2 if quick else None]] + [(one, "new") for one in NEW if day == 2]
+    old = OLD[: 2 if quick else None]
+    work = [(one, "old") for one in old] + [(one, "new") for one in NEW[: len(old) // 2] if day == 2]
     out = []
     for i, (function, kind) in enumerate(work):
         for j, task in enumerate(TASKS):
+            kinds = "new" if kind == "new" else "similar" if j == 2 else "repeated"
+            wish = WISHES[1 if day == 2 and kinds == "similar" else 0]
             code = textwrap.dedent(inspect.getsource(function))
-            head = f"Ticket {day * 1000 + 17 * i + j}, 2026-11-{day + 9:02}. {task.format(wish=WISHES[day - 1])}"
-            out.append((kind, f"{head}\n```python\n{code}```"))
+            head = f"Ticket {day * 1000 + 17 * i + j}, 2026-11-{day + 9:02}. {task.format(wish=wish)}"
+            out.append((kinds, f"{head}\n```python\n{code}```"))
     return out
 
 
@@ -149,6 +153,7 @@ def burst(file: str, quick: bool) -> Figures:
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("file")
+    parser.add_argument("--no-burst", action="store_true", help="leave the burst out")
     args = parsed(parser)
     days: dict[bool, list[list[tuple[str, float, int, str]]]] = {}
     for with_memory in (True, False):
@@ -162,10 +167,11 @@ def main() -> int:
     figures: Figures = {
         "memory_speedup": speed(second) / speed(first),
         "without_memory": speed(plain_second) / speed(plain_first),
-        "memory_speedup_same": speed(second, "same") / speed(plain_second, "same"),
-        "memory_speedup_new": speed(second, "new") / speed(plain_second, "new"),
+        **{
+            f"memory_{kind}": speed(second, kind) / speed(plain_second, kind) for kind in ("repeated", "similar", "new")
+        },
         "identical_share": sum(same) / len(same),
-        **burst(args.file, args.quick),
+        **({} if args.no_burst else burst(args.file, args.quick)),
     }
     rows = [
         [

