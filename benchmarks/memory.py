@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py FILE [--quick] [--write]
 
-FILE: a GGUF file of real size. An agent gets tickets about functions of Python's library: document one, test one, explain one.
-On the second day, after a restart, half of the tickets come again with other numbers and dates, a quarter also with other wishes,
-and a quarter is about new functions. Greedy, one request at a time, drafter `suffix`; the same two days without --memory are the
-control. The burst: 32 requests of 2,048 tokens at once, then ten seconds of rest; the resident memory is compared with the file's
+FILE: a GGUF file of real size. An agent on call gets alerts, for which it writes runbooks, and tickets about functions of Python's
+library, which it explains and tests. On the second day, after a restart, the same alerts and tickets come with other numbers, hosts
+and dates, some of them with other wishes, and a third is new. Greedy, one request at a time, drafter `suffix`; the same two days
+without --memory are the control.
+The burst: 32 requests of 2,048 tokens at once, then ten seconds of rest; the resident memory is compared with the file's
 size.
 """
 
@@ -32,19 +33,20 @@ from typing import Any
 import httpx
 from common import Figures, arguments, environment, log, parsed, publish, table
 
-OLD: list[Callable[..., Any]] = [
-    heapq.merge,
-    textwrap.TextWrapper._wrap_chunks,
-    statistics.quantiles,
-    difflib.get_close_matches,
-]
-NEW: list[Callable[..., Any]] = [heapq.nsmallest, textwrap.indent]
+FUNCTIONS: list[Callable[..., Any]] = [heapq.merge, statistics.quantiles, difflib.get_close_matches]
 TASKS = (
-    "Write the function again with a docstring that lists its arguments. Mention {wish}.",
     "Explain step by step what the function does. Mention {wish}.",
     "Write three unit tests with unittest. Mention {wish} in a comment.",
 )
 WISHES = ("its complexity", "its limits")
+ALERTS = (
+    "disk usage above 90% on a database host",
+    "a certificate expires in seven days",
+    "the queue of background jobs grows",
+    "the 99th percentile of latency is above two seconds",
+    "a replica is 60 seconds behind",
+    "a nightly backup has failed",
+)
 SYSTEM = "You are a maintenance agent. Answer with the result only."
 LEGEND = {
     "memory_speedup": ("tokens/s of the second day over the first, with --memory", ">= 1.5"),
@@ -61,18 +63,19 @@ Ticket = tuple[str, str]
 
 
 def tickets(day: int, quick: bool) -> list[Ticket]:
-    """The tickets of a day."""
-    old = OLD[: 2 if quick else None]
-    work = [(one, "old") for one in old] + [(one, "new") for one in NEW[: len(old) // 2] if day == 2]
+    """The alerts and tickets of a day: the last alerts and the last function are new on the second."""
     out = []
-    for i, (function, kind) in enumerate(work):
+    for i, alert in enumerate(ALERTS[: 4 if day == 1 else None]):
+        head = f"Alert {day * 1000 + 17 * i} at 2026-11-{day + 9:02} 0{i}:1{day}, host db-{3 * i + day}: {alert}."
+        out.append(("new" if i > 3 else "repeated", f"{head} Write the runbook for the person on call, with commands."))
+    for i, function in enumerate(FUNCTIONS[: 2 if day == 1 else None]):
+        code = textwrap.dedent(inspect.getsource(function))
         for j, task in enumerate(TASKS):
-            kinds = "new" if kind == "new" else "similar" if j == 2 else "repeated"
-            wish = WISHES[1 if day == 2 and kinds == "similar" else 0]
-            code = textwrap.dedent(inspect.getsource(function))
+            kind = "new" if i > 1 else "similar" if j else "repeated"
+            wish = WISHES[1 if day == 2 and kind == "similar" else 0]
             head = f"Ticket {day * 1000 + 17 * i + j}, 2026-11-{day + 9:02}. {task.format(wish=wish)}"
-            out.append((kinds, f"{head}\n```python\n{code}```"))
-    return out
+            out.append((kind, f"{head}\n```python\n{code}```"))
+    return out[:: 3 if quick else 1]
 
 
 @contextmanager

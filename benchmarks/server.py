@@ -326,7 +326,7 @@ def against_vllm(python: str, quick: bool, running: ExitStack) -> Figures:
     def measured_at(url: str, turn: int) -> dict[str, float]:
         out = {}
         for clients in (8, 32):
-            fresh = [f"{turn + 1}. {clients}. {text}" for text in prompts(8 if quick else 3 * clients)]
+            fresh = [f"{turn + 1}. {clients}. {text}" for text in prompts(8 if quick else min(60, 3 * clients))]
             clients_rate(url, fresh[:1], new, 1)
             out[f"c{clients}"] = clients_rate(url, fresh, new, clients)
             out[f"bench_c{clients}"] = vllm_client_rate(python, url, clients, new, turn)
