@@ -2,12 +2,11 @@
 
     python benchmarks/memory.py FILE [--quick] [--write]
 
-FILE: a GGUF file of real size. An agent on call gets alerts, for which it writes runbooks, and tickets about functions of Python's
-library, which it explains and tests. On the second day, after a restart, the same alerts and tickets come with other numbers, hosts
-and dates, some of them with other wishes, and a third is new. Greedy, one request at a time, drafter `suffix`; the same two days
-without --memory are the control.
-The burst: 32 requests of 2,048 tokens at once, then ten seconds of rest; the resident memory is compared with the file's
-size.
+FILE: a GGUF file of real size. An agent on call gets alerts, for which it writes runbooks, and tickets about functions of
+Python's library, which it explains and tests. On the second day, after a restart, the same alerts and tickets come with other
+numbers, hosts and dates, some of them with other wishes, and a third is new. Greedy, one request at a time, drafter `suffix`; the
+same two days without --memory are the control. The burst: 32 requests of 2,048 tokens at once, then ten seconds of rest; the
+resident memory is compared with the file's size.
 """
 
 from __future__ import annotations
