@@ -1,194 +1,112 @@
-"""Two days of an agent's repetitive work: what a server with --memory gains on the second day; and its memory after a burst.
+"""Memory of the server during and after a burst of requests, one of them long, and how long the short ones wait.
 
-    python benchmarks/memory.py FILE [--quick] [--write]
+    python benchmarks/memory.py [--model MODEL] [--tokens 4500] [--short 24] [--source PATH] [--write]
 
-FILE: a GGUF file of real size. An agent on call gets alerts, for which it writes runbooks, and tickets about functions of
-Python's library, which it explains and tests. On the second day, after a restart, the same alerts and tickets come with other
-numbers, hosts and dates, some of them with other wishes, and a third is new. Greedy, one request at a time, drafter `suffix`; the
-same two days without --memory are the control. The burst: 32 requests of 2,048 tokens at once, then ten seconds of rest; the
-resident memory is compared with the file's size.
+The model runs in bf16 unless it is a GGUF file, whose blocks stay as they are. Memory is resident memory in MB: of the fresh
+server after one request, at the peak of the burst, and three seconds after its end. The floor of the peak is the fresh server
+plus the keys and values of the tokens, 23 kB each for SmolLM2. `--source` measures the server of another checkout first.
 """
 
 from __future__ import annotations
 
-import difflib
-import heapq
-import inspect
-import json
+import asyncio
 import os
-import random
-import statistics
-import subprocess
 import sys
-import tempfile
-import textwrap
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 import httpx
-from common import Figures, arguments, environment, log, parsed, publish, table
+from common import MODEL, Figures, arguments, log, parsed, publish, shown, table
+from server import body, prompts, resident_mb, serving
 
-FUNCTIONS: list[Callable[..., Any]] = [heapq.merge, statistics.quantiles, difflib.get_close_matches]
-TASKS = (
-    "Explain step by step what the function does. Mention {wish}.",
-    "Write three unit tests with unittest. Mention {wish} in a comment.",
-)
-WISHES = ("its complexity", "its limits")
-ALERTS = (
-    "disk usage above 90% on a database host",
-    "a certificate expires in seven days",
-    "the queue of background jobs grows",
-    "the 99th percentile of latency is above two seconds",
-    "a replica is 60 seconds behind",
-    "a nightly backup has failed",
-)
-SYSTEM = "You are a maintenance agent. Answer with the result only."
 LEGEND = {
-    "memory_speedup": ("tokens/s of the second day over the first, with --memory", ">= 1.5"),
-    "without_memory": ("the same without", ""),
-    "memory_repeated": ("the second day with --memory over without: tickets with other numbers and dates", ""),
-    "memory_similar": ("tickets with other wishes, too", ""),
-    "memory_new": ("tickets about new functions", ""),
-    "rss_over_model": ("resident memory after a burst / size of the model's file", "<= 2"),
-    "rss_burst_over_model": ("the same at most during the burst", ""),
-    "identical_share": ("share of second-day outputs that equal those without memory", "== 1"),
+    "fresh_mb": ("memory of the fresh server, MB", ""),
+    "peak_mb": ("memory at the peak, MB", ""),
+    "after_mb": ("memory 3 s after the burst, MB", ""),
+    "after_over_fresh": ("after / fresh", "<= 1.3"),
+    "first_token_median_s": ("short requests: time to the first token, median, s", ""),
+    "longest_first_s": ("short requests: longest time to the first token, s", ""),
+    "longest_wait_s": ("short requests: longest wait between two events, s", "<= 0.5"),
+    "total_s": ("short requests: first request to last token, s", ""),
 }
-Ticket = tuple[str, str]
-"""Kind ("repeated", "similar" or "new") and text."""
 
 
-def tickets(day: int, quick: bool) -> list[Ticket]:
-    """The alerts and tickets of a day: the last alerts and the last function are new on the second."""
-    out = []
-    for i, alert in enumerate(ALERTS[: 4 if day == 1 else None]):
-        head = f"Alert {day * 1000 + 17 * i} at 2026-11-{day + 9:02} 0{i}:1{day}, host db-{3 * i + day}: {alert}."
-        out.append(("new" if i > 3 else "repeated", f"{head} Write the runbook for the person on call, with commands."))
-    for i, function in enumerate(FUNCTIONS[: 2 if day == 1 else None]):
-        code = textwrap.dedent(inspect.getsource(function))
-        for j, task in enumerate(TASKS):
-            kind = "new" if i > 1 else "similar" if j else "repeated"
-            wish = WISHES[1 if day == 2 and kind == "similar" else 0]
-            head = f"Ticket {day * 1000 + 17 * i + j}, 2026-11-{day + 9:02}. {task.format(wish=wish)}"
-            out.append((kind, f"{head}\n```python\n{code}```"))
-    return out[:: 3 if quick else 1]
+async def events(client: httpx.AsyncClient, request: dict[str, Any], out: list[float]) -> None:
+    """Append the time of the request and of each event of its stream."""
+    out.append(perf_counter())
+    async with client.stream("POST", "/v1/chat/completions", json={**request, "stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        out += [perf_counter() async for line in answer.aiter_lines() if line.startswith("data: {")]
 
 
-@contextmanager
-def serving(file: str, memory: Path | None) -> Iterator[tuple[str, int]]:
-    """Start a server; return its address and process id."""
-    command = [sys.executable, "-m", "foresay", "serve", "-m", file, "--port", "0", "--warmup", "--drafter", "suffix"]
-    command += [] if memory is None else ["--memory", str(memory)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        assert child.stderr is not None
-        address = next(line.split()[-1] for line in child.stderr if "listening at " in line)
-        try:
-            yield address.removesuffix("/v1"), child.pid
-        finally:
-            child.terminate()
-            child.communicate()
+def long_text(tokens: int) -> str:
+    """A text of about `tokens` tokens."""
+    words = " ".join(prompts(24)).split()
+    return " ".join((words * (1 + tokens // len(words)))[: int(tokens * 0.72)])
 
 
-def worked(url: str, ticket: str, new: int) -> tuple[float, int, str]:
-    """Seconds after the first token, tokens after it, and text."""
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ticket}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": new, "stream": True}
-    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    first, text, counted, begun = 0.0, "", 0, 0
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, **options}, timeout=600) as answer:
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            counted = event["usage"]["completion_tokens"]
-            piece = event["choices"][0]["delta"].get("content") if event["choices"] else None
-            if piece and not first:
-                first, begun = perf_counter(), counted
-            text += piece or ""
-    return perf_counter() - first, counted - begun, text
+def burst(url: str, process: int, tokens: int, short: int) -> dict[str, float]:
+    """Send one long prompt, and short ones a second later: memory of the server, and how long the short ones wait."""
+    httpx.post(f"{url}/v1/chat/completions", json=body("Hello", 8), timeout=300)
+    fresh, sizes = resident_mb(process), []
+    texts = (sorted(prompts(24), key=len)[:12] * short)[:short]
+    short_times: list[list[float]] = [[] for _ in range(short)]
 
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=1200) as client:
+            first = asyncio.create_task(events(client, body(long_text(tokens), 16), []))
+            await asyncio.sleep(1)
+            requests = [body(text, 64) for text in texts]
+            others = [
+                asyncio.create_task(events(client, one, times))
+                for one, times in zip(requests, short_times, strict=True)
+            ]
+            everyone = asyncio.gather(first, *others)
+            while not everyone.done():
+                sizes.append(resident_mb(process))
+                await asyncio.sleep(0.05)
+            await everyone
 
-def day(url: str, number: int, quick: bool) -> list[tuple[str, float, int, str]]:
-    out = [(kind, *worked(url, text, 48 if quick else 160)) for kind, text in tickets(number, quick)]
-    rate = sum(one[2] for one in out) / sum(one[1] for one in out)
-    log(f"  day {number}: {len(out)} tickets, {rate:.1f} tokens/s")
-    return out
-
-
-def speed(found: list[tuple[str, float, int, str]], kind: str = "") -> float:
-    chosen = [one for one in found if kind in ("", one[0])]
-    return sum(one[2] for one in chosen) / sum(one[1] for one in chosen)
-
-
-def resident(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def burst(file: str, quick: bool) -> Figures:
-    """Resident memory over the size of the model's file: at most during a burst, and after it."""
-    dice, count, length = random.Random(0), 4 if quick else 32, 256 if quick else 2048
-    sizes = []
-    with serving(file, None) as (url, process), ThreadPoolExecutor(count) as clients:
-        bodies = [
-            {"prompt": [dice.randrange(1000, 50_000) for _ in range(length)], "max_tokens": 8, "ignore_eos": True}
-            for _ in range(count)
-        ]
-        calls = [clients.submit(httpx.post, f"{url}/v1/completions", json=one, timeout=1800) for one in bodies]
-        while not all(call.done() for call in calls):
-            sizes.append(resident(process))
-            sleep(0.5)
-        assert all(call.result().status_code == 200 for call in calls)
-        sleep(10)
-        after = resident(process)
-        log(
-            "\n".join(
-                line for line in httpx.get(f"{url}/metrics").text.splitlines() if "_bytes " in line and line[0] != "#"
-            )
-        )
-    size = Path(file).stat().st_size
-    return {"rss_over_model": after / size, "rss_burst_over_model": max(sizes) / size}
+    asyncio.run(all_of_them())
+    sleep(3)
+    firsts = sorted(times[1] - times[0] for times in short_times)
+    after = resident_mb(process)
+    return {
+        "fresh_mb": fresh,
+        "peak_mb": max(sizes),
+        "after_mb": after,
+        "after_over_fresh": after / fresh,
+        "first_token_median_s": firsts[len(firsts) // 2],
+        "longest_wait_s": max(b - a for times in short_times for a, b in pairwise(times[1:])),
+        "longest_first_s": max(firsts),
+        "total_s": max(times[-1] for times in short_times) - min(times[0] for times in short_times),
+    }
 
 
 def main() -> int:
-    parser = arguments(__doc__)
-    parser.add_argument("file")
-    parser.add_argument("--no-burst", action="store_true", help="leave the burst out")
+    parser = arguments(__doc__, quick=False)
+    parser.add_argument("--model", default=MODEL, help=f"alias, folder, hub id or GGUF file (default: {MODEL})")
+    parser.add_argument("--tokens", type=int, default=4500, help="tokens of the long prompt (default: 4500)")
+    parser.add_argument("--short", type=int, default=24, help="short requests (default: 24)")
+    parser.add_argument("--source", type=Path, help="another checkout, measured first")
     args = parsed(parser)
-    days: dict[bool, list[list[tuple[str, float, int, str]]]] = {}
-    for with_memory in (True, False):
-        with tempfile.TemporaryDirectory() as folder:
-            days[with_memory] = []
-            for number in (1, 2):
-                with serving(args.file, Path(folder) if with_memory else None) as (url, _):
-                    days[with_memory].append(day(url, number, args.quick))
-    (first, second), (plain_first, plain_second) = days[True], days[False]
-    same = [one[3] == other[3] for one, other in zip(second, plain_second, strict=True)]
-    figures: Figures = {
-        "memory_speedup": speed(second) / speed(first),
-        "without_memory": speed(plain_second) / speed(plain_first),
-        **{
-            f"memory_{kind}": speed(second, kind) / speed(plain_second, kind) for kind in ("repeated", "similar", "new")
-        },
-        "identical_share": sum(same) / len(same),
-        **({} if args.no_burst else burst(args.file, args.quick)),
-    }
-    rows = [
-        [
-            ("with" if key else "without") + " --memory",
-            f"day {i + 1}",
-            len(one),
-            sum(t[2] for t in one),
-            f"{speed(one):.1f}",
+    found: dict[str, Figures] = {}
+    for name, source in (("before", args.source), ("now", None)):
+        if name == "now" or source is not None:
+            more = {} if source is None else {"PYTHONPATH": str(source / "src")}
+            with serving(args.model, os.environ | more) as (url, process):
+                found[name] = burst(url, process, args.tokens, args.short)
+            log(f"{name}: {', '.join(f'{key} {shown(value)}' for key, value in found[name].items())}")
+    text = []
+    if "before" in found:
+        text = [
+            f"The same with {args.source.name}:",
+            table(("figure", "before"), ((k, shown(v)) for k, v in found["before"].items())),
         ]
-        for key, found in days.items()
-        for i, one in enumerate(found)
-    ]
-    about = f"{Path(args.file).name}, {Path(args.file).stat().st_size / 1e9:.2f} GB"
-    text = table(["server", "day", "tickets", "tokens", "tokens/s"], rows)
-    return publish("memory", figures, args, legend=LEGEND, model=about, text=[f"The days: {environment(about)}", text])
+    model = f"{args.model}, one prompt of {args.tokens} tokens and {args.short} short ones"
+    return publish("memory", found["now"], args, legend=LEGEND, model=model, text=text)
 
 
 if __name__ == "__main__":
