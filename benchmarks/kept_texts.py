@@ -188,7 +188,9 @@ def main() -> int:
     ]
     about = f"{Path(args.file).name}, {Path(args.file).stat().st_size / 1e9:.2f} GB"
     text = table(["server", "day", "tickets", "tokens", "tokens/s"], rows)
-    return publish("kept_texts", figures, args, legend=LEGEND, model=about, text=[f"The days: {environment(about)}", text])
+    return publish(
+        "kept_texts", figures, args, legend=LEGEND, model=about, text=[f"The days: {environment(about)}", text]
+    )
 
 
 if __name__ == "__main__":
