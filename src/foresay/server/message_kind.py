@@ -5,7 +5,7 @@ Owns the link between the request's tool fields and the formats of tool calls. K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,11 @@ from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
 from foresay.text.grammar import checked
 from foresay.text.prompts import ChatOptions
-from foresay.text.tool_calls.calls import Tool
-from foresay.text.tool_calls.formats import FORMATS, ToolFormat, format_of, grammar_of, visible_ids
+from foresay.text.tool_calls.calls import OutputParser, Tool
+from foresay.text.tool_calls.formats import FORMATS, ToolFormat, describes_tools, format_of, grammar_of, visible_ids
 from foresay.text.tool_calls.harmony import HarmonyParser, is_harmony
 from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_open
+from foresay.text.tool_calls.template_parser import TemplateParser, has_response_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class MessageKind:
     reasons: bool
     is_open: bool = False
     """True if the prompt ends inside reasoning."""
+    template_ids: tuple[int, ...] | None = None
+    """Special tokens that a response template reads; None if the tokenizer has no such template, or a format was chosen."""
+    prefix: str = ""
+    """Text of the prompt, for a response template."""
 
     @staticmethod
     def of(service: Service, request: ChatRequest | TokenizeRequest) -> MessageKind:
@@ -45,13 +50,15 @@ class MessageKind:
         tools, tokenizer = request.used_tools, service.generator.tokenizer
         assert request.messages is not None
         chosen = None
+        templated = service.settings.tool_format == "auto" and has_response_template(tokenizer)
         if tools:
             try:
                 chosen = format_of(service.tokenizer, service.settings.tool_format)
                 for one in tools:
                     checked(one.function.parameters or {})
             except ConfigError as error:
-                raise ApiError(400, str(error), param="tools") from None
+                if not (templated and describes_tools(tokenizer)):
+                    raise ApiError(400, str(error), param="tools") from None
         return MessageKind(
             tokenizer,
             request.chat_options(service.tokenizer, request.messages[-1].role),
@@ -60,15 +67,19 @@ class MessageKind:
             request.must_call,
             request.parallel_tool_calls,
             has_reasoning(tokenizer),
+            template_ids=_special_ids(tokenizer, service.generator.target.eos_token_ids) if templated else None,
         )
 
     def after(self, prompt: list[int]) -> MessageKind:
         """Return the kind of the output after a prompt."""
-        return replace(self, is_open=self.reasons and is_open(self.tokenizer, prompt))
+        prefix = "" if self.template_ids is None else str(self.tokenizer.decode(prompt))
+        return replace(self, is_open=self.reasons and is_open(self.tokenizer, prompt), prefix=prefix)
 
     @property
     def visible_ids(self) -> tuple[int, ...]:
         """Special tokens that stay in the text of an output."""
+        if self.template_ids is not None:
+            return self.template_ids
         return () if self.tokenizer is None else visible_ids(self._whole_format, self.tokenizer, reasons=self.reasons)
 
     @property
@@ -78,8 +89,11 @@ class MessageKind:
 
     def grammar_source(self) -> str | None:
         """Return the grammar of an output that must call a tool, else None. Raises ApiError for tools that have none."""
-        if not self.must_call or self.format is None:
+        if not self.must_call:
             return None
+        if self.format is None:
+            text = "required calls need a format that is known; choose it by --tool-format, or send tool_choice='auto'"
+            raise ApiError(400, text, param="tool_choice")
         try:
             return grammar_of(
                 self.format, self.callable, self.tokenizer, parallel=bool(self.parallel), after_reasoning=self.is_open
@@ -87,9 +101,11 @@ class MessageKind:
         except ConfigError as error:
             raise ApiError(400, str(error), param="tool_choice") from None
 
-    def parser(self) -> MessageParser | HarmonyParser | None:
+    def parser(self) -> OutputParser | None:
         """Return the parser of one output; None if all of its text is content."""
         most = 1 if self.parallel is False else None
+        if self.template_ids is not None:
+            return TemplateParser(self.tokenizer, self.prefix, self.options.tools, most=most, only_calls=self.must_call)
         if self._whole_format is not None and self._whole_format.name == "harmony":
             return HarmonyParser(most=most, only_calls=self.must_call)
         if self.format is None and not self.reasons:
@@ -103,3 +119,10 @@ class MessageKind:
             most=most,
             only_calls=self.must_call,
         )
+
+
+def _special_ids(tokenizer: Any, eos: Collection[int]) -> tuple[int, ...]:
+    """Return the special tokens of a tokenizer except those that end an output."""
+    return tuple(
+        sorted(index for index, one in tokenizer.added_tokens_decoder.items() if one.special and index not in eos)
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 import foresay
 from helpers import chains, tiny
@@ -316,5 +317,43 @@ def test_messages_in_the_harmony_format(tmp_path: Path) -> None:
             deltas: list[Any] = [one.choices[0].delta for one in stream]
         assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas) == "They want rain."
         assert not any("<|" in (one.content or "") for one in deltas)
+    finally:
+        running.close()
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+        "content": {},
+    },
+}
+
+
+def test_a_response_template_of_the_tokenizer(tmp_path: Path) -> None:
+    """It describes messages that no format of ours does; another chat template without a known format has tools then."""
+    folder = chains.save(
+        tmp_path, PIECES, TEMPLATE.replace("<tool_call>", "CALL"), special=["<tool_call>", "<think>", "</think>"]
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    running = Running(foresay.load(str(folder), num_draft_tokens=3))
+    try:
+        body = {"model": "tiny", "messages": TALK, "tools": [WEATHER, TIME], "temperature": 0}
+        message: Any = client(running).chat.completions.create(**body).choices[0].message  # type: ignore[call-overload]
+        assert message.reasoning_content.strip() == "What is asked?" and message.content.strip() == "Let me look."
+        assert calls_of(message) == [("weather", {"city": "Rome"}), ("time", {})]
+        with client(running).chat.completions.stream(**body) as stream:  # type: ignore[arg-type]
+            assert calls_of(stream.get_final_completion().choices[0].message) == calls_of(message)
+        one = post(running, tools=[WEATHER, TIME], temperature=0, parallel_tool_calls=False).json()["choices"][0][
+            "message"
+        ]
+        assert len(one["tool_calls"]) == 1
+        refused = post(running, tools=[WEATHER], tool_choice="required")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+        plain = post(running, temperature=0).json()["choices"][0]["message"]
+        assert plain["reasoning_content"].strip() == "What is asked?"
     finally:
         running.close()

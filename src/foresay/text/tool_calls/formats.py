@@ -152,7 +152,7 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
     Raises ConfigError for a model without a chat template for tools, or with an unknown format.
     """
     template = _template(tokenizer)
-    if "tools" not in template:
+    if not describes_tools(tokenizer):
         raise ConfigError("the chat template of this model does not describe tools")
     if name != "auto":
         return FORMATS[name]
@@ -162,6 +162,11 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
         names = ", ".join(FORMATS)
         raise ConfigError(f"the format of this model's tool calls is not known; choose it by --tool-format: {names}")
     return found
+
+
+def describes_tools(tokenizer: Any) -> bool:
+    """True if the chat template describes tools to the model."""
+    return "tools" in _template(tokenizer)
 
 
 def _template(tokenizer: Any) -> str:
