@@ -333,9 +333,8 @@ RESPONSE_TEMPLATE = {
 
 def test_a_response_template_of_the_tokenizer(tmp_path: Path) -> None:
     """It describes messages that no format of ours does; another chat template without a known format has tools then."""
-    folder = chains.save(
-        tmp_path, PIECES, TEMPLATE.replace("<tool_call>", "CALL"), special=["<tool_call>", "<think>", "</think>"]
-    )
+    template, special = TEMPLATE.replace("<tool_call>", "CALL"), ["<tool_call>", "<think>", "</think>"]
+    folder = chains.save(tmp_path, PIECES, template, special=special)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.response_template = RESPONSE_TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -355,5 +354,8 @@ def test_a_response_template_of_the_tokenizer(tmp_path: Path) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
         plain = post(running, temperature=0).json()["choices"][0]["message"]
         assert plain["reasoning_content"].strip() == "What is asked?"
+        running.service.generator.tokenizer.response_template = {"version": 7}  # type: ignore[union-attr]
+        wrong = post(running, temperature=0)
+        assert wrong.status_code == 400 and "Unsupported response_template version" in wrong.json()["error"]["message"]
     finally:
         running.close()

@@ -1,6 +1,6 @@
 """Messages by a tokenizer's response template: transformers' own description of where reasoning, content and calls are.
 
-Owns the conversion of the events of transformers' parser. Its regions of other names are left out, as they have no field in the API.
+Owns the conversion of the events of transformers' parser. Regions of other names are left out: the API has no field for them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foresay.errors import ConfigError
 from foresay.text.tool_calls.calls import CallPiece, Pieces
 from foresay.text.tool_calls.parsers import as_json
 
@@ -35,9 +36,13 @@ class TemplateParser:
     ) -> None:
         """prefix: the prompt's text. tools: in OpenAI's format. most, only_calls: see MessageParser.
 
-        Raises ValueError for a template that transformers refuses.
+        Raises ConfigError for a template that transformers refuses.
         """
-        self._parser = tokenizer.get_response_parser(prefix=prefix, tools=list(tools) or None)
+        try:
+            self._parser = tokenizer.get_response_parser(prefix=prefix, tools=list(tools) or None)
+        except Exception as error:
+            reason = f"{error}; choose a format by --tool-format"
+            raise ConfigError(f"the response template of this model's tokenizer cannot be used: {reason}") from error
         self._most, self._only_calls, self.num_calls = most, only_calls, 0
         self._is_broken = False
 
