@@ -50,6 +50,9 @@ def test_calls_of_a_stream(chain: Running) -> None:
     assert choices[-1]["delta"] == {} and choices[-1]["finish_reason"] == "tool_calls"
     assert all(one["delta"] and one["finish_reason"] is None for one in choices[1:-1])
     pieces = [one for choice in choices for one in choice["delta"].get("tool_calls", [])]
+    for choice in choices:
+        indices = [one["index"] for one in choice["delta"].get("tool_calls", [])]
+        assert len(set(indices)) == len(indices), "an event has one piece of a call: some clients read only the first"
     first = [one for one in pieces if "id" in one]
     assert [(one["index"], one["type"], one["function"]["name"]) for one in first] == [
         (0, "function", "weather"),

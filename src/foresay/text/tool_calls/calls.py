@@ -43,10 +43,15 @@ class Pieces:
         return bool(self.content or self.reasoning or self.calls)
 
     def add(self, other: Pieces) -> None:
-        """Add what follows."""
+        """Add what follows. Pieces of one call become one piece: some clients read only the first of an event."""
         self.content += other.content
         self.reasoning += other.reasoning
-        self.calls += other.calls
+        for one in other.calls:
+            last = self.calls[-1] if self.calls else None
+            if last is not None and last.index == one.index and one.name is None:
+                self.calls[-1] = CallPiece(last.index, last.name, last.arguments + one.arguments)
+            else:
+                self.calls.append(one)
 
 
 class Start:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foresay.text.tool_calls.calls import CallPiece, Pieces
 from foresay.text.tool_calls.formats import FORMATS, ToolFormat
 from foresay.text.tool_calls.harmony import HarmonyParser
 from foresay.text.tool_calls.message import MessageParser
@@ -264,3 +265,10 @@ def test_reasoning(step: int) -> None:
 )
 def test_no_code_is_evaluated(text: str) -> None:
     assert python_calls(text) is None
+
+
+def test_pieces_of_one_call_become_one() -> None:
+    """Some clients read only the first piece of a call in an event."""
+    pieces = Pieces("a", calls=[CallPiece(0, "f", "{")])
+    pieces.add(Pieces("b", calls=[CallPiece(0, None, '"x": 1'), CallPiece(0, None, "}"), CallPiece(1, "g", "{}")]))
+    assert pieces == Pieces("ab", calls=[CallPiece(0, "f", '{"x": 1}'), CallPiece(1, "g", "{}")])
