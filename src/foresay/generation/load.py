@@ -59,8 +59,7 @@ def load(
     max_batch_size: maximum number of rows decoded at once, by default 32.
     eos_token_ids: end-of-sequence ids, by default the model's.
     share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
-    memory: a folder that keeps outputs, and prompts unless memory_prompts is False; the drafter copies from them as well. It is
-    created if it is missing.
+    memory: a folder, created if missing, that keeps outputs, and prompts if memory_prompts; the drafter also copies from them.
     options: fields of LoadOptions, for target and draft alike.
 
     Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
@@ -79,20 +78,16 @@ def load(
     settings = LoadOptions(**_known(given))
     if drafter == "auto" and draft is None and not ngrams:
         drafter = default_drafter(target, settings)
-    if memory is not None:
-        drafter = _remembering(draft, drafter, os.fspath(memory), memory_prompts)
+    drafter = drafter if memory is None else _remembering(draft, drafter, os.fspath(memory), memory_prompts)
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(name, num_draft_tokens, length)
     _check_draft_weights(settings, draft, recipe, name)
-    max_batch_size = check_int(
-        "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
-    )
+    max_batch_size = DEFAULT_BATCH if max_batch_size is None else max_batch_size
+    check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
     resources = Resources(resolve(target, settings, tokenizer, eos_token_ids), settings)
-    if recipe is None and isinstance(draft, str | os.PathLike):
-        recipe, name = DRAFTERS["model"].make(os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
-    elif recipe is None:
-        recipe = draft_model(resolve(draft, LoadOptions(), None))
+    if recipe is None:
+        recipe, name = _draft_recipe(draft, name)
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
 
 
@@ -104,6 +99,13 @@ def _remembering(draft: Any, drafter: Any, memory: str, prompts: bool) -> str:
     return remembering(
         "suffix" if drafter == "auto" else drafter, memory, prompts=check_flag("memory_prompts", prompts)
     )
+
+
+def _draft_recipe(draft: Any, name: str) -> tuple[Recipe, str]:
+    """Return the recipe and name of a draft model that is given by name, or loaded already."""
+    if isinstance(draft, str | os.PathLike):
+        return DRAFTERS["model"].make(os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
+    return draft_model(resolve(draft, LoadOptions(), None)), name
 
 
 def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:

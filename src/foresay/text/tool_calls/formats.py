@@ -17,14 +17,8 @@ from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
 from foresay.text.tool_calls.calls import Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START
-from foresay.text.tool_calls.parsers import (
-    FirstParser,
-    MarkedParser,
-    MistralReader,
-    ObjectReader,
-    PythonReader,
-    WholeParser,
-)
+from foresay.text.tool_calls.parsers import FirstParser, MarkedParser, MistralReader, ObjectReader, WholeParser
+from foresay.text.tool_calls.pythonic import PythonReader
 from foresay.text.tool_calls.tagged import TaggedReader, rules_of
 
 Terminal = Callable[[str], str]

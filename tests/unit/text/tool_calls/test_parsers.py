@@ -12,7 +12,7 @@ from foresay.text.tool_calls.calls import CallPiece, Pieces
 from foresay.text.tool_calls.formats import FORMATS, ToolFormat
 from foresay.text.tool_calls.harmony import HarmonyParser
 from foresay.text.tool_calls.message import MessageParser
-from foresay.text.tool_calls.parsers import python_calls
+from foresay.text.tool_calls.pythonic import python_calls
 
 Found = tuple[str, str, list[tuple[str, str]]]
 SCHEMAS: dict[str, Any] = {
