@@ -142,20 +142,20 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
-            chat = request.chat()
+            chat = await service.prepare(request.chat)  # validates the whole conversation
             form = ResponsesFormat(request.echoed(chat), service.names[0])
             return await generating.generate(service, chat, ChatShape(), raw_request, form)
 
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
         with renamed(message_fields.CHAT_NAMES):
-            chat, form = request.chat(), MessagesFormat(service.names[0])
+            chat, form = await service.prepare(request.chat), MessagesFormat(service.names[0])
             return await generating.generate(service, chat, ChatShape(), raw_request, form)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: CountRequest) -> dict[str, int]:
         with renamed(message_fields.CHAT_NAMES):
-            return {"input_tokens": await generating.count_tokens(service, request.chat())}
+            return {"input_tokens": await generating.count_tokens(service, await service.prepare(request.chat))}
 
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:

@@ -263,7 +263,8 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     predicted = await service.encoded_prediction(request.prediction.text) if request.prediction else ()
     params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
     drafting = service.with_lookup(drafting) if predicted else drafting
-    message = message.after(ids[0])
+    before = message
+    message = await service.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
     source = schema if schema is not None else message.grammar_source()
     param = "tools" if schema is None else "response_format"
     grammar = None if source is None else await service.grammar(source, param=param)

@@ -16,8 +16,15 @@ from foresay.server.service import Service
 from foresay.text.grammar import checked
 from foresay.text.prompts import ChatOptions
 from foresay.text.tool_calls.calls import OutputParser, Tool
-from foresay.text.tool_calls.formats import FORMATS, ToolFormat, describes_tools, format_of, grammar_of, visible_ids
-from foresay.text.tool_calls.harmony import HarmonyParser, is_harmony
+from foresay.text.tool_calls.formats import (
+    ToolFormat,
+    describes_tools,
+    format_of,
+    grammar_of,
+    has_format,
+    message_format,
+    visible_ids,
+)
 from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_open
 from foresay.text.tool_calls.template_parser import TemplateParser, has_response_template
 
@@ -32,7 +39,7 @@ class MessageKind:
     callable: Sequence[Tool]
     """Tools that the output may call."""
     format: ToolFormat | None
-    """None without tools."""
+    """None without tools, unless the model's messages have a format of their own."""
     must_call: bool
     parallel: bool | None
     """False for at most one call; None for the default, which is one where calls are required."""
@@ -49,16 +56,16 @@ class MessageKind:
         """Return the kind of a request's messages. Raises ApiError for tools that the model or the server does not support."""
         tools, tokenizer = request.used_tools, service.generator.tokenizer
         assert request.messages is not None
-        chosen = None
+        chosen = message_format(tokenizer)
         templated = service.settings.tool_format == "auto" and has_response_template(tokenizer)
         if tools:
             try:
-                chosen = format_of(service.tokenizer, service.settings.tool_format)
                 for one in tools:
                     checked(one.function.parameters or {})
+                if not (templated and describes_tools(tokenizer) and not has_format(tokenizer)):
+                    chosen = format_of(service.tokenizer, service.settings.tool_format)
             except ConfigError as error:
-                if not (templated and describes_tools(tokenizer)):
-                    raise ApiError(400, str(error), param="tools") from None
+                raise ApiError(400, str(error), param="tools") from None
         return MessageKind(
             tokenizer,
             request.chat_options(service.tokenizer, request.messages[-1].role),
@@ -80,12 +87,7 @@ class MessageKind:
         """Special tokens that stay in the text of an output."""
         if self.template_ids is not None:
             return self.template_ids
-        return () if self.tokenizer is None else visible_ids(self._whole_format, self.tokenizer, reasons=self.reasons)
-
-    @property
-    def _whole_format(self) -> ToolFormat | None:
-        """The format of the message; harmony also without tools, because it has marks of its own."""
-        return self.format or (FORMATS["harmony"] if is_harmony(self.tokenizer) else None)
+        return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
 
     def grammar_source(self) -> str | None:
         """Return the grammar of an output that must call a tool, else None. Raises ApiError for tools that have none."""
@@ -106,12 +108,12 @@ class MessageKind:
         most = 1 if self.parallel is False else None
         if self.template_ids is not None:
             return TemplateParser(self.tokenizer, self.prefix, self.options.tools, most=most, only_calls=self.must_call)
-        if self._whole_format is not None and self._whole_format.name == "harmony":
-            return HarmonyParser(most=most, only_calls=self.must_call)
+        if self.format is not None and self.format.message is not None:
+            return self.format.message(most, self.must_call)
         if self.format is None and not self.reasons:
             return None
         schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
-        calls = None if self.format is None else self.format.parser(schemas)
+        calls = None if self.format is None or self.format.parser is None else self.format.parser(schemas)
         return MessageParser(
             calls,
             reasons=self.reasons,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -77,11 +78,16 @@ class ChatOptions:
     """True to end the prompt with the last message, which the output continues. Excludes add_generation_prompt."""
 
 
+@lru_cache(maxsize=8)
+def _undeclared(template: str) -> frozenset[str]:
+    """Return the names that a template reads and does not set. Raises TemplateError."""
+    return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(_TRAINING_TAGS.sub("", template))))
+
+
 def template_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
     """Return the names of the variables that a chat template reads and that a caller may set. Empty without a template."""
     try:
-        template = _TRAINING_TAGS.sub("", tokenizer.get_chat_template(tools=list(options.tools) or None))
-        found = meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
+        found = _undeclared(tokenizer.get_chat_template(tools=list(options.tools) or None))
     except (ValueError, AttributeError, TemplateError):
         return frozenset()
     reserved = set(signature(tokenizer.apply_chat_template).parameters)

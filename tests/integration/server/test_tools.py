@@ -357,6 +357,11 @@ def test_a_response_template_of_the_tokenizer(tmp_path: Path) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
         plain = post(running, temperature=0).json()["choices"][0]["message"]
         assert plain["reasoning_content"].strip() == "What is asked?"
+        deep: dict[str, Any] = {}
+        for _ in range(40):
+            deep = {"properties": {"a": deep}}
+        nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
+        assert post(running, tools=[nested]).json()["error"]["param"] == "tools", "the schema is checked here, too"
         running.service.generator.tokenizer.response_template = {"version": 7}  # type: ignore[union-attr]
         wrong = post(running, temperature=0)
         assert wrong.status_code == 400 and "Unsupported response_template version" in wrong.json()["error"]["message"]

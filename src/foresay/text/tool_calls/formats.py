@@ -15,8 +15,8 @@ from typing import Any
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
-from foresay.text.tool_calls.calls import Parser, Tool
-from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START
+from foresay.text.tool_calls.calls import OutputParser, Parser, Tool
+from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, HarmonyParser
 from foresay.text.tool_calls.parsers import FirstParser, MarkedParser, MistralReader, ObjectReader, WholeParser
 from foresay.text.tool_calls.pythonic import PythonReader
 from foresay.text.tool_calls.tagged import TaggedReader, rules_of
@@ -34,8 +34,8 @@ class ToolFormat:
     name: str
     is_in: Callable[[str], bool]
     """True for a chat template of this format."""
-    parser: Callable[[Schemas], Parser | None]
-    """Returns a parser of one output for the tools, by the schemas of their arguments; None for a format of whole messages."""
+    parser: Callable[[Schemas], Parser] | None
+    """Returns a parser of calls for the tools, by the schemas of their arguments; None for a format of whole messages."""
     around: tuple[str, str, str]
     """Texts before the first call, between calls and after the last."""
     call: tuple[str, str, str]
@@ -46,6 +46,9 @@ class ToolFormat:
     """True if arguments are keyword arguments of Python."""
     is_tagged: bool = False
     """True if arguments are texts between tags."""
+    message: Callable[[int | None, bool], OutputParser] | None = None
+    """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too. Its arguments are
+    `most` and `only_calls` of MessageParser."""
     thought: tuple[str, str] | None = None
     """Texts around reasoning that may precede calls, where it is not a matter of the chat template's own marks."""
     parallel: bool = True
@@ -93,11 +96,12 @@ FORMATS = {
         ToolFormat(
             "harmony",
             lambda template: CHANNEL in template,
-            lambda _: None,
+            None,
             ("", "", ""),
             (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
             MARKERS,
             parallel=False,
+            message=lambda most, only_calls: HarmonyParser(most=most, only_calls=only_calls),
             thought=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
         ),
         ToolFormat(
@@ -140,6 +144,12 @@ FORMATS = {
 """The formats by name; of several that a template has, the first is chosen."""
 
 
+def has_format(tokenizer: Any) -> bool:
+    """True if a chat template's format of calls is known."""
+    template = _template(tokenizer)
+    return any(one.is_in(template) for one in FORMATS.values())
+
+
 def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
     """Return the format of a tokenizer's tool calls. name: one of FORMATS, or "auto".
 
@@ -156,6 +166,12 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
         names = ", ".join(FORMATS)
         raise ConfigError(f"the format of this model's tool calls is not known; choose it by --tool-format: {names}")
     return found
+
+
+def message_format(tokenizer: Any) -> ToolFormat | None:
+    """Return the format of whole messages that a chat template has, None if it has none."""
+    template = _template(tokenizer)
+    return next((one for one in FORMATS.values() if one.message is not None and one.is_in(template)), None)
 
 
 def describes_tools(tokenizer: Any) -> bool:

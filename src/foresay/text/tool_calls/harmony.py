@@ -6,7 +6,6 @@ The channel "analysis" is reasoning, a message to a function is a call, and othe
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces
 from foresay.text.tool_calls.parsers import has_surrogates, overlap
@@ -15,11 +14,6 @@ CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", 
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (CHANNEL, MESSAGE, START, CONSTRAIN, END, CALL, RETURN)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
-
-
-def is_harmony(tokenizer: Any) -> bool:
-    """True if a tokenizer's chat template writes messages in this format."""
-    return CHANNEL in str(getattr(tokenizer, "chat_template", None) or "")
 
 
 class HarmonyParser:

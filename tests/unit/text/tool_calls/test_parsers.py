@@ -10,7 +10,6 @@ import pytest
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces
 from foresay.text.tool_calls.formats import FORMATS, ToolFormat
-from foresay.text.tool_calls.harmony import HarmonyParser
 from foresay.text.tool_calls.message import MessageParser
 from foresay.text.tool_calls.pythonic import python_calls
 
@@ -30,10 +29,11 @@ CALLS = [
 
 def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, is_open: bool = False) -> Found:
     """Content, reasoning and calls of an output."""
-    calls_of = FORMATS[name].parser(SCHEMAS) if name else None
+    chosen = FORMATS[name] if name else None
+    calls_of = chosen.parser(SCHEMAS) if chosen is not None and chosen.parser is not None else None
     parser: Any = MessageParser(calls_of, reasons=reasons, is_open=is_open)
-    if name == "harmony":
-        parser = HarmonyParser()
+    if chosen is not None and chosen.message is not None:
+        parser = chosen.message(None, False)
     content = reasoning = ""
     calls: list[tuple[str, str]] = []
     at = 0
