@@ -59,6 +59,8 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
 
     def start(self, row: Row) -> SuffixState:
         """Index the prompt."""
+        if self.memory is not None:
+            self.memory.prepare(row.params.owner)
         state = SuffixState(row)
         state.automaton.extend(state.full_context.tolist())
         return state

@@ -66,6 +66,10 @@ class Metrics:
         self.resident_bytes = gauge("process_resident_bytes", "Resident memory of the process.")
         self.memory_tokens = gauge("memory_tokens", "Tokens of kept texts, of the owners that were used so far.")
         self.memory_bytes = gauge("memory_bytes", "Bytes of kept texts and their index.")
+        self.memory_writes = gauge(
+            "memory_writes", "1 if this process keeps texts, 0 if it only reads them or cannot write."
+        )
+        self.memory_dropped = gauge("memory_dropped_texts", "Texts that were not kept because the disk was too slow.")
         self.memory_drafts = gauge("memory_drafts", "Drafts copied from kept texts.")
         self.memory_accepted = gauge("memory_accepted_tokens", "Accepted draft tokens copied from kept texts.")
         self.acceptance = gauge(
@@ -96,6 +100,8 @@ class Metrics:
         if memory is not None:
             self.memory_tokens.set(memory.size)
             self.memory_bytes.set(memory.num_bytes)
+            self.memory_writes.set(memory.writes and memory.problem is None)
+            self.memory_dropped.set(memory.dropped)
             self.memory_drafts.set(memory.drafts)
             self.memory_accepted.set(memory.accepted)
         engines = [session.engine for session in sessions]

@@ -61,10 +61,13 @@ def test_a_repeated_request_takes_fewer_passes_also_after_a_restart(started: Any
     after = passes(first)
     assert after[1] == before[1] and after[0] < before[0] / 2
     assert first.count("memory_tokens") > 2 * 50 and first.count("memory_bytes") == 8 * first.count("memory_tokens")
+    assert first.count("memory_writes") == 1 and first.count("memory_dropped_texts") == 0
     assert first.count("memory_accepted_tokens") > 20 and first.count("memory_drafts") > 0
     first.close()
     first.service.memory.close()
     again = started(tmp_path / "m")
+    again.service.memory.prepare("")
+    again.service.memory.flush()
     assert passes(again) == after
 
 

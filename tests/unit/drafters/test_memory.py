@@ -49,6 +49,8 @@ def filled(folder: Path, texts: list[list[int]] = TEXTS, **options: Any) -> Memo
 
 
 def first(one: Memory, context: list[int], count: int = 3, owner: str = "") -> tuple[int, list[int]]:
+    one.prepare(owner)
+    one.flush()
     return next(one.continuations(owner, ids(context), count), (0, []))
 
 
@@ -308,6 +310,26 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.Monk
         Memory(tmp_path / "new")
 
 
+def test_texts_are_read_by_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request of a key finds nothing until they are read, and does not wait."""
+    filled(tmp_path / "m").close()
+    again, gate, readers = Memory(tmp_path / "m"), threading.Event(), list[str]()
+    real = files._mapped
+
+    def slow(path: Path) -> Segment:
+        readers.append(threading.current_thread().name)
+        assert gate.wait(20)
+        return real(path)
+
+    monkeypatch.setattr(files, "_mapped", slow)
+    again.prepare("")
+    assert list(again.continuations("", ids([0, 1, 2]), 3)) == []
+    gate.set()
+    again.flush()
+    assert first(again, [0, 1, 2]) == (3, [3, 4, 5]) and set(readers) == {"foresay-memory"}
+    again.close()
+
+
 def test_merging_into_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "a").close()
 
@@ -454,7 +476,7 @@ def test_decoding_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(files.Files, "append", slow)
     one = Memory(tmp_path / "m")
     one.add("", ids([1, 2, 3]))
-    assert first(one, [1, 2]) == (0, [])
+    assert list(one.continuations("", ids([1, 2]), 3)) == []
     gate.set()
     one.flush()
     assert first(one, [1, 2]) == (2, [3])

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -149,12 +150,19 @@ class Memory:
 
         Longest first within each segment, and the longest of all first.
         """
+        store = self._stores.get(_folder_name(owner))
         given = pattern(context)
-        streams = [one.continuations(given, count) for one in reversed(self._store(owner).segments)]
+        streams = [one.continuations(given, count) for one in reversed(store.segments if store is not None else ())]
         firsts = [(first, stream) for stream in streams if (first := next(stream, None)) is not None]
         for first, stream in sorted(firsts, key=lambda one: -one[0][0]):
             yield first
             yield from stream
+
+    def prepare(self, owner: str) -> None:
+        """Read an owner's texts soon, so that decoding does not wait for the disk; `flush` waits for it."""
+        if self.folder is not None and _folder_name(owner) not in self._stores:
+            self._start()
+            self._queue.put((owner, None))
 
     def add(self, owner: str, tokens: IntArray) -> None:
         """Add a text. With a folder a thread adds it soon; `flush` waits for it."""
@@ -229,7 +237,7 @@ class Memory:
 
     def _store(self, owner: str) -> Store:
         """Return an owner's texts."""
-        return self._named(sha256(f"foresay memory {owner}".encode()).hexdigest()[:32])
+        return self._named(_folder_name(owner))
 
     def _named(self, name: str) -> Store:
         store = self._stores.get(name)
@@ -272,7 +280,10 @@ class Memory:
             logger.warning("the memory no longer keeps texts on the disk: %s", problem)
         self.problem = problem
 
-    def _add(self, owner: str, tokens: IntArray) -> None:
+    def _add(self, owner: str, tokens: IntArray | None) -> None:
+        if tokens is None:
+            self._store(owner)
+            return
         if not self.writes and not self._reads_only and monotonic() > self._refreshed + _REFRESH_S:
             self._take_over()
         if self.writes:
@@ -284,6 +295,11 @@ class Memory:
             self._refreshed = monotonic()
             for store in list(self._stores.values()):
                 store.refresh()
+
+
+@lru_cache(maxsize=1024)
+def _folder_name(owner: str) -> str:
+    return sha256(f"foresay memory {owner}".encode()).hexdigest()[:32]
 
 
 _opened: dict[Path, Memory] = {}

@@ -47,8 +47,9 @@ class ToolFormat:
     is_tagged: bool = False
     """True if arguments are texts between tags."""
     message: Callable[[int | None, bool], OutputParser] | None = None
-    """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too. Its arguments are
-    `most` and `only_calls` of MessageParser."""
+    """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too.
+
+    Its arguments are `most` and `only_calls` of MessageParser."""
     thought: tuple[str, str] | None = None
     """Texts around reasoning that may precede calls, where it is not a matter of the chat template's own marks."""
     parallel: bool = True
