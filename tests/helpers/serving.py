@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -62,3 +63,18 @@ class Running:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
+
+
+def named_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream whose every event has a name, which its data repeats."""
+    out: list[dict[str, Any]] = []
+    name = None
+    with httpx.stream("POST", url, json={"stream": True, **body}, timeout=60) as answer:
+        for line in answer.iter_lines():
+            kind, _, rest = line.partition(": ")
+            if kind == "event":
+                name = rest
+            elif kind == "data":
+                out.append(json.loads(rest))
+                assert out[-1]["type"] == name
+    return out

@@ -11,7 +11,7 @@ import pytest
 
 import foresay
 from helpers import tiny
-from helpers.serving import Running
+from helpers.serving import Running, named_events
 from helpers.tool_chats import TALK, TEMPLATE, WEATHER
 
 WEATHER_TOOL = {"name": "weather", "description": "d", "input_schema": WEATHER["function"]["parameters"]}
@@ -96,17 +96,8 @@ def test_reasoning_text_and_calls(chain: Running) -> None:
 
 
 def events(running: Running, **body: Any) -> list[dict[str, Any]]:
-    out, name = [], None
-    given = {"messages": TALK, "max_tokens": 40, "temperature": 0, "stream": True, **body}
-    with httpx.stream("POST", f"{running.url}/v1/messages", json=given, timeout=60) as answer:
-        for line in answer.iter_lines():
-            kind, _, rest = line.partition(": ")
-            if kind == "event":
-                name = rest
-            elif kind == "data":
-                out.append(json.loads(rest))
-                assert out[-1]["type"] == name
-    return out
+    given = {"messages": TALK, "max_tokens": 40, "temperature": 0, **body}
+    return named_events(f"{running.url}/v1/messages", given)
 
 
 def test_the_events_of_a_stream_build_the_message(chain: Running) -> None:

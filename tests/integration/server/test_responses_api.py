@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from helpers.serving import Running
+from helpers.serving import Running, named_events
 from helpers.tool_chats import TALK, TIME, WEATHER
 
 WEATHER_TOOL = {"type": "function", **WEATHER["function"]}
@@ -102,19 +102,7 @@ def test_reasoning_text_and_calls(chain: Running) -> None:
 
 
 def events(running: Running, **body: Any) -> list[dict[str, Any]]:
-    out = []
-    with httpx.stream(
-        "POST", f"{running.url}/v1/responses", json={"temperature": 0, "stream": True, **body}, timeout=60
-    ) as answer:
-        name = None
-        for line in answer.iter_lines():
-            kind, _, rest = line.partition(": ")
-            if kind == "event":
-                name = rest
-            elif kind == "data":
-                out.append(json.loads(rest))
-                assert out[-1]["type"] == name
-    return out
+    return named_events(f"{running.url}/v1/responses", {"temperature": 0, **body})
 
 
 def test_the_events_of_a_stream_build_the_whole_response(chain: Running) -> None:
