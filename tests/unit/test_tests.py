@@ -80,14 +80,14 @@ def test_nothing_outside_gpu_steps_aside() -> None:
 
 def misplaced(file: str) -> bool:
     folder, _, name = file.rpartition("/")
-    place = folder.split("/", 1)[0]
-    if place not in ("", "helpers", "unit", "integration", "law", "gpu", "engines", "browser", "clients", "simulation"):
+    top = folder.split("/", 1)[0]
+    if top not in ("", "helpers", "unit", "integration", "law", "gpu", "engines", "browser", "clients", "simulation"):
         return True
-    if place == "simulation":  # its modules are used nowhere else
+    if top == "simulation":  # its modules are used nowhere else
         return False
     if folder == DATA or folder.startswith(f"{DATA}/"):
         return name.startswith("test_") and folder != DATA
-    return name.startswith("test_") != (place not in ("", "helpers")) and name != "conftest.py"
+    return name.startswith("test_") != (top not in ("", "helpers")) and name != "conftest.py"
 
 
 def test_tests_lie_where_they_are_found() -> None:

@@ -1,6 +1,6 @@
-"""Acceptance over time: a moving average of each drafting method against its first requests, which shows drafts that fade.
+"""Acceptance over time: a moving average of each drafting method against its first requests, to notice a fall.
 
-A draft fades when requests change, or when the target was replaced and the draft was not. Owns the averages. Knows no HTTP.
+Acceptance falls when requests change, or when the target was replaced and the draft was not. Owns the averages. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BASELINE = 20_000
 """Tested draft tokens whose acceptance is the baseline."""
 WINDOW = 5_000
 """Tested draft tokens after which the moving average has forgotten two thirds of earlier ones."""
-FADED, RECOVERED = 0.8, 0.9
+FALLEN, RECOVERED = 0.8, 0.9
 """Shares of the baseline below which a warning is logged, and from which on the next fall is logged again."""
 
 
@@ -29,7 +29,7 @@ class Acceptance:
     """Draft tokens of the baseline, and those of them that were accepted."""
     average: float = 0.0
     """Moving average of accepted tokens over tested ones, after the baseline."""
-    has_faded: bool = False
+    has_fallen: bool = False
 
     @property
     def baseline(self) -> float | None:
@@ -63,16 +63,16 @@ class AcceptanceMonitor:
         self.methods: dict[Hashable, Acceptance] = {}
 
     def take(self, method: Hashable, step: Step) -> None:
-        """Count a step; log once when the method's acceptance has faded."""
+        """Count a step; log once when the method's acceptance has fallen."""
         if not step.num_tested:
             return
         found = self.methods.setdefault(method, Acceptance())
         found.take(step)
-        if not found.has_faded and found.ratio < FADED:
-            found.has_faded = True
+        if not found.has_fallen and found.ratio < FALLEN:
+            found.has_fallen = True
             logger.warning(
-                "drafts of %s for %s fade: %.0f%% of tested tokens are accepted, %.0f%% at first",
+                "acceptance of %s for %s has fallen: %.0f%% of tested draft tokens are accepted, %.0f%% at first",
                 method, self._model, 100 * found.average, 100 * (found.baseline or 0.0),
             )  # fmt: skip
-        elif found.has_faded and found.ratio >= RECOVERED:
-            found.has_faded = False
+        elif found.has_fallen and found.ratio >= RECOVERED:
+            found.has_fallen = False

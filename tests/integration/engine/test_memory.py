@@ -161,7 +161,7 @@ def test_caches_without_bytes_are_not_counted() -> None:
 
 
 def test_kept_prefixes_are_dropped_before_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of the whole room find it taken by prefixes of ended ones; without dropping those they would decode one by one."""
+    """Prefixes of ended requests hold the memory that new ones need; if they stayed, those would decode one at a time."""
     model = CausalModel(tiny.llama())
     one = model.cache_bytes([40])
     store = PrefixStore(1 << 20)

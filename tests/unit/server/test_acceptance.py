@@ -35,7 +35,7 @@ def test_the_average_follows_and_the_baseline_stays(caplog: pytest.LogCaptureFix
         assert found.ratio == pytest.approx(0.5, abs=0.08)
         fed(monitor, 0.3, 4 * WINDOW)
         assert len(caplog.records) == 1, "logged once"
-        assert "drafts of suffix for tiny fade: 4" in caplog.text and "60% at first" in caplog.text.replace(
+        assert "acceptance of suffix for tiny has fallen: 4" in caplog.text and "60% at first" in caplog.text.replace(
             "59%", "60%"
         )
         fed(monitor, 0.6, 6 * WINDOW)
@@ -48,7 +48,7 @@ def test_no_draft_and_no_acceptance() -> None:
     monitor.take("none", step(0, 0))
     assert monitor.methods == {}
     found = fed(monitor, 0.0, 2 * BASELINE)
-    assert found.baseline == 0.0 and found.ratio == 1.0 and not found.has_faded
+    assert found.baseline == 0.0 and found.ratio == 1.0 and not found.has_fallen
 
 
 def test_methods_are_apart() -> None:

@@ -36,7 +36,7 @@ REASONING = [
         ok(text("choices.0.message.content")),
     ),
     Case(
-        "the generation prompt is asked for",
+        "the generation prompt is added to a chat",
         chat(TALK, max_tokens=4, add_generation_prompt=True),
         ok(text("choices.0.message.content")),
     ),
