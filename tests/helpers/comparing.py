@@ -11,10 +11,20 @@ MARGIN = 1e-4
 
 
 def plain(model: PreTrainedModel, prompt: Sequence[int], new: int = 64) -> list[int]:
-    """transformers' own greedy output."""
+    """transformers' own greedy output.
+
+    Zamba2 and Nemotron-H limit time steps except in passes over one token, so that they agree with themselves only uncached.
+    """
     ids = torch.tensor([prompt])
+    cached = model.config.model_type not in ("zamba2", "nemotron_h")
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=new,
+        eos_token_id=None,
+        pad_token_id=0,
+        use_cache=cached,
     )
     return out[0, len(prompt) :].tolist()
 

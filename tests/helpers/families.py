@@ -138,6 +138,146 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_MAMBA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_MAMBA2 = {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "chunk_size": 16}
+_MIXER = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+}
+_MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+}
+
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("mamba", _MAMBA),
+    "falcon_mamba": ("falcon_mamba", _MAMBA),
+    "mamba2": ("mamba2", {**_MAMBA, **_MAMBA2}),
+    "jamba": (
+        "jamba",
+        _base(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, num_experts=2),
+    ),
+    "falcon_h1": ("falcon_h1", _base(**_MIXER, mamba_d_ssm=64, head_dim=8)),
+    "bamba": ("bamba", _base(**_MIXER, attn_layer_indices=[1], head_dim=8)),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        _base(
+            **_MIXER,
+            layer_types=["mamba", "attention", "mamba"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=16,
+        ),
+    ),
+    "recurrent_gemma": ("recurrent_gemma", _base(lru_width=32, attention_window_size=8, head_dim=8)),
+    "qwen3_next": ("qwen3_next", _base(**_DELTA, **_MIXTURE)),
+    "qwen3_5": ("qwen3_5_text", _base(**_DELTA)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _base(**_DELTA, **_MIXTURE)),
+    "nemotron_h": (
+        "nemotron_h",
+        _base(
+            head_dim=8,
+            mamba_num_heads=8,
+            mamba_head_dim=8,
+            ssm_state_size=8,
+            n_groups=2,
+            chunk_size=16,
+            layers_block_type=["mamba", "attention", "mlp", "mamba"],
+        ),
+    ),
+    "zamba": (
+        "zamba",
+        _base(num_hidden_layers=6, mamba_d_state=8, n_mamba_heads=2, attn_layer_period=2, attn_layer_offset=1),
+    ),
+    "zamba2": (
+        "zamba2",
+        _base(
+            num_hidden_layers=4,
+            mamba_d_state=8,
+            n_mamba_heads=8,
+            mamba_headdim=8,
+            mamba_ngroups=1,
+            chunk_size=16,
+            layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        ),
+    ),
+    "olmo_hybrid": ("olmo_hybrid", _base(**_DELTA)),
+    "lfm2": ("lfm2", _base(layer_types=["conv", "full_attention", "conv"])),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _base(
+            layer_types=["conv", "full_attention", "conv"],
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        ),
+    ),
+    "lfm3": ("lfm3", _base(layer_types=["conv", "full_attention", "conv"])),
+    "kimi_linear": (
+        "kimi_linear",
+        _base(
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_key_value_heads=4,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=None,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            n_group=1,
+            topk_group=1,
+        ),
+    ),
+    "minimax": ("minimax", _base(head_dim=8, num_local_experts=4, num_experts_per_tok=2, block_size=16)),
+    "rwkv": (
+        "rwkv",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "attention_hidden_size": 32,
+            "num_hidden_layers": 3,
+            "context_length": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+    "xlstm": (
+        "xlstm",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 128,
+            "num_heads": 4,
+            "num_hidden_layers": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+    "zaya": ("zaya", _base()),
+}
+"""Families with states that cannot be truncated."""
+
 
 _T5: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -216,7 +356,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny model of a family in float32."""
-    kind, values = FAMILIES[family]
+    kind, values = (FAMILIES | RECURRENT)[family]
     config = CONFIG_MAPPING[kind](**{**values, **changes})
     with seeded(seed):  # what `_round_robin` leaves alone is drawn too
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -15,6 +15,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
+from foresay.engine.prefixes import PrefixStore
 from foresay.lengths import ConstantLength
 
 
@@ -124,6 +125,7 @@ def run(
     eos: frozenset[int] = frozenset(),
     join_later: int = 0,
     sources: Sequence[Sequence[int]] | None = None,
+    prefixes: PrefixStore | None = None,
 ) -> tuple[list[list[int]], list[Step], Engine]:
     """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
 
@@ -132,7 +134,13 @@ def run(
     """
     chosen = make_rule(rule) if isinstance(rule, str) else rule
     engine = Engine(
-        target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size, prefill_clock=None
+        target,
+        drafter,
+        chosen,
+        policy or ConstantLength(gamma),
+        max_batch_size=max_batch_size,
+        prefixes=prefixes,
+        prefill_clock=None,
     )
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs: dict[int, list[int]] = {}

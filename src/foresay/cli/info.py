@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from foresay.checks import check_int
@@ -23,12 +25,14 @@ from foresay.cli.options import (
     WeightsOption,
 )
 from foresay.cli.progress import loading
-from foresay.decoding.protocols import LanguageModel
+from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.errors import UnsupportedModelError
+from foresay.models.cache.snapshots import MAX_BACKLOG
 from foresay.models.cache.stores import WIDTH
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import activations_of, resident_bytes, weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
+from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.llama_cpp.binding import version
@@ -105,8 +109,10 @@ def _of_transformers(
     difference, module = probe(model), model.model
     weights = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
     tested = "tested" if verified(model) else "self-checked, not in the tests"
+    recurrent = isinstance(model, RecurrentModel)
+    limits = "; no trees and no self-speculation" if recurrent else " except heads" * model.reads_source
     return {
-        "supported": f"yes: speculation, ragged batches, every rule, every drafter{' except heads' * model.reads_source}",
+        "supported": f"yes: speculation, ragged batches, every rule, every drafter{limits}",
         "family": f"{module.config.model_type} ({type(module).__name__}), {tested}",
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",
@@ -115,8 +121,30 @@ def _of_transformers(
         "forward pass": passes(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
         "memory": _memory(model, resident_bytes(module), rows, length),
+        **(_of_states(model) if isinstance(model, RecurrentModel) else {}),
         **_shared(loaded),
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their range",
+    }
+
+
+def _of_states(model: RecurrentModel) -> dict[str, str]:
+    """Describe the states of recurrent layers, and measure what a token costs that is fed again."""
+    seconds = []
+    for columns in (1, 9):
+        tokens = torch.ones(1, columns, dtype=torch.int64, device=model.device)
+        times = []
+        for _ in range(4):
+            cache = model.new_cache()
+            cache.add_rows(1)
+            model.forward(ModelInput(tokens[:, :1], [1]), cache)
+            began = perf_counter()
+            model.forward(ModelInput(tokens, [columns]), cache)
+            times.append(perf_counter() - began)
+        seconds.append(min(times))
+    share = max(0.0, (seconds[1] - seconds[0]) / 8 / seconds[0])
+    return {
+        "states": f"{model.state_bytes / 1e6:.1f} MB a row, twice; after a rejection the accepted tokens, at most {MAX_BACKLOG}, "
+        f"are fed again, which takes {share:.1%} of a pass each"
     }
 
 

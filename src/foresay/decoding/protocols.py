@@ -76,6 +76,7 @@ class ModelOutput:
     logits.
     num_before: in the target's pass of a step, the number of tokens fed before each row's last committed one. `logits` then begin
     after the last committed token, `hidden` at the first token fed.
+    starts: in the target's pass of a step, the position of the first token fed of each row.
     """
 
     logits: torch.Tensor | None
@@ -83,6 +84,7 @@ class ModelOutput:
     token_ids: torch.Tensor | None = None
     num_before: tuple[int, ...] | None = None
     subset: VocabularySubset | None = None
+    starts: tuple[int, ...] | None = None
 
     def scores(self) -> torch.Tensor:
         """Logits [B, T, V] of a pass that returns logits."""

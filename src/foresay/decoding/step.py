@@ -49,10 +49,11 @@ def step(
     reaches keeps the tokens before it and ends with FinishReason.ERROR; other rows are not affected.
     """
     began = perf_counter()
-    proposal = propose(rows, target, drafter, policy)
+    proposal = propose(rows, target, cache, drafter, policy)
     proposed = perf_counter()
     starts = list(cache.lengths[: len(rows)])
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
+    output = dataclasses.replace(output, starts=tuple(starts))
     scored = perf_counter()
     with threads.all_threads(0 if output.logits is None else output.logits.numel()):
         distributions = output.distributions(rows, proposal)
@@ -74,11 +75,20 @@ def step(
     return steps
 
 
-def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: LengthPolicy) -> Proposal:
-    """Return the drafter's proposal; a draft is shorter than the row's remaining tokens, one of which is the target's own."""
+def propose(
+    rows: Rows, target: LanguageModel, cache: KVCache, drafter: Drafter | None, policy: LengthPolicy
+) -> Proposal:
+    """Return the drafter's proposal; a draft is shorter than the row's remaining tokens, one of which is the target's own.
+
+    A row has no draft while the cache lacks more of its tokens than the target's `max_backlog`.
+    """
     if drafter is None:
         return Proposal.empty(len(rows), target.device)
     budget = [max(0, min(n, row.remaining - 1)) for n, row in zip(policy.budget(rows), rows, strict=True)]
+    backlog = target.capabilities.max_backlog
+    if backlog is not None:
+        late = [row.size - 1 - length > backlog for row, length in zip(rows, cache.lengths, strict=False)]
+        budget = [0 if is_late else n for n, is_late in zip(budget, late, strict=True)]
     return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
 
 

@@ -142,8 +142,15 @@ class HeadCache(DraftCache):
     def _keep(self, missing: Sequence[int], verification: Verification | None, target: ModelOutput) -> None:
         """Keep the hidden states of a target pass. missing: [B], numbers of new positions."""
         hidden = {layer: target.hidden[layer] for layer in self.head.hidden_layers}
-        is_plain = all(n == 1 or one is None for n, one in zip(missing, self._features, strict=True))
-        positions = None if is_plain else _pass_positions(missing, verification, target)
+        # a target that rewinds to snapshots has fed some known positions again
+        again = [
+            0 if one is None else one.count - at for one, at in zip(self._features, target.starts or (), strict=False)
+        ]
+        again = again or [0] * len(missing)
+        is_plain = all(
+            (n, a) == (1, 0) or one is None for n, a, one in zip(missing, again, self._features, strict=True)
+        )
+        positions = None if is_plain else _pass_positions(missing, again, verification, target)
         self._passes.append(_TargetPass(self._features, missing, positions, hidden))
         for features, n in zip(self._features, missing, strict=True):
             if features is not None:
@@ -269,16 +276,20 @@ class HeadCache(DraftCache):
 
 
 def _pass_positions(
-    missing: Sequence[int], verification: Verification | None, target: ModelOutput
+    missing: Sequence[int], again: Sequence[int], verification: Verification | None, target: ModelOutput
 ) -> list[torch.Tensor]:
-    """Return the indices of each row's new positions in the target's pass, [n] int64: a chain's first, then a tree's path."""
+    """Return the indices of each row's new positions in the target's pass, [n] int64: a chain's first, then a tree's path.
+
+    missing: numbers of new positions. again: numbers of positions before them that were known and fed again.
+    """
     num_before = target.num_before or (0,) * len(missing)
     out = []
     for i, n in enumerate(missing):
-        positions = torch.arange(n)
-        if verification is not None and verification.path is not None and n > num_before[i] + 1:
-            path = verification.path[i, : n - num_before[i] - 1] + num_before[i] + 1
-            positions = torch.cat([positions[: num_before[i] + 1].to(path.device), path])
+        positions = torch.arange(again[i], again[i] + n)
+        committed = num_before[i] + 1 - again[i]
+        if verification is not None and verification.path is not None and n > committed:
+            path = verification.path[i, : n - committed] + num_before[i] + 1
+            positions = torch.cat([positions[:committed].to(path.device), path])
         out.append(positions)
     return out
 

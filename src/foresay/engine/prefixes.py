@@ -42,6 +42,15 @@ class SharesPrefixes(Protocol):
         ...
 
 
+@runtime_checkable
+class RewindsToSnapshots(Protocol):
+    """A cache whose prefixes can be copied only at some lengths. Copies in `save_prefix` have the same method without `row`."""
+
+    def prefix_length(self, row: int, length: int) -> int:
+        """Return the length of the longest prefix of at most `length` tokens that can be copied from a row."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Saved:
     """Prefix of a row that has ended: its tokens, slots and hidden states."""
@@ -54,6 +63,11 @@ class _Saved:
     def nbytes(self) -> int:
         """Size of slots and hidden states in bytes."""
         return int(self.slots.nbytes) + sum(states.nbytes for states in self.hidden.values())
+
+    def prefix_length(self, wanted: IntArray) -> int:
+        """Return the length of the longest prefix in common with other tokens that can be copied."""
+        length = common_prefix(self.tokens, wanted)
+        return int(self.slots.prefix_length(length)) if hasattr(self.slots, "prefix_length") else length
 
 
 class PrefixStore:
@@ -122,8 +136,10 @@ class PrefixStore:
         active = [
             (common_prefix(rows[i].tokens[: min(lengths[i], self._reusable(rows[i]))], wanted), i) for i in similar
         ]
+        if isinstance(cache, RewindsToSnapshots):
+            active = [(cache.prefix_length(i, common), i) for common, i in active]
         length, source = max(active, default=(0, -1))
-        saved, key = max(((common_prefix(one.tokens, wanted), k) for k, one in self._saved.items()), default=(0, b""))
+        saved, key = max(((one.prefix_length(wanted), k) for k, one in self._saved.items()), default=(0, b""))
         upcoming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in earlier), default=0)
         if upcoming >= MIN_TOKENS and upcoming > max(length, saved):
             return True

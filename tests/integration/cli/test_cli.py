@@ -585,15 +585,17 @@ def test_info_counts_the_parameters(shell: tiny.Shell, folder: Path) -> None:
         assert f"parameters: {count / 1e6:.1f} M" in out, (dtype, torch.__version__)
 
 
-def test_info_of_a_recurrent_model_says_no_and_why(shell: tiny.Shell, tmp_path: Path) -> None:
+def test_info_of_a_recurrent_model_names_the_cost_of_a_rejection(shell: tiny.Shell, tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=264, hidden_size=16, state_size=4, num_hidden_layers=1, eos_token_id=0)
     tiny.save(tmp_path / "mamba", MambaForCausalLM(config))
-    code, out, err = shell("info", str(tmp_path / "mamba"))
-    assert (code, err) == (2, "")
-    assert out.splitlines()[:2] == [str(tmp_path / "mamba"), "  supported: no"]
-    assert "MambaForCausalLM" in out and "recurrent state cannot be rewound" in out
-    message = shell.refused("generate", "--model", str(tmp_path / "mamba"), "x")
-    assert "recurrent state cannot be rewound" in message
+    code, out, _ = shell("info", str(tmp_path / "mamba"))
+    assert code == 0 and "no trees" in out and "no self-speculation" in out
+    line = next(line for line in out.splitlines() if "after a rejection" in line)
+    assert "fed again" in line and "% of a pass each" in line and "0.0 MB" in line
+    code, out, _ = shell("generate", "--model", str(tmp_path / "mamba"), "--drafter", "suffix", "-n", "4", "--raw", "x")
+    assert code == 0
+    message = shell.refused("generate", "--model", str(tmp_path / "mamba"), "--drafter", "self(layers=1)", "x")
+    assert "layers=1" in message or "recurrent layers" in message
 
 
 def test_info_of_nothing(shell: tiny.Shell) -> None:

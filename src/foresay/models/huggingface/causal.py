@@ -26,6 +26,9 @@ from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 logger = logging.getLogger("foresay")
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
+_INDEXED_LAYERS = ("indexed", "compressed")
+_CACHED = ("past_key_values", "cache_params", "state")
+"""Names by which families take what they keep of earlier tokens."""
 _BOUNDED_ROPE = ("dynamic", "longrope")
 
 
@@ -33,7 +36,7 @@ class TransformersCache(Cache):
     """An adapter that gives transformers' attention layers access to the slot cache."""
 
     def __init__(self, slots: SlotCache, at: Placement | None = None) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
         self.slots, self.at = slots, at
 
     def update(
@@ -54,19 +57,25 @@ class TransformersCache(Cache):
         return self.at.width - int(self.at.slots.shape[1])
 
 
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Return True if a model keeps states of earlier tokens that cannot be truncated."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return bool(getattr(model, "_is_stateful", False)) or any(
+        name in kind for kind in kinds for name in _RECURRENT_LAYERS
+    )
+
+
 def unsupported_reasons(model: PreTrainedModel) -> list[str]:
     """Return the reasons why this model cannot be decoded exactly; empty if it can."""
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    recurrent = sorted(k for k in kinds if any(name in k for name in _RECURRENT_LAYERS))
     reasons = []
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    indexed = [kind for kind in kinds if any(name in kind for name in _INDEXED_LAYERS)]
+    if indexed:
+        reasons.append(f"its layers ({', '.join(indexed)}) keep an index of keys outside the cache interface")
     if config.is_encoder_decoder or model.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder model; use Seq2SeqModel")
-    if getattr(model, "_is_stateful", False) or recurrent:
-        detail = f" (layers: {', '.join(recurrent)})" if recurrent else ""
-        reasons.append(f"its recurrent state cannot be rewound to before a rejected token{detail}")
-    accepted = inspect.signature(model.forward).parameters
-    if not recurrent and "past_key_values" not in accepted:
+    if not any(name in inspect.signature(model.forward).parameters for name in _CACHED):
         reasons.append("its forward takes no past_key_values, so nothing can be cached")
     if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
         reasons.append("its layers share keys and values outside the cache interface")
@@ -101,9 +110,14 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 class CausalModel(TransformersModel):
     """A decoder-only transformers model that scores ragged rows."""
 
+    rewinds_states: bool = False
+    """True for a class whose cache rewinds recurrent states."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         """Put `model` in eval mode. Raises UnsupportedModelError if it cannot be decoded exactly."""
         reasons = unsupported_reasons(model)
+        if is_recurrent(model) and not self.rewinds_states:
+            reasons.append("it has recurrent layers; use RecurrentModel")
         if reasons:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         super().__init__(model, pluggable=getattr(model, "_supports_attention_backend", False))

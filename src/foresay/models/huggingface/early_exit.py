@@ -26,8 +26,14 @@ from foresay.models.huggingface.seq2seq import Seq2SeqModel, layers_within
 def first_layers(model: CausalModel, count: int) -> CausalModel:
     """Return the model's first `count` layers followed by its final norm and head; weights are shared.
 
-    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError if the layers cannot be located.
+    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError if the layers cannot be located or keep
+    recurrent states, which the draft's tokens would change.
     """
+    if model.rewinds_states:
+        raise UnsupportedModelError(
+            f"self-speculation drafts in the target's cache, and {type(model.model).__name__} has recurrent layers; "
+            "choose another drafter"
+        )
     short, path = _shorten(model.model, count)
     config = _shorten_config(model.model.config, count)
     for name in ("", *_prefixes(path)):
@@ -91,7 +97,7 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
 
 def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> CausalModel:
     """Wrap a part of a model, with fused layers if the model has them."""
-    out = CausalModel(part)
+    out = type(model)(part)
     out.subset = subset
     if model.fused is not None:
         out.use_fused(model.fused.cache_dtype)

@@ -211,6 +211,13 @@ def quantizer(bits: int) -> MakeProduct:
     return int8 if bits == 8 else int4
 
 
+_READ_DIRECTLY = ("dt_proj",)
+"""Names of linear layers whose weights a family's code reads without calling the layer (Mamba's time steps)."""
+
+_READ_FOR_DTYPE = ("lm_head",)
+"""Names of linear layers from whose weights a family's code reads the dtype (Mamba, xLSTM)."""
+
+
 def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:
     """Replace each linear layer and each expert of `model` on a CPU by frozen products, and free weights that nothing else uses.
 
@@ -234,9 +241,12 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
                 gate_up, down = ([make(*of(i)) for i in range(weights.count)] for of in (weights.gate_up, weights.down))
                 setattr(parent, name, FrozenExperts(gate_up, down, weights.gate))
                 count += 2 * weights.count
-            elif replaceable(child):
+            elif replaceable(child) and name not in _READ_DIRECTLY:
                 bias = None if child.bias is None else child.bias.detach().clone()
-                setattr(parent, name, FrozenLinear(make(child.weight.detach(), bias)))
+                frozen = FrozenLinear(make(child.weight.detach(), bias))
+                if name in _READ_FOR_DTYPE:
+                    frozen.weight = torch.empty_like(child.weight, device="meta")
+                setattr(parent, name, frozen)
                 count += 1
     return count
 

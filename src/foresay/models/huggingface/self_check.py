@@ -46,6 +46,31 @@ VERIFIED = frozenset(
         "gpt_oss",
         "deepseek_v3",
         "bloom",
+        "mamba",
+        "falcon_mamba",
+        "mamba2",
+        "jamba",
+        "falcon_h1",
+        "bamba",
+        "granitemoehybrid",
+        "recurrent_gemma",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "nemotron_h",
+        "zamba",
+        "zamba2",
+        "olmo_hybrid",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "kimi_linear",
+        "minimax",
+        "rwkv",
+        "xlstm",
+        "zaya",
     }
 )
 """model_type of the decoder-only families whose greedy output the tests compare with transformers'."""
@@ -83,12 +108,14 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     model.forward(ModelInput(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1)), cache)
     starts = [length - 1 for length in _LENGTHS]
     cache.truncate(starts)
-    fed = torch.stack([row[start : start + _DRAFT] for row, start in zip(tokens, starts, strict=True)])
-    cached = model.forward(ModelInput(fed, (_DRAFT,) * len(_LENGTHS)), cache).scores().float()
+    counts = [start + _DRAFT - length for start, length in zip(starts, cache.lengths, strict=True)]
+    parts = [row[start + _DRAFT - n : start + _DRAFT] for row, start, n in zip(tokens, starts, counts, strict=True)]
+    fed = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    cached = model.forward(ModelInput(fed, counts), cache).scores().float()
     worst = 0.0
-    for i, start in enumerate(starts):
+    for i, (start, count) in enumerate(zip(starts, counts, strict=True)):
         plain = model.uncached(tokens[i : i + 1, : start + _DRAFT], sources[i])[0, -_DRAFT:].float()
-        difference = _difference(plain, cached[i])
+        difference = _difference(plain, cached[i, count - _DRAFT : count])
         if not difference <= worst:  # NaN too
             worst = difference
     return worst

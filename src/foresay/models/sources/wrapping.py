@@ -65,11 +65,15 @@ def wrap(
     where kernels can read them there. kv_cache_dtype: see LoadOptions. Raises UnsupportedModelError for a model that cannot be
     decoded exactly, which is then restored, and ConfigError for a format that the model's passes do not support.
     """
-    from foresay.models.huggingface.causal import CausalModel
+    from foresay.models.huggingface.causal import CausalModel, is_recurrent
+    from foresay.models.huggingface.recurrent import RecurrentModel
     from foresay.models.huggingface.self_check import check
     from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
-    model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
+    kind = (
+        Seq2SeqModel if weights.config.is_encoder_decoder else RecurrentModel if is_recurrent(weights) else CausalModel
+    )
+    model = kind(weights)
     try:
         check(model)
     except BaseException:

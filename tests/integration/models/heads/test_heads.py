@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer, unquantized
+from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import VOCAB, make
@@ -159,9 +161,15 @@ class _Reference(HeadDrafter):
         return proposal
 
 
-def test_each_guess_is_that_of_a_pass_over_the_whole_text() -> None:
+def recurrent_target() -> RecurrentModel:
+    """A target that feeds tokens again after a rejection, so that it returns hidden states which the head has read before."""
+    return RecurrentModel(make("qwen3_5", 3, vocab_size=SMALL, tie_word_embeddings=False))
+
+
+@pytest.mark.parametrize("made", [lambda: target(vocab=SMALL), recurrent_target])
+def test_each_guess_is_that_of_a_pass_over_the_whole_text(made: Callable[[], CausalModel]) -> None:
     """Whatever was accepted, rewound, missed or moved before it."""
-    model = target(vocab=SMALL)
+    model = made()
     drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
     params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=3)
@@ -181,8 +189,8 @@ class _Pausing(ConstantLength):
         return [0 if self.steps % 5 else n for n in super().budget(rows)]
 
 
-def _paused() -> _Reference:
-    model = target(vocab=SMALL)
+def _paused(model: CausalModel | None = None) -> _Reference:
+    model = model or target(vocab=SMALL)
     drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
     params = [SamplingParams(max_new_tokens=40 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     policy = _Pausing(4)
@@ -196,6 +204,22 @@ def test_hidden_states_that_wait_for_a_draft_give_the_same(kept: int, monkeypatc
     """Whether their features are computed in each pass, after some, or when they are read; while rows join and leave."""
     monkeypatch.setattr(head_drafter, "_MAX_BYTES", kept)
     assert _paused().compared > 60
+
+
+def test_hidden_states_of_a_recurrent_target_wait_as_well() -> None:
+    assert _paused(recurrent_target()).compared > 60
+
+
+def test_states_at_wrong_positions_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a recurrent target's hidden states read from the start of its pass, where tokens are fed again."""
+    intact = head_drafter._pass_positions
+    monkeypatch.setattr(
+        head_drafter,
+        "_pass_positions",
+        lambda missing, again, verification, output: intact(missing, [0] * len(missing), verification, output),
+    )
+    with pytest.raises(AssertionError):
+        _paused(recurrent_target())
 
 
 def test_a_pass_that_is_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

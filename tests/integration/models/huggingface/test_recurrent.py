@@ -1,0 +1,218 @@
+"""Models whose states cannot be truncated give transformers' greedy output, token for token, in float32.
+
+Ragged rows join while others decode, and drafts are partly rejected, fully accepted and absent. The controls break the rewinding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import Logits, ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.engine.prefixes import PrefixStore
+from foresay.errors import UnsupportedModelError
+from foresay.models.cache.recurrent_cache import RecurrentCache
+from foresay.models.cache.snapshots import MAX_BACKLOG, Snapshot, Snapshots
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.models.huggingface.self_check import probe
+from foresay.models.sources.wrapping import wrap
+from helpers.comparing import assert_same, plain
+from helpers.families import RECURRENT, VOCAB, make
+from helpers.support import Never, Sometimes, run
+
+NEW = 40
+SOME = ("mamba", "qwen3_5", "jamba", "recurrent_gemma", "rwkv")
+"""Families of different kinds, for tests that need no more."""
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (1, 12, 5, 23, 9, 2)]
+
+
+def wanted_of(reference: Any, new: int = NEW) -> list[list[int]]:
+    return [plain(reference, prompt, new) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_ragged_greedy_output_equals_transformers(family: str) -> None:
+    reference = make(family)
+    target = RecurrentModel(copy.deepcopy(reference))
+    wanted = wanted_of(reference)
+    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
+    params = SamplingParams(max_new_tokens=NEW)
+    ours, steps, engine = run(target, prompts(), params, drafter=Sometimes(wanted, VOCAB), gamma=5, join_later=3)
+    assert engine.draft_failures == 0
+    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
+    assert any(step.num_accepted == step.num_drafted == 5 for step in steps)
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_the_self_check_passes(family: str) -> None:
+    assert probe(RecurrentModel(make(family))) < 1e-4
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_constant_rejection_ends_in_passes_without_a_draft(family: str) -> None:
+    reference = make(family)
+    wanted = wanted_of(reference)
+    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW)
+    ours, steps, _ = run(target, prompts(), params, drafter=Never(wanted, VOCAB), gamma=3)
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+    own = [step.num_drafted for step in steps if step.request_id == 0]
+    assert own.count(0) >= 2, "a backlog must end"
+    assert all(any(own[i : i + MAX_BACKLOG + 2]) for i in range(NEW - MAX_BACKLOG - 2)), "drafts must go on"
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_draft_model_of_the_family(family: str) -> None:
+    """Its cache is rewound by any number of draft tokens without prefilling its context again."""
+    reference = make(family)
+    target, draft = RecurrentModel(copy.deepcopy(reference)), RecurrentModel(copy.deepcopy(reference))
+    wanted = [plain(reference, prompt, 24) for prompt in prompts()[:3]]
+    params = SamplingParams(max_new_tokens=24)
+    fed: list[int] = []
+    forward = draft.forward
+
+    def counted(model_input: ModelInput, cache: Any) -> Any:
+        fed.extend(model_input.num_tokens)
+        return forward(model_input, cache)
+
+    draft.forward = counted  # type: ignore[method-assign]
+    ours, steps, engine = run(target, prompts()[:3], params, drafter=ModelDrafter(draft, VOCAB), gamma=4)
+    assert engine.draft_failures == 0
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=False):
+        assert_same(reference, prompt, one, theirs)
+    accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
+    assert accepted / tested > 0.9, "a draft with the target's weights must agree with it"
+    assert sum(fed) < 3 * sum(len(one) for one in ours) + sum(map(len, prompts()[:3]))
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_rows_share_prefixes_at_snapshots(family: str) -> None:
+    """A prompt that continues an earlier text, and one that shares the start of another prompt."""
+    reference = make(family)
+    target = RecurrentModel(copy.deepcopy(reference))
+    generator = torch.Generator().manual_seed(8)
+    first = torch.randint(2, VOCAB, (40,), generator=generator).tolist()
+    store = PrefixStore(1 << 24)
+    params = SamplingParams(max_new_tokens=8)
+    (output,), _, engine = run(target, [first], params, prefixes=store)
+    assert_same(reference, first, output, plain(reference, first, 8))
+    second = [*first, *output, 5, 6, 7]
+    engine.submit(second, params)
+    steps = []
+    while engine.has_work:
+        steps += engine.step()
+    assert steps[0].num_cached is not None and steps[0].num_cached >= len(first) - 1
+    tokens = [token for step in steps for token in step.token_ids]
+    assert_same(reference, second, tokens, plain(reference, second, 8))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("piece", [1, 7, 70])
+def test_pieces_of_any_size_score_what_the_whole_text_scores(family: str, piece: int) -> None:
+    """A pass continues from the state of the one before, whatever their sizes: the family's own code often does not."""
+    target = RecurrentModel(make(family))
+    ids = torch.randint(2, VOCAB, (1, 210), generator=torch.Generator().manual_seed(1))
+    cache = target.new_cache()
+    cache.add_rows(1)
+    pieces = [ids[:, start : start + piece] for start in range(0, ids.shape[1], piece)]
+    scores = [target.forward(ModelInput(one, [one.shape[1]]), cache).scores() for one in pieces]
+    with torch.inference_mode():
+        expected = target.uncached(ids)
+    spread = float(expected.max() - expected.min())
+    assert float((torch.cat(scores, 1) - expected).abs().max()) < 1e-3 * spread
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_family_over_weights_arranged_for_the_processor(family: str, bits: int | None) -> None:
+    plain_model = make(family)
+    wrapped = wrap(family, copy.deepcopy(plain_model), None, optimise=True, bits=bits)
+    assert isinstance(wrapped.model, RecurrentModel)
+    ids = torch.randint(2, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
+    scores = []
+    for model in (RecurrentModel(plain_model), wrapped.model):
+        cache = model.new_cache()
+        cache.add_rows(1)
+        scores.append(model.forward(ModelInput(ids, [12]), cache).scores())
+    spread = float(scores[0].max() - scores[0].min())
+    assert float((scores[0] - scores[1]).abs().median()) < (1e-4 if bits is None else 5e-2) * spread
+
+
+def test_states_at_the_ends_of_prefill_passes_are_kept() -> None:
+    target = RecurrentModel(make("mamba2"))
+    cache = target.new_cache()
+    cache.add_rows(1)
+    ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(1))
+    for start in range(0, 60, 10):
+        target.forward(ModelInput(ids[:, start : start + 10], [10], logits=Logits.NONE), cache)
+    assert [one.length for one in cache.states.held(0)] == [20, 40, 50, 60]
+    assert [cache.prefix_length(0, length) for length in (19, 20, 49, 60)] == [0, 20, 40, 60]
+
+
+def _broken(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "not restored":  # the length is set back, the state is not
+
+        def rewind(self: Snapshots[Any], row: int, length: int) -> int:
+            history = self._rows[row]
+            found, last = history.longest(length), history.undo[-1]
+            history.undo = [Snapshot(found.length, last.state)]
+            return found.length
+
+        monkeypatch.setattr(Snapshots, "rewind", rewind)
+    elif how == "one token off":
+        intact = Snapshots.rewind
+        monkeypatch.setattr(Snapshots, "rewind", lambda self, row, length: min(intact(self, row, length) + 1, length))
+    else:  # the backlog is dropped: the cache pretends to have the accepted tokens
+        truncate = RecurrentCache.truncate
+
+        def dropped(self: RecurrentCache, lengths: Sequence[int]) -> None:
+            before = list(self.lengths)
+            truncate(self, lengths)
+            for i, length in enumerate(lengths):
+                self.lengths[i] = min(before[i], length)
+
+        monkeypatch.setattr(RecurrentCache, "truncate", dropped)
+
+
+@pytest.mark.parametrize("how", ["not restored", "one token off", "the backlog dropped"])
+def test_broken_rewinding_is_seen(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = make("mamba2")
+    wanted = wanted_of(reference)
+    target = RecurrentModel(copy.deepcopy(reference))
+    _broken(monkeypatch, how)
+    drafter, params = Sometimes(wanted, VOCAB), SamplingParams(max_new_tokens=NEW)
+    ours, _, _ = run(target, prompts(), params, drafter=drafter, gamma=5)
+    assert sum(one != theirs for one, theirs in zip(ours, wanted, strict=True)) >= 4
+
+
+def test_what_is_refused() -> None:
+    model = RecurrentModel(make("mamba2"))
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        first_layers(model, 1)
+    assert not model.capabilities.trees
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        CausalModel(make("mamba2"))
+
+
+def test_prompt_lookup_over_a_hybrid_in_a_batch() -> None:
+    reference = make("falcon_h1")
+    repeated = [(prompt * 12)[:24] for prompt in prompts()]
+    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW)
+    ours, steps, _ = run(target, repeated, params, drafter=PromptLookup(), gamma=4)
+    for prompt, one in zip(repeated, ours, strict=True):
+        assert_same(reference, prompt, one, plain(reference, prompt, NEW))
+    assert any(step.num_accepted for step in steps)
