@@ -50,6 +50,7 @@ INSIDE = {
         {"cpu"},
         {"huggingface"},
         {"gguf", "heads", "llama_cpp"},
+        {"blocks"},
         {"sources"},
     ],
     "models/cache": [{"memory", "snapshots"}, {"stores"}, {"slot_cache"}, {"recurrent_cache"}],
@@ -62,6 +63,7 @@ INSIDE = {
     ],
     "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
     "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
+    "models/blocks": [{"config"}, {"module"}, {"files"}, {"model"}],
     "models/huggingface": [
         {"config_sizes"},
         {"attention"},
@@ -91,9 +93,10 @@ INSIDE = {
         {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
         {"students"},
-        {"evaluation"},
+        {"evaluation", "block_student"},
         {"fitting"},
         {"curves", "distil"},
+        {"block_distil"},
     ],
     "text": [
         {"tokenizer", "text_files", "formatting", "grammar_library"},

@@ -112,10 +112,11 @@ COMMANDS = {
         "Write a report of benchmark results.", "report:run", ("foresay report results.jsonl -o report",), MEASURE
     ),
     "distill": Entry(
-        "Train a draft head or draft model on a target's output.",
+        "Train a draft head, block drafter or draft model.",
         "distill:run",
         (
             "foresay distill head -m Qwen/Qwen2.5-0.5B-Instruct --outputs outputs.jsonl --minutes 60",
+            "foresay distill block --kind block --outputs outputs.jsonl --minutes 60 --precision bf16",
             "foresay distill draft --draft pruned --text corpus.txt",
         ),
         TRAIN,
@@ -127,7 +128,7 @@ COMMANDS = {
         TRAIN,
     ),
     "export": Entry(
-        "Write a draft head in another engine's format.",
+        "Write a draft head or block drafter in another engine's format.",
         "export:run",
         ("foresay export head exported -m Qwen/Qwen2.5-0.5B-Instruct",),
         TRAIN,

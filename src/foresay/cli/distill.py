@@ -1,4 +1,4 @@
-"""`foresay distill FOLDER`: train a draft head or draft model on a target's own outputs."""
+"""`foresay distill FOLDER`: train a draft head, block drafter or draft model on a target's own outputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from foresay.cli.common import target_name, use_threads
 from foresay.cli.options import DeviceOption, DtypeOption, TargetOption, ThreadsOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
-from foresay.errors import ConfigError
-from foresay.models.sources.heads import load_head
+from foresay.errors import ConfigError, UnknownNameError
+from foresay.models.blocks.config import MAX_BLOCK
+from foresay.models.sources.heads import load_block, load_head
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_weights
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
+from foresay.training.block_distil import BLOCK_SIZE, BlockShape, distil_block, new_block, resumed_block
+from foresay.training.block_distil import DECAY as BLOCK_DECAY
+from foresay.training.block_distil import LOSS as BLOCK_LOSS
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
 from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head, resumed_head
@@ -33,7 +37,8 @@ from foresay.training.losses import Objective
 from foresay.training.outputs import Text, read_outputs, split, texts_of
 from foresay.training.processes import is_first, own_device
 
-HEAD = "head"
+HEAD, BLOCK = "head", "block"
+KINDS = (HEAD, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +70,43 @@ class StudentOptions:
     """The draft that is trained, and its loss."""
 
     PANEL: ClassVar[str] = "Draft"
+    kind: Annotated[str, typer.Option(metavar="KIND", help="head, a draft head; or block, a block drafter.")] = HEAD
     draft: Annotated[
-        str,
-        typer.Option(metavar="MODEL", help="head, a draft head; or a smaller model of the same vocabulary, by name."),
-    ] = HEAD
+        str | None,
+        typer.Option(metavar="MODEL", help="Train a smaller model of the same vocabulary instead, by name."),
+    ] = None
     start: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="HEAD", help="Start from this head (folder, hub id or alias), on a new schedule."
+            "--from",
+            metavar="NAME",
+            help="Start from this head or block drafter (folder, hub id or alias), on a new schedule.",
         ),
     ] = None
     loss: Annotated[
-        str,
-        typer.Option(metavar="LOSS", help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5."),
-    ] = "forward_kl"
-    draft_steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row in training.")] = 5
-    decay: Annotated[float, typer.Option(help="Weight of each of them, relative to the one before.")] = 0.8
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="forward_kl, reverse_kl, tv, ce (block drafters), or a mixture such as forward_kl=0.5,tv=0.5.  "
+            "[default: forward_kl; for a block drafter ce=0.1,tv=1.8]",
+        ),
+    ] = None
+    draft_steps: Annotated[
+        int | None, typer.Option(help="Tokens that a head drafts in a row in training.  [default: 5]")
+    ] = None
+    decay: Annotated[
+        float | None,
+        typer.Option(help="Weight of each draft token, relative to the one before.  [default: 0.8; block 0.7788]"),
+    ] = None
     hidden_layers: Annotated[
         str | None,
-        typer.Option(metavar="N,N,N", help="Layers of the target whose hidden states a head reads, such as 2,15,27."),
+        typer.Option(metavar="N,N,N", help="Layers of the target whose hidden states are read, such as 2,15,27."),
     ] = None
     vocabulary_size: Annotated[
-        int | None, typer.Option(help="Number of tokens that a head, or a draft model with --vocabulary, can propose.")
+        int | None,
+        typer.Option(
+            help="Number of tokens that a head, a block drafter, or a draft model with --vocabulary can propose."
+        ),
     ] = None
     vocabulary: Annotated[
         Path | None,
@@ -94,7 +114,21 @@ class StudentOptions:
             metavar="FILE", help="Restrict a draft model to the most frequent tokens of this table (ngram build)."
         ),
     ] = None
-    feed_forward: Annotated[int | None, typer.Option(help="Feed-forward neurons of a head.")] = None
+    feed_forward: Annotated[int | None, typer.Option(help="Feed-forward neurons of a head or a block drafter.")] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of a block drafter.  [default: one for every 15 of the target]")
+    ] = None
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens that a block drafter drafts in one pass.  [default: 7]")
+    ] = None
+    markov_rank: Annotated[
+        int | None,
+        typer.Option(help="Rank of a block drafter's Markov head, 0 for none.  [default: a ninth of the width]"),
+    ] = None
+    anchors: Annotated[
+        int | None,
+        typer.Option(help="Blocks of each text that a training step of a block drafter takes.  [default: 64]"),
+    ] = None
     own_head: Annotated[
         bool, typer.Option("--own-output-layer", help="Train an output layer for a head, not only its decoder layer.")
     ] = False
@@ -104,20 +138,54 @@ class StudentOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values out of range, and for options that contradict."""
-        check_int("draft_steps", self.draft_steps, 1, 64)
-        if self.start and self.draft != HEAD:
-            raise ConfigError("--from starts from a head; to start from a draft model, name it with --draft")
-        if self.start and self.shape() != HeadShape():
+        if self.kind not in KINDS:
+            raise UnknownNameError("kind", self.kind, KINDS)
+        for name, (least, most) in _BOUNDS.items():
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), least, most)
+        self._check_kind()
+        if self.start and self.draft is not None:
             raise ConfigError(
-                "--from sets the shape of the head; drop --hidden-layers, --vocabulary-size, --feed-forward and "
-                "--own-output-layer"
+                "--from starts from a head or block drafter; to start from a draft model, name it with --draft"
             )
-        if self.vocabulary is not None and (self.draft == HEAD or self.vocabulary_size is None):
+        if self.start and (self.shape() != HeadShape() or self.block_shape() != BlockShape()):
+            raise ConfigError(
+                "--from sets the shape; drop --hidden-layers, --vocabulary-size, --feed-forward, --own-output-layer, --layers, "
+                "--block-size and --markov-rank"
+            )
+        if self.vocabulary is not None and (self.draft is None or self.vocabulary_size is None):
             raise ConfigError(
                 "--vocabulary needs --draft MODEL and --vocabulary-size; a head takes its tokens from the texts"
             )
-        if self.vocabulary is None and self.vocabulary_size is not None and self.draft != HEAD:
+        if self.vocabulary is None and self.vocabulary_size is not None and self.draft is not None:
             raise ConfigError("--vocabulary-size with --draft needs --vocabulary, a table (foresay ngram build)")
+
+    def _check_kind(self) -> None:
+        """Raise ConfigError for an option of another kind of draft."""
+        if self.draft is not None and self.kind != HEAD:
+            raise ConfigError("--draft trains a model; leave out --kind")
+        of_blocks = ("layers", "block_size", "markov_rank", "anchors")
+        wrong = ("draft_steps", "own_head") if self.kind == BLOCK else of_blocks
+        for name in wrong:
+            if getattr(self, name):
+                option = "own-output-layer" if name == "own_head" else name.replace("_", "-")
+                other = HEAD if self.kind == BLOCK else BLOCK
+                raise ConfigError(f"--{option} applies to --kind {other}; drop it")
+
+    def block_shape(self) -> BlockShape:
+        """Shape of a new block drafter."""
+        return BlockShape(
+            hidden_layers=_layers(self.hidden_layers),
+            vocabulary_size=self.vocabulary_size,
+            feed_forward=self.feed_forward,
+            layers=self.layers,
+            block_size=self.block_size or BLOCK_SIZE,
+            markov_rank=self.markov_rank,
+        )
+
+    def objective(self) -> Objective:
+        """The loss. Raises ConfigError for an unknown one."""
+        return Objective.parse(self.loss or (BLOCK_LOSS if self.kind == BLOCK else "forward_kl"))
 
     def shape(self) -> HeadShape:
         """Shape of a new head."""
@@ -169,12 +237,13 @@ def run(
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Train a draft head or draft model on a target's output.
+    """Train a draft head, block drafter or draft model.
 
-    A draft head reads the target's hidden states (EAGLE-3); a draft model is a smaller model of the same vocabulary. The folder
-    always contains the best draft so far. A later run continues where the last one ended.
+    A draft head reads the target's hidden states and drafts token by token (EAGLE-3), a block drafter reads them and drafts a
+    block in one pass (DSpark), and a draft model is a smaller model of the same vocabulary. The folder always contains the best
+    draft so far. A later run continues where the last one ended.
     """
-    plan, objective = plans.plan(), Objective.parse(student.loss)
+    plan, objective = plans.plan(), student.objective()
     if tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
         raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
     student.check()
@@ -185,7 +254,7 @@ def run(
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(target_name(model), options)
     learn, rest = split(_texts(target, texts), texts.held_out)
-    train = _train_head if student.draft == HEAD else _train_model
+    train = _train_model if student.draft is not None else _train_block if student.kind == BLOCK else _train_head
     with _progress() as on_progress:
         report = train(
             (target, student, options),
@@ -201,6 +270,14 @@ def run(
     return 0
 
 
+_BOUNDS = {
+    "draft_steps": (1, 64),
+    "layers": (1, 256),
+    "block_size": (2, MAX_BLOCK),
+    "markov_rank": (0, 1 << 16),
+    "anchors": (1, 1 << 20),
+}
+"""Allowed values of some options."""
 Named = tuple[LoadedModel, StudentOptions, LoadOptions]
 """A target, the draft that learns from it, and the options for loading that."""
 
@@ -211,11 +288,23 @@ def _train_head(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
         head = resumed_head(target, load_head(student.start))
     else:
         head = new_head(target, given[0], student.shape(), given[2].seed)
-    return distil_head(target, head, *given, steps=student.draft_steps, decay=student.decay, **more)
+    decay = 0.8 if student.decay is None else student.decay
+    return distil_head(target, head, *given, steps=student.draft_steps or 5, decay=decay, **more)
+
+
+def _train_block(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
+    target, student, _ = named
+    if student.start:
+        block = resumed_block(target, load_block(student.start))
+    else:
+        block = new_block(target, given[0], student.block_shape(), given[2].seed)
+    decay = BLOCK_DECAY if student.decay is None else student.decay
+    return distil_block(target, block, *given, anchors=student.anchors or 64, decay=decay, **more)
 
 
 def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
     target, student, options = named
+    assert student.draft is not None
     weights, tokenizer = load_weights(student.draft, options)
     check_vocabularies(target.tokenizer, tokenizer, (target.name, student.draft))
     tokens = None if student.vocabulary is None else _kept_tokens(target, student.vocabulary, student.vocabulary_size)
@@ -292,8 +381,8 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text], student: Stude
         f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
     )
-    if kind == HEAD:
-        yield f"  draft with it: --drafter 'head({folder})'"
+    if kind in KINDS:
+        yield f"  draft with it: --drafter '{kind}({folder})'"
     elif student.vocabulary is None:
         yield f"  draft with it: --draft {folder}"
     else:

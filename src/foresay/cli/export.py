@@ -1,4 +1,4 @@
-"""`foresay export HEAD FOLDER`: write a draft head in another engine's format, with all of its weights."""
+"""`foresay export DRAFT FOLDER`: write a draft head or block drafter in another engine's format, with all of its weights."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from foresay.cli.common import target_name
 from foresay.cli.options import DtypeOption, TargetOption, TrustOption
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
+from foresay.models.blocks.files import Block, check_block, write_block
 from foresay.models.heads.files import LAYOUTS, check_target, write_head
 from foresay.models.heads.model import target_rows
-from foresay.models.sources.heads import load_head
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.sources.heads import load_head_or_block
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from foresay.training.distil import causal
 
 
 def run(
-    head: Annotated[str, typer.Argument(help="A draft head: folder, hub id or alias.")],
+    head: Annotated[str, typer.Argument(help="A draft head or block drafter: folder, hub id or alias.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write.")],
     *,
     model: TargetOption = None,
-    layout: Annotated[str, typer.Option(metavar="NAME", help=f"File format: {' or '.join(LAYOUTS)}.")] = "speculators",
+    layout: Annotated[
+        str, typer.Option(metavar="NAME", help=f"File format of a head: {' or '.join(LAYOUTS)}.")
+    ] = "speculators",
     verifier: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Name of the target in the other engine.  [default: the model]"),
@@ -33,10 +38,11 @@ def run(
     dtype: DtypeOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Write a draft head in another engine's format.
+    """Write a draft head or block drafter in another engine's format.
 
-    The output layer that the head shares with its target is included. vLLM reads both formats: speculators, and plain EAGLE-3,
-    which counts layers from 1.
+    The layers that the draft shares with its target are included: the output layer, and a block drafter's embeddings. vLLM reads
+    both formats of heads: speculators, and plain EAGLE-3, which counts layers from 1. Block drafters are written in the layout of
+    DSpark, or of DFlash if they have no Markov head.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")
@@ -44,9 +50,11 @@ def run(
         raise ConfigError(f"{str(folder)!r} exists and is not empty; name another folder")
     with loading("Loading"):
         target = load_model(target_name(model), LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code))
-        found = load_head(head)
+        found = load_head_or_block(head)
     whole = causal(target)
     width = int(whole.model.config.get_text_config(decoder=True).hidden_size)
+    if isinstance(found, Block):
+        return _export_block(found, whole, folder, target.name)
     layers = check_target(found.config, whole.vocab_size, width, whole.num_layers, target.name)
     config = dataclasses.replace(
         found.config,
@@ -60,5 +68,20 @@ def run(
     typer.echo(folder)
     typer.echo(
         f"  reads layers {', '.join(map(str, layers))} of {config.target}, proposes {config.draft_vocab_size:,} tokens"
+    )
+    return 0
+
+
+def _export_block(block: Block, target: CausalModel, folder: Path, name: str) -> int:
+    width = int(target.model.config.get_text_config(decoder=True).hidden_size)
+    check_block(block.config, target.vocab_size, width, target.num_layers, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = torch.arange(target.vocab_size, device=target.device)
+    embeddings = target.model.get_input_embeddings()(ids)
+    write_block(block, folder, lm_head=target_rows(target, block.token_ids), embeddings=embeddings)
+    typer.echo(folder)
+    typer.echo(
+        f"  reads layers {', '.join(map(str, block.config.hidden_layers))} of {name}, drafts {block.config.num_draft_tokens} of "
+        f"{block.config.draft_vocab_size:,} tokens at once"
     )
     return 0

@@ -1,5 +1,7 @@
 """Drafters: how draft tokens are proposed, one method per file."""
 
+from foresay.drafters.block import BlockDrafter
+from foresay.drafters.block_tree import BlockTreeDrafter
 from foresay.drafters.cascade import Cascade
 from foresay.drafters.head import HeadDrafter, HeadTreeDrafter
 from foresay.drafters.hybrid import Hybrid
@@ -14,6 +16,8 @@ from foresay.drafters.suffix import SuffixDrafter
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
 
 __all__ = [
+    "BlockDrafter",
+    "BlockTreeDrafter",
     "Cascade",
     "HeadDrafter",
     "HeadTreeDrafter",

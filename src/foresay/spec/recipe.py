@@ -25,8 +25,10 @@ from foresay.spec.expressions import Call
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
 if TYPE_CHECKING:  # at run time this would import transformers
+    from foresay.models.blocks.model import BlockModel
     from foresay.models.heads.model import HeadModel
     from foresay.models.huggingface.causal import CausalModel
+    from foresay.models.huggingface.linears import MakeProduct
 
 _OWN_DRAFT_TOKENS = 5
 """Default number of draft tokens of drafters that are not foresay's own."""
@@ -43,6 +45,7 @@ class Resources:
     models: dict[str, LoadedModel] = field(default_factory=dict)
     tables: dict[str, NgramTable] = field(default_factory=dict)
     heads: dict[str, HeadModel] = field(default_factory=dict)
+    blocks: dict[str, BlockModel] = field(default_factory=dict)
     memories: dict[str, Memory] = field(default_factory=dict)
 
     @property
@@ -65,22 +68,40 @@ class Resources:
     def head(self, name: str) -> HeadModel:
         """Return a head by name. Raises UnsupportedModelError if the target does not output hidden states."""
         from foresay.models.heads.model import HeadModel
-        from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.linears import quantizer, unquantized
         from foresay.models.sources.heads import load_head
 
         if name not in self.heads:
-            target = self.target.model
-            if not isinstance(target, CausalModel):
-                raise UnsupportedModelError(
-                    f"a head reads the hidden states of a decoder-only transformers model, but {self.target.name!r} is not one; "
-                    'draft with a model or "suffix"'
-                )
-            options = self._options_of_heads(target)
-            bits = options.bits or (8 if self._rounds_heads(target) else None)
-            make = unquantized if bits is None else quantizer(bits)
+            target, options, make = self._for_reader("head")
             self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
         return self.heads[name]
+
+    def block(self, name: str) -> BlockModel:
+        """Return a block drafter by name. Raises as `head` does."""
+        from foresay.models.blocks.model import BlockModel
+        from foresay.models.sources.heads import load_block
+
+        if name not in self.blocks:
+            target, options, make = self._for_reader("block drafter")
+            self.blocks[name] = BlockModel(load_block(name, options), target, name=self.target.name, make=make)
+        return self.blocks[name]
+
+    def _for_reader(self, noun: str) -> tuple[CausalModel, LoadOptions, MakeProduct]:
+        """Return the target of a draft that reads its hidden states, the options to load the draft, and how to make its products.
+
+        noun: the kind of draft, for errors. Raises UnsupportedModelError if the target does not output hidden states.
+        """
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.linears import quantizer, unquantized
+
+        target = self.target.model
+        if not isinstance(target, CausalModel):
+            raise UnsupportedModelError(
+                f"a {noun} reads the hidden states of a decoder-only transformers model, but {self.target.name!r} is not one; "
+                'draft with a model or "suffix"'
+            )
+        options = self._options_of_heads(target)
+        bits = options.bits or (8 if self._rounds_heads(target) else None)
+        return target, options, unquantized if bits is None else quantizer(bits)
 
     def _options_of_heads(self, target: CausalModel) -> LoadOptions:
         """Return the options to load heads with.

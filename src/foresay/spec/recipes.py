@@ -15,6 +15,8 @@ from foresay.checks import check_flag, check_float, check_int
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.drafters import (
+    BlockDrafter,
+    BlockTreeDrafter,
     Cascade,
     HeadDrafter,
     HeadTreeDrafter,
@@ -23,6 +25,7 @@ from foresay.drafters import (
     ModelTreeDrafter,
     SelfDrafter,
 )
+from foresay.drafters.block_tree import MAX_NODES
 from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
@@ -74,6 +77,30 @@ def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
         return lambda: HeadTreeDrafter(head, resources.vocab_size, branches=branches, width=width)
 
     return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
+
+
+def _block(name: str, sample: bool = True, confidence: float = 0.0) -> Recipe:
+    name = check_path("name", name)
+    check_flag("sample", sample)
+    check_float("confidence", confidence, 0.0, 1.0)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        block = resources.block(name)
+        return lambda: BlockDrafter(block, resources.vocab_size, sample=sample, confidence=confidence)
+
+    return Recipe(prepare, 7, reads_target=True, loads_model=True, samples=sample)
+
+
+def _block_tree(name: str, nodes: int = 16, branches: int = 3) -> Recipe:
+    name = check_path("name", name)
+    check_int("nodes", nodes, 1, MAX_NODES)
+    check_int("branches", branches, 2, 16)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        block = resources.block(name)
+        return lambda: BlockTreeDrafter(block, resources.vocab_size, nodes=nodes, branches=branches)
+
+    return Recipe(prepare, nodes, reads_target=True, loads_model=True)
 
 
 def _model(
@@ -228,11 +255,11 @@ def _member(key: str | None, value: Any, settings: str) -> Recipe:
     """
     if key is None:
         call = value if isinstance(value, Call) else Call("none" if value is None else str(value))
-    elif key in ("model", "head", "self"):
+    elif key in ("model", "head", "block", "self"):
         call = Call(key, ((None, value),))
     else:
         raise ConfigError(
-            f"{key}={value} is neither a setting ({settings}) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
+            f"{key}={value} is neither a setting ({settings}) nor a drafter (model=NAME, head=NAME, block=NAME, self=LAYERS)"
         )
     return apply("drafter", call, _makers(call.name))
 
@@ -284,6 +311,10 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named like --model.", "model"),
     "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
     "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
+    "block": DrafterSpec(
+        _block, "A block drafter, which drafts a block in one pass (DFlash, DSpark): its folder or hub id.", "model"
+    ),
+    "block_tree": DrafterSpec(_block_tree, "A tree of such a block's likeliest continuations.", "model"),
     "self": DrafterSpec(_self, "The target's own first layers.", "model"),
     "hybrid": DrafterSpec(
         _hybrid, "An n-gram drafter where its match is long, else a head or a draft model.", "cascade"

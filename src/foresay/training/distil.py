@@ -72,19 +72,12 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
     heads, key_heads = shape.heads or (num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads))
     layers = shape.hidden_layers or usual_layers(model.num_layers)
     if not all(0 <= layer <= model.num_layers for layer in layers):
-        raise ConfigError(f"layers={list(layers)} must be 0 to {model.num_layers}, the layers of the target")
-    rope = getattr(config, "rope_parameters", None) or {}
+        raise ConfigError(f"hidden_layers={list(layers)} must be 0 to {model.num_layers}, the layers of the target")
     new_config = HeadConfig(
         {
-            "hidden_size": width,
+            **layer_fields(model, shape.feed_forward),
             "num_attention_heads": heads,
             "num_key_value_heads": key_heads,
-            "head_dim": int(getattr(config, "head_dim", None) or width // num_heads),
-            "intermediate_size": shape.feed_forward or int(getattr(config, "intermediate_size", None) or 4 * width),
-            "hidden_act": "silu",
-            "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
-            "rope_theta": float(rope.get("rope_theta", 10_000.0)),
-            "max_position_embeddings": int(model.max_length),
         },
         vocab,
         size,
@@ -105,6 +98,24 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
         with torch.no_grad():
             module.lm_head.weight.copy_(target_rows(model, ids))
     return Head(new_config, module, ids)
+
+
+def layer_fields(model: CausalModel, feed_forward: int | None) -> dict[str, Any]:
+    """Return the fields of a LlamaConfig for a draft's layer with the target's sizes. feed_forward: None for the target's."""
+    config = model.model.config.get_text_config(decoder=True)
+    width, heads = int(config.hidden_size), int(config.num_attention_heads)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or width // heads),
+        "intermediate_size": feed_forward or int(getattr(config, "intermediate_size", None) or 4 * width),
+        "hidden_act": "silu",
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
+        "rope_theta": float(rope.get("rope_theta", 10_000.0)),
+        "max_position_embeddings": int(model.max_length),
+    }
 
 
 def resumed_head(target: LoadedModel, head: Head) -> Head:
@@ -151,7 +162,7 @@ def distil_head(
     """
     model = causal(target)
     passes = TargetPasses(model, head.config.hidden_layers or usual_layers(model.num_layers))
-    corpora = [_corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
+    corpora = [corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
     student = HeadStudent(head, model, steps=steps, decay=decay).to(model.device)
     TeacherHead(model, None).check(corpora[1].outputs_of(0))
     settings = {
@@ -161,14 +172,14 @@ def distil_head(
         "target": target.name,
         "shape": {k: v for k, v in head.config.as_plain().items() if k != "eagle_config"},
         "own_head": head.module.lm_head is not None,
-        "tokens": _digest(head.token_ids),
+        "tokens": digest_of_tokens(head.token_ids),
         "texts": digest(training),
     }
 
     def save() -> None:
         saved = Head(head.config, _in_bf16(head.module), head.token_ids)
         write_head(saved, folder)
-        _write_note(folder, {"made_by": "foresay distill", "kind": "head", "target": target.name, **(note or {})})
+        write_note(folder, {"made_by": "foresay distill", "kind": "head", "target": target.name, **(note or {})})
 
     fitting = Fitting(
         student,
@@ -218,12 +229,12 @@ def distil_model(
     if freeze_embeddings:
         _freeze_embeddings(draft)
     passes = TargetPasses(model, ())
-    corpora = [_corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
+    corpora = [corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
     TeacherHead(model, None).check(corpora[1].outputs_of(0))
 
     def save() -> None:
         _save_model(draft, tokenizer, folder)
-        _write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
+        write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
 
     fitting = Fitting(
         ModelStudent(draft, model, token_ids),
@@ -238,7 +249,7 @@ def distil_model(
             "target": target.name,
             "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
             "freeze_embeddings": freeze_embeddings,
-            "tokens": _digest(token_ids),
+            "tokens": digest_of_tokens(token_ids),
         },
         on_progress=lambda share, text: on_progress("Training", share, text),
         tracker=tracker,
@@ -262,12 +273,13 @@ def _save_model(draft: Any, tokenizer: Any, folder: Path) -> None:
                 tokenizer.save_pretrained(temporary)
 
 
-def _corpus(
+def corpus(
     passes: TargetPasses,
     texts: Sequence[Text],
     states: Path | None,
     on_progress: Callable[[str, float, str], None],
 ) -> Corpus:
+    """Return texts with the target's outputs for them. states: a folder that caches the outputs."""
     if states is None:
         return Corpus(texts, lambda index: passes(texts[index]))
     cached = CachedPasses(states, passes)
@@ -279,7 +291,7 @@ def _corpus(
     return Corpus(texts, lambda index: cached(texts[index]))
 
 
-def _digest(token_ids: torch.Tensor | None) -> str | None:
+def digest_of_tokens(token_ids: torch.Tensor | None) -> str | None:
     """Return an identifier of a choice of tokens; None for all tokens."""
     return None if token_ids is None else sha256(token_ids.numpy().tobytes()).hexdigest()[:16]
 
@@ -296,7 +308,8 @@ def _in_bf16(module: HeadModule) -> HeadModule:
     return out
 
 
-def _write_note(folder: Path, note: dict[str, Any]) -> None:
+def write_note(folder: Path, note: dict[str, Any]) -> None:
+    """Write the file that describes how a draft was made."""
     text = json.dumps({**note, "log": LOG, "provenance": provenance()}, indent=2)
     with atomic_write(folder / NOTE) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
 """Losses that measure the distance of a draft's distribution from the target's.
 
-Owns the distances and the representation of a distribution: all probabilities, those of some tokens, or the k most probable and
-the rest. The total variation equals 1 - sum of min(p, q), the rejection probability of a draft token, so it trains acceptance
-directly; the divergences have gradients where the supports do not overlap yet. Knows no model.
+Owns the distances, the cross-entropy of the tokens that were generated, and the representation of a distribution: all
+probabilities, those of some tokens, or the k most probable and the rest. The total variation equals 1 - sum of min(p, q), the
+rejection probability of a draft token, so it trains acceptance directly; the divergences have gradients where the supports do not
+overlap yet. Knows no model.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ LOSSES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "reverse_kl": reverse_kl,
     "tv": total_variation,
 }
+CROSS_ENTROPY = "ce"
+"""Name of the cross-entropy of the text's tokens, which does not read the target's distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,8 @@ class Objective:
         shares = []
         for part in text.split(","):
             name, mark, value = (one.strip() for one in part.partition("="))
-            if name not in LOSSES:
-                raise UnknownNameError("loss", name, LOSSES)
+            if name not in (*LOSSES, CROSS_ENTROPY):
+                raise UnknownNameError("loss", name, (*LOSSES, CROSS_ENTROPY))
             try:
                 share = float(value) if mark else 1.0
             except ValueError:
@@ -109,9 +112,24 @@ class Objective:
             raise ConfigError(f"{text!r} names a loss twice; name each once")
         return Objective(tuple(shares))
 
-    def __call__(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """Return the loss of target and draft probabilities, [N, m] each -> [N]."""
-        return torch.stack([share * LOSSES[name](p, q) for name, share in self.shares]).sum(0)
+    def __call__(self, p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss of target and draft probabilities, [N, m] each -> [N].
+
+        labels: [N] int64, the column of each text's token, the last one for a token that cannot be drafted, which "ce" leaves
+        out; None if they are not known, which "ce" requires.
+        """
+        parts = []
+        for name, share in self.shares:
+            if name != CROSS_ENTROPY:
+                parts.append(share * LOSSES[name](p, q))
+                continue
+            if labels is None:
+                raise ConfigError(
+                    f"loss {CROSS_ENTROPY!r} applies to block drafters; choose one of {', '.join(LOSSES)}"
+                )
+            found = q.gather(1, labels[:, None])[:, 0].clamp(min=_MIN_PROB).log()
+            parts.append(-share * torch.where(labels < q.shape[1] - 1, found, 0.0))
+        return torch.stack(parts).sum(0)
 
     def __str__(self) -> str:
         return ", ".join(name if share == 1 else f"{name}={share:g}" for name, share in self.shares)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,10 @@ class Comparison:
     positions: torch.Tensor
     logits: torch.Tensor
     teacher: Teacher
+    labels: torch.Tensor | None = None
+    """[N] int64, the column of the text's next token; K for a token outside the draft vocabulary. None if it is not needed."""
+    confidence: torch.Tensor | None = None
+    """[N], logits of the predicted acceptance; None if the draft predicts none."""
 
 
 class Student(Protocol):
@@ -46,6 +50,15 @@ class Student(Protocol):
 
     def comparisons(self, batch: Batch) -> Iterator[Comparison]:
         """Yield the draft's and the target's distributions, step by step, at the positions of the loss mask."""
+        ...
+
+
+@runtime_checkable
+class ChoosesAnchors(Protocol):
+    """A draft in training that draws some positions of each batch."""
+
+    def begin_batch(self, seed: int) -> None:
+        """Draw the positions of the next batch by this seed, so that an interrupted run resumes exactly."""
         ...
 
 
@@ -131,7 +144,7 @@ def summed(student: Student, batch: Batch, objective: Objective, decay: float) -
     total = torch.zeros((), device=batch.tokens.device)
     weights = torch.zeros((), device=batch.tokens.device)
     for one in student.comparisons(batch):
-        loss = objective(*one.teacher.aligned_probs(one.logits))
+        loss = objective(*one.teacher.aligned_probs(one.logits), one.labels)
         total = total + decay**one.step * loss.sum()
         weights = weights + decay**one.step * len(loss)
     return total, weights

@@ -127,6 +127,65 @@ def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, she
     assert "--layout" in shell.refused(*asked[:2], str(tmp_path / "x"), *asked[3:5], "--layout", "onnx")
 
 
+def test_a_block_drafter_is_written_exported_and_drafts(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
+    out, exported = tmp_path / "block", tmp_path / "exported"
+    more = (
+        "--kind",
+        "block",
+        "--epochs",
+        "2",
+        "--hidden-layers",
+        "1,3",
+        "--block-size",
+        "4",
+        "--vocabulary-size",
+        "64",
+    )
+    code, said, err = shell("distill", str(out), *options(target, recorded, *more))
+    assert (code, err) == (0, "") and f"block({out})" in said and "tokens per pass" in said
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config["target_layer_ids"] == [0, 2]
+    code, said, err = shell("export", str(out), str(exported), "--model", str(target))
+    assert (code, err) == (0, "") and "layers 1, 3" in said and "drafts 4 of 64 tokens" in said
+    assert {"lm_head.weight", "embed_tokens.weight"} <= load_file(exported / "model.safetensors").keys()
+    asked = ("generate", "--model", str(target), "the number 7", "-n", "24")
+    plain = shell(*asked, "--drafter", "none")[1]
+    for folder in (out, exported):
+        assert shell(*asked, "--drafter", f"block({folder})", "--num-draft-tokens", "3")[1] == plain
+    assert "is a block drafter, not a head" in shell.refused(*asked, "--drafter", f"head({out})")
+    again = ("--kind", "block", "--from", str(out), "--epochs", "1", "--learning-rate", "1e-4")
+    assert shell("distill", str(tmp_path / "again"), *options(target, recorded, *again))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--kind", "medusa"), "kind 'medusa'"),
+        (("--block-size", "4"), "--block-size applies to --kind block"),
+        (("--kind", "block", "--draft-steps", "3"), "--draft-steps applies to --kind head"),
+        (("--kind", "block", "--own-output-layer"), "--own-output-layer applies to --kind head"),
+        (("--kind", "block", "--block-size", "1"), "--block-size 1"),
+        (("--kind", "block", "--draft", "x"), "--draft trains a model"),
+        (("--loss", "ce"), "applies to block drafters"),
+        (("--kind", "block", "--from", "x", "--layers", "2"), "--from sets the shape"),
+    ],
+)
+def test_options_of_block_drafters_that_are_refused(
+    given: tuple[str, ...], message: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
+    assert message in shell.refused("distill", str(tmp_path / "x"), *options(target, recorded, *given))
+
+
+def test_a_head_is_no_block_drafter(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    made = options(target, recorded, "--hidden-layers", "1,3", "--draft-steps", "2", "--vocabulary-size", "64")
+    assert shell("distill", str(out), *made)[0] == 0
+    asked = ("generate", "--model", str(target), "x", "--drafter", f"block({out})")
+    assert "is not a block drafter" in shell.refused(*asked)
+
+
 def test_a_draft_model_is_written_that_transformers_loads(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
 ) -> None:
@@ -313,7 +372,9 @@ def test_what_is_refused(target: Path, recorded: Path, shell: tiny.Shell, tmp_pa
     assert "--hidden-layers '1,x'" in shell.refused(
         "distill", out, *options(target, recorded, "--hidden-layers", "1,x")
     )
-    assert "layers=[1, 9]" in shell.refused("distill", out, *options(target, recorded, "--hidden-layers", "1,9"))
+    assert "--hidden-layers [1, 9]" in shell.refused(
+        "distill", out, *options(target, recorded, "--hidden-layers", "1,9")
+    )
     assert "vocabulary-size" in shell.refused("distill", out, *options(target, recorded, "--vocabulary-size", "9999"))
     assert "nothing.jsonl" in shell.refused("distill", out, *options(target, tmp_path / "nothing.jsonl"))
     other = tmp_path / "other"

@@ -16,6 +16,8 @@ from foresay import change, load
 from foresay.decoding.acceptance import RULES, Lenience
 from foresay.decoding.protocols import Drafter
 from foresay.drafters import (
+    BlockDrafter,
+    BlockTreeDrafter,
     Cascade,
     HeadDrafter,
     HeadTreeDrafter,
@@ -33,6 +35,7 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
+from foresay.models.blocks.files import write_block
 from foresay.models.heads.files import write_head
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.load_options import LoadOptions
@@ -42,6 +45,7 @@ from foresay.spec.recipe import Resources
 from foresay.spec.recipes import DRAFTERS, read_drafter, read_length, read_rule
 from foresay.text.tokenizer import tokenizer_fingerprint
 from helpers import tiny
+from helpers.blocks import random_block
 from helpers.families import make_seq2seq
 from helpers.heads import random_head
 from helpers.making import byte_level
@@ -82,7 +86,14 @@ def head(resources: Resources, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_every_name_builds_what_it_says(resources: Resources, folder: Path, table: str, head: str) -> None:
+@pytest.fixture(scope="module")
+def block(resources: Resources, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("block")
+    write_block(random_block(resources.target.model), path)  # type: ignore[arg-type]
+    return str(path)
+
+
+def test_every_name_builds_what_it_says(resources: Resources, folder: Path, table: str, head: str, block: str) -> None:
     kinds: dict[str, tuple[str, type]] = {
         "none": ("none", type(None)),
         "prompt_lookup": ("prompt_lookup(max_ngram=3)", PromptLookup),
@@ -94,6 +105,8 @@ def test_every_name_builds_what_it_says(resources: Resources, folder: Path, tabl
         "tree": (f"tree({folder}, branches=3)", ModelTreeDrafter),
         "head": (f"head({head})", HeadDrafter),
         "head_tree": (f"head_tree({head}, branches=3)", HeadTreeDrafter),
+        "block": (f"block({block}, confidence=0.3)", BlockDrafter),
+        "block_tree": (f"block_tree({block}, nodes=9)", BlockTreeDrafter),
         "self": ("self(2)", SelfDrafter),
         "hybrid": (f"hybrid(suffix, head={head}; min_match=2, k=3)", Hybrid),
         "cascade": (f"cascade(model={folder}, self=1, max_gram(table={table}); k=[[2,1,1],[0,1,1],[0,0,1]])", Cascade),

@@ -142,8 +142,7 @@ inline void spans_of(const Attention &a, std::vector<Span> &out) {
 inline void slots_of_path(const Attention &a, int64_t n, std::vector<int64_t> &path) {
     path.clear();
     if (a.ancestors == nullptr) return;
-    int64_t column = a.slots[n] - a.starts[n];
-    for (int64_t c = 0; c <= column; c++) {
+    for (int64_t c = 0; c < a.columns; c++) {
         if (a.ancestors[n * a.columns + c]) path.push_back(a.starts[n] + c);
     }
 }

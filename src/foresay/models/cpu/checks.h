@@ -126,7 +126,11 @@ inline void check_tokens(const Attention &a) {
         } else {
             int64_t column = slot - start, seen = 0;
             require(column < a.columns, "column", column, "below columns");
-            for (int64_t c = 0; c <= column; c++) seen += a.ancestors[n * a.columns + c] != 0;
+            for (int64_t c = 0; c < a.columns; c++) {
+                if (!a.ancestors[n * a.columns + c]) continue;
+                require(start + c < slots, "column", c, "within the slots of the token's row");
+                seen++;
+            }
             require(position < start + seen, "position", position, "below its start plus the number of columns that it attends to");
         }
     }

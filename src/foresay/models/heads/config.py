@@ -17,7 +17,7 @@ from foresay.json_files import Schema, short
 
 NEXT, LAST = 0, 1
 """Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
-_LAYER = (
+LAYER = (
     "hidden_size",
     "num_attention_heads",
     "num_key_value_heads",
@@ -31,7 +31,7 @@ _LAYER = (
     "max_position_embeddings",
     "attention_bias",
 )
-_REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
+REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 """Switches of parts that some heads have and that are not supported here."""
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE = 1 << 18, 1 << 12, 1 << 24
@@ -68,7 +68,7 @@ class _Rotary(BaseModel):
     long_factor: Factors | None = None
 
 
-class _Layer(BaseModel):
+class LayerFields(BaseModel):
     """Fields of the layer that are validated; all others are ignored."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -86,12 +86,14 @@ class _Layer(BaseModel):
     max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
 
 
-class _Verifier(BaseModel):
+class Verifier(BaseModel):
+    """The target that a file names."""
+
     name_or_path: str | None = None
     architectures: list[str] | None = None
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
     """Fields other than the layer's, common to both layouts."""
 
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
@@ -100,13 +102,13 @@ class _Fields(BaseModel):
     norm_before_residual: bool | None = None
 
 
-_LAYER_SCHEMA: Schema[_Layer] = Schema(_Layer, "the layer of a head")
-_FIELDS: Schema[_Fields] = Schema(_Fields, "a head's configuration")
-_LAYERS: Schema[tuple[int, ...] | None] = Schema(
+LAYER_SCHEMA: Schema[LayerFields] = Schema(LayerFields, "the layer of a head")
+FIELDS: Schema[Fields] = Schema(Fields, "a head's configuration")
+LAYERS: Schema[tuple[int, ...] | None] = Schema(
     Annotated[tuple[Annotated[int, Field(ge=0, le=10_000)], ...], Field(min_length=1, max_length=1000)] | None,
     "a list of layers",
 )
-_VERIFIER: Schema[_Verifier] = Schema(_Verifier, "a verifier")
+VERIFIER: Schema[Verifier] = Schema(Verifier, "a verifier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class HeadConfig:
     target_architectures: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in _REQUIRED:
+        for name in REQUIRED:
             check_int(name, self.layer.get(name), 1)
         check_int("target_hidden_size", self.target_hidden_size, 1)
         check_int("draft_vocab_size", self.draft_vocab_size, 1, check_int("vocab_size", self.vocab_size, 1))
@@ -200,7 +202,7 @@ def usual_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _of_plain(values: Mapping[str, Any]) -> HeadConfig:
-    eagle = _object(values, "eagle_config")
+    eagle = object_of(values, "eagle_config")
     _reject_unsupported(values, eagle)
     if not eagle.get("use_aux_hidden_state", True):
         raise ConfigError(
@@ -213,9 +215,9 @@ def _of_speculators(values: Mapping[str, Any]) -> HeadConfig:
     kind = values.get("speculators_model_type")
     if kind != "eagle3":
         raise ConfigError(f"speculators_model_type={kind!r} is not supported; it must be 'eagle3'")
-    layer = _object(values, "transformer_layer_config")
+    layer = object_of(values, "transformer_layer_config")
     _reject_unsupported(values, layer)
-    verifier = _VERIFIER.of(_object(_object(values, "speculators_config"), "verifier"), "verifier")
+    verifier = VERIFIER.of(object_of(object_of(values, "speculators_config"), "verifier"), "verifier")
     return _build(
         layer,
         {"vocab_size": layer.get("vocab_size"), **values},
@@ -237,7 +239,7 @@ def _build(
 ) -> HeadConfig:
     """Build a configuration. before_residual: `norm_before_residual` of a file that does not set it."""
     source = "the head's config.json"
-    missing = [name for name in _REQUIRED if layer.get(name) is None]
+    missing = [name for name in REQUIRED if layer.get(name) is None]
     if missing or values.get("vocab_size") is None:
         raise ConfigError(f"{source} has no {(missing or ['vocab_size'])[0]}")
     kind = layer.get("model_type", "llama")
@@ -245,14 +247,14 @@ def _build(
         raise ConfigError(f"model_type={kind!r} is not supported for a head's layer; it must be 'llama'")
     if layer.get("num_hidden_layers", 1) != 1:
         raise ConfigError(f"num_hidden_layers={layer['num_hidden_layers']}: only heads with one layer are supported")
-    _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, source)
-    fields = _FIELDS.of({name: values.get(name) for name in _Fields.model_fields}, source)
+    LAYER_SCHEMA.of({name: layer.get(name) for name in LayerFields.model_fields}, source)
+    fields = FIELDS.of({name: values.get(name) for name in Fields.model_fields}, source)
     return HeadConfig(
-        {name: layer[name] for name in _LAYER if layer.get(name) is not None},
+        {name: layer[name] for name in LAYER if layer.get(name) is not None},
         fields.vocab_size,
         fields.draft_vocab_size or fields.vocab_size,
         fields.target_hidden_size or layer["hidden_size"],
-        _LAYERS.of(layers, f"{source}: eagle_aux_hidden_state_layer_ids={short(layers)}"),
+        LAYERS.of(layers, f"{source}: eagle_aux_hidden_state_layer_ids={short(layers)}"),
         before_residual if fields.norm_before_residual is None else fields.norm_before_residual,
         target,
         tuple(architectures),
@@ -268,7 +270,8 @@ def _reject_unsupported(*sections: Mapping[str, Any]) -> None:
                 )
 
 
-def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object inside a config.json; empty if it is missing. Raises ConfigError for another value."""
     found = values.get(name) or {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"{name} of the head's config.json must be an object, not {short(found)}")

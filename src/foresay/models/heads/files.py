@@ -25,7 +25,8 @@ from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, store
 WEIGHTS = "model.safetensors"
 Layout = Literal["plain", "speculators"]
 LAYOUTS: Mapping[str, Layout] = {"plain": "plain", "speculators": "speculators"}
-_OFFSETS, _DRAFTABLE = "d2t", "t2d"
+OFFSETS, DRAFTABLE = "d2t", "t2d"
+"""Names of the tensors that list the draft vocabulary: offsets of its ids, and a mask of the target's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ def read_head(folder: str | Path) -> Head:
     another shape or unknown, and ConfigError for an invalid or unsupported configuration.
     """
     folder = Path(folder)
-    config = HeadConfig.read(_json(folder / "config.json"))
-    stored = {_own_name(name): tensor for name, tensor in _stored(folder).items()}
-    stored.pop(_DRAFTABLE, None)  # redundant: the offsets determine it
-    ids = _token_ids(stored.pop(_OFFSETS, None), config)
+    config = HeadConfig.read(read_config(folder))
+    stored = {_own_name(name): tensor for name, tensor in stored_in(folder).items()}
+    stored.pop(DRAFTABLE, None)  # redundant: the offsets determine it
+    ids = read_token_ids(stored.pop(OFFSETS, None), config.vocab_size, config.draft_vocab_size, "the head")
     found = stored.get("fc.weight")
     width = config.target_hidden_size
     if found is None or len(found.shape) != 2 or not found.shape[1] or found.shape[1] % width:
@@ -69,7 +70,7 @@ def read_head(folder: str | Path) -> Head:
             "embed_tokens and lm_head"
         )
     module.load_state_dict(load_tensors(stored), assign=True)
-    module.rotary = rotary_embedding(config)  # its frequencies are buffers, not weights
+    module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return Head(config, module, ids)
 
 
@@ -85,10 +86,7 @@ def write_head(
     if lm_head is not None and "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = lm_head.detach().cpu().to(tensors["fc.weight"].dtype).contiguous()
     if head.token_ids is not None:
-        tensors[_OFFSETS] = head.token_ids - torch.arange(len(head.token_ids))
-        draftable = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-        draftable[head.token_ids] = True
-        tensors[_DRAFTABLE] = draftable
+        tensors |= vocabulary_tensors(head.token_ids, head.config.vocab_size)
     values = head.config.as_speculators() if layout == "speculators" else head.config.as_plain()
     values["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     with atomic_files(folder) as work:
@@ -96,7 +94,16 @@ def write_head(
         (work / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def vocabulary_tensors(token_ids: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Return the tensors that list a draft vocabulary, [K] int64 ascending."""
+    draftable = torch.zeros(vocab_size, dtype=torch.bool)
+    draftable[token_ids] = True
+    return {OFFSETS: token_ids - torch.arange(len(token_ids)), DRAFTABLE: draftable}
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Read a folder's config.json. Raises ModelNotFoundError if there is none, and ModelLoadError if it cannot be read."""
+    path = folder / "config.json"
     try:
         return parse_object(read_limited(path), str(path))
     except FileNotFoundError:
@@ -107,7 +114,8 @@ def _json(path: Path) -> Mapping[str, Any]:
         raise ModelLoadError(f"cannot read {str(path)!r}: {error}") from None
 
 
-def _stored(folder: Path) -> dict[str, StoredTensor]:
+def stored_in(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a folder's safetensors files. Raises ModelNotFoundError if there is none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = any(folder.glob("*.bin"))
@@ -124,20 +132,22 @@ def _own_name(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _token_ids(stored: StoredTensor | None, config: HeadConfig) -> torch.Tensor | None:
+def read_token_ids(stored: StoredTensor | None, vocab_size: int, count: int, source: str) -> torch.Tensor | None:
+    """Return the ids of a draft vocabulary of `count` tokens, [K] int64 ascending; None for the whole vocabulary.
+
+    source: the draft, for errors. Raises ModelLoadError if the tensor is missing or invalid.
+    """
     if stored is None:
-        if config.draft_vocab_size != config.vocab_size:
+        if count != vocab_size:
             raise ModelLoadError(
-                f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens, but its file has no d2t to list them"
+                f"{source} drafts {count} of {vocab_size} tokens, but its file has no d2t to list them"
             )
         return None
-    if stored.shape == (config.draft_vocab_size,) and stored.dtype in ("I64", "I32"):
-        ids = torch.arange(config.draft_vocab_size) + load_tensors({_OFFSETS: stored})[_OFFSETS].long()
-        if bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < config.vocab_size:
+    if stored.shape == (count,) and stored.dtype in ("I64", "I32"):
+        ids = torch.arange(count) + load_tensors({OFFSETS: stored})[OFFSETS].long()
+        if bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size:
             return ids
-    raise ModelLoadError(
-        f"the head's d2t must be integer offsets of {config.draft_vocab_size} ascending token ids below {config.vocab_size}"
-    )
+    raise ModelLoadError(f"{source}'s d2t must be integer offsets of {count} ascending token ids below {vocab_size}")
 
 
 def check_target(config: HeadConfig, vocab_size: int, hidden_size: int, num_layers: int, name: str) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from foresay.models.huggingface.operations import RotaryTable, attend, causal_ma
 from foresay.models.huggingface.products import Product
 from foresay.threads import all_threads
 
-_FEATURE_ROWS = 16
+FEATURE_ROWS = 16
 """Positions whose features one PyTorch product on the CPU computes; always the same number, see `HeadModel.features`."""
 
 
@@ -81,7 +81,7 @@ class HeadModel(LanguageModel):
         quantized = self._make is not unquantized
         if self.device.type == "cpu" and (quantized or linears.available(self.dtype, self.device)):
             return self._make(weight, None)
-        return _DenseProduct(weight)
+        return DenseProduct(weight)
 
     def _norm_of(self, norm: torch.nn.Module) -> Norm:
         assert isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None
@@ -159,9 +159,9 @@ class HeadModel(LanguageModel):
             return out
         # PyTorch's summation order depends on the number of rows: a fixed number makes the bits independent of it
         flat = joint.reshape(-1, joint.shape[-1])
-        filled = F.pad(flat, (0, 0, 0, -len(flat) % _FEATURE_ROWS))
+        filled = F.pad(flat, (0, 0, 0, -len(flat) % FEATURE_ROWS))
         with all_threads():
-            parts = [self._fc(part) for part in filled.view(-1, _FEATURE_ROWS, flat.shape[-1])]
+            parts = [self._fc(part) for part in filled.view(-1, FEATURE_ROWS, flat.shape[-1])]
         return torch.cat([*parts, flat[:0, : self.width]])[: len(flat)].view(*joint.shape[:-1], self.width)
 
     @torch.inference_mode()
@@ -245,7 +245,7 @@ class HeadModel(LanguageModel):
         return x, self._norm(x)
 
 
-class _DenseProduct:
+class DenseProduct:
     """A product computed by PyTorch from the unpacked weight."""
 
     bias: torch.Tensor | None = None
@@ -256,9 +256,11 @@ class _DenseProduct:
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in] -> [..., out]."""
         return F.linear(x, self._weight)
 
     def dense(self) -> torch.Tensor:
+        """Return the weight [out, in]."""
         return self._weight
 
 

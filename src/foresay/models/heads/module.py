@@ -8,7 +8,8 @@ position i and to its own pairs of later steps. Knows no loss and no data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ class HeadModule(nn.Module):
         """num_states: number of the target's hidden states whose concatenation it reads."""
         super().__init__()
         self.config, self.num_states = config, num_states
-        shape = _shape(config)
+        shape = layer_shape(config.layer)
         self.fc = nn.Linear(num_states * config.target_hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([_Layer(shape, config.norm_before_residual)])
         self.norm = nn.RMSNorm(config.hidden_size, shape.rms_norm_eps)
@@ -36,7 +37,7 @@ class HeadModule(nn.Module):
         """[K, D]; None to use the target's rows of the tokens that it can draft."""
         self.embed_tokens: nn.Embedding | None = None
         """[V, D]; None to use the target's."""
-        self.rotary = rotary_embedding(config)
+        self.rotary = rotary_embedding(config.layer)
 
     @property
     def layer(self) -> _Layer:
@@ -66,9 +67,9 @@ class HeadModule(nn.Module):
         return normed
 
 
-def rotary_embedding(config: HeadConfig) -> LlamaRotaryEmbedding:
+def rotary_embedding(layer: Mapping[str, Any]) -> LlamaRotaryEmbedding:
     """Return the rotary embedding of a head's layer. Raises ConfigError unless its parameters rotate all of `head_dim`."""
-    shape = _shape(config)
+    shape = layer_shape(layer)
     dim = int(shape.head_dim or shape.hidden_size // shape.num_attention_heads)
     try:
         rotary = LlamaRotaryEmbedding(shape)
@@ -81,10 +82,10 @@ def rotary_embedding(config: HeadConfig) -> LlamaRotaryEmbedding:
     return rotary
 
 
-def _shape(config: HeadConfig) -> LlamaConfig:
+def layer_shape(layer: Mapping[str, Any]) -> LlamaConfig:
     """Return transformers' configuration of the layer. Raises ConfigError for invalid fields or an unknown activation."""
     try:
-        shape = LlamaConfig(**config.layer)
+        shape = LlamaConfig(**layer)
     except Exception as error:  # transformers' validation raises its own classes
         raise ConfigError(f"the head's layer is not a valid 'llama' layer: {_first_line(error)}") from error
     if shape.hidden_act not in ACT2FN:
@@ -108,7 +109,7 @@ class _Layer(nn.Module):
         self.hidden_norm = nn.RMSNorm(width, shape.rms_norm_eps)
         self.self_attn = _Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(width, shape.rms_norm_eps)
-        self.mlp = _FeedForward(shape)
+        self.mlp = FeedForward(shape)
 
     def forward(
         self,
@@ -152,8 +153,8 @@ class _Attention(nn.Module):
         """Attend from x [B, P, 2 D]. Keys and values are [B, heads, P, dim], repeated for the query heads that share them."""
         batch, count = x.shape[:2]
         shared = self.heads // self.key_heads
-        query = _rotate(self._split(self.q_proj(x), self.heads), rotary)
-        key = _rotate(self._split(self.k_proj(x), self.key_heads), rotary).repeat_interleave(shared, 1)
+        query = rotate(self._split(self.q_proj(x), self.heads), rotary)
+        key = rotate(self._split(self.k_proj(x), self.key_heads), rotary).repeat_interleave(shared, 1)
         value = self._split(self.v_proj(x), self.key_heads).repeat_interleave(shared, 1)
         if not keys:
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -178,7 +179,9 @@ class _Attention(nn.Module):
         return attended
 
 
-class _FeedForward(nn.Module):
+class FeedForward(nn.Module):
+    """A gated feed-forward network."""
+
     def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
         width, inner = shape.hidden_size, shape.intermediate_size
@@ -193,7 +196,7 @@ class _FeedForward(nn.Module):
         return out
 
 
-def _rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate x [B, heads, P, dim] by cosines and sines [1, P, dim]."""
     cos, sin = (one[:, None].to(x.dtype) for one in rotary)
     low, high = x.chunk(2, -1)

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
-from foresay.drafters import head as head_drafter
+from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup, target_features
 from foresay.drafters.head import HeadCache
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
@@ -199,10 +198,10 @@ def _paused(model: CausalModel | None = None) -> _Reference:
     return drafter
 
 
-@pytest.mark.parametrize("kept", [0, 2000, head_drafter._MAX_BYTES])
+@pytest.mark.parametrize("kept", [0, 2000, target_features._MAX_BYTES])
 def test_hidden_states_that_wait_for_a_draft_give_the_same(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether their features are computed in each pass, after some, or when they are read; while rows join and leave."""
-    monkeypatch.setattr(head_drafter, "_MAX_BYTES", kept)
+    monkeypatch.setattr(target_features, "_MAX_BYTES", kept)
     assert _paused().compared > 60
 
 
@@ -212,9 +211,9 @@ def test_hidden_states_of_a_recurrent_target_wait_as_well() -> None:
 
 def test_states_at_wrong_positions_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a recurrent target's hidden states read from the start of its pass, where tokens are fed again."""
-    intact = head_drafter._pass_positions
+    intact = target_features._pass_positions
     monkeypatch.setattr(
-        head_drafter,
+        target_features,
         "_pass_positions",
         lambda missing, again, verification, output: intact(missing, [0] * len(missing), verification, output),
     )

@@ -1,0 +1,377 @@
+"""Block drafters: their layouts read once more by a few lines, their files, what they draft, and their exactness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foresay.decoding.protocols import Logits, ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import (
+    BlockDrafter,
+    BlockTreeDrafter,
+    Cascade,
+    Hybrid,
+    PromptLookup,
+    SuffixDrafter,
+)
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.generation.load import load
+from foresay.models.blocks.config import BlockConfig
+from foresay.models.blocks.files import Block, read_block, write_block
+from foresay.models.blocks.model import BlockModel
+from foresay.models.heads.model import target_rows
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import quantizer
+from foresay.models.huggingface.recurrent import RecurrentModel
+from helpers import tiny
+from helpers.blocks import random_block, reference_block
+from helpers.families import VOCAB, make
+from helpers.support import run
+
+SMALL = 7
+"""Tokens of a target whose draft tokens are often right, whatever they are."""
+
+
+def target(*, fused: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
+    model = CausalModel(make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes))
+    if fused:
+        model.use_fused()
+    return model
+
+
+def states_of(model: CausalModel, block: BlockModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The target's hidden states of one text, [S, L * H]."""
+    cache = model.new_cache()
+    cache.add_rows(1)
+    given = ModelInput(tokens[None], [len(tokens)], logits=Logits.NONE, hidden_layers=block.hidden_layers)
+    return block.joined(model.forward(given, cache).hidden)[0]
+
+
+def outputs_of(block: BlockModel, states: torch.Tensor, anchor: int, length: int | None = None) -> torch.Tensor:
+    """The block's outputs after a context, [T, D]."""
+    cache = block.new_cache()
+    cache.add_rows(1)
+    block.add_context([block.features(states)], cache)
+    return block.run_block([anchor], [length or block.config.block_size], cache)[0]
+
+
+CASES = [
+    {},
+    {"from_anchor": False},
+    {"rank": 0, "confidence": False},
+    {"normalizes": False},
+    {"ids": [1, 5, 6, 30, 41, 89]},
+    {"depth": 1, "layers": (0, 3), "size": 8},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any], kernels: bool, tmp_path: Path) -> None:
+    model = target()
+    write_block(random_block(model, **case), tmp_path)
+    block = BlockModel(read_block(tmp_path), model)
+    assert (block._native is not None) or not kernels
+    if not kernels:
+        block._native = None
+    text = torch.tensor([3, 17, 29, 3, 80, 41, 5])
+    states = states_of(model, block, text)
+    found = outputs_of(block, states[:-1], int(text[-1]))
+    config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    mask = config.get("mask_token_id", config.get("dflash_config", {}).get("mask_token_id"))
+    ids = torch.tensor([int(text[-1]), *[mask] * (config["block_size"] - 1)])
+    embedded = model.model.get_input_embeddings()(ids)
+    wanted = reference_block(weights, config, states[:-1], embedded)
+    torch.testing.assert_close(found.double(), wanted, atol=2e-4, rtol=1e-3)
+    other = reference_block(weights, {**config, "rope_theta": 17.0}, states[:-1], embedded)
+    assert not torch.allclose(other, wanted, atol=1e-2)
+    rows = target_rows(model, None if case.get("ids") is None else torch.tensor(case["ids"])).double()
+    torch.testing.assert_close(block.scores(found).double(), wanted @ rows.T, atol=2e-3, rtol=1e-2)
+    if "markov_head.markov_w1.weight" in weights:
+        w1, w2 = (weights[f"markov_head.markov_{name}.weight"].double() for name in ("w1", "w2"))
+        after = block.after(torch.tensor([4, 9]))
+        assert after is not None
+        torch.testing.assert_close(after.double(), w1[[4, 9]] @ w2.T, atol=1e-4, rtol=1e-3)
+        w, bias = weights["confidence_head.proj.weight"][0].double(), weights["confidence_head.proj.bias"].double()
+        accepted = block.acceptance(found[2], torch.tensor(9))
+        assert accepted is not None
+        assert float(accepted) == pytest.approx(
+            float(torch.sigmoid(torch.cat([wanted[2], w1[9]]) @ w + bias).detach()), abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_what_is_trained_is_what_drafts(from_anchor: bool) -> None:
+    """Blocks of a whole text in one pass equal each block alone; control: a block that sees its own anchor's state."""
+    model = target()
+    made = random_block(model, from_anchor=from_anchor)
+    block = BlockModel(made, model)
+    text = torch.randint(2, VOCAB, (12,), generator=torch.Generator().manual_seed(1))
+    states = states_of(model, block, text)
+    anchors = torch.tensor([[2, 5, 9]])
+    ids = torch.full((1, 3, made.config.block_size), made.config.mask_token_id)
+    ids[0, :, 0] = text[anchors[0]]
+    with torch.no_grad():
+        trained = made.module.blocks(states[None], model.model.get_input_embeddings()(ids), anchors)[0]
+    for i, anchor in enumerate(anchors[0].tolist()):
+        alone = outputs_of(block, states[:anchor], int(text[anchor]))
+        torch.testing.assert_close(alone, trained[i], atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(outputs_of(block, states[:6], int(text[5])), trained[1], atol=1e-2)
+
+
+def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing() -> None:
+    model = target()
+    for kernels in (True, False):
+        block = BlockModel(random_block(model), model)
+        if not kernels:
+            block._native = None
+        text = torch.randint(2, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
+        states = states_of(model, block, text)
+        alone = [outputs_of(block, states[:n], int(text[n]), length) for n, length in ((3, 5), (7, 5), (5, 2))]
+        cache = block.new_cache()
+        cache.add_rows(4)
+        block.add_context([block.features(states[:n]) for n in (3, 7, 5)], cache)
+        together = block.run_block([int(text[n]) for n in (3, 7, 5)] + [1], [5, 5, 2, 0], cache)
+        for i, one in enumerate(alone):
+            assert torch.equal(one, together[i, : len(one)])
+        assert not torch.allclose(alone[2], outputs_of(block, states[:5], int(text[5]))[:2], atol=1e-3)
+
+
+PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
+KINDS: dict[str, Callable[[BlockModel], Any]] = {
+    "chain": lambda block: BlockDrafter(block, SMALL),
+    "confident": lambda block: BlockDrafter(block, SMALL, confidence=0.5),
+    "best first": lambda block: BlockTreeDrafter(block, SMALL, nodes=9),
+    "cascade": lambda block: Cascade([BlockDrafter(block, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
+    "behind": lambda block: Cascade([PromptLookup(min_ngram=1), BlockDrafter(block, SMALL)], [[2, 3], [0, 0]]),
+    "hybrid": lambda block: Hybrid(SuffixDrafter(), BlockDrafter(block, SMALL), min_match=3, k=4),
+}
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_that_of_plain_decoding(kind: str, fused: bool, from_anchor: bool) -> None:
+    """Batched, ragged, joining late; some draft tokens right, some wrong."""
+    model = target(fused=fused, vocab=SMALL)
+    block = BlockModel(random_block(model, from_anchor=from_anchor, seed=7), model)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    ours, steps, engine = run(
+        model, PROMPTS, params, drafter=KINDS[kind](block), gamma=5, join_later=2, max_batch_size=3
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert ours == plain
+    accepted = {step.num_accepted for step in steps if step.num_drafted}
+    assert 0 in accepted and max(accepted) >= 2
+
+
+def test_greedy_output_over_a_recurrent_target() -> None:
+    model = RecurrentModel(make("qwen3_5", 3, vocab_size=SMALL, tie_word_embeddings=False))
+    block = BlockModel(random_block(model), model)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    ours, steps, engine = run(model, PROMPTS, params, drafter=_Reference(block, SMALL), gamma=5, join_later=2)
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert sum(one == two for one, two in zip(ours, plain, strict=True)) == len(PROMPTS)
+    assert len({step.num_accepted for step in steps}) > 2
+
+
+class _Reference(BlockDrafter):
+    """Compares each chain that it proposes with the one that a pass over the whole text gives."""
+
+    compared = 0
+
+    def propose(self, rows: Any, budget: Any, policy: Any) -> Any:
+        proposal = super().propose(rows, budget, policy)
+        block = self.context.block
+        for i, row in enumerate(rows):
+            tokens = torch.from_numpy(row.tokens.copy())
+            drafts = proposal.token_ids[i, : proposal.num_tokens[i]]
+            if len(tokens) < 2 or not len(drafts):
+                continue
+            states = states_of(block.target, block, tokens)
+            outputs = outputs_of(block, states[:-1], int(tokens[-1]))
+            outputs = outputs[block.config.block_size - block.config.num_draft_tokens :]
+            for j, previous in enumerate([int(tokens[-1]), *drafts.tolist()][: len(drafts)]):
+                after = block.after(torch.tensor([previous]))
+                scores = block.scores(outputs[j]) + (0 if after is None else after[0])
+                assert int(scores.argmax()) == int(drafts[j])
+            self.compared += len(drafts)
+        return proposal
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_each_draft_token_is_that_of_a_pass_over_the_whole_text(from_anchor: bool) -> None:
+    """Whatever was accepted, rewound, missed or moved before it."""
+    model = target(vocab=SMALL)
+    drafter = _Reference(BlockModel(random_block(model, seed=7, from_anchor=from_anchor), model), SMALL)
+    params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=3)
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert drafter.compared > 150 and len({step.num_accepted for step in steps}) > 2
+
+
+def test_a_long_prompt() -> None:
+    model = target(vocab=SMALL, max_position_embeddings=2048)
+    drafter = _Reference(BlockModel(random_block(model, seed=2), model), SMALL)
+    prompts = [[(3 * i + i // 7) % SMALL for i in range(n)] for n in (600, 5, 300)]
+    _, _, engine = run(model, prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), drafter=drafter, gamma=3)
+    assert engine.draft_failures == 0 and drafter.compared > 20
+
+
+def test_a_block_ends_at_the_context_limit() -> None:
+    model = target(vocab=SMALL, max_position_embeddings=32)
+    block = BlockModel(random_block(model), model)
+    params = SamplingParams(max_new_tokens=64, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    ours, _, engine = run(model, PROMPTS, params, drafter=BlockDrafter(block, SMALL), gamma=5)
+    assert engine.draft_failures == 0 and ours == plain
+
+
+def test_confidence_ends_blocks() -> None:
+    """A higher bound drafts fewer tokens, of which more are accepted if the prediction means something."""
+    model = target(vocab=SMALL)
+    block = BlockModel(random_block(model), model)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    drafted = []
+    for least in (0.0, 0.3, 0.6, 1.0):
+        _, steps, _ = run(model, PROMPTS, params, drafter=BlockDrafter(block, SMALL, confidence=least), gamma=5)
+        drafted.append(sum(step.num_drafted for step in steps) / len(steps))
+    assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[1] > drafted[2] >= drafted[3]
+
+
+def test_weights_in_8_bits_draft_as_well() -> None:
+    model = target()
+    made = random_block(model)
+    states = states_of(model, BlockModel(made, model), torch.arange(2, 12))
+    whole, rounded = (outputs_of(BlockModel(made, model, **more), states, 5) for more in ({}, {"make": quantizer(8)}))
+    assert not torch.equal(whole, rounded)
+    assert float((whole - rounded).abs().mean()) < 0.05 * float(whole.abs().mean())
+
+
+def test_published_layouts(tmp_path: Path) -> None:
+    """Fields of DFlash's, DSpark's and the speculators layout; layers are counted from one more in the last."""
+    model = target()
+    dspark = random_block(model, layers=(0, 2)).config
+    values = dspark.as_plain()
+    assert values["architectures"] == ["Qwen3DSparkModel"] and values["target_layer_ids"] == [-1, 1]
+    assert BlockConfig.read(values) == dspark
+    dflash = random_block(model, from_anchor=False).config
+    values = dflash.as_plain()
+    assert values["dflash_config"] == {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1]}
+    assert BlockConfig.read(values) == dflash and dflash.num_draft_tokens == 4
+    layer = {
+        k: v
+        for k, v in dspark.as_plain().items()
+        if k in (*dspark.layer, "model_type", "num_hidden_layers", "vocab_size")
+    }
+    speculators = {
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": layer,
+        "aux_hidden_state_layer_ids": [0, 2],
+        **{k: dspark.as_plain()[k] for k in ("block_size", "mask_token_id", "markov_rank", "draft_vocab_size")},
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "speculators_config": {"verifier": {"name_or_path": "org/target", "architectures": ["X"]}},
+    }
+    read = BlockConfig.read(speculators)
+    assert (read.hidden_layers, read.target, read.from_anchor) == ((0, 2), "org/target", True)
+    assert read.layer == dspark.layer and read.markov_rank == dspark.markov_rank
+    write_block(
+        random_block(model),
+        tmp_path,
+        lm_head=target_rows(model, None),
+        embeddings=model.model.get_input_embeddings().weight,
+    )
+    with_copies = read_block(tmp_path)
+    assert with_copies.module.lm_head is not None and with_copies.module.embed_tokens is not None
+    text = torch.arange(2, 9)
+    states = states_of(model, BlockModel(with_copies, model), text)
+    torch.testing.assert_close(
+        outputs_of(BlockModel(with_copies, model), states, 3),
+        outputs_of(BlockModel(random_block(model), model), states, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 1}, "block_size"),
+        ({"block_size": None}, "block_size"),
+        ({"mask_token_id": VOCAB}, "mask_token_id=97"),
+        ({"target_layer_ids": None}, "lists no layers"),
+        ({"target_layer_ids": [-2]}, "target_layer_ids"),
+        ({"markov_head_type": "rnn"}, 'markov_head_type="rnn"'),
+        ({"selector_rank": 8}, "selector_rank=8"),
+        ({"layer_types": ["sliding_attention"] * 2}, 'layer_types has "sliding_attention"'),
+        ({"layer_types": 3}, "layer_types"),
+        ({"model_type": "gemma3"}, 'model_type="gemma3"'),
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"markov_rank": -1}, "markov_rank"),
+        ({"rope_parameters": {"rope_type": "odd"}}, "rope"),
+    ],
+)
+def test_configurations_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    values = {**random_block(target()).config.as_plain(), **changes}
+    with pytest.raises(ConfigError, match=message):
+        BlockConfig.read({k: v for k, v in values.items() if v is not None})
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    model = target()
+    made = random_block(model, ids=[1, 5, 9])
+    write_block(made, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+
+    def refused(changed: dict[str, torch.Tensor], message: str) -> None:
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ModelLoadError, match=message):
+            read_block(tmp_path)
+
+    refused({k: v for k, v in tensors.items() if k != "norm.weight"}, "norm.weight")
+    refused({**tensors, "fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, "fc.weight")
+    refused({**tensors, "extra": torch.zeros(1)}, "extra")
+    refused({k: v for k, v in tensors.items() if k != "d2t"}, "no d2t")
+    refused({**tensors, "d2t": torch.tensor([5, 1, 0])}, "d2t must be")
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
+        read_block(tmp_path / "nothing")
+    for wrong, message in (
+        (target(vocab=SMALL), "vocabulary of 97"),
+        (target(hidden_size=40, head_dim=10), "hidden size of 32"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            BlockModel(made, wrong)
+    deep = Block(random_block(model, layers=(1, 3)).config, random_block(model, layers=(1, 3)).module, None)
+    with pytest.raises(ConfigError, match="reads layer 3 of its target"):
+        BlockModel(deep, target(num_hidden_layers=2))
+
+
+def test_by_name(tmp_path: Path) -> None:
+    """As a drafter's expression, alone, in a hybrid and as a tree; the output is that of plain decoding."""
+    folder = tiny.save(tmp_path / "model")
+    loaded = load(str(folder), drafter="none", dtype="fp32")
+    assert isinstance(loaded.target.model, CausalModel)
+    write_block(random_block(loaded.target.model, layers=(0, 1)), tmp_path)
+    plain = loaded.generate("abcabcabc", max_new_tokens=20).token_ids
+    for drafter in (
+        f"block({tmp_path})",
+        f"block({tmp_path}, confidence=0.2)",
+        f"block_tree({tmp_path}, nodes=6)",
+        f"hybrid(suffix, block={tmp_path}; k=3)",
+    ):
+        other = load(str(folder), drafter=drafter, dtype="fp32", length=3)
+        assert other.generate("abcabcabc", max_new_tokens=20).token_ids == plain
+    with pytest.raises(ModelNotFoundError, match="block drafter"):
+        load(str(folder), drafter="block(./nowhere)")

@@ -1,0 +1,183 @@
+"""Training of block drafters: the loss next to plain loops, what it reaches, and runs that were killed and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import BlockDrafter
+from foresay.errors import ConfigError
+from foresay.models.blocks.files import read_block
+from foresay.models.blocks.model import BlockModel
+from foresay.models.heads.model import target_rows
+from foresay.training import fitting
+from foresay.training.batches import batch_of
+from foresay.training.block_distil import BlockShape, distil_block, new_block, resumed_block, usual_block_layers
+from foresay.training.block_student import BlockStudent
+from foresay.training.curves import read_log
+from foresay.training.evaluation import evaluate
+from foresay.training.fitting import Plan
+from foresay.training.losses import Objective
+from foresay.training.outputs import split
+from foresay.training.teacher import TargetPasses
+from helpers.blocks import random_block
+from helpers.support import run
+from integration.training.test_distil import VOCAB, loaded, written
+
+CHEAP = Plan(epochs=1, batch_tokens=400, rate=3e-3, evaluate_minutes=60)
+
+
+def shape(**changes: Any) -> BlockShape:
+    return BlockShape(**{"hidden_layers": (1, 2, 3), "vocabulary_size": VOCAB, "layers": 1, "block_size": 4, **changes})
+
+
+@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("ids", [None, [0, *range(3, 40)]])
+def test_the_loss_is_that_of_plain_loops(from_anchor: bool, ids: list[int] | None) -> None:
+    """Every block alone, every position of it by hand; control: a Markov head that reads the token after."""
+    target = loaded()
+    model: Any = target.model
+    made = random_block(model, layers=(1, 3), size=4, ids=ids, from_anchor=from_anchor, gain=1.0)
+    texts = written(target, 3, new=9)
+    passes = TargetPasses(model, made.config.hidden_layers)
+    student = BlockStudent(made, model, anchors=None, decay=0.5, confidence=0.7)
+    batch = batch_of([0, 1, 2], texts, lambda i: passes(texts[i]))
+    total, weights = student(batch, Objective.parse("ce=0.1, tv=1.8"))
+    rows = target_rows(model, None if ids is None else torch.tensor(ids))
+    kept = list(range(VOCAB)) if ids is None else ids
+    wanted = count = 0.0
+    for text in texts:
+        outputs, tokens = passes(text), text.tokens.tolist()
+        p_all = torch.softmax(model.uncached(torch.tensor([tokens]))[0].float(), -1)
+        for anchor in range(text.start - 1, len(tokens) - 1):
+            block_ids = torch.tensor([[[tokens[anchor], *[made.config.mask_token_id] * 3]]])
+            embedded = model.model.get_input_embeddings()(block_ids)
+            found = made.module.blocks(outputs.states[None].float(), embedded, torch.tensor([[anchor]]))[0, 0]
+            found = found[0 if from_anchor else 1 :]
+            for j, state in enumerate(found):
+                at = anchor + j
+                if at >= len(tokens) - 1:
+                    break
+                logits = rows @ state
+                markov, head = made.module.markov_head, made.module.confidence_head
+                if markov is not None:
+                    logits = logits + markov.markov_w2(markov.markov_w1(torch.tensor(tokens[at])))
+                q, p = torch.softmax(logits, -1), p_all[at][kept]
+                label = tokens[at + 1]
+                ce = -q[kept.index(label)].clamp(min=1e-9).log() if label in kept else torch.tensor(0.0)
+                tv = ((p - q).abs().sum() + abs(1 - p.sum())) / 2
+                loss = 0.1 * ce + 1.8 * tv
+                if head is not None and markov is not None:
+                    seen = torch.cat([state, markov.markov_w1(torch.tensor(tokens[at]))])
+                    accepted = torch.minimum(p, q).sum().detach()
+                    loss = loss + 0.7 * torch.nn.functional.binary_cross_entropy_with_logits(
+                        head.proj(seen)[0], accepted
+                    )
+                wanted, count = wanted + 0.5**j * float(loss.detach()), count + 0.5**j
+    assert float(weights) == pytest.approx(count, rel=1e-5)
+    assert float(total.detach()) == pytest.approx(wanted, rel=2e-3)
+
+
+def test_anchors_are_the_targets_own_positions_and_follow_the_seed() -> None:
+    target = loaded()
+    model: Any = target.model
+    texts = written(target, 4)
+    made = random_block(model, layers=(1,), size=4)
+    student = BlockStudent(made, model, anchors=6, decay=0.5)
+    batch = batch_of([0, 1, 2, 3], texts, lambda i: TargetPasses(model, (1,))(texts[i]))
+    found = []
+    for seed in (1, 1, 2):
+        student.begin_batch(seed)
+        anchors, valid = student._anchors(batch.loss_mask())
+        assert anchors.shape == (4, 6) and bool(valid.all())
+        for row, text in zip(anchors.tolist(), texts, strict=True):
+            assert row == sorted(set(row)) and row[0] >= text.start - 1 and row[-1] < len(text.tokens) - 1
+        found.append(anchors)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    student.eval()
+    assert student._anchors(batch.loss_mask())[0].shape[1] == int(batch.loss_mask().sum(1).max()), (
+        "evaluation takes all"
+    )
+
+
+def test_evaluation_counts_what_decoding_accepts(tmp_path: Path) -> None:
+    """Tokens per pass of the simulated loop equal those of drafting with the saved block drafter."""
+    target = loaded()
+    learn, rest = split(written(target, 60), 0.2)
+    block = new_block(target, learn, shape(), 0)
+    plan = Plan(epochs=12, batch_tokens=600, rate=1e-2, evaluate_minutes=60)
+    distil_block(target, block, learn, rest, plan, Objective.parse("forward_kl"), tmp_path)
+    best = max(read_log(tmp_path).values(), key=lambda line: line["tokens_per_pass"])
+    model: Any = target.model
+    drafter = BlockDrafter(BlockModel(read_block(tmp_path), model), VOCAB)
+    params = [SamplingParams(max_new_tokens=text.size, ignore_eos=True) for text in rest]
+    prompts = [text.tokens[: text.start].tolist() for text in rest]
+    _, steps, engine = run(model, prompts, params, drafter=drafter, gamma=4)
+    assert engine.draft_failures == 0
+    found = sum(len(step.token_ids) for step in steps) / len(steps)
+    assert found == pytest.approx(best["tokens_per_pass"], rel=0.03)
+    assert best["acceptance_1"] > 0.5 > 5 * 1 / VOCAB, "from chance to more than a half"
+
+
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = loaded()
+    learn, rest = split(written(target, 24), 0.2)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    plan = Plan(epochs=2, batch_tokens=300, rate=3e-3, evaluate_minutes=60)
+
+    def train(folder: Path) -> Any:
+        folder.mkdir(exist_ok=True)
+        block = new_block(target, learn, shape(), 0)
+        return distil_block(target, block, learn, rest, plan, Objective.parse("forward_kl"), folder, anchors=5)
+
+    train(whole)
+    intact, steps = fitting.Fitting._step, []
+
+    def dies(self: Any, share: float) -> None:
+        if len(steps) == 3:
+            steps.append(0)
+            raise KeyboardInterrupt
+        steps.append(1)
+        intact(self, share)
+
+    monkeypatch.setattr(fitting.Fitting, "_step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts)
+    report = train(parts)
+    assert report.resumed_at == 3
+    ends = [load_file(folder / "checkpoint" / "weights.safetensors") for folder in (whole, parts)]
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(weight, ends[1][name])
+
+
+def test_training_goes_on_from_a_drafter(tmp_path: Path) -> None:
+    target = loaded()
+    learn, rest = split(written(target, 24), 0.2)
+    first = new_block(target, learn, shape(), 0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    distil_block(target, first, learn, rest, CHEAP, Objective.parse("forward_kl"), tmp_path / "one")
+    again = resumed_block(target, read_block(tmp_path / "one"))
+    distil_block(target, again, learn, rest, CHEAP, Objective.parse("forward_kl"), tmp_path / "two")
+    lines = [list(read_log(tmp_path / name).values()) for name in ("one", "two")]
+    assert lines[1][0]["divergence"] == pytest.approx(lines[0][-1]["divergence"], rel=0.05)
+    with pytest.raises(ConfigError, match="reads layer"):
+        resumed_block(loaded(layers=2), read_block(tmp_path / "one"))
+
+
+def test_defaults() -> None:
+    assert usual_block_layers(30) == (2, 15, 28)
+    assert usual_block_layers(36) == (2, 13, 23, 34)
+    assert usual_block_layers(64) == (2, 17, 32, 47, 62)
+    assert usual_block_layers(4) == (2, 2) or len(usual_block_layers(4)) >= 1
+    target = loaded()
+    made = new_block(target, written(target, 4), BlockShape(), 0)
+    assert made.config.num_layers == 1 and made.config.block_size == 7 and made.token_ids is None
+    with pytest.raises(ConfigError, match="hidden_layers="):
+        new_block(target, written(target, 4), shape(hidden_layers=(5,)), 0)
+    evaluate(BlockStudent(made, target.model, anchors=None, decay=0.5), [], torch.device("cpu"))  # type: ignore[arg-type]

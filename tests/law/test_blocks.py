@@ -1,0 +1,99 @@
+"""Distribution tests of block drafters: chains with a Markov head, and trees; the control ignores the head's conditioning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import BlockDrafter, BlockTreeDrafter
+from foresay.models.blocks.model import BlockModel
+from foresay.models.huggingface.causal import CausalModel
+from helpers.blocks import random_block
+from helpers.distribution_cells import ALPHA
+from helpers.families import make
+from helpers.reference import joint, p_value
+from helpers.support import run
+
+SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1500, [1, 2, 1]
+PARAMS = SamplingParams(temperature=2.0, max_new_tokens=LENGTH, ignore_eos=True)
+
+
+class Target(CausalModel):
+    """A tiny model whose distributions can be enumerated."""
+
+    @cache  # noqa: B019
+    def _after(self, context: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
+
+    def distribution(self, context: Sequence[int]) -> torch.Tensor:
+        return self._after(tuple(context))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    model = Target(make("llama", 3, vocab_size=SIZE, tie_word_embeddings=False))
+    model.use_fused()
+    return model
+
+
+class _IgnoresMarkov(BlockDrafter):
+    """Draws with the Markov head, and records the distributions without it."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        proposal = super().propose(rows, budget, policy)
+        scores = self.context._scores
+        if proposal.distributions is None or scores is None:
+            return proposal
+        base = torch.softmax(scores[:, : proposal.width].float() / 2.0, -1)  # at the rows' temperature
+        return dataclasses.replace(proposal, distributions=base.transpose(0, 1).flatten(0, 1).contiguous())
+
+
+DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
+    "chain": lambda block: BlockDrafter(block, SIZE),
+    "confident": lambda block: BlockDrafter(block, SIZE, confidence=0.4),
+    "likeliest": lambda block: BlockDrafter(block, SIZE, sample=False),
+    "best first": lambda block: BlockTreeDrafter(block, SIZE, nodes=8),
+    "ignores": lambda block: _IgnoresMarkov(block, SIZE),
+}
+
+
+def value(target: Target, drafter: str, rule: str, *, from_anchor: bool = True) -> float:
+    block = BlockModel(random_block(target, from_anchor=from_anchor, gain=2.0), target)
+    params = [SamplingParams.of(PARAMS, seed=seed) for seed in range(SAMPLES)]
+    outputs, steps, engine = run(
+        target, [PROMPT] * SAMPLES, params, drafter=DRAFTERS[drafter](block), rule=rule, gamma=3, max_batch_size=64
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert sum(step.num_accepted for step in steps) > SAMPLES / 4
+    assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 4
+    return p_value(outputs, joint(target, params[0], PROMPT, LENGTH), SIZE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+@pytest.mark.parametrize("drafter", ["chain", "confident", "likeliest"])
+def test_chains(drafter: str, rule: str, target: Target) -> None:
+    assert value(target, drafter, rule) > ALPHA
+
+
+@pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
+def test_trees(rule: str, target: Target) -> None:
+    assert value(target, "best first", rule) > ALPHA
+
+
+def test_blocks_without_a_markov_head(target: Target) -> None:
+    assert value(target, "chain", "speculative", from_anchor=False) > ALPHA
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+def test_the_conditioning_ignored(rule: str, target: Target) -> None:
+    assert value(target, "ignores", rule) < ALPHA
