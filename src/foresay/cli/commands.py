@@ -128,7 +128,7 @@ COMMANDS = {
         TRAIN,
     ),
     "export": Entry(
-        "Write a draft head or block drafter in another engine's format.",
+        "Write a draft in another engine's format.",
         "export:run",
         ("foresay export head exported -m Qwen/Qwen2.5-0.5B-Instruct",),
         TRAIN,

@@ -38,7 +38,7 @@ def run(
     dtype: DtypeOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Write a draft head or block drafter in another engine's format.
+    """Write a draft in another engine's format.
 
     The layers that the draft shares with its target are included: the output layer, and a block drafter's embeddings. vLLM reads
     both formats of heads: speculators, and plain EAGLE-3, which counts layers from 1. Block drafters are written in the layout of

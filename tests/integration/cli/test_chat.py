@@ -143,7 +143,7 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
     ("line", "message"),
     [
         ("/nothing", "unknown command /nothing. /help lists the commands; //nothing sends it as text"),
-        ("/drafter sufix", "unknown drafter 'sufix'. Did you mean 'suffix'? Known: cascade,"),
+        ("/drafter sufix", "unknown drafter 'sufix'. Did you mean 'suffix'? Known: block,"),
         ("/drafter suffix(scal=3)", "unknown setting of drafter 'suffix' 'scal'. Did you mean 'scale'?"),
         ("/drafter suffix(scale=0)", "suffix(scale=0): scale=0 must be"),
         ("/draft ./nowhere", "no such file or folder: './nowhere'"),
