@@ -491,7 +491,8 @@ def test_ctrl_c_ends_a_comparison_and_not_the_program(folder: Path) -> None:
             if terminal.child.expect_exact(["(stopped)", pexpect.TIMEOUT], timeout=1) == 0:
                 break
         terminal.ready()
-        assert "no messages yet" in plain(terminal("/history"))
+        answers = [plain(terminal("/history")) for _ in range(2)]  # an interrupt too many may have a prompt of its own
+        assert any("no messages yet" in answer for answer in answers)
         assert terminal.leave() == 0
     finally:
         terminal.child.close(force=True)
