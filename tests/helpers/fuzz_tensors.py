@@ -15,6 +15,9 @@ from safetensors.numpy import load_file
 
 from foresay.drafters.ngram_table import NgramTable
 from foresay.lengths.acceptance_head import AcceptanceHead
+from foresay.models.blocks.config import BlockConfig
+from foresay.models.blocks.files import Block, read_block, write_block
+from foresay.models.blocks.module import BlockModule
 from foresay.models.heads.config import HeadConfig
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.module import HeadModule
@@ -88,8 +91,18 @@ def _head() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | 
 
 
 def _write_head(place: Path, rng: random.Random) -> Path:
-    configs, (tensors, metadata) = _head()
+    return _write_draft(*_head(), place, rng)
+
+
+def _write_block(place: Path, rng: random.Random) -> Path:
+    return _write_draft(*_block(), place, rng)
+
+
+def _write_draft(
+    configs: dict[str, dict[str, Any]], weights: tuple[Tensors, dict[str, str] | None], place: Path, rng: random.Random
+) -> Path:
     config: Any = configs[rng.choice(sorted(configs))]
+    tensors, metadata = weights
     changes_config = rng.random() < 0.6
     text = mutate_json(config, rng) if changes_config else dump(config).encode()
     (place / "config.json").write_bytes(text)
@@ -110,6 +123,38 @@ def _read_head(path: Path) -> None:
     head = read_head(path)
     states = torch.zeros(1, 2, head.module.fc.in_features)
     head.module.float().unrolled(states, torch.zeros(1, 2, head.config.hidden_size), 1)  # drafting converts weights too
+
+
+@cache
+def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | None]]:
+    """config.json of all layouts, and the weights."""
+    layer: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = BlockConfig(layer, 2, 40, 10, (0, 1, 2), 4, 39, 6, True, True)
+    block = Block(config, BlockModule(config), torch.arange(0, 40, 4))
+    with working_folder() as folder:
+        write_block(block, folder, lm_head=torch.zeros(10, 16), embeddings=torch.zeros(40, 16))
+        plain = json.loads((folder / "config.json").read_text())
+        weights = _stored(folder / "model.safetensors")
+    names = ("model_type", "num_hidden_layers", "vocab_size", "layer_types", *layer)
+    dflash = {**plain, "dflash_config": {n: plain.pop(n) for n in ("mask_token_id", "target_layer_ids")}}
+    plain |= dflash["dflash_config"]
+    speculators = {
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": {n: plain[n] for n in names},
+        "aux_hidden_state_layer_ids": [0, 1, 2],
+        "speculators_config": {"verifier": {"name_or_path": "org/name", "architectures": ["A"]}},
+        **{n: v for n, v in plain.items() if n not in (*names, "architectures", "target_layer_ids")},
+    }
+    return {"dspark": plain, "dflash": {**dflash, "sample_from_anchor": True}, "speculators": speculators}, weights
+
+
+def _read_block(path: Path) -> None:
+    block = read_block(path)
+    module, width = block.module.float(), block.config.hidden_size
+    states = torch.zeros(1, 3, module.fc.in_features)
+    module.blocks(states, torch.zeros(1, 1, block.config.block_size, width), torch.tensor([[2]]))
 
 
 @cache
@@ -211,6 +256,7 @@ FORMATS: dict[str, Format] = {
     "ngram": Format(one_file("t.safetensors", lambda rng: mutate_tensors(*_table(), rng, _fact)), _read_table),
     "ngram-list": Format(one_file("t.json", _list), _read_table),
     "head": Format(files(_write_head), _read_head),
+    "block": Format(files(_write_block), _read_block),
     "acceptance-head": Format(files(_write_acceptance), _read_acceptance),
     "checkpoint": Format(files(_write_checkpoint), _read_checkpoint),
     "tokenizer": Format(files(_write_tokenizer), _read_tokenizer),
