@@ -75,7 +75,7 @@ INSIDE = {
         {"model", "fused", "graphs"},
         {"causal", "selective_scan"},
         {"seq2seq", "states"},
-        {"recurrent"},
+        {"recurrent", "mtp"},
         {"early_exit", "self_check"},
     ],
     "models/gguf": [{"header"}, {"values"}, {"tokenizer", "types", "positions"}, {"packed"}, {"shapes"}, {"blocks"}],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,17 +15,17 @@ from foresay.decoding.protocols import Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.model_tree import ModelTreeDrafter
-from foresay.drafters.target_features import FeatureCache, ReadsTarget
+from foresay.drafters.target_features import FeatureCache, ReadsStates, ReadsTarget
 from foresay.models.heads.config import NEXT
-
-if TYPE_CHECKING:  # at run time this would import transformers
-    from foresay.models.heads.model import HeadModel
 
 
 class HeadCache(FeatureCache):
-    """A head's cache over ragged rows, fed with the target's hidden states."""
+    """A head's cache over ragged rows, fed with the target's hidden states.
 
-    def __init__(self, head: HeadModel, vocab_size: int) -> None:
+    The head's input is a token and, in `ModelInput.features`, the features before it; its hidden states NEXT replace them.
+    """
+
+    def __init__(self, head: ReadsStates, vocab_size: int) -> None:
         self.head = head
         self._last_output: torch.Tensor | None = None
         """[B, 1, D], the head's output for each row's last token, which the next pass reads."""
@@ -110,7 +109,7 @@ class HeadDrafter(ReadsTarget):
     for some steps.
     """
 
-    def __init__(self, head: HeadModel, target_vocab_size: int, *, sample: bool = True) -> None:
+    def __init__(self, head: ReadsStates, target_vocab_size: int, *, sample: bool = True) -> None:
         """target_vocab_size: width of the target's logits. sample: see ModelDrafter."""
         super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(head.hidden_layers)))
@@ -119,7 +118,7 @@ class HeadDrafter(ReadsTarget):
 class HeadTreeDrafter(ReadsTarget, ModelTreeDrafter):
     """Draft trees with a head on the target's hidden states; budgets count nodes."""
 
-    def __init__(self, head: HeadModel, target_vocab_size: int, *, branches: int = 2, width: int = 1) -> None:
+    def __init__(self, head: ReadsStates, target_vocab_size: int, *, branches: int = 2, width: int = 1) -> None:
         """branches: children per node. width: nodes per level that get children; each level takes one draft pass."""
         ModelTreeDrafter.__init__(
             self, head, target_vocab_size, branches=branches, width=width, context=HeadCache(head, target_vocab_size)

@@ -26,6 +26,8 @@ from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH = 32
+WITH_MTP = "hybrid(suffix, mtp; k=3)"
+"""Default drafter of a target whose checkpoint has multi-token-prediction layers."""
 
 
 def load(
@@ -76,7 +78,8 @@ def load(
         max_batch_size = stored.max_batch_size if max_batch_size is None else max_batch_size
         given = stored.filled(given)
     settings = LoadOptions(**_known(given))
-    if drafter == "auto" and draft is None and not ngrams:
+    is_auto = drafter == "auto" and draft is None and not ngrams
+    if is_auto:
         drafter = default_drafter(target, settings)
     drafter = drafter if memory is None else _remembering(draft, drafter, os.fspath(memory), memory_prompts)
     recipe, name = _recipe(draft, drafter, ngrams)
@@ -86,6 +89,9 @@ def load(
     max_batch_size = DEFAULT_BATCH if max_batch_size is None else max_batch_size
     check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
     resources = Resources(resolve(target, settings, tokenizer, eos_token_ids), settings)
+    if is_auto and memory is None and drafter == "suffix" and resources.has_mtp():
+        recipe, name = _recipe(None, WITH_MTP, {})
+        policy = _policy(name, num_draft_tokens, length)
     if recipe is None:
         recipe, name = _draft_recipe(draft, name)
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
@@ -142,6 +148,7 @@ def change(
         return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
     if drafter == "auto":
         drafter = default_drafter(resources.target.name, resources.options)
+        drafter = WITH_MTP if drafter == "suffix" and resources.has_mtp() else drafter
     recipe, name = _recipe(None, drafter, {})
     assert recipe is not None
     policy = _policy(name, num_draft_tokens, length)

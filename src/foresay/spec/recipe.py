@@ -5,6 +5,7 @@ Owns the models and tables loaded to draft for a target, each loaded once. Knows
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.heads.model import HeadModel
     from foresay.models.huggingface.causal import CausalModel
     from foresay.models.huggingface.linears import MakeProduct
+    from foresay.models.huggingface.mtp import MtpHead
+
+logger = logging.getLogger("foresay")
 
 _OWN_DRAFT_TOKENS = 5
 """Default number of draft tokens of drafters that are not foresay's own."""
@@ -46,6 +50,7 @@ class Resources:
     tables: dict[str, NgramTable] = field(default_factory=dict)
     heads: dict[str, HeadModel] = field(default_factory=dict)
     blocks: dict[str, BlockModel] = field(default_factory=dict)
+    mtp_head: MtpHead | None = None
     memories: dict[str, Memory] = field(default_factory=dict)
 
     @property
@@ -84,6 +89,29 @@ class Resources:
             target, options, make = self._for_reader("block drafter")
             self.blocks[name] = BlockModel(load_block(name, options), target, name=self.target.name, make=make)
         return self.blocks[name]
+
+    def mtp(self) -> MtpHead:
+        """Return the target's multi-token-prediction layers. Raises UnsupportedModelError if its checkpoint has none."""
+        from foresay.models.huggingface.mtp import MtpHead
+
+        if self.mtp_head is None:
+            self.mtp_head = MtpHead(self._for_reader("mtp drafter")[0], name=self.target.name)
+        return self.mtp_head
+
+    def has_mtp(self) -> bool:
+        """Return True if the target's configuration names multi-token-prediction layers and its files have them."""
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.mtp import num_mtp_layers
+
+        model = self.target.model
+        if not isinstance(model, CausalModel) or not num_mtp_layers(model):
+            return False
+        try:
+            self.mtp()
+        except (UnsupportedModelError, ConfigError) as error:
+            logger.info("drafting without multi-token-prediction layers: %s", error)
+            return False
+        return True
 
     def _for_reader(self, noun: str) -> tuple[CausalModel, LoadOptions, MakeProduct]:
         """Return the target of a draft that reads its hidden states, the options to load the draft, and how to make its products.

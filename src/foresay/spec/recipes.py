@@ -79,6 +79,16 @@ def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
     return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
 
 
+def _mtp(sample: bool = True) -> Recipe:
+    check_flag("sample", sample)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        head = resources.mtp()
+        return lambda: HeadDrafter(head, resources.vocab_size, sample=sample)
+
+    return Recipe(prepare, 3, reads_target=True, samples=sample)
+
+
 def _block(name: str, sample: bool = True, confidence: float = 0.0) -> Recipe:
     name = check_path("name", name)
     check_flag("sample", sample)
@@ -311,6 +321,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named like --model.", "model"),
     "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
     "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
+    "mtp": DrafterSpec(_mtp, "The multi-token-prediction layer of the target's own checkpoint.", "model"),
     "block": DrafterSpec(
         _block, "A block drafter, which drafts a block in one pass (DFlash, DSpark): its folder or hub id.", "model"
     ),

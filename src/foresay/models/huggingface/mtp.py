@@ -1,0 +1,153 @@
+"""The multi-token-prediction layers of a checkpoint as a draft head (DeepSeek-V3, section 2.2).
+
+A layer reads the target's last hidden state at a position and the embedding of the token after it, and predicts the token after
+that; its output replaces the hidden state for the next token. transformers knows the layouts and builds the layers;
+this module runs the first of them over a slot cache, as often as tokens are drafted. Owns the forward pass and the completion of
+configurations that name no such layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
+from foresay.decoding.rows import Rows
+from foresay.errors import UnsupportedModelError
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.huggingface import attention, linears
+from foresay.models.huggingface.causal import CausalModel, TransformersCache
+
+NEXT, LAST = 0, 1
+"""Keys of a pass's hidden states: NEXT replaces the target's in the next pass, LAST is the output layer's input."""
+_MTP_OF_QWEN = re.compile(r"qwen3_(next|5)")
+"""model_type of families whose checkpoints have one such layer that their configurations do not name."""
+
+
+def num_mtp_layers(model: CausalModel) -> int:
+    """Return the number of multi-token-prediction layers that a model's configuration names; 0 if it names none."""
+    config = model.model.config.get_text_config(decoder=True)
+    found = getattr(config, "num_mtp_layers", None) or getattr(config, "mtp_num_hidden_layers", None)
+    return int(found or 0)
+
+
+class MtpHead(LanguageModel):
+    """The first multi-token-prediction layer of the target's checkpoint."""
+
+    def __init__(self, target: CausalModel, *, name: str) -> None:
+        """Load the layers from the folder or repository that the target was loaded from.
+
+        name: of the target, for errors. Raises UnsupportedModelError if it has none, or if transformers cannot load them.
+        """
+        model = target.model
+        layers = _load(model, name)
+        self.target, self.vocab_size, self.max_length = target, target.vocab_size, target.max_length
+        self.device, self.dtype = target.device, model.dtype
+        self.width = int(model.config.get_text_config(decoder=True).hidden_size)
+        self.hidden_layers: tuple[int, ...] = (target.num_layers,)
+        self.num_parameters = sum(weight.numel() for weight in layers.layers[0].parameters())
+        if self.device.type == "cpu":
+            linears.freeze_linears(layers.layers)
+        self._layers = layers.eval()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See LanguageModel."""
+        return Capabilities(trees=True, num_layers=LAST, prefill_together=self.device.type != "cpu")
+
+    def new_cache(self) -> SlotCache:
+        """Return a cache without rows."""
+        return SlotCache()
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Add an empty cache row for each row from index `first` on."""
+        assert isinstance(cache, SlotCache)
+        cache.add_rows(len(rows) - first)
+
+    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the target's last hidden states, given as layer -> [..., H]."""
+        return hidden[self.hidden_layers[0]].to(self.device, self.dtype)
+
+    def features(self, joint: torch.Tensor) -> torch.Tensor:
+        """Return the features of hidden states [..., H]: these themselves."""
+        return joint
+
+    @torch.inference_mode()
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        """Run one pass over pairs of a token and, in `ModelInput.features` [B, T, H], the hidden state before it."""
+        assert isinstance(cache, SlotCache) and model_input.features is not None
+        tokens, features = model_input.token_ids, model_input.features
+        batch, columns = tokens.shape
+        alone = columns == 1 and model_input.parents is None  # products over one row take another kernel
+        if alone:
+            tokens, features = tokens.expand(-1, 2), features.expand(-1, 2, -1)
+        at = cache.begin_pass(model_input.first_row, batch, tokens.shape[1], self.device, model_input.parents)
+        positions = (at.positions + 1).clamp(max=self.max_length - 1)
+        with attention.during(at):
+            states = self._layers.forward_layer(
+                0, features, positions, _MtpCache(cache, at), input_ids=tokens.to(self.device)
+            )
+        states = states[:, :columns]
+        for i, count in enumerate(model_input.num_tokens):
+            cache.lengths[model_input.first_row + i] += count
+        hidden = {NEXT: states, LAST: states}
+        if model_input.logits is Logits.NONE:
+            return ModelOutput(None, hidden)
+        if model_input.logits is Logits.LAST and columns > 1:
+            states = states[torch.arange(batch, device=states.device), model_input.last_columns()][:, None]
+        scores = self._layers._project_to_logits(states)
+        return ModelOutput(F.pad(scores, (0, self.vocab_size - scores.shape[-1]), value=-torch.inf), hidden)
+
+
+class _MtpCache(TransformersCache):
+    """The slot cache under the interface by which transformers makes masks for these layers."""
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the position of the pass's first token, of which our masks do not make use."""
+        return 0
+
+
+def _load(model: Any, name: str) -> Any:
+    """Return transformers' model of the layers. Raises UnsupportedModelError if there are none or they cannot be loaded."""
+    from transformers.modeling_layers import MtpModel
+
+    config = model.config.get_text_config(decoder=True)
+    if not getattr(config, "num_mtp_layers", None):
+        _complete(config)
+    if not getattr(config, "num_mtp_layers", None):
+        raise UnsupportedModelError(
+            f"{name!r} has no multi-token-prediction layers: its configuration names none (num_nextn_predict_layers)"
+        )
+    known = model._keys_to_ignore_on_load_unexpected
+    depth, count = int(config.num_hidden_layers), int(config.num_mtp_layers)
+    # transformers knows the layers by their numbers in published checkpoints; they follow the target's in all others, too
+    model._keys_to_ignore_on_load_unexpected = [
+        *(known or ()),
+        *(rf"model\.layers\.{number}\." for number in range(depth, depth + count)),
+    ]
+    try:
+        return MtpModel.from_pretrained(model, device_map={"": model.device})
+    except Exception as error:  # files without these weights, or a family that transformers does not know
+        raise UnsupportedModelError(
+            f"the multi-token-prediction layers of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+    finally:
+        model._keys_to_ignore_on_load_unexpected = known
+
+
+def _complete(config: Any) -> None:
+    """Name the one layer that checkpoints of Qwen's hybrids have, in a configuration that does not."""
+    if not _MTP_OF_QWEN.match(str(config.model_type)):
+        return
+    count = getattr(config, "mtp_num_hidden_layers", None)
+    if count == 0:
+        return
+    config.num_mtp_layers = 1
+    config.mtp_layer_types = ["full_attention"]
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mtp_mlp_layer_types = [config.mlp_layer_types[-1]]
