@@ -148,10 +148,14 @@ class StudentOptions:
             raise ConfigError(
                 "--from starts from a head or block drafter; to start from a draft model, name it with --draft"
             )
-        if self.start and (self.shape() != HeadShape() or self.block_shape() != BlockShape()):
+        size = self.vocabulary_size if self.kind == HEAD else None  # which a head's own weights do not depend on
+        same = self.shape() == HeadShape(vocabulary_size=size) and self.block_shape() == BlockShape(
+            vocabulary_size=size
+        )
+        if self.start and not same:
             raise ConfigError(
-                "--from sets the shape; drop --hidden-layers, --vocabulary-size, --feed-forward, --own-output-layer, --layers, "
-                "--block-size and --markov-rank"
+                "--from sets the shape; drop --hidden-layers, --feed-forward, --own-output-layer, --layers, --block-size and "
+                "--markov-rank, and --vocabulary-size for a block drafter"
             )
         if self.vocabulary is not None and (self.draft is None or self.vocabulary_size is None):
             raise ConfigError(
@@ -285,7 +289,8 @@ Named = tuple[LoadedModel, StudentOptions, LoadOptions]
 def _train_head(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
     target, student, _ = named
     if student.start:
-        head = resumed_head(target, load_head(student.start))
+        tokens = None if student.vocabulary_size is None else (given[0], student.vocabulary_size)
+        head = resumed_head(target, load_head(student.start), tokens)
     else:
         head = new_head(target, given[0], student.shape(), given[2].seed)
     decay = 0.8 if student.decay is None else student.decay

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
     config = model.model.config.get_text_config(decoder=True)
     width, vocab = int(config.hidden_size), model.vocab_size
     size = shape.vocabulary_size or min(vocab, max(4096, vocab // 6))
-    check_int("vocabulary_size", size, 1, vocab)
+    ids = _draft_tokens(target, texts, size)
     num_heads = int(config.num_attention_heads)
     heads, key_heads = shape.heads or (num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads))
     layers = shape.hidden_layers or usual_layers(model.num_layers)
@@ -87,7 +87,6 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
         target=target.name,
         target_architectures=(type(model.model).__name__,),
     )
-    ids = None if size == vocab else frequent_tokens(texts, size, target.eos_token_ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = HeadModule(new_config, len(layers))
@@ -118,12 +117,28 @@ def layer_fields(model: CausalModel, feed_forward: int | None) -> dict[str, Any]
     }
 
 
-def resumed_head(target: LoadedModel, head: Head) -> Head:
-    """Return a trained head for further training. Raises ConfigError for a head of another target."""
+def resumed_head(target: LoadedModel, head: Head, tokens: tuple[Sequence[Text], int] | None = None) -> Head:
+    """Return a trained head for further training.
+
+    tokens: (texts, size), to draft the `size` most frequent tokens of these texts from now on; None: those it drafts already.
+    Raises ConfigError for a head of another target, and for new tokens of a head with an output layer for its own.
+    """
     model = causal(target)
     width = int(model.model.config.get_text_config(decoder=True).hidden_size)
     check_target(head.config, model.vocab_size, width, model.num_layers, target.name)
-    return Head(head.config, head.module.float(), head.token_ids)
+    if tokens is None:
+        return Head(head.config, head.module.float(), head.token_ids)
+    if head.module.lm_head is not None:
+        raise ConfigError("this head has its own output layer, for the tokens that it drafts; drop --vocabulary-size")
+    ids = _draft_tokens(target, *tokens)
+    size = model.vocab_size if ids is None else len(ids)
+    return Head(replace(head.config, draft_vocab_size=size), head.module.float(), ids)
+
+
+def _draft_tokens(target: LoadedModel, texts: Sequence[Text], size: int) -> torch.Tensor | None:
+    """Return the `size` most frequent tokens of texts, ascending; None for all tokens of the target."""
+    check_int("vocabulary_size", size, 1, target.model.vocab_size)
+    return None if size == target.model.vocab_size else frequent_tokens(texts, size, target.eos_token_ids)
 
 
 def final_norm(model: CausalModel) -> torch.Tensor:

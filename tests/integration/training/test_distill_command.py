@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import foresay as library
 from foresay.cli.app import _run
+from foresay.models.heads.files import read_head
 from foresay.training.curves import read_log
 from helpers import tiny
 
@@ -299,6 +300,33 @@ def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shel
     )
     other = tiny.save(tmp_path / "other", tiny.llama(hidden_size=48))
     assert "head" in shell.refused("distill", str(tmp_path / "y"), *options(other, recorded, *again))
+
+
+def test_a_head_goes_on_with_other_tokens(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    """Such as those of new texts: the head's weights do not depend on the tokens that it drafts."""
+    first, then, own = tmp_path / "first", tmp_path / "then", tmp_path / "own"
+    new = ["--draft-steps", "2", "--epochs", "2"]
+    assert shell("distill", str(first), *options(target, recorded, *new, "--vocabulary-size", "40"))[0] == 0
+    again = [*new, "--from", str(first), "--vocabulary-size", "24"]
+    assert shell("distill", str(then), *options(target, recorded, *again))[0] == 0
+    before, after = read_head(first), read_head(then)
+    assert before.token_ids is not None and after.token_ids is not None and after.config.draft_vocab_size == 24
+    assert len(after.token_ids) == 24 and set(after.token_ids.tolist()) < set(before.token_ids.tolist())
+    assert json.loads((then / "config.json").read_text())["draft_vocab_size"] == 24
+    whole = tmp_path / "whole"
+    size = str(json.loads((target / "config.json").read_text())["vocab_size"])
+    assert (
+        shell("distill", str(whole), *options(target, recorded, *new, "--from", str(first), "--vocabulary-size", size))[
+            0
+        ]
+        == 0
+    )
+    assert read_head(whole).token_ids is None
+    assert shell("distill", str(own), *options(target, recorded, *new, "--own-output-layer"))[0] == 0
+    said = shell.refused(
+        "distill", str(tmp_path / "x"), *options(target, recorded, *new, "--from", str(own), "--vocabulary-size", "24")
+    )
+    assert "own output layer" in said
 
 
 def test_a_killed_run_goes_on(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:

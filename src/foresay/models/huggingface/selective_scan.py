@@ -1,9 +1,9 @@
-"""Scans of Mamba layers that continue from a state, and steps that agree with scans (Gu and Dao 2023, Algorithm 2).
+"""Scans of recurrent layers that continue from a state, and cost what their tokens do (Gu and Dao 2023, Algorithm 2).
 
-transformers' scan starts every pass of several tokens from zero, so that it scores a draft, or the second part of a long prompt,
-as if nothing came before. Some families limit the time steps in passes of several tokens, but not in those of one.
-`continues_states` replaces both by functions that use the layer whose state the pass has just read; other users of transformers
-keep its own. Owns the recurrence and this replacement.
+transformers' scan of Mamba layers starts every pass of several tokens from zero, so that it scores a draft, or the second part of
+a long prompt, as if nothing came before. Some families limit the time steps in passes of several tokens, but not in those of one.
+Functions that work in chunks fill a short pass up to 64 or 256 tokens. `continues_states` replaces them during our own passes;
+other users of transformers keep its own. Owns the recurrence and these replacements.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class _Layer(threading.local):
     """[B, channels, N], or [B, heads, channels, N] with a scan for each head."""
     head = 0
     limits: Limits | None = None
+    inside = False
+    """True during a forward pass of ours."""
 
 
 _layer = _Layer()
@@ -38,9 +41,11 @@ _layer = _Layer()
 @contextmanager
 def scans() -> Iterator[None]:
     """Around a forward pass: scans after it start from zero."""
+    _layer.inside = True
     try:
         yield
     finally:
+        _layer.inside = False
         enter_layer(None, None)
 
 
@@ -60,9 +65,9 @@ def step_limits(model: torch.nn.Module) -> Mapping[int, Limits]:
 
 
 def continues_states(model: Any) -> None:
-    """Replace the scan and the step in the module of a model's class, if it has them."""
+    """Replace the scans and the step in the module of a model's class, if it has them."""
     module = sys.modules[type(model).__module__]
-    for name, replacement in (("mamba_selective_scan", _scan), ("mamba2_selective_state_update", _step)):
+    for name, replacement in _REPLACEMENTS.items():
         original: Callable[..., Any] | None = getattr(module, name, None)
         if original is not None and not hasattr(original, _MARK):
             replaced = replacement(original)
@@ -105,6 +110,27 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(state, hidden_states, dt, *args, dt_bias=dt_bias, dt_softplus=dt_softplus, **kwargs)
 
     return step
+
+
+def _chunks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that fills its input [B, T, ...] up to chunks. A shorter chunk changes only the order of sums."""
+    usual = signature(original).parameters["chunk_size"].default
+
+    def scan(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _layer.inside and first.device.type == "cpu":  # kernels of GPUs have chunks of their own
+            kwargs["chunk_size"] = min(kwargs.get("chunk_size", usual), 1 << (first.shape[1] - 1).bit_length())
+        return original(first, *args, **kwargs)
+
+    return scan
+
+
+_REPLACEMENTS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "mamba_selective_scan": _scan,
+    "mamba2_selective_state_update": _step,
+    "mamba2_chunk_scan": _chunks,
+    "torch_chunk_gated_delta_rule": _chunks,
+    "chunk_kimi_delta_attention": _chunks,
+}
 
 
 def _next_state() -> torch.Tensor | None:

@@ -1,0 +1,76 @@
+"""Functions of recurrent layers that work in chunks: short chunks in passes of ours, transformers' own elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from foresay.models.huggingface.selective_scan import continues_states, scans
+
+CHUNKED = ("mamba2_chunk_scan", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+
+
+def module_of(name: str, function: Any, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module with one function, and the class of a model, whose functions have been replaced."""
+    module = ModuleType("chunks_of_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    setattr(module, name, function)
+    continues_states(type("Model", (), {"__module__": module.__name__})())
+    return module
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize(("length", "given", "used"), [(1, 64, 1), (3, 64, 4), (4, 256, 4), (70, 64, 64), (33, 64, 64)])
+def test_chunks_are_as_long_as_a_pass(
+    name: str, length: int, given: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def chunked(first: torch.Tensor, *, chunk_size: int = given) -> None:
+        seen.append(chunk_size)
+
+    module = module_of(name, chunked, monkeypatch)
+    with scans():
+        getattr(module, name)(torch.zeros(2, length, 1))
+        getattr(module, name)(torch.zeros(2, length, 1), chunk_size=given)
+    getattr(module, name)(torch.zeros(2, length, 1))
+    assert seen == [used, used, given]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 13])
+def test_short_chunks_of_mamba2_agree(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_mamba2.mamba2_chunk_scan
+    ours = module_of("mamba2_chunk_scan", original, monkeypatch).mamba2_chunk_scan
+    made = torch.Generator().manual_seed(length)
+    x, dt = torch.randn(2, length, 4, 8, generator=made), torch.rand(2, length, 4, generator=made)
+    decay, inputs, outputs = -torch.rand(4, generator=made), *torch.randn(2, 2, length, 2, 16, generator=made)
+    state = torch.randn(2, 4, 8, 16, generator=made)
+    given = {"D": torch.ones(4), "initial_states": state, "return_final_states": True}
+    with scans():
+        found = ours(x, dt, decay, inputs, outputs, chunk_size=256, **given)
+    for one, other in zip(found, original(x, dt, decay, inputs, outputs, chunk_size=256, **given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 13])
+def test_short_chunks_of_gated_delta_rules_agree(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    ours = module_of("torch_chunk_gated_delta_rule", original, monkeypatch).torch_chunk_gated_delta_rule
+    made = torch.Generator().manual_seed(length)
+    query, key, value = torch.randn(3, 2, length, 4, 8, generator=made)
+    decay, beta = -torch.rand(2, length, 4, generator=made), torch.rand(2, length, 4, generator=made)
+    given = {
+        "initial_state": torch.randn(2, 4, 8, 8, generator=made),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    with scans():
+        found = ours(query, key, value, g=decay, beta=beta, **given)
+    for one, other in zip(found, original(query, key, value, g=decay, beta=beta, **given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
