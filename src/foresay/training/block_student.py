@@ -48,12 +48,10 @@ class BlockStudent(nn.Module):
         total = torch.zeros((), device=batch.tokens.device)
         weights = torch.zeros((), device=batch.tokens.device)
         for one in self.comparisons(batch):
-            p, q = one.teacher.aligned_probs(one.logits)
-            loss = objective(p, q, one.labels)
+            loss, accepted = objective.of_logits(one.teacher, one.logits, one.labels)
             if one.confidence is not None:
-                accepted = torch.minimum(p, q)[:, :-1].sum(-1).detach().clamp(0, 1)
                 loss = loss + self.confidence * F.binary_cross_entropy_with_logits(
-                    one.confidence.float(), accepted, reduction="none"
+                    one.confidence.float(), accepted.clamp(0, 1), reduction="none"
                 )
             total = total + self.decay**one.step * loss.sum()
             weights = weights + self.decay**one.step * len(loss)

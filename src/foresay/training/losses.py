@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from foresay.errors import ConfigError, UnknownNameError
 
 _MIN_PROB = 1e-9
 """Lower bound of probabilities in logarithms."""
+_ROWS = 64
+"""Rows of logits whose losses are computed at once: some MB for each value between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,50 @@ class Objective:
             parts.append(-share * torch.where(labels < q.shape[1] - 1, found, 0.0))
         return torch.stack(parts).sum(0)
 
+    def of_logits(
+        self, teacher: Teacher, logits: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (losses, acceptance probabilities of a sampled draft token), [N] each; only losses have gradients.
+
+        logits: the draft's, [N, K]. labels: as above. The gradients are computed at once, a few rows at a time: the values
+        between logits and losses stay in the processor's cache, and no [N, K] tensor of them is kept for the backward pass.
+        """
+        return _RowLosses.apply(logits, self, teacher, labels)  # type: ignore[no-any-return, no-untyped-call]
+
     def __str__(self) -> str:
         return ", ".join(name if share == 1 else f"{name}={share:g}" for name, share in self.shares)
+
+
+class _RowLosses(torch.autograd.Function):
+    """Losses of rows of logits, whose gradients are computed together with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, objective: Objective, teacher: Teacher, labels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (losses, acceptance probabilities), [N] each."""
+        losses, accepted = torch.empty(2, len(logits), device=logits.device).unbind()
+        gradients = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(logits), _ROWS):
+            rows = slice(start, start + _ROWS)
+            part = logits[rows].detach().requires_grad_(gradients is not None)
+            ids = teacher.ids[rows] if teacher.ids is not None and teacher.ids.dim() == 2 else teacher.ids
+            with torch.set_grad_enabled(gradients is not None):
+                p, q = Teacher(teacher.probs[rows], ids).aligned_probs(part)
+                loss = objective(p, q, None if labels is None else labels[rows])
+                if gradients is not None:
+                    (gradients[rows],) = torch.autograd.grad(loss.sum(), part)
+            losses[rows] = loss.detach()
+            accepted[rows] = torch.minimum(p, q.detach())[:, :-1].sum(-1)
+        ctx.save_for_backward(gradients)
+        ctx.mark_non_differentiable(accepted)
+        return losses, accepted
+
+    @staticmethod
+    def backward(ctx: Any, *sums: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Return the gradients of the logits, scaled by those of the losses."""
+        (gradients,) = ctx.saved_tensors
+        return gradients * sums[0][:, None].to(gradients.dtype), None, None, None
 
 
 @dataclass(frozen=True, slots=True)

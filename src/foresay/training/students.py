@@ -144,7 +144,7 @@ def summed(student: Student, batch: Batch, objective: Objective, decay: float) -
     total = torch.zeros((), device=batch.tokens.device)
     weights = torch.zeros((), device=batch.tokens.device)
     for one in student.comparisons(batch):
-        loss = objective(*one.teacher.aligned_probs(one.logits), one.labels)
+        loss, _ = objective.of_logits(one.teacher, one.logits, one.labels)
         total = total + decay**one.step * loss.sum()
         weights = weights + decay**one.step * len(loss)
     return total, weights

@@ -57,6 +57,29 @@ def test_gradients_are_those_of_finite_differences(text: str, known: str) -> Non
         assert float(logits.grad[place]) == pytest.approx(rise, abs=2e-3)
 
 
+@pytest.mark.parametrize("text", [*LOSSES, "ce=0.1, tv=1.8"])
+@pytest.mark.parametrize("known", ["all", "per row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_parts_of_the_rows_are_those_of_all_rows(text: str, known: str, dtype: torch.dtype) -> None:
+    """Bit for bit, with their gradients under weights that differ, and for a number of rows that no part divides."""
+    torch.manual_seed(0)
+    drawn, target, loss = torch.randn(150, 9).to(dtype), torch.randn(150, 9), Objective.parse(text)
+    teacher = Teacher.of_logits(target) if known == "all" else Teacher.top_k(target, 4)
+    labels, weights = torch.randint(teacher.probs.shape[1] + 1, (150,)), torch.rand(150)
+    whole, parts = drawn.clone().requires_grad_(), drawn.clone().requires_grad_()
+    p, q = teacher.aligned_probs(whole)
+    wanted = loss(p, q, labels)
+    found, accepted = loss.of_logits(teacher, parts, labels)
+    assert torch.equal(found, wanted) and torch.equal(accepted, torch.minimum(p, q)[:, :-1].sum(-1))
+    assert not accepted.requires_grad
+    (wanted * weights).sum().backward()
+    (found * weights).sum().backward()
+    assert whole.grad is not None and parts.grad is not None and whole.grad.abs().sum() > 0
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-7)
+    with torch.no_grad():
+        assert torch.equal(loss.of_logits(teacher, parts, labels)[0], wanted)
+
+
 def test_one_less_the_total_variation_is_the_chance_of_acceptance() -> None:
     torch.manual_seed(1)
     target, draft = torch.randn(20, 50), torch.randn(20, 50)
