@@ -68,10 +68,14 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._token_share = 1.0
+        """Share of its token in the time of a draft of one token, by the last drafts whose lengths differed; 1 before any."""
+        self._line = 0.0, 0.0
 
     def add(self, length: int, seconds: float) -> None:
         """Add the time of drafting, of which the longest draft had `length` tokens."""
         self._times.append((length, seconds))
+        self._line = self._fitted()
 
     @property
     def seconds(self) -> float:
@@ -89,13 +93,24 @@ class DraftCosts:
         return fmean(length for length, _ in self._times) if self._times else 0.0
 
     def line(self) -> tuple[float, float]:
-        """Return (seconds of a draft without tokens, seconds per token), through the medians of the shorter and longer drafts."""
-        ordered, half = sorted(self._times), len(self._times) // 2
-        if not half:
-            return 0.0, ordered[0][1] / max(ordered[0][0], 1)
-        (x0, y0), (x1, y1) = (
-            (median_low(n for n, _ in part), median_low(s for _, s in part))
-            for part in (ordered[:half], ordered[half:])
-        )
-        per_token = min(max((y1 - y0) / (x1 - x0), 0.0) if x1 > x0 else np.inf, y1 / max(x1, 1))
-        return y1 - per_token * x1, per_token
+        """Return (seconds of a draft without tokens, seconds per token): the median slope between drafts of different lengths.
+
+        While all but one have the same length, the time is divided as it was before, so that a policy that drafts one token at a
+        time does not take the time of a start for that of a token, and never draft two again.
+        """
+        return self._line
+
+    def _fitted(self) -> tuple[float, float]:
+        if not self.is_known:
+            return 0.0, self._times[0][1] / max(self._times[0][0], 1)
+        lengths, seconds = np.array(self._times, dtype=np.float64).T
+        usual = float(np.median(lengths))
+        middle = max(float(np.median(seconds[lengths == usual] if (lengths == usual).any() else seconds)), 1e-9)
+        if (lengths != usual).sum() > 1:
+            first, second = np.nonzero(lengths[:, None] < lengths)
+            slope = np.median((seconds[second] - seconds[first]) / (lengths[second] - lengths[first]))
+            per_token = float(np.clip(slope, 0.0, middle / max(usual, 1.0)))
+            self._token_share = max(per_token / max(middle - per_token * (usual - 1), 1e-9), 1e-3)
+        else:
+            per_token = middle / (1 / self._token_share - 1 + max(usual, 1.0))
+        return max(float(np.median(seconds - per_token * lengths)), 0.0), per_token

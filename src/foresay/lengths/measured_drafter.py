@@ -26,14 +26,16 @@ PRIOR_WEIGHT = 3.0
 """Weight of priors, in tokens or drafts."""
 _ROW_WEIGHT = 1.0
 """Weight of all rows' failures in the estimate of one row, in failures."""
-_LOAN, _ALLOWANCE = 2.0, 0.0075
-"""Plain passes that a drafter may lose before it stops, and the share of the time by which that credit grows again."""
+_LOAN, _FIRST_TRIAL, _ALLOWANCE = 2.0, 0.125, 0.0075
+"""Plain passes that a drafter may lose before it stops, and in its next trial; the share of the time by which they grow again."""
 
 _DEPTH, _CONFIDENCE = slice(6, 12), slice(12, 22)
 """Kinds of tokens: the first six by match length (unknown, 1, 2, 3-4, 5-8, more), then by depth (1, 2, 3, 4, 5-8, more), then
 by tenths of confidence."""
 _PRIORS = np.array([0.5, 0.2, 0.5, 0.7, 0.85, 0.95, *[0.7] * 6, *[(i + 0.5) / 10 for i in range(10)]])
 """Prior acceptance probability by kind; those of matches were measured on chats, code, edits and extractions."""
+_FURTHER = 0.6
+"""Prior acceptance probability of a token that was drafted after another one."""
 _MATCH_KIND = np.array([0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS)])
 """Kind of a token that continues a match of this length."""
 _DEPTH_KIND = _DEPTH.start + np.array([0, 1, 2, 3, *[4] * 4, *[5] * MAX_DRAFT_TOKENS])
@@ -46,12 +48,27 @@ class Credit:
 
     passes: float = _LOAN
     is_active: bool = True
-    """False once they are lost, until they have grown again."""
+    """False once they are lost, until `needed` have grown again."""
+    needed: float = field(default_factory=lambda: _FIRST_TRIAL)
+    """Twice as many after each trial that lost them, so that what got easier is found soon and what did not is seldom tried."""
 
-    def add(self, passes: float) -> None:
-        """Add plain passes, negative if they were lost."""
-        self.passes = min(max(self.passes + passes, -_LOAN), _LOAN)
-        self.is_active = self.is_active or self.passes >= _LOAN
+    is_trial: bool = False
+    """True while drafts are made that do not pay by what is known."""
+
+    def add(self, allowance: float, lost: float) -> None:
+        """Add plain passes; take those that drafts lost, negative if they paid. Only trials go into debt."""
+        least = -_LOAN if self.is_trial else min(self.passes, 0.0)
+        self.passes = min(max(self.passes + allowance - lost, least), _LOAN)
+        self.is_active = self.is_active or self.passes >= self.needed
+        if lost < 0 and self.passes == _LOAN:
+            self.needed = _FIRST_TRIAL
+
+    def check(self, pays: bool) -> bool:
+        """Return whether drafts that pay, or do not, are made; no longer once the credit of those that do not is lost."""
+        self.is_trial = not pays
+        if not pays and self.passes <= 0:
+            self.is_active, self.needed = False, min(2 * self.needed, _LOAN)
+        return self.is_active
 
 
 @dataclass(slots=True)
@@ -103,6 +120,8 @@ class MeasuredDrafter:
         """Accepted and tested tokens by kind."""
         self.sums = np.zeros(5)
         """Rows whose budget was not 0, rows with a draft, with an accepted first token; accepted tokens, scored tokens."""
+        self._further = np.zeros(2)
+        """Accepted and tested tokens that were drafted after another one."""
         self.hazards = -np.log(_PRIORS)
         """-log a by kind."""
         self._row = StateKey[tuple[float, float, int]](lambda: (0.0, 0.0, 0))
@@ -127,8 +146,7 @@ class MeasuredDrafter:
         if credit.is_active:
             find = self._best_drafts if self.selects or self.stops_early else self._best_lengths
             pays, best = find(now, free, fixed, draft)
-            credit.is_active = pays or credit.passes > 0
-            draft.budgets = np.where(free, best * credit.is_active, fixed).tolist()
+            draft.budgets = np.where(free, best * credit.check(pays), fixed).tolist()
         draft.active, draft.accept_prob = np.array(draft.budgets) > 0, np.ones(len(free))
         return draft.budgets
 
@@ -170,7 +188,7 @@ class MeasuredDrafter:
         )
         worth = (accepted - (now.token_cost * scored if ragged else 0.0)) * free
         shared = now.rate * seconds / now.plain_s * (not fixed.any()) + (0.0 if ragged else now.token_cost * width)
-        further = (self._accepted.sum() + PRIOR_WEIGHT * 0.6) / (self._tested.sum() + PRIOR_WEIGHT)
+        further = (self._further[0] + PRIOR_WEIGHT * _FURTHER) / (self._further[1] + PRIOR_WEIGHT)
         draft.shared = now.rate * per_token / now.plain_s / further
         draft.per_row = now.token_cost / further if ragged else 0.0
         draft.shared += 0.0 if ragged else now.token_cost / further
@@ -246,6 +264,7 @@ class MeasuredDrafter:
                 tested = kinds[: min(accepted + 1, drafted)]
                 np.add.at(self._tested, tested, 1.0)
                 np.add.at(self._accepted, tested[:accepted], 1.0)
+                self._further += max(accepted - 1, 0), len(tested) - 1
                 failed, expected, at = self._row.of(row)
                 decay = ROW_DECAY ** (self._num_steps - at)
                 predicted = float((1 - np.exp(-self.hazards[tested])).sum())
@@ -254,8 +273,10 @@ class MeasuredDrafter:
 
     def advance(self, batch: int, lost: float, passed: float) -> None:
         """End a step that took `passed` plain passes, of which this drafter's drafts lost `lost` (negative if they paid)."""
-        self.credit(batch).add(_ALLOWANCE * passed - lost)
-        for counts in (self.sums, self._accepted, self._tested):
+        self.credit(batch).add(_ALLOWANCE * passed, lost)
+        if lost == 0.0:  # it drafted nothing
+            return
+        for counts in (self.sums, self._accepted, self._tested, self._further):
             counts *= DECAY
         self._num_steps += 1
         priors = _PRIORS.copy()

@@ -14,6 +14,7 @@ draft model's confidence, or its depth in the draft. A row whose tokens fail e t
 P_i = (a_1 ... a_k)^e.
 
 A drafter that does not pay spends a credit: it may lose two plain passes, which grow again by an allowance, a share of the time.
+It is tried again after an eighth of a pass has grown, and after twice as much each time that was lost.
 """
 
 from __future__ import annotations

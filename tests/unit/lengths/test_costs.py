@@ -19,6 +19,17 @@ def test_start_and_slope_are_told_apart() -> None:
     assert per_token == pytest.approx(0.1) and start == pytest.approx(0.3)
 
 
+def test_drafts_of_one_token_cost_what_they_did_next_to_longer_ones() -> None:
+    """Else the start of a draft would be taken for the cost of a token, and a second token never drafted again."""
+    one = costs(*[(1, 0.4), (2, 0.5)] * 8, *[(1, 0.4)] * 40)
+    assert one.line() == pytest.approx((0.3, 0.1))
+    one.add(5, 0.7)
+    assert one.line() == pytest.approx((0.3, 0.1)), "one other length is no slope"
+    for _ in range(40):
+        one.add(1, 0.8)
+    assert one.line() == pytest.approx((0.6, 0.2)), "twice as slow a machine"
+
+
 def test_one_length_is_taken_to_cost_in_proportion() -> None:
     assert costs((4, 0.8), (4, 0.8)).line() == pytest.approx((0.0, 0.2))
 

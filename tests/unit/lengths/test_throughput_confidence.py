@@ -28,7 +28,17 @@ def distributions(confidences: list[float], *, sampled: bool = False) -> Distrib
     return Distributions(zeros, scores.softmax(-1)[:, 0] if sampled else None, zeros if sampled else None, scores)
 
 
-def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 0.08, column: float = 0.05) -> float:
+def rate(
+    policy: Any,
+    batch: int,
+    ragged: bool,
+    steps: int,
+    *,
+    start_s: float = 0.0,
+    token_s: float = 0.08,
+    column: float = 0.05,
+    confidences: tuple[float, ...] = (SURE, UNSURE),
+) -> float:
     """Tokens per second and row; tokens hold as often as the draft is sure of them."""
     rows = Rows([make_row() for _ in range(batch)], capabilities=Capabilities(ragged=ragged))
     seconds = tokens = 0.0
@@ -38,7 +48,7 @@ def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 
         going, drafted, held, alive = list(budget), [0] * batch, [0] * batch, [True] * batch
         depth = 0
         while any(n > depth for n in going):
-            sure = [rng.choice((SURE, UNSURE)) for _ in rows]
+            sure = [rng.choice(confidences) for _ in rows]
             luck = [rng.random() for _ in rows]
             for i in range(batch):
                 if going[i] > depth:
@@ -51,7 +61,7 @@ def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 
             if go_on is not None:
                 going = [n if on else min(n, depth) for n, on in zip(going, go_on.tolist(), strict=True)]
         wide = sum(drafted) if ragged else max(drafted) * batch
-        draft_s = token_s * depth
+        draft_s = (start_s + token_s * depth) if depth else 0.0
         total = draft_s + 1 + column * wide
         policy.observe(
             rows,
@@ -110,6 +120,37 @@ def test_what_a_draft_says_of_itself_is_not_believed(monkeypatch: pytest.MonkeyP
         measured_drafter.MeasuredDrafter, "hazards", property(lambda self: believed, lambda self, value: None), False
     )
     assert rate(settled(), 1, True, 800) < 0.9 * honest
+
+
+@pytest.mark.parametrize("unsure", [0.2, 0.4])
+def test_the_start_of_a_draft_is_paid_once(unsure: float) -> None:
+    world: Any = {"start_s": 0.13, "token_s": 0.07, "confidences": (unsure, 0.6, 0.8)}
+    best = max(rate(ConstantLength(k), 1, True, 800, **world) for k in range(6))
+    policy = ThroughputLength()
+    rate(policy, 1, True, 400, **world)
+    assert rate(policy, 1, True, 800, **world) > 0.99 * best
+
+
+HARD_AND_EASY = [((0.2, 0.3), (0.5, 0.6, 0.7)), ((0.3, 0.4), (0.6,)), ((0.1, 0.3), (0.5, 0.7)), ((0.3,), (0.5, 0.6))]
+"""Confidences in a text where drafts do not pay, and in the one after it."""
+
+
+def test_drafts_are_soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the 400 steps after a hard text. Control: without trials that begin small, they come back much later."""
+
+    def regained(warm: int, hard: tuple[float, ...], easy: tuple[float, ...], **costs: float) -> float:
+        policy = ThroughputLength()
+        rate(policy, 1, True, warm, **costs, confidences=hard)
+        best = max(rate(ConstantLength(k), 1, True, 400, **costs, confidences=easy) for k in (1, 2, 3, 4))
+        return rate(policy, 1, True, 400, **costs, confidences=easy) / best
+
+    def mean() -> float:
+        costs = ({"start_s": 0.13, "token_s": 0.07}, {"start_s": 0.2, "token_s": 0.05})
+        return float(np.mean([regained(n, *texts, **c) for n in (200, 350) for texts in HARD_AND_EASY for c in costs]))
+
+    assert mean() > 0.87
+    monkeypatch.setattr(measured_drafter, "_FIRST_TRIAL", measured_drafter._LOAN)
+    assert mean() < 0.85
 
 
 def settled() -> ThroughputLength:
