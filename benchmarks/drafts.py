@@ -1,29 +1,36 @@
-"""The default draft head on held-out prompts: tokens per pass of the target, cost of a draft token, and speed.
+"""Drafts on held-out prompts: tokens per pass of the target, cost of drafting, and speed, by method and by kind of prompt.
 
-    python benchmarks/drafts.py [--data FOLDER] [--head FOLDER] [--prompts N] [--quick] [--repeats N] [--write]
+    python benchmarks/drafts.py [--data FOLDER] [--head FOLDER] [--block FOLDER] [--real FILE --real-head FOLDER]
+                                [--only PART ...] [--prompts N] [--quick] [--repeats N] [--write]
 
-SmolLM2 in bf16, greedy, batch 1, prompts included. `--data` is a folder with mt_bench, humaneval and gsm8k/test, of which
-`--prompts` prompts each are decoded; without it, the shipped prompts, on which no draft head was trained either. Tokens per pass
-depend on neither batch nor machine and are counted in batches; speeds are medians of ratios to plain decoding next to them in
-time.
+Greedy, batch 1, prompts included. SmolLM2 in bf16 and in 4 bits; `--real` is a model of real size, with a draft head that
+`foresay distill` made for it. `--data` is a folder with mt_bench, humaneval and gsm8k/test, of which `--prompts` prompts each are
+decoded; without it, the shipped prompts. No draft was trained on any of them. Tokens per pass depend on neither batch nor machine
+and are counted in batches; speeds are medians of ratios to plain decoding next to them in time. Recurrent targets are in
+recurrent.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import (
     CONTEXT,
     MODEL,
+    Figures,
+    Timings,
     arguments,
     compared,
-    environment,
     filled,
     log,
+    measured,
     opened,
     parsed,
     pass_seconds,
@@ -45,12 +52,22 @@ from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter
 
 SETS = (("mt_bench", "mt_bench"), ("humaneval", "humaneval"), ("gsm8k/test.jsonl", "gsm8k"))
+PARTS = ("bf16", "int4", "real")
 LEGEND = {
-    "tokens_per_pass": ("most tokens per pass of any method", ">= 2"),
+    "tokens_per_pass": ("most tokens per pass of any method", ">= 3.3"),
+    "draft_cost_per_pass": ("drafting in a step of the default method / plain pass", "<= 0.2"),
     "draft_cost_per_token": ("pass of the draft head / pass of the target", "<= 0.12"),
-    "speedup_vs_plain": ("fastest method / plain", ">= 1.5"),
-    "adaptive_vs_best_constant": ("best adaptive length / best constant length, head alone", ">= 1.05"),
+    "speedup_vs_plain": ("fastest method / plain", ">= 2.2 on AVX-512, 1.8 on AVX2"),
+    "adaptive_vs_best_constant": ("default / best constant length of its drafters", ">= 1.0"),
+    "adaptive_vs_best_constant_by_kind": ("the same, on the kind of prompts where it is least", ">= 1.0"),
+    "head_adaptive_vs_best_constant": ("head alone, adaptive / best constant length", ">= 1.0"),
     "speedup_vs_transformers": ("fastest method / transformers", ""),
+    "int4_tokens_per_pass": ("4 bits: most tokens per pass of any method", ""),
+    "int4_draft_cost_per_pass": ("4 bits: drafting in a step of the default method / plain pass", "<= 0.2"),
+    "int4_speedup_vs_plain": ("4 bits: fastest method / plain", ">= 2.2 on AVX-512, 1.8 on AVX2"),
+    "real_size_tokens_per_pass": ("model of real size: most tokens per pass of any method", ""),
+    "real_size_draft_cost_per_pass": ("model of real size: drafting in a step of the hybrid / plain pass", "<= 0.2"),
+    "real_size_speedup": ("model of real size: fastest method with its trained head / plain", ">= 2.0"),
 }
 
 
@@ -95,53 +112,205 @@ def cost(target: foresay.Generator, drafter: str) -> float:
     return head_s / target_s
 
 
+def drafting(speeds: dict[str, Timings], name: str) -> float:
+    """Seconds of drafting in each step of a method, over those of a plain pass."""
+    drafted, plain = speeds[name].stats, speeds[PLAIN].stats
+    return float(drafted["draft_s"] / drafted["num_passes"] / (plain["total_s"] / plain["num_passes"]))
+
+
+def by_kind(speeds: dict[str, Timings], name: str) -> dict[str, float]:
+    """Speed of a method over plain decoding on each kind of prompt, in decoding steps alone."""
+
+    def seconds(timings: Timings) -> dict[str, float]:
+        out: defaultdict[str, float] = defaultdict(float)
+        for run in timings.runs:
+            for prompt in run.prompts:
+                out[prompt.category] += prompt.spec_time / len(timings.runs)
+        return out
+
+    plain = seconds(speeds[PLAIN])
+    return {kind: plain[kind] / spent for kind, spent in seconds(speeds[name]).items()}
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The methods of one target: counted alone, timed with constant lengths, and adaptive."""
+
+    counted: Sequence[Method]
+    constant: Sequence[Method]
+    """Of the default's drafters."""
+    head_constant: Sequence[Method]
+    others: Sequence[Method]
+    head_adaptive: Method
+    default: Method
+
+    @property
+    def timed(self) -> list[Method]:
+        return [*self.head_constant, *self.constant, *self.others, self.head_adaptive, self.default]
+
+    @classmethod
+    def of(cls, head: str, block: str | None, default: str, acceptance: str | None) -> Methods:
+        """head, block, acceptance: alias or folder of a draft head, a block drafter and an acceptance head."""
+        alone = f"head({head})"
+        hybrids = [Method(f"hybrid(suffix, head={head}; k={k})", "12") for k in (2, 3)]
+        more = [Method(alone, str(k)) for k in (1, 4, 6, 8)]
+        more += [Method(f"hybrid(suffix, head={head}; k=6)", "12"), Method("suffix(keep=true)", "12")]
+        more += [Method(f"hybrid(suffix(keep=true), head={head}; k=8)", "16")]
+        more += [Method(f"head_tree({head}, branches={n}, width={n})", str(n * n)) for n in (4, 6)]
+        others = [Method(alone, "confidence(0.4)"), Method("suffix", "throughput")]
+        if acceptance:
+            others += [Method(alone, f"acceptance({acceptance}, {h / 10})") for h in (3, 5, 7)]
+        if block:
+            others += [Method(f"block({block})", "throughput"), Method(f"hybrid(suffix, block={block})", "throughput")]
+            more += [Method(f"block({block})", str(k)) for k in (3, 6)]
+            more += [Method(f"block_tree({block}, nodes={n})", str(n)) for n in (12, 24)]
+        return cls(
+            more,
+            [*hybrids, Method("suffix", "12")],
+            [Method(alone, str(k)) for k in (2, 3)],
+            others,
+            Method(alone, "throughput"),
+            Method(default, "throughput"),
+        )
+
+
+class Report:
+    """The rows of the table that all parts share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[tuple[object, ...]] = []
+        self.text: list[str] = []
+
+    def block(self, target: foresay.Generator, count: int) -> PromptBlock:
+        asks = RequestBuilder(target).first(held_out(self.args.data, 1 if self.args.quick else count))
+        return PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=16 if self.args.quick else 128))
+
+    def add(self, name: str, passes: dict[str, float], speeds: dict[str, Timings], counts: tuple[int, int]) -> None:
+        for method in dict.fromkeys((*passes, *speeds)):
+            if method != PLAIN:
+                known = method in speeds and speeds[method].stats
+                kinds = by_kind(speeds, method) if known else {}
+                self.rows.append(
+                    (
+                        name,
+                        method,
+                        f"{passes[method]:.2f}" if method in passes else "",
+                        speeds.get(method, ""),
+                        ", ".join(f"{kind} {gain:.2f}x" for kind, gain in kinds.items()),
+                        f"{drafting(speeds, method):.2f}" if known else "",
+                    )
+                )
+        self.text.append(
+            f"{name}: {counts[0]} prompts for tokens per pass, {counts[1]} for speeds, up to 128 tokens each."
+        )
+
+
+def smollm2(report: Report, weights: str) -> Figures:
+    """SmolLM2 in bf16, with all methods and transformers, or with the 4-bit blocks of its file, with the timed methods."""
+    args = report.args
+    is_all = weights == "bf16"
+    target = foresay.load(MODEL, drafter="none", dtype="bf16" if is_all else "auto")
+    block = report.block(target, args.prompts)
+    default = default_drafter(MODEL, LoadOptions()).replace(f"head({MODEL}", f"head({args.head}")
+    methods = Methods.of(args.head, args.block, default, args.acceptance)
+    some = [*methods.head_constant, *methods.constant]
+    passes = counted(target, [*some, *methods.counted] if is_all else some, block)
+    share = cost(target, methods.head_adaptive.drafter)
+    few = replace(block, asks=block.asks[:: 20 if args.quick else 6])
+    timed = methods.timed if is_all else [*methods.constant, methods.others[1], methods.default]
+    with opened(["transformers"] if is_all else [], target, "bf16") as peers:
+        runners: list[Runner] = [*(MethodRunner(target, method) for method in timed), *peers]
+        speeds = compared(plain_of(target), runners, few, 1 if args.quick else args.repeats, between=2)
+    gains = {method.name: speeds[method.name].gain for method in timed}
+    report.add(f"SmolLM2, {weights}", passes, speeds, (len(block.asks), len(few.asks)))
+    figures: Figures = {
+        "tokens_per_pass": max(passes.values()),
+        "draft_cost_per_pass": drafting(speeds, methods.default.name),
+        "draft_cost_per_token": share,
+        "speedup_vs_plain": max(gains.values()),
+        **adaptive(speeds, methods.default, methods.constant),
+    }
+    if is_all:
+        figures["head_adaptive_vs_best_constant"] = adaptive(speeds, methods.head_adaptive, methods.head_constant)[
+            "adaptive_vs_best_constant"
+        ]
+    if peers and peers[0].name in speeds:
+        figures["speedup_vs_transformers"] = max(gains.values()) / speeds[peers[0].name].gain
+    return figures if is_all else {f"int4_{key}": value for key, value in figures.items()}
+
+
+def adaptive(speeds: dict[str, Timings], method: Method, constants: Sequence[Method]) -> Figures:
+    """Adaptive lengths over the best constant ones, over all prompts and on the kind where that is least."""
+    kinds = by_kind(speeds, method.name)
+    best = {kind: max(by_kind(speeds, one.name)[kind] for one in constants) for kind in kinds}
+    return {
+        "adaptive_vs_best_constant": speeds[method.name].gain / max(speeds[one.name].gain for one in constants),
+        "adaptive_vs_best_constant_by_kind": min(gain / best[kind] for kind, gain in kinds.items()),
+    }
+
+
+def real(report: Report) -> Figures:
+    """A model of real size in its own file, with the head that was trained for it."""
+    args, target = report.args, foresay.load(report.args.real, drafter="none")
+    head = args.real_head
+    block = report.block(target, args.prompts)
+    few = replace(block, asks=block.asks[:: 20 if args.quick else 10])
+    drafters = {
+        name: Method(name, "throughput") for name in (f"head({head})", f"hybrid(suffix, head={head}; k=4)", "suffix")
+    }
+    passes = counted(target, [Method(f"head({head})", "4"), Method(f"hybrid(suffix, head={head}; k=4)", "12")], few)
+    share = cost(target, f"head({head})")
+    constant = [Method(f"hybrid(suffix, head={head}; k=3)", "12")]
+    timed = [*constant, *drafters.values()]
+    speeds = compared(
+        plain_of(target),
+        [MethodRunner(target, one) for one in timed],
+        few,
+        1 if args.quick else args.repeats,
+        between=2,
+    )
+    report.add(Path(args.real).stem, passes, speeds, (len(few.asks), len(few.asks)))
+    hybrid = f"hybrid(suffix, head={head}; k=4)"
+    return {
+        "real_size_tokens_per_pass": max(passes.values()),
+        "real_size_draft_cost_per_pass": drafting(speeds, drafters[hybrid].name),
+        "real_size_draft_cost_per_token": share,
+        "real_size_speedup": max(speeds[one.name].gain for one in timed if "head" in one.name),
+        "real_size_suffix_speedup": speeds[drafters["suffix"].name].gain,
+    }
+
+
 def main() -> int:
-    parser = arguments(__doc__, repeats=3)
+    parser = arguments(__doc__, parts=PARTS, repeats=3)
     parser.add_argument("--data", type=Path, help="folder with mt_bench, humaneval and gsm8k/test.jsonl")
     parser.add_argument("--head", default=MODEL, help="draft head: an alias or a folder")
-    parser.add_argument("--prompts", type=int, default=20, help="prompts of each data set (default: 20)")
+    parser.add_argument("--block", help="folder of a block drafter")
     parser.add_argument("--acceptance", help="folder of an acceptance head that ends drafts")
+    parser.add_argument("--real", help="file of a model of real size")
+    parser.add_argument("--real-head", help="folder of a draft head for it")
+    parser.add_argument("--prompts", type=int, default=40, help="prompts of each data set (default: 40)")
     args = parsed(parser)
-    target = foresay.load(MODEL, drafter="none", dtype="bf16")
-    asks = RequestBuilder(target).first(held_out(args.data, 1 if args.quick else args.prompts))
-    params = foresay.SamplingParams(max_new_tokens=16 if args.quick else 128)
-    block = PromptBlock("held out", asks, 1, params)
-    head = f"head({args.head})"
-    default = default_drafter(MODEL, LoadOptions()).replace(f"head({MODEL}", f"head({args.head}")
-    constants = [Method(head, str(k)) for k in range(1, 9)]
-    others = [Method("suffix", "12"), *(Method(f"hybrid(suffix, head={args.head}; k={k})", "12") for k in (2, 3, 4, 5))]
-    adaptive = [Method(head, length) for length in ("heuristic", *(f"confidence({t})" for t in (0.2, 0.4, 0.6)))]
-    if args.acceptance:
-        adaptive += [Method(head, f"acceptance({args.acceptance}, {h / 10})") for h in (1, 3, 5, 7, 9)]
-    passes = counted(target, [*constants, *others, *adaptive], block)
-    share = cost(target, head)
-    timed = [*constants[1:4], *others[:3], *adaptive[1:]]
-    timed += [Method(head, "throughput"), Method(default, "throughput"), Method("suffix", "throughput")]
-    with opened(["transformers"], target, "bf16") as peers:
-        runners: list[Runner] = [*(MethodRunner(target, method) for method in timed), *peers]
-        few = replace(block, asks=asks[:: 20 if args.quick else 4])
-        speeds = compared(plain_of(target), runners, few, 1 if args.quick else args.repeats, between=2)
-    ours = {method.name: speeds[method.name].gain for method in timed}
-    constant = max(ours[method.name] for method in constants[1:4])
-    figures = {
-        "tokens_per_pass": max(passes.values()),
-        "draft_cost_per_token": share,
-        "speedup_vs_plain": max(ours.values()),
-        "adaptive_vs_best_constant": max(ours[m.name] for m in (*adaptive[1:], timed[-3])) / constant,
-    }
-    if peers[0].name in speeds:
-        figures["speedup_vs_transformers"] = max(ours.values()) / speeds[peers[0].name].gain
-    rows = [
-        (name, f"{passes[name]:.2f}" if name in passes else "", speeds.get(name, ""))
-        for name in dict.fromkeys((*passes, *speeds))
-        if name != PLAIN
-    ]
-    text = (
-        f"{len(asks)} prompts for tokens per pass, {len(few.asks)} for speeds, {params.max_new_tokens} tokens each. "
-        f"{environment(f'{MODEL} in bf16')}"
-    )
-    methods = table(("method or engine", "tokens per pass", "over plain"), rows)
-    return publish("drafts", figures, args, legend=LEGEND, text=[text, methods])
+    if (args.real is None) != (args.real_head is None):
+        parser.error("--real and --real-head go together")
+    report = Report(args)
+    parts = {name: partial(smollm2, report, name) for name in ("bf16", "int4")}
+    if args.real:
+        parts["real"] = partial(real, report)
+
+    def written(figures: Figures) -> int:
+        header = (
+            "target",
+            "method or engine",
+            "tokens per pass",
+            "over plain",
+            "by kind, decoding steps",
+            "drafting / plain pass",
+        )
+        text = [*report.text, table(header, report.rows)]
+        return publish("drafts", figures, args, legend=LEGEND, model=f"{MODEL} in bf16 and 4 bits", text=text)
+
+    return measured(parts, args.only, written)
 
 
 if __name__ == "__main__":
