@@ -31,7 +31,6 @@ from common import (
     filled,
     log,
     measured,
-    opened,
     parsed,
     pass_seconds,
     plain_of,
@@ -43,7 +42,7 @@ from common import (
 import foresay
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.runners import MethodRunner, PromptBlock, Runner
+from foresay.lab.bench.runners import MethodRunner, PromptBlock
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
@@ -61,7 +60,6 @@ LEGEND = {
     "adaptive_vs_best_constant": ("default / best constant length of its drafters", ">= 1.0"),
     "adaptive_vs_best_constant_by_kind": ("the same, on the kind of prompts where it is least", ">= 1.0"),
     "head_adaptive_vs_best_constant": ("head alone, adaptive / best constant length", ">= 1.0"),
-    "speedup_vs_transformers": ("fastest method / transformers", ""),
     "int4_tokens_per_pass": ("4 bits: most tokens per pass of any method", ""),
     "int4_draft_cost_per_pass": ("4 bits: drafting in a step of the default method / plain pass", "<= 0.2"),
     "int4_speedup_vs_plain": ("4 bits: fastest method / plain", ">= 2.2 on AVX-512, 1.8 on AVX2"),
@@ -207,7 +205,7 @@ class Report:
 
 
 def smollm2(report: Report, weights: str) -> Figures:
-    """SmolLM2 in bf16, with all methods and transformers, or with the 4-bit blocks of its file, with the timed methods."""
+    """SmolLM2 in bf16, with all methods, or with the 4-bit blocks of its file, with the timed methods."""
     args = report.args
     is_all = weights == "bf16"
     target = foresay.load(MODEL, drafter="none", dtype="bf16" if is_all else "auto")
@@ -219,9 +217,13 @@ def smollm2(report: Report, weights: str) -> Figures:
     share = cost(target, methods.head_adaptive.drafter)
     few = replace(block, asks=block.asks[:: 20 if args.quick else 6])
     timed = methods.timed if is_all else [*methods.constant, methods.others[1], methods.default]
-    with opened(["transformers"] if is_all else [], target, "bf16") as peers:
-        runners: list[Runner] = [*(MethodRunner(target, method) for method in timed), *peers]
-        speeds = compared(plain_of(target), runners, few, 1 if args.quick else args.repeats, between=2)
+    speeds = compared(
+        plain_of(target),
+        [MethodRunner(target, one) for one in timed],
+        few,
+        1 if args.quick else args.repeats,
+        between=2,
+    )
     gains = {method.name: speeds[method.name].gain for method in timed}
     report.add(f"SmolLM2, {weights}", passes, speeds, (len(block.asks), len(few.asks)))
     figures: Figures = {
@@ -235,8 +237,6 @@ def smollm2(report: Report, weights: str) -> Figures:
         figures["head_adaptive_vs_best_constant"] = adaptive(speeds, methods.head_adaptive, methods.head_constant)[
             "adaptive_vs_best_constant"
         ]
-    if peers and peers[0].name in speeds:
-        figures["speedup_vs_transformers"] = max(gains.values()) / speeds[peers[0].name].gain
     return figures if is_all else {f"int4_{key}": value for key, value in figures.items()}
 
 
@@ -301,7 +301,7 @@ def main() -> int:
     def written(figures: Figures) -> int:
         header = (
             "target",
-            "method or engine",
+            "method",
             "tokens per pass",
             "over plain",
             "by kind, decoding steps",

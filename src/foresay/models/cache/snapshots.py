@@ -19,7 +19,7 @@ MAX_BACKLOG = 16
 """Committed tokens that a pass feeds again at most in front of a draft. A longer backlog is fed alone, and makes a snapshot."""
 _MAX_UNDO = 64
 """Snapshots since the last rewinding that are kept: more than a draft model makes while it drafts."""
-_MAX_SHARED = 4
+MAX_SHARED = 3
 """Snapshots of a prompt that are kept for rows with a common prefix."""
 
 
@@ -48,7 +48,7 @@ class _History(Generic[S]):
     def share(self, one: Snapshot[S]) -> None:
         """Keep a snapshot for other rows. Of too many, the one whose removal leaves the smallest gap is dropped."""
         self.shared.append(one)
-        if len(self.shared) > _MAX_SHARED:
+        if len(self.shared) > MAX_SHARED:
             ends = [0, *(kept.length for kept in self.shared)]
             del self.shared[min(range(len(self.shared) - 1), key=lambda i: ends[i + 2] - ends[i])]
 

@@ -20,11 +20,11 @@ from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
-from foresay.models.cache.snapshots import MAX_BACKLOG
+from foresay.models.cache.snapshots import MAX_BACKLOG, MAX_SHARED
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.selective_scan import scans
-from foresay.models.huggingface.states import States, port_of
+from foresay.models.huggingface.states import States, compact, port_of
 
 
 class RecurrentModel(CausalModel):
@@ -77,8 +77,10 @@ class RecurrentModel(CausalModel):
         )
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
-        """See LanguageModel. A row has its present state and a snapshot."""
-        return len(lengths) * (2 * self.state_bytes + max(lengths, default=0) * self._slot_bytes)
+        """See LanguageModel. A row has its present state, the one before it, and those of its prompt."""
+        longest = max(lengths, default=0)
+        states = 2 + min(MAX_SHARED, -(-longest // self.capabilities.prefill_chunk))
+        return len(lengths) * (states * self.state_bytes + longest * self._slot_bytes)
 
     def new_cache(self) -> RecurrentCache:
         """Return a cache without rows."""
@@ -128,15 +130,20 @@ class RecurrentModel(CausalModel):
         token_ids = model_input.token_ids[first:last, segment.start : segment.end]
         row = model_input.first_row + first
         at = cache.begin_pass(row, last - first, segment.columns, self.device)
-        given = self._port.enter(self._joined_states(cache, row, last - first), cache, at)
-        with attention.during(at), scans():
-            output = self._pass(token_ids, given, model_input, at.positions)
-        states = self._port.leave(output)
+        with self._port.during(self._joined_states(cache, row, last - first), cache, at) as one:
+            with attention.during(at), scans():
+                output = self._pass(token_ids, one.arguments, model_input, at.positions)
+            states = one.states_after(output)
         share = model_input.logits is Logits.NONE
+        ending = [i for i in segment.rows if model_input.num_tokens[i] == segment.end]
+        # without a copy, a row would keep the states of the others alive
+        copied = ending if share or len(ending) < last - first else []
         for i in segment.rows:
             target = model_input.first_row + i
             cache.lengths[target] += segment.columns
             own = {name: tensor[i - first : i - first + 1] for name, tensor in states.items()}
+            if i in copied:
+                own = {name: compact(tensor) for name, tensor in own.items()}
             cache.states.record(target, cache.lengths[target], own, replace=replace or share, share=share)
         found = {layer: output.hidden_states[layer] for layer in model_input.hidden_layers}
         return found if share else {**found, _LOGITS: output.logits}

@@ -7,8 +7,11 @@ its modules. Owns these interfaces; a state is a mapping from names to tensors [
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -23,18 +26,29 @@ from foresay.models.huggingface.selective_scan import Limits, continues_states, 
 States = dict[str, torch.Tensor]
 
 
+def compact(state: torch.Tensor) -> torch.Tensor:
+    """Return a state, as a copy if it is a part of a larger tensor, such as a pass's inputs, which a snapshot would keep."""
+    return state.clone() if state.untyped_storage().nbytes() > state.nbytes else state
+
+
+@dataclass(slots=True)
+class StatePass:
+    """One forward pass that continues from states. Passes of several threads may run at once."""
+
+    arguments: dict[str, Any]
+    """Arguments of the model's forward that carry the states."""
+    states_after: Callable[[Any], States]
+    """Returns the states after the pass, given its output."""
+
+
 class StatePort(Protocol):
     """Carries states through one family's forward pass."""
 
     rows_together: bool = True
     """Rows may share a pass."""
 
-    def enter(self, states: States | None, slots: SlotCache, at: Placement) -> dict[str, Any]:
-        """Return the arguments of a pass that continues from `states`; None for the initial state."""
-        ...
-
-    def leave(self, output: Any) -> States:
-        """Return the states after the pass."""
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+        """Around a pass that continues from `states`, and the reading of those after it; None for the initial state."""
         ...
 
     def initial(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -95,7 +109,7 @@ class StateCache(TransformersCache):
         size = int(known.shape[-1] if known is not None else conv_kernel_size or conv_states.shape[-1])
         full = conv_states if known is None else torch.cat([known, conv_states], -1)
         full = F.pad(full, (max(0, size - full.shape[-1]), 0))
-        self.states[name] = full[..., -size:]
+        self.states[name] = compact(full[..., -size:])
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -108,7 +122,7 @@ class StateCache(TransformersCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Replace a recurrent state."""
-        self.states[f"recurrent.{layer_idx}.{state_idx}"] = recurrent_states
+        self.states[f"recurrent.{layer_idx}.{state_idx}"] = compact(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
@@ -137,17 +151,11 @@ class _CachePort(StatePort):
         self._class, self._limits = _cache_class(model), step_limits(model)
         names = inspect.signature(model.forward).parameters
         self._name = "cache_params" if "cache_params" in names else "past_key_values"
-        self._cache: StateCache | None = None
 
-    def enter(self, states: States | None, slots: SlotCache, at: Placement) -> dict[str, Any]:
-        self._cache = self._class(slots, at, states)
-        self._cache.limits = self._limits
-        return {self._name: self._cache}
-
-    def leave(self, output: Any) -> States:
-        assert self._cache is not None
-        states, self._cache = self._cache.states, None
-        return states
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+        cache = self._class(slots, at, states)
+        cache.limits = self._limits
+        return nullcontext(StatePass({self._name: cache}, lambda output: cache.states))
 
 
 class _RwkvPort(StatePort):
@@ -158,11 +166,9 @@ class _RwkvPort(StatePort):
 
     rows_together = False
 
-    def enter(self, states: States | None, slots: SlotCache, at: Placement) -> dict[str, Any]:
-        return {"state": None if states is None else [states[str(i)] for i in range(5)]}
-
-    def leave(self, output: Any) -> States:
-        return {str(i): state for i, state in enumerate(output.state)}
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+        given = {"state": None if states is None else [states[str(i)] for i in range(5)]}
+        return nullcontext(StatePass(given, lambda output: {str(i): state for i, state in enumerate(output.state)}))
 
     def initial(self, name: str, like: torch.Tensor) -> torch.Tensor:
         return torch.full_like(like, -1e30 if name == "4" else 0.0)
@@ -177,27 +183,28 @@ class _XlstmPort(StatePort):
         self._config, self._dtype = model.config, model.dtype
         self._class: Any = xLSTMCache
 
-    def enter(self, states: States | None, slots: SlotCache, at: Placement) -> dict[str, Any]:
-        self._cache = self._class(self._config, at.batch, dtype=self._dtype, device=at.slots.device)
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+        cache = self._class(self._config, at.batch, dtype=self._dtype, device=at.slots.device)
         if states is not None:
-            for layer, own in self._cache.rnn_state.items():
+            for layer, own in cache.rnn_state.items():
                 for i, tensor in enumerate(own):
                     tensor.copy_(states[f"{layer}.{i}"])
-        return {"cache_params": self._cache}
 
-    def leave(self, output: Any) -> States:
-        cache = self._cache
-        return {f"{layer}.{i}": one for layer, own in cache.rnn_state.items() for i, one in enumerate(own)}
+        def after(output: Any) -> States:
+            return {f"{layer}.{i}": one for layer, own in cache.rnn_state.items() for i, one in enumerate(own)}
+
+        return nullcontext(StatePass({"cache_params": cache}, after))
 
 
 class _ModulePort(StatePort):
-    """States in attributes of RecurrentGemma's modules.
+    """States in attributes of RecurrentGemma's modules, so that one pass runs at a time.
 
     Its own code drops the convolution's inputs before a pass of several tokens; a hook on the convolution puts them back.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._blocks: list[Any] = [module for module in model.modules() if hasattr(module, "conv1d_state")]
+        self._lock = Lock()
         self._before: dict[int, torch.Tensor] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._hooks = [
@@ -213,24 +220,30 @@ class _ModulePort(StatePort):
         self._inputs[index] = full
         return F.conv1d(full, conv.weight, conv.bias, groups=conv.groups)
 
-    def enter(self, states: States | None, slots: SlotCache, at: Placement) -> dict[str, Any]:
-        self._inputs = {}
-        for index, block in enumerate(self._blocks):
-            width, channels = block.conv1d_width - 1, block.conv_1d.in_channels
-            zeros = torch.zeros(at.batch, channels, width, device=at.slots.device, dtype=block.conv_1d.weight.dtype)
-            self._before[index] = block.conv1d_state = zeros if states is None else states[f"conv.{index}"]
-            none = torch.zeros(at.batch, channels, device=at.slots.device)
-            block.rg_lru.recurrent_states = none if states is None else states[f"recurrent.{index}"]
-        return {"past_key_values": TransformersCache(slots, at)}
+    @contextmanager
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> Iterator[StatePass]:
+        with self._lock:
+            try:
+                for index, block in enumerate(self._blocks):
+                    width, channels = block.conv1d_width - 1, block.conv_1d.in_channels
+                    zeros = torch.zeros(
+                        at.batch, channels, width, device=at.slots.device, dtype=block.conv_1d.weight.dtype
+                    )
+                    self._before[index] = block.conv1d_state = zeros if states is None else states[f"conv.{index}"]
+                    none = torch.zeros(at.batch, channels, device=at.slots.device)
+                    block.rg_lru.recurrent_states = none if states is None else states[f"recurrent.{index}"]
+                yield StatePass({"past_key_values": TransformersCache(slots, at)}, lambda output: self._states())
+            finally:
+                self._before, self._inputs = {}, {}
+                for block in self._blocks:
+                    block.conv1d_state = block.rg_lru.recurrent_states = None
 
-    def leave(self, output: Any) -> States:
+    def _states(self) -> States:
         states: States = {}
         for index, block in enumerate(self._blocks):
             width, full = block.conv1d_width - 1, self._inputs.get(index)
-            states[f"conv.{index}"] = block.conv1d_state if full is None else full[..., -width:]
+            states[f"conv.{index}"] = block.conv1d_state if full is None else compact(full[..., -width:])
             states[f"recurrent.{index}"] = block.rg_lru.recurrent_states
-            block.conv1d_state = block.rg_lru.recurrent_states = None
-        self._before = {}
         return states
 
     def release(self) -> None:

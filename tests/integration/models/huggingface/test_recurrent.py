@@ -6,6 +6,8 @@ Ragged rows join while others decode, and drafts are partly rejected, fully acce
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,7 +161,7 @@ def test_states_at_the_ends_of_prefill_passes_are_kept() -> None:
     ids = torch.randint(2, VOCAB, (1, 60), generator=torch.Generator().manual_seed(1))
     for start in range(0, 60, 10):
         target.forward(ModelInput(ids[:, start : start + 10], [10], logits=Logits.NONE), cache)
-    assert [one.length for one in cache.states.held(0)] == [20, 40, 50, 60]
+    assert [one.length for one in cache.states.held(0)] == [20, 40, 60]
     assert [cache.prefix_length(0, length) for length in (19, 20, 49, 60)] == [0, 20, 40, 60]
 
 
@@ -216,3 +218,78 @@ def test_prompt_lookup_over_a_hybrid_in_a_batch() -> None:
     for prompt, one in zip(repeated, ours, strict=True):
         assert_same(reference, prompt, one, plain(reference, prompt, NEW))
     assert any(step.num_accepted for step in steps)
+
+
+def _held(cache: RecurrentCache) -> int:
+    """Bytes of the memory that snapshots keep alive."""
+    states = [one.state or {} for row in range(len(cache.states)) for one in cache.states.held(row)]
+    stores = [tensor.untyped_storage() for state in states for tensor in state.values()]
+    return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_h1", "qwen3_5", "recurrent_gemma"])
+def test_states_keep_no_more_memory_than_is_counted(family: str) -> None:
+    """Neither the inputs of a long pass nor the other rows of a ragged one."""
+    model = RecurrentModel(make(family))
+    cache = model.new_cache()
+    cache.add_rows(3)
+    ids = torch.randint(2, VOCAB, (3, 4), generator=torch.Generator().manual_seed(1))
+    chunk = model.capabilities.prefill_chunk
+    for row in range(3):
+        for _ in range(5):
+            model.forward(ModelInput(ids[:1, :1].expand(1, chunk), [chunk], row, logits=Logits.NONE), cache)
+    lengths = [5 * chunk + 64] * 3
+    for counts in ([1, 2, 4], [4, 1, 1], [2, 2, 2], [3, 1, 4]):
+        model.forward(ModelInput(ids, counts), cache)
+        cache.truncate(cache.lengths)
+        reported = cache.nbytes - super(RecurrentCache, cache).nbytes
+        assert 0 < _held(cache) <= 1.05 * reported
+        assert reported <= model.cache_bytes(lengths) - 3 * max(lengths) * model._slot_bytes
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_two_threads_share_a_model(family: str) -> None:
+    """Passes of one thread leave those of the other alone, also where a family's code keeps states in its modules."""
+    reference = make(family)
+    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=16)
+    wanted = [run(target, [prompt], params)[0][0] for prompt in prompts()[1:3]]
+    found: list[list[list[int]]] = [[], []]
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            found[index].append(run(target, [prompts()[1 + index]], params)[0][0])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [[one] * 3 for one in wanted]
+
+
+def test_an_interrupted_pass_leaves_the_model_as_it_was() -> None:
+    reference = make("recurrent_gemma")
+    model = copy.deepcopy(reference)
+    target = RecurrentModel(model)
+    ids = torch.tensor([prompts()[1]])
+    last, broken = model.model.layers[-1], [False]
+
+    def interrupt(*given: Any) -> None:
+        if broken[0]:
+            raise KeyboardInterrupt
+
+    last.register_forward_pre_hook(interrupt)
+    cache = target.new_cache()
+    cache.add_rows(1)
+    target.forward(ModelInput(ids, [ids.shape[1]]), cache)
+    broken[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        target.forward(ModelInput(ids, [ids.shape[1]]), cache)
+    broken[0] = False
+    with torch.inference_mode():
+        assert torch.equal(model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
