@@ -58,8 +58,5 @@ def prefill_chunk(
     model_input = ModelInput(tokens, counts, first, logits=Logits.NONE, hidden_layers=hidden_layers)
     hidden = model.forward(model_input, cache).hidden
     for i, count in enumerate(counts if hidden_layers else ()):
-        row = rows[first + i]
-        new = {layer: states[i, :count] for layer, states in hidden.items()}
-        old = row.prompt_hidden
-        row.prompt_hidden = {n: torch.cat([old[n], states]) if n in old else states for n, states in new.items()}
+        rows[first + i].add_prompt_hidden({layer: states[i, :count] for layer, states in hidden.items()})
     return sum(counts)

@@ -31,12 +31,12 @@ class Row:
 
     __slots__ = (
         "_buffer",
+        "_hidden",
         "committed",
         "eos",
         "limit",
         "num_cached",
         "params",
-        "prompt_hidden",
         "prompt_length",
         "request_id",
         "rng_key",
@@ -74,14 +74,35 @@ class Row:
         self.state: dict[StateKey[Any], Any] = {}
         self.num_cached = 0
         """Prompt tokens whose keys and values were copied from another row."""
-        self.prompt_hidden: Mapping[int, torch.Tensor] = {}
-        """The target's hidden states of the prompt without its last token, layer -> [size - 1, H], if the drafter requests them.
-        Available while the drafter admits the row, and while other rows may share its prefix."""
+        self._hidden: list[Mapping[int, torch.Tensor]] = []
 
     @property
     def tokens(self) -> IntArray:
         """Prompt and committed output, [size] int64; a view that the next `extend` may invalidate."""
         return self._buffer[: self.size]
+
+    @property
+    def prompt_hidden(self) -> Mapping[int, torch.Tensor]:
+        """The target's hidden states of the prompt without its last token, layer -> [size - 1, H], if the drafter requests them.
+
+        Available while the drafter admits the row, and while other rows may share its prefix.
+        """
+        if len(self._hidden) > 1:
+            layers = self._hidden[0]
+            self._hidden = [{layer: torch.cat([part[layer] for part in self._hidden]) for layer in layers}]
+        return self._hidden[0] if self._hidden else {}
+
+    @prompt_hidden.setter
+    def prompt_hidden(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        self._hidden = [hidden] if hidden else []
+
+    def add_prompt_hidden(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Add the hidden states of the prompt's next positions, layer -> [n, H]. All parts are joined when they are read."""
+        self._hidden.append(hidden)
+
+    def num_prompt_hidden(self, layer: int) -> int:
+        """Number of positions of the prompt with known hidden states of a layer."""
+        return sum(len(part[layer]) for part in self._hidden if layer in part)
 
     @property
     def num_new(self) -> int:
@@ -124,7 +145,7 @@ class Row:
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
         out.stop, out.source, out.rng_key, out.committed = None, self.source, key, self.committed
-        out.eos, out.prompt_length, out.state, out.prompt_hidden = self.eos, self.prompt_length, {}, {}
+        out.eos, out.prompt_length, out.state, out._hidden = self.eos, self.prompt_length, {}, []
         out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
         out._buffer[: self.size] = self.tokens
         out.size = self.size

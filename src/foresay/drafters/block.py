@@ -18,6 +18,7 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters.target_features import FeatureCache, ReadsTarget
+from foresay.errors import ConfigError
 
 if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.blocks.model import BlockModel
@@ -164,10 +165,15 @@ class BlockDrafter(ReadsTarget):
         self, block: BlockModel, target_vocab_size: int, *, sample: bool = True, confidence: float = 0.0
     ) -> None:
         """target_vocab_size: width of the target's logits. sample: see ModelDrafter. confidence: a draft ends before a token
-        whose predicted acceptance is below this; 0 drafts whole blocks."""
+        whose predicted acceptance is below this; 0 drafts whole blocks.
+
+        Raises ConfigError for a confidence above 0 if the drafter does not predict it.
+        """
         super().__init__(block, target_vocab_size, context=BlockCache(block, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(block.hidden_layers)))
         self._least = check_float("confidence", confidence, 0.0, 1.0)
+        if self._least and not block.config.has_confidence:
+            raise ConfigError(f"confidence={confidence} has no effect: this block drafter has no confidence head")
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draw up to `budget` tokens for each row, at most a block."""

@@ -183,5 +183,4 @@ class PrefixStore:
 
     def _reusable(self, row: Row) -> int:
         """Length of a row's prefix that other rows may copy: as far as the required hidden states are available."""
-        hidden = row.prompt_hidden
-        return min((len(hidden[layer]) if layer in hidden else 0 for layer in self.hidden_layers), default=row.size)
+        return min((row.num_prompt_hidden(layer) for layer in self.hidden_layers), default=row.size)

@@ -46,6 +46,11 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "q_lora_rank": (None,),
     "kv_lora_rank": (None,),
     "markov_head_type": (None, "vanilla"),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
 }
 """Fields of variants that are not supported, and the values that select none of them."""
 
@@ -56,6 +61,8 @@ class _BlockFields(BaseModel):
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK)]
     mask_token_id: Annotated[int, Field(ge=0)]
     num_hidden_layers: Annotated[int, Field(ge=1, le=256)]
+    num_draft_layers: int | None = None
+    use_sliding_window: bool | None = None
     markov_rank: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None
@@ -144,8 +151,8 @@ class BlockConfig:
         return _build(values, merged, [i + 1 for i in layers], from_anchor="dflash_config" not in values)
 
     def as_plain(self) -> dict[str, Any]:
-        """Return the config.json of the published layout: DSpark's, or DFlash's for a drafter without a Markov head."""
-        dspark = self.from_anchor
+        """Return the config.json of the published layout: DSpark's, or DFlash's for a drafter without DSpark's parts."""
+        dspark = self.from_anchor or self.markov_rank > 0 or self.has_confidence
         fields: dict[str, Any] = {
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": [layer - 1 for layer in self.hidden_layers],
@@ -167,6 +174,7 @@ class BlockConfig:
         return {
             **out,
             **fields,
+            **({} if self.from_anchor else {"sample_from_anchor": False}),
             "num_anchors": 512,
             "markov_rank": self.markov_rank,
             "markov_head_type": "vanilla",
@@ -215,12 +223,21 @@ def _build(
     LAYER_SCHEMA.of({name: layer.get(name) for name in LayerFields.model_fields}, _SOURCE)
     fields = FIELDS.of({name: values.get(name) for name in Fields.model_fields}, _SOURCE)
     block = _BLOCK.of(
-        {**{name: values.get(name) for name in _BlockFields.model_fields}, "layer_types": layer.get("layer_types")},
+        {
+            **{name: values.get(name) for name in _BlockFields.model_fields},
+            **{name: layer.get(name) for name in ("layer_types", "use_sliding_window")},
+        },
         _SOURCE,
     )
     sliding = [kind for kind in block.layer_types or () if kind != "full_attention"]
     if sliding:
         raise ConfigError(f"layer_types has {short(sliding[0])}: block drafters with such layers are not supported")
+    if block.use_sliding_window and block.layer_types is None:
+        raise ConfigError("use_sliding_window=true: block drafters with such layers are not supported")
+    if block.num_draft_layers not in (None, block.num_hidden_layers):
+        raise ConfigError(
+            f"num_draft_layers={block.num_draft_layers} differs from num_hidden_layers={block.num_hidden_layers} in {_SOURCE}"
+        )
     if fields.target_hidden_size not in (None, layer["hidden_size"]):
         raise ConfigError(
             f"target_hidden_size={fields.target_hidden_size} differs from hidden_size={layer['hidden_size']}; block drafters of "

@@ -18,6 +18,7 @@ from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, LanguageModel, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
+from foresay.errors import ConfigError
 from foresay.models.blocks.files import Block, check_block
 from foresay.models.blocks.module import BlockLayer
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -63,6 +64,11 @@ class BlockModel(LanguageModel):
         own = module.embed_tokens
         self._embed = target.model.get_input_embeddings() if own is None else own.to(self.device, self.dtype)
         head = target_rows(target, block.token_ids) if module.lm_head is None else module.lm_head.weight
+        if len(head) != config.draft_vocab_size:
+            raise ConfigError(
+                f"the block drafter drafts {config.draft_vocab_size} tokens, but the output layer of {name!r} has "
+                f"{len(head)} rows"
+            )
         self._head = self._product(head)
         markov = module.markov_head
         self._markov_rows = None if markov is None else markov.markov_w1.weight.detach().to(self.device, self.dtype)

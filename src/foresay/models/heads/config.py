@@ -42,6 +42,8 @@ _DRAFT_TOKENS = 5
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
+Whole = Annotated[float, Field(ge=1, le=1)]
+"""Share of a head's dimensions that are rotated: all of them."""
 Factors = Annotated[list[Positive], Field(max_length=MAX_WIDTH)]
 
 
@@ -54,7 +56,7 @@ class _Rotary(BaseModel):
     type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
     rope_theta: Positive | None = None
     factor: Annotated[float, Field(ge=1, le=1e6)] | None = None
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    partial_rotary_factor: Whole | None = None
     original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
     attention_factor: Positive | None = None
     beta_fast: Positive | None = None
@@ -83,6 +85,7 @@ class LayerFields(BaseModel):
     rope_theta: Positive | None = None
     rope_scaling: _Rotary | None = None
     rope_parameters: _Rotary | None = None
+    partial_rotary_factor: Whole | None = None
     max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
 
 

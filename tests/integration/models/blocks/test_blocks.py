@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing() -> None:
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 KINDS: dict[str, Callable[[BlockModel], Any]] = {
     "chain": lambda block: BlockDrafter(block, SMALL),
-    "confident": lambda block: BlockDrafter(block, SMALL, confidence=0.5),
+    "confident": lambda block: BlockDrafter(block, SMALL, confidence=0.5 * block.config.has_confidence),
     "best first": lambda block: BlockTreeDrafter(block, SMALL, nodes=9),
     "cascade": lambda block: Cascade([BlockDrafter(block, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
     "behind": lambda block: Cascade([PromptLookup(min_ngram=1), BlockDrafter(block, SMALL)], [[2, 3], [0, 0]]),
@@ -246,6 +247,9 @@ def test_confidence_ends_blocks() -> None:
         _, steps, _ = run(model, PROMPTS, params, drafter=BlockDrafter(block, SMALL, confidence=least), gamma=5)
         drafted.append(sum(step.num_drafted for step in steps) / len(steps))
     assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[1] > drafted[2] >= drafted[3]
+    without = BlockModel(random_block(model, confidence=False), model)
+    with pytest.raises(ConfigError, match="no confidence head"):
+        BlockDrafter(without, SMALL, confidence=0.3)
 
 
 def test_weights_in_8_bits_draft_as_well() -> None:
@@ -283,6 +287,8 @@ def test_published_layouts(tmp_path: Path) -> None:
         "confidence_head_with_markov": True,
         "speculators_config": {"verifier": {"name_or_path": "org/target", "architectures": ["X"]}},
     }
+    mixed = replace(dspark, from_anchor=False)  # DSpark's parts with DFlash's positions
+    assert BlockConfig.read(mixed.as_plain()) == mixed
     read = BlockConfig.read(speculators)
     assert (read.hidden_layers, read.target, read.from_anchor) == ((0, 2), "org/target", True)
     assert read.layer == dspark.layer and read.markov_rank == dspark.markov_rank
@@ -321,6 +327,12 @@ def test_published_layouts(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"markov_rank": -1}, "markov_rank"),
         ({"rope_parameters": {"rope_type": "odd"}}, "rope"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"layer_types": None, "use_sliding_window": True}, "use_sliding_window=true"),
+        ({"num_draft_layers": 7}, "num_draft_layers=7"),
+        ({"logits_scaling": 8.0}, r"logits_scaling=8\.0"),
+        ({"attention_multiplier": 0.5}, r"attention_multiplier=0\.5"),
     ],
 )
 def test_configurations_that_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -354,6 +366,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             BlockModel(made, wrong)
     deep = Block(random_block(model, layers=(1, 3)).config, random_block(model, layers=(1, 3)).module, None)
+    narrow = target()
+    narrow.model.lm_head = torch.nn.Linear(32, VOCAB - 7, bias=False)
+    with pytest.raises(ConfigError, match="drafts 97 tokens, but the output layer of 'narrow' has 90 rows"):
+        BlockModel(random_block(model), narrow, name="narrow")
     with pytest.raises(ConfigError, match="reads layer 3 of its target"):
         BlockModel(deep, target(num_hidden_layers=2))
 
