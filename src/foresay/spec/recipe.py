@@ -93,9 +93,12 @@ class Resources:
     def mtp(self) -> MtpHead:
         """Return the target's multi-token-prediction layers. Raises UnsupportedModelError if its checkpoint has none."""
         from foresay.models.huggingface.mtp import MtpHead
+        from foresay.models.sources.transformers_errors import quiet_transformers
 
         if self.mtp_head is None:
-            self.mtp_head = MtpHead(self._for_reader("mtp drafter")[0], name=self.target.name)
+            target, _, make = self._for_reader("mtp drafter")
+            with quiet_transformers():
+                self.mtp_head = MtpHead(target, name=self.target.name, make=make)
         return self.mtp_head
 
     def has_mtp(self) -> bool:

@@ -86,7 +86,7 @@ def _mtp(sample: bool = True) -> Recipe:
         head = resources.mtp()
         return lambda: HeadDrafter(head, resources.vocab_size, sample=sample)
 
-    return Recipe(prepare, 3, reads_target=True, samples=sample)
+    return Recipe(prepare, 3, reads_target=True, loads_model=True, samples=sample)
 
 
 def _block(name: str, sample: bool = True, confidence: float = 0.0) -> Recipe:

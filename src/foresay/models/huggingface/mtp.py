@@ -9,7 +9,9 @@ configurations that name no such layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel, TransformersCache
+from foresay.models.huggingface.linears import MakeProduct
 
 NEXT, LAST = 0, 1
 """Keys of a pass's hidden states: NEXT replaces the target's in the next pass, LAST is the output layer's input."""
@@ -39,10 +42,11 @@ def num_mtp_layers(model: CausalModel) -> int:
 class MtpHead(LanguageModel):
     """The first multi-token-prediction layer of the target's checkpoint."""
 
-    def __init__(self, target: CausalModel, *, name: str) -> None:
-        """Load the layers from the folder or repository that the target was loaded from.
+    def __init__(self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized) -> None:
+        """Load the layers from the folder that the target was loaded from.
 
-        name: of the target, for errors. Raises UnsupportedModelError if it has none, or if transformers cannot load them.
+        name: of the target, for errors. make: builds the products. Raises UnsupportedModelError if it has none, or if
+        transformers cannot load them.
         """
         model = target.model
         layers = _load(model, name)
@@ -50,9 +54,10 @@ class MtpHead(LanguageModel):
         self.device, self.dtype = target.device, model.dtype
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
-        self.num_parameters = sum(weight.numel() for weight in layers.layers[0].parameters())
+        del layers.layers[1:]
+        self.num_parameters = sum(weight.numel() for weight in layers.layers.parameters())
         if self.device.type == "cpu":
-            linears.freeze_linears(layers.layers)
+            linears.freeze_linears(layers.layers, make, all_dtypes=make is not linears.unquantized)
         self._layers = layers.eval()
 
     @property
@@ -116,28 +121,63 @@ def _load(model: Any, name: str) -> Any:
     """Return transformers' model of the layers. Raises UnsupportedModelError if there are none or they cannot be loaded."""
     from transformers.modeling_layers import MtpModel
 
-    config = model.config.get_text_config(decoder=True)
-    if not getattr(config, "num_mtp_layers", None):
-        _complete(config)
-    if not getattr(config, "num_mtp_layers", None):
-        raise UnsupportedModelError(
-            f"{name!r} has no multi-token-prediction layers: its configuration names none (num_nextn_predict_layers)"
-        )
-    known = model._keys_to_ignore_on_load_unexpected
-    depth, count = int(config.num_hidden_layers), int(config.num_mtp_layers)
-    # transformers knows the layers by their numbers in published checkpoints; they follow the target's in all others, too
-    model._keys_to_ignore_on_load_unexpected = [
-        *(known or ()),
-        *(rf"model\.layers\.{number}\." for number in range(depth, depth + count)),
-    ]
+    with _completed(model.config.get_text_config(decoder=True)) as config:
+        if not getattr(config, "num_mtp_layers", None):
+            raise UnsupportedModelError(
+                f"{name!r} has no multi-token-prediction layers: its configuration names none (num_nextn_predict_layers)"
+            )
+        try:
+            with _found(
+                model, range(int(config.num_hidden_layers), int(config.num_hidden_layers + config.num_mtp_layers))
+            ):
+                return MtpModel.from_pretrained(model, device_map={"": model.device})
+        except Exception as error:  # files without these weights, or a family that transformers does not know
+            reason = " ".join(str(error).split())[:300]
+            if "mismatched" in reason:
+                reason = "they have other shapes than the configuration gives"
+            raise UnsupportedModelError(
+                f"the multi-token-prediction layers of {name!r} cannot be loaded: {reason}"
+            ) from error
+
+
+@contextmanager
+def _completed(config: Any) -> Iterator[Any]:
+    """Meanwhile, name the layers in a configuration that does not."""
+    before = dict(config.__dict__)
     try:
-        return MtpModel.from_pretrained(model, device_map={"": model.device})
-    except Exception as error:  # files without these weights, or a family that transformers does not know
-        raise UnsupportedModelError(
-            f"the multi-token-prediction layers of {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
+        if not getattr(config, "num_mtp_layers", None):
+            _complete(config)
+        yield config
     finally:
-        model._keys_to_ignore_on_load_unexpected = known
+        config.__dict__.clear()
+        config.__dict__.update(before)
+
+
+@contextmanager
+def _found(model: Any, numbers: range) -> Iterator[None]:
+    """Meanwhile, let transformers find the weights of the layers with these numbers in the files of the model."""
+    known, path = model._keys_to_ignore_on_load_unexpected, model.config.name_or_path
+    try:
+        # transformers knows the layers by their numbers in published checkpoints; they follow the target's in all others, too
+        model._keys_to_ignore_on_load_unexpected = [
+            *(known or ()),
+            *(rf"model\.layers\.{number}\." for number in numbers),
+        ]
+        model.config.name_or_path = _folder_of(model.config)
+        yield
+    finally:
+        model._keys_to_ignore_on_load_unexpected, model.config.name_or_path = known, path
+
+
+def _folder_of(config: Any) -> str:
+    """Return the folder of the files that a model was loaded from: for a hub id its snapshot in the cache."""
+    path, commit = str(config.name_or_path), getattr(config, "_commit_hash", None)
+    if commit is None or Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    # the target's files are there already; transformers would fetch those of the latest commit
+    return str(snapshot_download(path, revision=commit, local_files_only=True))
 
 
 def _complete(config: Any) -> None:

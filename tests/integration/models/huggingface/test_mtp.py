@@ -139,3 +139,44 @@ def test_the_layers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     )
     x = torch.randn(1, 64)
     assert not torch.allclose(one(x), two(x)) and isinstance(MtpModel, type)
+
+
+def test_a_hub_target_reads_its_own_snapshot_and_keeps_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the files of the latest commit, and none that are not in the cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    commit, other = "a" * 40, "b" * 40
+    snapshots = tmp_path / "models--org--small" / "snapshots"
+    model = target(snapshots / commit, "qwen3_5", seed=3)
+    save_with_mtp(snapshots / other, "qwen3_5", seed=4, vocab_size=SMALL)
+    (tmp_path / "models--org--small" / "refs").mkdir()
+    (tmp_path / "models--org--small" / "refs" / "main").write_text(other, encoding="utf-8")
+    config: Any = model.model.config
+    wanted = MtpHead(model, name="tiny")._layers.layers[0].eh_proj
+    config.name_or_path, config._commit_hash = "org/small", commit
+    before = config.to_dict()
+    found = MtpHead(model, name="tiny")._layers.layers[0].eh_proj
+    x = torch.randn(1, 64)
+    assert torch.equal(wanted(x), found(x))
+    assert config.to_dict() == before and config.name_or_path == "org/small"
+    config._commit_hash = "c" * 40
+    with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
+        MtpHead(model, name="tiny")
+
+
+def test_options_of_drafts_apply(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """8-bit weights give other draft tokens but the same text; of two layers only the first is kept; nothing is printed."""
+    path = save_with_mtp(tmp_path, "qwen3_5", vocab_size=SMALL)
+    capfd.readouterr()
+    plain = load(str(path), drafter="none", dtype="fp32")
+    rounded = load(str(path), drafter="mtp", dtype="fp32", draft_weights="int8", num_draft_tokens=3)
+    whole = load(str(path), drafter="mtp", dtype="fp32", num_draft_tokens=3)
+    assert capfd.readouterr().err == ""
+    layers = [one.resources.mtp()._layers.layers for one in (whole, rounded)]
+    x = torch.randn(1, 64)
+    assert not torch.equal(*(one[0].eh_proj(x) for one in layers)) and all(len(one) == 1 for one in layers)
+    wanted = plain.generate("abcabc", max_new_tokens=16).token_ids
+    assert rounded.generate("abcabc", max_new_tokens=16).token_ids == wanted
