@@ -80,15 +80,18 @@ def propose(
 ) -> Proposal:
     """Return the drafter's proposal; a draft is shorter than the row's remaining tokens, one of which is the target's own.
 
-    A row has no draft while the cache lacks more of its tokens than the target's `max_backlog`.
+    A target that rewinds to snapshots is fed some tokens again. A row has no draft while these are more than its `max_backlog`.
+    In a batch it drafts as many tokens fewer as are fed again: rows of one length share a pass. Rows whose text depends on the
+    draft length keep theirs.
     """
     if drafter is None:
         return Proposal.empty(len(rows), target.device)
     budget = [max(0, min(n, row.remaining - 1)) for n, row in zip(policy.budget(rows), rows, strict=True)]
     backlog = target.capabilities.max_backlog
     if backlog is not None:
-        late = [row.size - 1 - length > backlog for row, length in zip(rows, cache.lengths, strict=False)]
-        budget = [0 if is_late else n for n, is_late in zip(budget, late, strict=True)]
+        again = [row.size - 1 - length for row, length in zip(rows, cache.lengths, strict=False)]
+        free = [len(rows) > 1 and (row.params.greedy or rows.needs.ignores_drafts) for row in rows]
+        budget = [0 if a > backlog else max(0, n - a * f) for n, a, f in zip(budget, again, free, strict=True)]
     return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
 
 

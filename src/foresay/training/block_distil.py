@@ -51,9 +51,9 @@ class BlockShape:
     confidence: bool = True
 
 
-def usual_block_layers(num_layers: int, count: int | None = None) -> tuple[int, ...]:
+def usual_block_layers(num_layers: int) -> tuple[int, ...]:
     """Return the default layers whose hidden states a block drafter reads: some spread evenly, from an early to a late one."""
-    count = count or max(2, min(5, num_layers // 8))
+    count = max(2, min(5, num_layers // 8))
     first, last = min(2, num_layers), max(1, num_layers - 2)
     found = {round(first + i * (last - first) / (count - 1)) for i in range(count)}
     return tuple(sorted(found))

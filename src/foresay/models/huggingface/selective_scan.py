@@ -71,8 +71,9 @@ def continues_states(model: Any) -> None:
         original: Callable[..., Any] | None = getattr(module, name, None)
         if original is not None and not hasattr(original, _MARK):
             replaced = replacement(original)
-            setattr(replaced, _MARK, True)
-            setattr(module, name, replaced)
+            if replaced is not original:
+                setattr(replaced, _MARK, True)
+                setattr(module, name, replaced)
 
 
 def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +115,10 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _chunks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that fills its input [B, T, ...] up to chunks. A shorter chunk changes only the order of sums."""
-    usual = signature(original).parameters["chunk_size"].default
+    size = signature(original).parameters.get("chunk_size")
+    if size is None:  # a kernel in transformers' place that chooses its own
+        return original
+    usual = size.default
 
     def scan(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _layer.inside and first.device.type == "cpu":  # kernels of GPUs have chunks of their own

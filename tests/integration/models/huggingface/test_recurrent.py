@@ -9,6 +9,7 @@ import copy
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -293,3 +294,42 @@ def test_an_interrupted_pass_leaves_the_model_as_it_was() -> None:
     broken[0] = False
     with torch.inference_mode():
         assert torch.equal(model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
+
+
+def test_rows_of_a_batch_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that feeds tokens again drafts fewer, so that passes are of one length. Control: with full drafts they are not."""
+    reference = make("mamba2")
+    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    wanted = [plain(reference, prompt, NEW) for prompt in prompts()]
+    original, passes = RecurrentModel._run, [0]
+
+    def counted(self: Any, model_input: ModelInput, *given: Any, **more: Any) -> Any:
+        passes[0] += model_input.logits is not Logits.NONE
+        return original(self, model_input, *given, **more)
+
+    monkeypatch.setattr(RecurrentModel, "_run", counted)
+
+    def passes_of_a_step() -> float:
+        passes[0] = 0
+        ours, steps, _ = run(target, prompts(), params, drafter=Sometimes(wanted, VOCAB), gamma=5)
+        assert ours == wanted
+        return passes[0] / max(sum(step.request_id == i for step in steps) for i in range(len(wanted)))
+
+    assert passes_of_a_step() < 1.7
+    own = target.capabilities
+    monkeypatch.setattr(RecurrentModel, "capabilities", property(lambda self: replace(own, max_backlog=None)))
+    assert passes_of_a_step() > 2
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5"])
+def test_a_seed_gives_its_text_in_any_batch(family: str) -> None:
+    """Under a rule whose text depends on the draft length, a sampled row keeps its length while others draft fewer tokens."""
+    target, draft = RecurrentModel(make(family)), RecurrentModel(make(family, 5))
+    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+    params[1] = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    alone = [
+        run(target, [prompt], one, drafter=ModelDrafter(draft, VOCAB), gamma=4)[0][0]
+        for prompt, one in zip(prompts(), params, strict=False)
+    ]
+    together, _, _ = run(target, prompts()[:4], params, drafter=ModelDrafter(draft, VOCAB), gamma=4)
+    assert together == alone
