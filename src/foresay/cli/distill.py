@@ -20,6 +20,8 @@ from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.blocks.config import MAX_BLOCK
+from foresay.models.blocks.files import read_block
+from foresay.models.heads.files import read_head
 from foresay.models.sources.heads import load_block, load_head
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_weights
@@ -34,7 +36,7 @@ from foresay.training.curves import draw_curves, read_log
 from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head, resumed_head
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
-from foresay.training.outputs import Text, read_outputs, split, texts_of
+from foresay.training.outputs import Text, coverage, read_outputs, split, texts_of
 from foresay.training.processes import is_first, own_device
 
 HEAD, BLOCK = "head", "block"
@@ -387,6 +389,9 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text], student: Stude
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
     )
     if kind in KINDS:
+        ids = read_head(folder).token_ids if kind == HEAD else read_block(folder).token_ids
+        if ids is not None:
+            yield f"  it drafts {len(ids):,} tokens, {coverage(learn, ids):.1%} of those that the target generated"
         yield f"  draft with it: --drafter '{kind}({folder})'"
     elif student.vocabulary is None:
         yield f"  draft with it: --draft {folder}"

@@ -89,6 +89,14 @@ def digest(texts: Iterable[Text]) -> str:
     return hasher.hexdigest()[:16]
 
 
+def coverage(texts: Sequence[Text], token_ids: torch.Tensor | None) -> float:
+    """Return the share of the tokens that the target generated that are among `token_ids`, [K] int64; 1 for None."""
+    if token_ids is None:
+        return 1.0
+    generated = np.concatenate([text.tokens[text.start :] for text in texts])
+    return float(np.isin(generated, token_ids.numpy()).mean())
+
+
 def frequent_tokens(texts: Sequence[Text], size: int, always: Iterable[int] = ()) -> torch.Tensor:
     """Return the `size` tokens that the target generated most often, ascending [size] int64, including `always`.
 

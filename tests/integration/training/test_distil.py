@@ -29,7 +29,7 @@ from foresay.training.distil import HeadShape, distil_head, distil_model, new_he
 from foresay.training.evaluation import evaluate
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
-from foresay.training.outputs import Text, frequent_tokens, split, texts_of
+from foresay.training.outputs import Text, coverage, frequent_tokens, split, texts_of
 from foresay.training.students import HeadStudent, ModelStudent
 from foresay.training.teacher import CachedPasses, TargetPasses, TeacherHead
 from helpers.families import make
@@ -84,6 +84,7 @@ class TestOutputs:
         assert frequent_tokens(texts, 2).tolist() == [1, 2]
         assert frequent_tokens(texts, 2, always=[7]).tolist() == [2, 7]
         assert frequent_tokens(texts, 5).tolist() == [1, 2, 5, 8, 9]
+        assert coverage(texts, None) == 1 and coverage(texts, frequent_tokens(texts, 1)) == 0.5
         assert frequent_tokens(texts, 8).tolist() == [0, 1, 2, 3, 4, 5, 8, 9][:8]
 
     def test_documents(self) -> None:
