@@ -136,7 +136,7 @@ class Methods:
 
     counted: Sequence[Method]
     constant: Sequence[Method]
-    """Of the default's drafters."""
+    """Constant lengths of the default's drafters."""
     head_constant: Sequence[Method]
     others: Sequence[Method]
     head_adaptive: Method

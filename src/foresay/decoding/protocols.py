@@ -246,7 +246,7 @@ class LengthPolicy(Protocol):
         return counts
 
     def fallback_budget(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
-        """Number of tokens that the slower drafter of a hybrid shall draft for rows without an n-gram match.
+        """Number of tokens that the slower drafter of a hybrid shall draft for rows without n-gram tokens to score.
 
         most: [B] upper bounds, 0 for all other rows. Called after `num_to_score`, if that is called; the result may depend on
         anything but the draft tokens of that drafter.

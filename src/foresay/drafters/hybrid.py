@@ -97,14 +97,15 @@ class Hybrid(Drafter):
         self, builder: ProposalBuilder, proposal: Proposal, rows: Rows, budget: Sequence[int], policy: LengthPolicy
     ) -> None:
         matched = proposal.matched or [0] * len(rows)
-        is_match = [n > 0 and m >= self.min_match for n, m in zip(proposal.num_tokens, matched, strict=True)]
-        for i, is_used in enumerate(is_match):
-            if not is_used:
+        found = zip(proposal.num_tokens, matched, strict=True)
+        counts: Sequence[int] = [n if m >= self.min_match else 0 for n, m in found]
+        if any(counts):
+            counts = policy.num_to_score(rows, counts, matched)
+            builder.add(proposal, counts)
+        for i, count in enumerate(counts):
+            if not count:
                 self._lookup.unused(i)
-        if any(is_match):
-            counts = [n if on else 0 for n, on in zip(proposal.num_tokens, is_match, strict=True)]
-            builder.add(proposal, policy.num_to_score(rows, counts, matched))
-        most = [0 if on else min(n, self.k) for n, on in zip(budget, is_match, strict=True)]
+        most = [0 if count else min(n, self.k) for n, count in zip(budget, counts, strict=True)]
         fallback = policy.fallback_budget(rows, most) if any(most) else most
         if any(fallback):
             builder.add(self._other.propose(rows, fallback, policy))

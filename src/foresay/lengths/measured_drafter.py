@@ -197,6 +197,15 @@ class MeasuredDrafter:
             return True, self.high * chosen
         return False, (self.high if self.selects else self._trial(now, free)) * free
 
+    def worth(self, now: Situation) -> FloatArray | None:
+        """Return the tokens that a draft of each row gains beyond its costs, [B]; None before that is known or if none pays."""
+        costs, share = self.costs.nearest(len(now.rows)), 1 / len(now.rows)
+        if costs is None or not costs.is_known or not self.credit(len(now.rows)).is_active:
+            return None
+        columns = now.token_cost * (1 if now.rows.capabilities.ragged else share) * self._mean(4, 2.0)
+        accepted: FloatArray = self._mean(3, 1.0) / self._exponents(now.rows)
+        return accepted - columns - share * now.rate * costs.seconds / now.plain_s
+
     def _trial(self, now: Situation, free: npt.NDArray[np.bool_]) -> int:
         """Return the length of drafts that do not pay by what is known: at most one plain pass is lost if all of them fail."""
         count = int(free.sum()) if now.rows.capabilities.ragged else 1
@@ -214,8 +223,13 @@ class MeasuredDrafter:
         out: FloatArray = (failed * decay + _ROW_WEIGHT) / (expected * decay + _ROW_WEIGHT)
         return out
 
-    def selected(self, now: Situation, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
-        """Return how many of the found tokens pay. counts: [B] tokens found. matched: [B] length of the match, 0 if unknown."""
+    def selected(
+        self, now: Situation, counts: Sequence[int], matched: Sequence[int], other: FloatArray | None = None
+    ) -> Sequence[int]:
+        """Return how many of the found tokens pay. counts: [B] tokens found. matched: [B] length of the match, 0 if unknown.
+
+        other: [B], what a draft of another drafter is worth; none are scored where that is more.
+        """
         lengths, draft = np.array(matched)[:, None], self.draft.find(now.rows)
         if draft is None:
             return list(counts)
@@ -232,6 +246,10 @@ class MeasuredDrafter:
             # else a slope that was measured too high would never be corrected
             surest = int(probs[:, 0].argmax())
             out[surest] = min(counts[surest], self.start)
+        if other is not None:
+            scored = np.arange(self.high) < out[:, None]
+            column = now.token_cost if now.rows.capabilities.ragged else now.token_cost / len(out)
+            out = np.where(((probs - column) * scored).sum(1) < other, 0, out)
         draft.scored = [
             n if length is not None else int(m) for n, m, length in zip(counts, out, now.fixed, strict=True)
         ]

@@ -109,7 +109,11 @@ class ThroughputLength(LengthPolicy):
         """Return how many of the found tokens pay, by the length of their match; see `LengthPolicy.num_to_score`."""
         with self._timed(rows):
             self._primary.selects, now = True, self._situation(rows)
-            return list(counts if now is None else self._primary.selected(now, counts, matched))
+            if now is None:
+                return list(counts)
+            return list(
+                self._primary.selected(now, counts, matched, self._fallback.worth(now) if self._is_hybrid else None)
+            )
 
     def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
         """Return how many tokens of the fallback drafter pay; see `LengthPolicy.fallback_budget`."""

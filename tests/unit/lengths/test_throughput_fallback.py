@@ -33,6 +33,9 @@ class World:
     """What looking up takes, for all rows together."""
     batch: int = 1
     ragged: bool = True
+    match: int = 9
+    """Length of a match, and the chance that a token after it holds."""
+    holds: float = 0.95
     asked: list[int] = field(default_factory=list)
     """The longest budget that the other drafter had in each step."""
 
@@ -64,12 +67,12 @@ class World:
         luck = [[rng.random() for _ in range(FOUND)] for _ in budget]
         counts = [min(n, FOUND) * on for n, on in zip(budget, sure, strict=True)]
         if any(sure):
-            counts = list(policy.num_to_score(rows, counts, [9 if on else 0 for on in sure]))
-        rest = [0 if on else min(n, most) for n, on in zip(budget, sure, strict=True)]
+            counts = list(policy.num_to_score(rows, counts, [self.match if on else 0 for on in sure]))
+        rest = [0 if count else min(n, most) for n, count in zip(budget, counts, strict=True)]
         asked: Sequence[int] = policy.fallback_budget(rows, rest) if any(rest) else rest
         self.asked.append(max(asked))
         drafted = [n or m for n, m in zip(counts, asked, strict=True)]
-        chances = [0.95 if on else self.accept for on in sure]
+        chances = [self.holds if count else self.accept for count in counts]
         held = [
             next((i for i in range(n) if draws[i] >= chance), n)
             for chance, n, draws in zip(chances, drafted, luck, strict=True)
@@ -111,6 +114,17 @@ def test_where_the_other_pays_it_drafts(case: str, ragged: bool) -> None:
     rates = [world.rate(Fixed(k), 1500) for k in range(6)]
     assert settled(world) > 0.97 * max(rates), (rates, world.asked[:50])
     assert max(rates) > 1.02 * rates[0], "the case is what it says"
+
+
+@pytest.mark.parametrize(("batch", "ragged"), [(1, True), (1, False), (4, True)])
+def test_the_better_drafter_drafts_where_both_could(batch: int, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short matches that hold less often leave their rows to the other drafter, good ones do not. Control: they do not either."""
+    poor = World(0.6, 0.8, 0.05, 0.04, batch=batch, ragged=ragged, match=3, holds=0.6)
+    good = World(0.6, 0.8, 0.05, 0.04, batch=batch, ragged=ragged, match=9, holds=0.95)
+    found = [settled(world, most=4) for world in (poor, good)]
+    monkeypatch.setattr(measured_drafter.MeasuredDrafter, "worth", lambda self, now: None)
+    always = [settled(world, most=4) for world in (poor, good)]
+    assert found[0] > 1.05 * always[0] and found[1] > 0.99 * always[1]
 
 
 NEVER = {

@@ -116,7 +116,7 @@ def _step(original: Callable[..., Any]) -> Callable[..., Any]:
 def _chunks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that fills its input [B, T, ...] up to chunks. A shorter chunk changes only the order of sums."""
     size = signature(original).parameters.get("chunk_size")
-    if size is None:  # a kernel in transformers' place that chooses its own
+    if size is None:  # another kernel, which chooses its own
         return original
     usual = size.default
 
