@@ -205,10 +205,10 @@ class Report:
 
 
 def smollm2(report: Report, weights: str) -> Figures:
-    """SmolLM2 in bf16, with all methods, or with the 4-bit blocks of its file, with the timed methods."""
+    """SmolLM2 in bf16, with all methods, or rounded to 4 bits, with the timed methods."""
     args = report.args
     is_all = weights == "bf16"
-    target = foresay.load(MODEL, drafter="none", dtype="bf16" if is_all else "auto")
+    target = foresay.load(MODEL, drafter="none", weights=weights)
     block = report.block(target, args.prompts)
     default = default_drafter(MODEL, LoadOptions()).replace(f"head({MODEL}", f"head({args.head}")
     methods = Methods.of(args.head, args.block, default, args.acceptance)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations
 from statistics import fmean, median_low
 from typing import Generic, TypeVar
-
-import numpy as np
 
 T = TypeVar("T")
 
@@ -59,8 +58,10 @@ class PassCosts:
 
 
 def _weighted_median(weighted: Sequence[tuple[float, int]]) -> float:
-    values, weights = np.array(sorted(weighted)).T
-    return float(values[weights.cumsum().searchsorted(weights.sum() / 2)])
+    ordered = sorted(weighted)
+    below = accumulate(weight for _, weight in ordered)
+    whole = sum(weight for _, weight in weighted)
+    return next(value for (value, _), total in zip(ordered, below, strict=True) if 2 * total >= whole)
 
 
 class DraftCosts:
@@ -103,14 +104,19 @@ class DraftCosts:
     def _fitted(self) -> tuple[float, float]:
         if not self.is_known:
             return 0.0, self._times[0][1] / max(self._times[0][0], 1)
-        lengths, seconds = np.array(self._times, dtype=np.float64).T
-        usual = float(np.median(lengths))
-        middle = max(float(np.median(seconds[lengths == usual] if (lengths == usual).any() else seconds)), 1e-9)
-        if (lengths != usual).sum() > 1:
-            first, second = np.nonzero(lengths[:, None] < lengths)
-            slope = np.median((seconds[second] - seconds[first]) / (lengths[second] - lengths[first]))
-            per_token = float(np.clip(slope, 0.0, middle / max(usual, 1.0)))
+        by_length: dict[int, list[float]] = {}
+        for length, seconds in self._times:
+            by_length.setdefault(length, []).append(seconds)
+        usual = median_low(length for length, _ in self._times)
+        middles = {length: median_low(times) for length, times in by_length.items()}
+        middle = max(middles[usual], 1e-9)
+        if len(self._times) - len(by_length[usual]) > 1:
+            slopes = [
+                ((middles[one] - middles[two]) / (one - two), len(by_length[one]) * len(by_length[two]))
+                for one, two in combinations(middles, 2)
+            ]
+            per_token = min(max(_weighted_median(slopes), 0.0), middle / max(usual, 1))
             self._token_share = max(per_token / max(middle - per_token * (usual - 1), 1e-9), 1e-3)
         else:
-            per_token = middle / (1 / self._token_share - 1 + max(usual, 1.0))
-        return max(float(np.median(seconds - per_token * lengths)), 0.0), per_token
+            per_token = middle / (1 / self._token_share - 1 + max(usual, 1))
+        return max(median_low(seconds - per_token * length for length, seconds in self._times), 0.0), per_token
