@@ -28,6 +28,7 @@ from common import (
     Timings,
     arguments,
     compared,
+    environment,
     filled,
     log,
     measured,
@@ -307,7 +308,7 @@ def main() -> int:
             "by kind, decoding steps",
             "drafting / plain pass",
         )
-        text = [*report.text, table(header, report.rows)]
+        text = [*report.text, environment("as above"), table(header, report.rows)]
         return publish("drafts", figures, args, legend=LEGEND, model=f"{MODEL} in bf16 and 4 bits", text=text)
 
     return measured(parts, args.only, written)
