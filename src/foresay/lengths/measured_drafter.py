@@ -21,7 +21,7 @@ from foresay.lengths.costs import ByBatch, DraftCosts
 FloatArray = npt.NDArray[np.float64]
 
 DECAY, ROW_DECAY = 0.98, 0.95
-"""Factors per step of all counts and of a row's own, so that failures are forgotten and tried again."""
+"""Factors of all counts and of a row's own for each step with drafts, so that failures are forgotten."""
 PRIOR_WEIGHT = 3.0
 """Weight of priors, in tokens or drafts."""
 _ROW_WEIGHT = 1.0
@@ -289,10 +289,13 @@ class MeasuredDrafter:
                 new = failed * decay + (accepted < drafted), expected * decay + predicted, self._num_steps
                 self._row.put(row, new)
 
-    def advance(self, batch: int, lost: float, passed: float) -> None:
-        """End a step that took `passed` plain passes, of which this drafter's drafts lost `lost` (negative if they paid)."""
-        self.credit(batch).add(_ALLOWANCE * passed, lost)
-        if lost == 0.0:  # it drafted nothing
+    def advance(self, batch: int, lost: float | None, passed: float) -> None:
+        """End a step that took `passed` plain passes, of which this drafter's drafts lost `lost` (negative if they paid).
+
+        lost: None if it had no budget. Counts are kept then: what is known of its drafts does not depend on steps without any.
+        """
+        self.credit(batch).add(_ALLOWANCE * passed, lost or 0.0)
+        if lost is None:
             return
         for counts in (self.sums, self._accepted, self._tested, self._further):
             counts *= DECAY

@@ -158,16 +158,19 @@ class ThroughputLength(LengthPolicy):
             self._rate = self._rate * DECAY + (fmean(len(step.token_ids) for step in steps), passed)
             for drafter in (self._primary, self._fallback):
                 draft = drafter.draft.find(rows)
-                lost = 0.0 if draft is None else self._count(drafter, draft, now, steps)
+                lost = None if draft is None else self._count(drafter, draft, now, steps)
                 drafter.advance(len(rows), lost, passed)
 
-    def _count(self, drafter: MeasuredDrafter, draft: Draft, now: Situation, steps: Sequence[Step]) -> float:
-        """Count one drafter's part in a step; return the plain passes that its drafts lost, or gained if negative."""
+    def _count(self, drafter: MeasuredDrafter, draft: Draft, now: Situation, steps: Sequence[Step]) -> float | None:
+        """Count one drafter's part in a step; return the plain passes that its drafts lost, or gained if negative.
+
+        None if it had no budget.
+        """
         fallback = self._fallback.draft.find(now.rows)
         others = [0] * len(steps) if fallback is None or drafter is self._fallback else fallback.budgets
         draft.budgets = [n * (not other) for n, other in zip(draft.budgets, others, strict=True)]
         if not any(draft.budgets):
-            return 0.0
+            return None
         drafter.observe(now.rows, steps, draft)
         own = [(s.num_drafted, s.num_accepted) for s, n in zip(steps, draft.budgets, strict=True) if n]
         count = sum(n > 0 for n in draft.budgets)
