@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
@@ -138,7 +137,7 @@ def test_the_layers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         for seed in (3, 4)
     )
     x = torch.randn(1, 64)
-    assert not torch.allclose(one(x), two(x)) and isinstance(MtpModel, type)
+    assert not torch.allclose(one(x), two(x))
 
 
 def test_a_hub_target_reads_its_own_snapshot_and_keeps_its_configuration(

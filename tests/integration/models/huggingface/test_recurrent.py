@@ -6,8 +6,6 @@ Ragged rows join while others decode, and drafts are partly rejected, fully acce
 from __future__ import annotations
 
 import copy
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +27,7 @@ from foresay.models.huggingface.self_check import probe
 from foresay.models.sources.wrapping import wrap
 from helpers.comparing import assert_same, plain
 from helpers.families import RECURRENT, VOCAB, make
+from helpers.racing import race
 from helpers.support import Never, Sometimes, run
 
 NEW = 40
@@ -258,19 +257,9 @@ def test_two_threads_share_a_model(family: str) -> None:
 
     def work(index: int) -> None:
         for _ in range(3):
-            found[index].append(run(target, [prompts()[1 + index]], params)[0][0])
+            found[index - 1].append(run(target, [prompts()[index]], params)[0][0])
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert found == [[one] * 3 for one in wanted]
+    assert race(work, 2) == [] and found == [[one] * 3 for one in wanted]
 
 
 def test_an_interrupted_pass_leaves_the_model_as_it_was() -> None:
