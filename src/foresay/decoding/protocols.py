@@ -60,6 +60,15 @@ class ModelInput:
         """Index of the last real token of each row, [B] int64; 0 for a row without tokens."""
         return torch.tensor(self.num_tokens, device=self.token_ids.device).clamp(min=1) - 1
 
+    def of_last(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the states of each row's last real token, [B, T, ...] -> [B, 1, ...]."""
+        batch, last = torch.arange(len(states), device=states.device), self.last_columns().to(states.device)
+        return states[batch, last][:, None]
+
+    def scored(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the states whose logits are wanted: [B, T, ...], or [B, 1, ...] for `Logits.LAST`."""
+        return self.of_last(states) if self.logits is Logits.LAST and states.shape[1] > 1 else states
+
     def part(self, start: int, end: int) -> ModelInput:
         """Return the rows from `start` to `end` as a separate input."""
         parents = None if self.parents is None else self.parents[start:end]

@@ -95,8 +95,7 @@ class DraftCache:
         output = self.forward(model_input)
         if not layers:
             return output
-        batch, last = torch.arange(len(rows), device=tokens.device), model_input.last_columns()
-        hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
+        hidden = {n: model_input.of_last(states) for n, states in output.hidden.items()}
         return dataclasses.replace(output, hidden=hidden)
 
     def _keep_common(self, rows: Rows) -> None:

@@ -76,8 +76,7 @@ class HeadCache(FeatureCache):
                 one.mark_cached(counts[i])
         model_input = ModelInput(tokens.to(self.head.device), counts, logits=Logits.LAST, features=features)
         output = super().forward(model_input)
-        batch, last = torch.arange(len(rows), device=self.head.device), model_input.last_columns()
-        hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
+        hidden = {n: model_input.of_last(states) for n, states in output.hidden.items()}
         self._last_output = self._outputs = hidden[NEXT]
         return dataclasses.replace(output, hidden=hidden)
 

@@ -112,6 +112,4 @@ class TableModel(LanguageModel):
             cache.lengths[row] += model_input.num_tokens[i]
         if model_input.logits is Logits.NONE:
             return ModelOutput(None)
-        return ModelOutput(
-            out[torch.arange(batch), model_input.last_columns()][:, None] if model_input.logits is Logits.LAST else out
-        )
+        return ModelOutput(model_input.scored(out))

@@ -183,9 +183,7 @@ class HeadModel(LanguageModel):
         hidden = {NEXT: x, LAST: normed}
         if model_input.logits is Logits.NONE:
             return ModelOutput(None, hidden)
-        if model_input.logits is Logits.LAST and columns > 1:
-            normed = normed[torch.arange(batch, device=normed.device), model_input.last_columns()][:, None]
-        return ModelOutput(self._head(normed), hidden, subset=self._subset)
+        return ModelOutput(self._head(model_input.scored(normed)), hidden, subset=self._subset)
 
     def _row_by_row(self, model_input: ModelInput, cache: SlotCache) -> ModelOutput:
         """Run a pass row by row with at least two columns, so that a row's bits do not depend on the batch or pass size."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from foresay import distributed
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, PreparedPrompt
+from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput, PreparedPrompt
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.memory import free_bytes, kv_bytes
 from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
@@ -168,10 +168,7 @@ class TransformersModel:
         hidden = {layer: states[layer][:, :columns] for layer in model_input.hidden_layers}
         if scores is None:
             return ModelOutput(None, hidden)
-        scores = scores[:, :columns]
-        if model_input.logits is Logits.LAST and scores.shape[1] > 1:
-            scores = scores[torch.arange(batch, device=scores.device), model_input.last_columns()][:, None]
-        return ModelOutput(self._padded(scores), hidden, subset=self.subset)
+        return ModelOutput(self._padded(model_input.scored(scores[:, :columns])), hidden, subset=self.subset)
 
     @property
     def batch_invariant(self) -> bool:

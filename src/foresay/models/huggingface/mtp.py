@@ -103,9 +103,7 @@ class MtpHead(LanguageModel):
         hidden = {NEXT: states, LAST: states}
         if model_input.logits is Logits.NONE:
             return ModelOutput(None, hidden)
-        if model_input.logits is Logits.LAST and columns > 1:
-            states = states[torch.arange(batch, device=states.device), model_input.last_columns()][:, None]
-        scores = self._layers._project_to_logits(states)
+        scores = self._layers._project_to_logits(model_input.scored(states))
         return ModelOutput(F.pad(scores, (0, self.vocab_size - scores.shape[-1]), value=-torch.inf), hidden)
 
 

@@ -105,9 +105,7 @@ class RecurrentModel(CausalModel):
             return ModelOutput(None, outputs)
         if scores is None:  # no row has a token
             scores = torch.zeros(batch, columns, self.vocab_size, dtype=self.model.dtype, device=self.device)
-        if model_input.logits is Logits.LAST and columns > 1:
-            scores = scores[torch.arange(batch, device=scores.device), model_input.last_columns()][:, None]
-        return ModelOutput(self._padded(scores), outputs, subset=self.subset)
+        return ModelOutput(self._padded(model_input.scored(scores)), outputs, subset=self.subset)
 
     def _segments(self, counts: Sequence[int]) -> Iterator[_Segment]:
         """Split the columns of a ragged pass where rows end. counts: tokens of each row."""
