@@ -52,8 +52,9 @@ def load(
 
     target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
     `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
-    drafter: "auto" (the draft model if one is given, else the target's packaged draft head, else "suffix"), an expression like
-    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
+    drafter: "auto" (the draft model if one is given, else "suffix", in a hybrid with the target's packaged head or MTP layer if it has
+    one), an expression such as "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that
+    makes one.
     num_draft_tokens: draft tokens per pass; 0 is plain decoding.
     length: instead of a number, a length policy such as "heuristic" or "confidence(0.5)". By default lengths adapt to measured
     throughput, except where that would change the text of a seed: rows sampled with a draft model, and lossy rules.
@@ -86,15 +87,14 @@ def load(
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(name, num_draft_tokens, length)
     _check_draft_weights(settings, draft, recipe, name)
-    max_batch_size = DEFAULT_BATCH if max_batch_size is None else max_batch_size
-    check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+    size = check_int("max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE)
     resources = Resources(resolve(target, settings, tokenizer, eos_token_ids), settings)
-    if is_auto and memory is None and drafter == "suffix" and resources.has_mtp():
+    if is_auto and drafter == "suffix" and resources.has_mtp():
         recipe, name = _recipe(None, WITH_MTP, {})
         policy = _policy(name, num_draft_tokens, length)
     if recipe is None:
         recipe, name = _draft_recipe(draft, name)
-    return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
+    return _generator(resources, recipe, name, chosen, policy, size, share_prefixes)
 
 
 def _remembering(draft: Any, drafter: Any, memory: str, prompts: bool) -> str:

@@ -170,8 +170,10 @@ def _found(model: Any, numbers: range) -> Iterator[None]:
 def _folder_of(config: Any) -> str:
     """Return the folder of the files that a model was loaded from: for a hub id its snapshot in the cache."""
     path, commit = str(config.name_or_path), getattr(config, "_commit_hash", None)
-    if commit is None or Path(path).is_dir():
+    if Path(path).is_dir():
         return path
+    if commit is None:  # of a model that was not loaded from files
+        raise FileNotFoundError(f"there is no folder {path!r}")
     from huggingface_hub import snapshot_download
 
     # the target's files are there already; transformers would fetch those of the latest commit

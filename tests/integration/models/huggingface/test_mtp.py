@@ -164,6 +164,9 @@ def test_a_hub_target_reads_its_own_snapshot_and_keeps_its_configuration(
     config._commit_hash = "c" * 40
     with pytest.raises(UnsupportedModelError, match="cannot be loaded"):
         MtpHead(model, name="tiny")
+    config._commit_hash = None
+    with pytest.raises(UnsupportedModelError, match="no folder 'org/small'"):
+        MtpHead(model, name="tiny")
 
 
 def test_options_of_drafts_apply(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
