@@ -63,9 +63,14 @@ LEGEND = {
     "head_adaptive_vs_best_constant": ("head alone, adaptive / best constant length", ">= 1.0"),
     "int4_tokens_per_pass": ("4 bits: most tokens per pass of any method", ""),
     "int4_draft_cost_per_pass": ("4 bits: drafting in a step of the default method / plain pass", "<= 0.2"),
+    "int4_draft_cost_per_token": ("4 bits: pass of the draft head / pass of the target", ""),
+    "int4_adaptive_vs_best_constant": ("4 bits: default / best constant length of its drafters", ">= 1.0"),
+    "int4_adaptive_vs_best_constant_by_kind": ("4 bits: the same, on the kind of prompts where it is least", ">= 1.0"),
     "int4_speedup_vs_plain": ("4 bits: fastest method / plain", ">= 2.2 on AVX-512, 1.8 on AVX2"),
     "real_size_tokens_per_pass": ("model of real size: most tokens per pass of any method", ""),
     "real_size_draft_cost_per_pass": ("model of real size: drafting in a step of the hybrid / plain pass", "<= 0.2"),
+    "real_size_draft_cost_per_token": ("model of real size: pass of the draft head / pass of the target", ""),
+    "real_size_suffix_speedup": ("model of real size: `suffix` alone / plain", ""),
     "real_size_speedup": ("model of real size: fastest method with its trained head / plain", ">= 2.0"),
 }
 
@@ -185,6 +190,10 @@ class Report:
         asks = RequestBuilder(target).first(held_out(self.args.data, 1 if self.args.quick else count))
         return PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=16 if self.args.quick else 128))
 
+    def timed(self, target: foresay.Generator, methods: Sequence[Method], block: PromptBlock) -> dict[str, Timings]:
+        runners = [MethodRunner(target, one) for one in methods]
+        return compared(plain_of(target), runners, block, 1 if self.args.quick else self.args.repeats, between=2)
+
     def add(self, name: str, passes: dict[str, float], speeds: dict[str, Timings], counts: tuple[int, int]) -> None:
         for method in dict.fromkeys((*passes, *speeds)):
             if method != PLAIN:
@@ -218,13 +227,7 @@ def smollm2(report: Report, weights: str) -> Figures:
     share = cost(target, methods.head_adaptive.drafter)
     few = replace(block, asks=block.asks[:: 20 if args.quick else 6])
     timed = methods.timed if is_all else [*methods.constant, methods.others[1], methods.default]
-    speeds = compared(
-        plain_of(target),
-        [MethodRunner(target, one) for one in timed],
-        few,
-        1 if args.quick else args.repeats,
-        between=2,
-    )
+    speeds = report.timed(target, timed, few)
     gains = {method.name: speeds[method.name].gain for method in timed}
     report.add(f"SmolLM2, {weights}", passes, speeds, (len(block.asks), len(few.asks)))
     figures: Figures = {
@@ -264,13 +267,7 @@ def real(report: Report) -> Figures:
     share = cost(target, f"head({head})")
     constant = [Method(f"hybrid(suffix, head={head}; k=3)", "12")]
     timed = [*constant, *drafters.values()]
-    speeds = compared(
-        plain_of(target),
-        [MethodRunner(target, one) for one in timed],
-        few,
-        1 if args.quick else args.repeats,
-        between=2,
-    )
+    speeds = report.timed(target, timed, few)
     report.add(Path(args.real).stem, passes, speeds, (len(few.asks), len(few.asks)))
     hybrid = f"hybrid(suffix, head={head}; k=4)"
     return {
