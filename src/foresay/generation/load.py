@@ -53,7 +53,7 @@ def load(
     target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
     `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
     drafter: "auto" (the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any),
-    an expression such as "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
+    an expression like "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
     num_draft_tokens: draft tokens per pass; 0 is plain decoding.
     length: instead of a number, a length policy such as "heuristic" or "confidence(0.5)". By default lengths adapt to measured
     throughput, except where that would change the text of a seed: rows sampled with a draft model, and lossy rules.
