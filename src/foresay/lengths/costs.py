@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 _WINDOW = 32
 """Latest measurements of which a median is taken."""
-_SLOPE_WEIGHT = 8
-"""Weight of the initial slope, in draft tokens, and most of one measurement."""
+_TRUSTED = 4
+"""Passes with draft tokens from which on their fit is trusted."""
+_REFIT = 4
+"""Measurements after which a line is fitted again; the first ones change it one by one."""
 
 
 class ByBatch(Generic[T]):
@@ -31,92 +33,113 @@ class ByBatch(Generic[T]):
 
     def nearest(self, batch: int) -> T | None:
         """Return the value of the nearest batch size; None if none is within a factor of two."""
+        if batch in self._values:
+            return self._values[batch]
         near = [size for size in self._values if size <= 2 * batch and batch <= 2 * size]
         return self._values[min(near, key=lambda size: (abs(size - batch), size))] if near else None
 
 
-class PassCosts:
-    """Times of target passes over one batch size: plain_s (1 + slope n) seconds for n draft tokens.
+class Line:
+    """Costs of n tokens as start + per_token * n: the median slope between different n, and the median of what is left.
 
-    Machines are shared, so each time is taken relative to the plain pass of its moment, and slope is a weighted median.
+    n is compared between powers of two, so that one slow measurement of a rare n is not compared with all others. While all but
+    one measurement are between the same two, the cost is divided as it was before, so that a policy that drafts one token at a
+    time does not take the cost of a start for that of a token, and never draft two again.
     """
 
     def __init__(self) -> None:
-        self._plain: deque[float] = deque(maxlen=_WINDOW // 4)
-        self._slopes: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
-        self.plain_s = self.slope = 0.0
+        self._measured: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._num_added = 0
+        self._token_share = 1.0
+        """Share of its token in the cost of one token, by the last measurements whose n differed; 1 before any."""
+        self.start = self.per_token = self.median = self.width = 0.0
+        """median: of all costs. width: mean n."""
 
-    def add(self, tokens: int, seconds: float, initial: float) -> None:
-        """Add the time of a pass that scored `tokens` draft tokens (per row if padded). initial: slope until it is measured."""
-        if not tokens or not self._plain:
-            self._plain.append(max(seconds, 1e-9) / (1 + (self.slope or initial) * tokens))
-            self.plain_s = median_low(self._plain)
-        if tokens:
-            self._slopes.append(((seconds / self.plain_s - 1) / tokens, min(tokens, _SLOPE_WEIGHT)))
-        weighted = [*self._slopes, (initial, _SLOPE_WEIGHT)] if len(self._slopes) > 1 else [(initial, 1)]
-        self.slope = max(_weighted_median(weighted), initial / 16)
+    def add(self, n: int, cost: float) -> None:
+        """Add the cost of n tokens, n >= 0."""
+        self._measured.append((n, cost))
+        self._num_added += 1
+        if self._num_added <= 2 * _REFIT or self._num_added % _REFIT == 0:
+            self.width = fmean(n for n, _ in self._measured)
+            self.median = median_low(cost for _, cost in self._measured)
+            self.start, self.per_token = self._fitted()
+
+    def __len__(self) -> int:
+        return len(self._measured)
+
+    def at(self, n: int) -> float:
+        """Return the cost of n tokens by the fit."""
+        return self.start + self.per_token * n
+
+    def _fitted(self) -> tuple[float, float]:
+        by_size: dict[int, list[tuple[int, float]]] = {}
+        for n, cost in self._measured:
+            by_size.setdefault(n.bit_length(), []).append((n, cost))
+        sizes = [_middle(one) for one in by_size.values() if len(one) > 1]
+        usual = max(reversed([_middle(one) for one in by_size.values()]), key=lambda one: one[2])
+        n, middle = max(usual[0], 1), max(usual[1], 1e-9)
+        if len(sizes) > 1:
+            slopes = [
+                ((one[1] - two[1]) / (one[0] - two[0]), one[2] * two[2] * abs(one[0] - two[0]))
+                for one, two in combinations(sizes, 2)
+            ]
+            per_token = min(max(_weighted_median(slopes), 0.0), middle / n)
+            self._token_share = max(per_token / max(middle - per_token * (n - 1), 1e-9), 1e-3)
+        else:
+            per_token = middle / (1 / self._token_share - 1 + n)
+        return max(median_low(cost - per_token * n for n, cost in self._measured), 0.0), per_token
 
 
-def _weighted_median(weighted: Sequence[tuple[float, int]]) -> float:
+def _middle(measured: Sequence[tuple[int, float]]) -> tuple[int, float, int]:
+    """Return the median n, the median cost, and the number of measurements."""
+    return median_low(n for n, _ in measured), median_low(cost for _, cost in measured), len(measured)
+
+
+def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
     ordered = sorted(weighted)
     below = accumulate(weight for _, weight in ordered)
     whole = sum(weight for _, weight in weighted)
     return next(value for (value, _), total in zip(ordered, below, strict=True) if 2 * total >= whole)
 
 
-class DraftCosts:
-    """Times of drafting for one number of rows, by the length of the longest draft."""
+class PassCosts:
+    """Times of target passes over one batch size: plain_s (1 + start + slope n) seconds for n > 0 draft tokens.
+
+    Machines are shared, so each time is taken relative to the plain pass of its moment.
+    """
 
     def __init__(self) -> None:
-        self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        self._token_share = 1.0
-        """Share of its token in the time of a draft of one token, by the last drafts whose lengths differed; 1 before any."""
-        self._line = 0.0, 0.0
+        self._plain: deque[float] = deque(maxlen=_WINDOW // 4)
+        self._more = Line()
+        """Plain passes that n draft tokens take beyond one."""
+        self.plain_s = self.start = self.slope = 0.0
 
-    def add(self, length: int, seconds: float) -> None:
-        """Add the time of drafting, of which the longest draft had `length` tokens."""
-        self._times.append((length, seconds))
-        self._line = self._fitted()
+    def add(self, tokens: int, seconds: float, initial: float) -> None:
+        """Add the time of a pass that scored `tokens` draft tokens (per row if padded). initial: slope until it is measured."""
+        if not tokens or not self._plain:
+            more = self.start + self.slope * tokens if self.slope else initial * tokens
+            self._plain.append(max(seconds, 1e-9) / (1 + more * (tokens > 0)))
+            self.plain_s = median_low(self._plain)
+        if tokens:
+            self._more.add(tokens, seconds / self.plain_s - 1)
+        if len(self._more) < _TRUSTED:
+            self.start, self.slope = 0.0, initial
+        else:
+            self.start, self.slope = self._more.start, max(self._more.per_token, initial / 16)
+
+
+class DraftCosts:
+    """Times of drafting for one number of rows, by the length of the longest draft, in seconds."""
+
+    def __init__(self) -> None:
+        self.line = Line()
 
     @property
     def seconds(self) -> float:
         """Median; 0 until it is known."""
-        return median_low(s for _, s in self._times) if self.is_known else 0.0
+        return self.line.median if self.is_known else 0.0
 
     @property
     def is_known(self) -> bool:
         """True once there are two measurements: the first one may include the prefill of a prompt."""
-        return len(self._times) > 1
-
-    @property
-    def width(self) -> float:
-        """Mean length of the longest draft."""
-        return fmean(length for length, _ in self._times) if self._times else 0.0
-
-    def line(self) -> tuple[float, float]:
-        """Return (seconds of a draft without tokens, seconds per token): the median slope between drafts of different lengths.
-
-        While all but one have the same length, the time is divided as it was before, so that a policy that drafts one token at a
-        time does not take the time of a start for that of a token, and never draft two again.
-        """
-        return self._line
-
-    def _fitted(self) -> tuple[float, float]:
-        if not self.is_known:
-            return 0.0, self._times[0][1] / max(self._times[0][0], 1)
-        by_length: dict[int, list[float]] = {}
-        for length, seconds in self._times:
-            by_length.setdefault(length, []).append(seconds)
-        usual = median_low(length for length, _ in self._times)
-        middles = {length: median_low(times) for length, times in by_length.items()}
-        middle = max(middles[usual], 1e-9)
-        if len(self._times) - len(by_length[usual]) > 1:
-            slopes = [
-                ((middles[one] - middles[two]) / (one - two), len(by_length[one]) * len(by_length[two]))
-                for one, two in combinations(middles, 2)
-            ]
-            per_token = min(max(_weighted_median(slopes), 0.0), middle / max(usual, 1))
-            self._token_share = max(per_token / max(middle - per_token * (usual - 1), 1e-9), 1e-3)
-        else:
-            per_token = middle / (1 / self._token_share - 1 + max(usual, 1))
-        return max(median_low(seconds - per_token * length for length, seconds in self._times), 0.0), per_token
+        return len(self.line) > 1

@@ -5,40 +5,38 @@ The rules are those of throughput.py. Does not know the drafter, nor a second on
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from foresay.decoding.outcome import Step
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import Row, Rows
 from foresay.decoding.state import StateKey
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import ByBatch, DraftCosts
 
-FloatArray = npt.NDArray[np.float64]
-
 DECAY, ROW_DECAY = 0.98, 0.95
 """Factors of all counts and of a row's own for each step with drafts, so that failures are forgotten."""
-PRIOR_WEIGHT = 3.0
+PRIOR_WEIGHT = 2.0
 """Weight of priors, in tokens or drafts."""
 _ROW_WEIGHT = 1.0
 """Weight of all rows' failures in the estimate of one row, in failures."""
 _LOAN, _FIRST_TRIAL, _ALLOWANCE = 2.0, 0.125, 0.0075
 """Plain passes that a drafter may lose before it stops, and in its next trial; the share of the time by which they grow again."""
 
-_DEPTH, _CONFIDENCE = slice(6, 12), slice(12, 22)
+_DEPTH, _CONFIDENCE = range(6, 12), range(12, 22)
 """Kinds of tokens: the first six by match length (unknown, 1, 2, 3-4, 5-8, more), then by depth (1, 2, 3, 4, 5-8, more), then
 by tenths of confidence."""
-_PRIORS = np.array([0.5, 0.2, 0.5, 0.7, 0.85, 0.95, *[0.7] * 6, *[(i + 0.5) / 10 for i in range(10)]])
+_PRIORS = (0.5, 0.2, 0.5, 0.7, 0.85, 0.95, *[0.7] * 6, *((i + 0.5) / 10 for i in range(10)))
 """Prior acceptance probability by kind; those of matches were measured on chats, code, edits and extractions."""
 _FURTHER = 0.6
 """Prior acceptance probability of a token that was drafted after another one."""
-_MATCH_KIND = np.array([0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS)])
+_MATCH_KIND = (0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS))
 """Kind of a token that continues a match of this length."""
-_DEPTH_KIND = _DEPTH.start + np.array([0, 1, 2, 3, *[4] * 4, *[5] * MAX_DRAFT_TOKENS])
+_DEPTH_KIND = (*_DEPTH[:4], *[_DEPTH[4]] * 4, *[_DEPTH[5]] * MAX_DRAFT_TOKENS)
 """Kind of the token at this index of a draft."""
 
 
@@ -77,17 +75,21 @@ class Draft:
 
     budgets: list[int]
     """[B]; 0 for rows that it does not draft for."""
-    kinds: npt.NDArray[np.int64]
+    kinds: list[list[int]]
     """[B, high], kind of each token."""
     shared: float = 0.0
     per_row: float = 0.0
     """Cost of one more token for n rows that stop by confidence: it pays if their accept_prob add up to shared + n per_row."""
-    active: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    active: list[bool] = field(default_factory=list)
     """[B], rows that continue."""
     scored: Sequence[int] = ()
     """[B], tokens of an n-gram drafter that are scored."""
-    accept_prob: FloatArray = field(default_factory=lambda: np.zeros(0))
+    accept_prob: list[float] = field(default_factory=list)
     """[B], P(all tokens so far are accepted)."""
+
+    def may_continue(self, index: int) -> bool:
+        """Return whether any row may draft a token after the one at this index."""
+        return any(on and index + 1 < n for on, n in zip(self.active, self.budgets, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +102,26 @@ class Situation:
     rate: float
     """Tokens that all rows together generate per plain pass."""
     plain_s: float
+    start: float
     slope: float
+    """A pass that scores n > 0 draft tokens takes 1 + start + slope n plain passes; n is that of the longest draft if padded."""
     base: int = 0
-    """Draft tokens that a padded pass scores in any case."""
+    """Draft tokens that the pass scores in any case, in its longest draft."""
+
+    @property
+    def start_cost(self) -> float:
+        """Tokens that the batch loses by the first draft token of a pass, beyond those of any token."""
+        return 0.0 if self.base or any(self.fixed) else self.rate * self.start
 
     @property
     def token_cost(self) -> float:
         """Tokens that the batch loses by one more draft token in a ragged pass, or by one more for all rows in a padded one."""
         return self.rate * self.slope
+
+    @property
+    def ragged(self) -> bool:
+        """Rows of a pass may have different lengths at no cost."""
+        return self.rows.capabilities.ragged
 
 
 class MeasuredDrafter:
@@ -116,13 +130,15 @@ class MeasuredDrafter:
     def __init__(self, start: int, high: int) -> None:
         self.start, self.high = start, high
         self.costs = ByBatch(DraftCosts)
-        self._accepted, self._tested = np.zeros(len(_PRIORS)), np.zeros(len(_PRIORS))
+        self._accepted, self._tested = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
         """Accepted and tested tokens by kind."""
-        self.sums = np.zeros(5)
+        self.sums = [0.0] * 5
         """Rows whose budget was not 0, rows with a draft, with an accepted first token; accepted tokens, scored tokens."""
-        self._further = np.zeros(2)
+        self._prior = [PRIOR_WEIGHT]
+        """Weight of priors of `sums`, which is forgotten like these: else drafts that cost little would pay by a prior alone."""
+        self._further = [0.0, 0.0]
         """Accepted and tested tokens that were drafted after another one."""
-        self.hazards = -np.log(_PRIORS)
+        self.hazards = [-math.log(prior) for prior in _PRIORS]
         """-log a by kind."""
         self._row = StateKey[tuple[float, float, int]](lambda: (0.0, 0.0, 0))
         """Failed tokens of a row, those that `hazards` predicted, and the step of these counts."""
@@ -137,17 +153,17 @@ class MeasuredDrafter:
 
     def choose(self, now: Situation, eligible: Sequence[bool]) -> list[int]:
         """Return the budgets that pay; those of a trial while that has credit; else 0. Rows with a fixed length keep it."""
-        free = np.array([on and n is None for on, n in zip(eligible, now.fixed, strict=True)])
-        fixed = np.array([(n or 0) * on for on, n in zip(eligible, now.fixed, strict=True)])
-        draft = Draft([], np.tile(_DEPTH_KIND[: self.high], (len(free), 1)))
+        free = [on and n is None for on, n in zip(eligible, now.fixed, strict=True)]
+        fixed = [(n or 0) * on for on, n in zip(eligible, now.fixed, strict=True)]
+        draft = Draft(fixed, [list(_DEPTH_KIND[: self.high]) for _ in free])
         self.draft.put(now.rows, draft)
-        draft.budgets = fixed.tolist()
         credit = self.credit(len(free))
         if credit.is_active:
             find = self._best_drafts if self.selects or self.stops_early else self._best_lengths
             pays, best = find(now, free, fixed, draft)
-            draft.budgets = np.where(free, best * credit.check(pays), fixed).tolist()
-        draft.active, draft.accept_prob = np.array(draft.budgets) > 0, np.ones(len(free))
+            if credit.check(pays):
+                draft.budgets = [n if on else m for on, n, m in zip(free, best, fixed, strict=True)]
+        draft.active, draft.accept_prob = [n > 0 for n in draft.budgets], [1.0] * len(free)
         return draft.budgets
 
     def credit(self, batch: int) -> Credit:
@@ -155,120 +171,151 @@ class MeasuredDrafter:
         return self._credits[batch.bit_length()]
 
     def _best_lengths(
-        self, now: Situation, free: npt.NDArray[np.bool_], fixed: npt.NDArray[np.int64], draft: Draft
-    ) -> tuple[bool, npt.NDArray[np.int64]]:
+        self, now: Situation, free: Sequence[bool], fixed: Sequence[int], draft: Draft
+    ) -> tuple[bool, list[int]]:
         """Return whether drafts pay, and their best lengths; those that lose least if not."""
-        costs = self.costs.nearest(int(free.sum()))
+        costs = self.costs.nearest(sum(free))
         if costs is None:
-            return False, self._trial(now, free) * free
-        probs = self.accept_probs(now.rows, draft.kinds) * free[:, None]
-        depths, sunk = np.arange(1, self.high + 1), int(fixed.max())
-        start, per_token = costs.line()
-        drafting = now.rate / now.plain_s * (start * (not sunk) + per_token * np.maximum(depths - sunk, 0))
-        if now.rows.capabilities.ragged:
+            return False, [self._trial(now, free)] * len(free)
+        probs = np.array(self.accept_probs(now.rows, draft.kinds)) * np.array(free)[:, None]
+        depths, sunk = np.arange(1, self.high + 1), max(fixed)
+        line = costs.line
+        drafting = now.rate / now.plain_s * (line.start * (not sunk) + line.per_token * np.maximum(depths - sunk, 0))
+        if now.ragged:
             gains = np.maximum(probs - now.token_cost, 0.0).sum(0)
         else:
             gains = probs.sum(0) - now.token_cost * (depths > max(sunk, now.base))
-        values = self._mean(1, 1.0) * gains.cumsum() - drafting
+        values = self._mean(1, 1.0) * (gains.cumsum() - now.start_cost) - drafting
         length = int(values.argmax()) + 1
         if values[length - 1] <= 0 or not costs.is_known:
-            return False, min(length, self._trial(now, free)) * free
-        pays = probs[:, :length] > (now.token_cost if now.rows.capabilities.ragged else -1)
-        return True, pays.sum(1)
+            return False, [min(length, self._trial(now, free))] * len(free)
+        pays = probs[:, :length] > (now.token_cost if now.ragged else -1)
+        return True, pays.sum(1).tolist()
 
     def _best_drafts(
-        self, now: Situation, free: npt.NDArray[np.bool_], fixed: npt.NDArray[np.int64], draft: Draft
-    ) -> tuple[bool, npt.NDArray[np.int64]]:
+        self, now: Situation, free: Sequence[bool], fixed: Sequence[int], draft: Draft
+    ) -> tuple[bool, list[int]]:
         """Return whether drafts pay whose lengths are chosen later, by what earlier ones were worth, and their limits."""
-        costs, ragged = self.costs.nearest(int(free.sum())), now.rows.capabilities.ragged
-        accepted = self._mean(3, 1.0) / (1.0 if self.selects else self._exponents(now.rows))
-        scored = self._mean(4, 2.0)
-        seconds, per_token, width = (
-            (0.0, 0.0, scored) if costs is None else (costs.seconds, costs.line()[1], costs.width)
-        )
-        worth = (accepted - (now.token_cost * scored if ragged else 0.0)) * free
-        shared = now.rate * seconds / now.plain_s * (not fixed.any()) + (0.0 if ragged else now.token_cost * width)
+        costs, num_free = self.costs.nearest(sum(free)), sum(free)
+        accepted, scored = self._mean(3, 1.0), self._mean(4, 2.0)
+        columns = now.token_cost * scored if now.ragged else 0.0
+        if self.selects:
+            worths = [accepted - columns] * num_free
+        else:
+            exponents = self._exponents(now.rows)
+            worths = [accepted / e - columns for e, on in zip(exponents, free, strict=True) if on]
+        seconds, per_token, width = 0.0, 0.0, scored
+        if costs is not None:
+            seconds, per_token, width = costs.seconds, costs.line.per_token, costs.line.width
+        shared = now.rate * seconds / now.plain_s * (not any(fixed)) + self._share_drafted(now.start_cost)
+        shared += 0.0 if now.ragged else now.token_cost * width
         further = (self._further[0] + PRIOR_WEIGHT * _FURTHER) / (self._further[1] + PRIOR_WEIGHT)
-        draft.shared = now.rate * per_token / now.plain_s / further
-        draft.per_row = now.token_cost / further if ragged else 0.0
-        draft.shared += 0.0 if ragged else now.token_cost / further
-        chosen = free & (worth > 0) if ragged and not self.selects else free
-        if (worth * chosen).sum() > shared:
-            return True, self.high * chosen
-        return False, (self.high if self.selects else self._trial(now, free)) * free
+        draft.per_row = now.token_cost / further if now.ragged else 0.0
+        draft.shared = (now.rate * per_token / now.plain_s + (0.0 if now.ragged else now.token_cost)) / further
+        if not now.ragged or self.selects:
+            chosen = [self.high * on for on in free]
+            total = sum(worths)
+        else:
+            paying = iter(worths)
+            chosen = [self.high * (on and next(paying) > 0) for on in free]
+            total = sum(max(worth, 0.0) for worth in worths)
+        if total > shared:
+            return True, chosen
+        return False, [self.high if self.selects else self._trial(now, free)] * len(free)
 
-    def worth(self, now: Situation) -> FloatArray | None:
-        """Return the tokens that a draft of each row gains beyond its costs, [B]; None before that is known or if none pays."""
+    def _share_drafted(self, cost: float) -> float:
+        """Return a cost of steps with a draft as one of each step with a budget."""
+        return cost * min(1.0, self._mean(1, 1.0))
+
+    def worth(self, now: Situation) -> list[float] | None:
+        """Return the tokens that a draft of each row gains beyond its costs, [B]; None before that is known or if none pays.
+
+        Without `start_cost`, which another draft would cost as well.
+        """
         costs, share = self.costs.nearest(len(now.rows)), 1 / len(now.rows)
         if costs is None or not costs.is_known or not self.credit(len(now.rows)).is_active:
             return None
-        columns = now.token_cost * (1 if now.rows.capabilities.ragged else share) * self._mean(4, 2.0)
-        accepted: FloatArray = self._mean(3, 1.0) / self._exponents(now.rows)
-        return accepted - columns - share * now.rate * costs.seconds / now.plain_s
+        cost = now.token_cost * (1 if now.ragged else share) * self._mean(4, 2.0)
+        cost += share * now.rate * costs.seconds / now.plain_s
+        accepted = self._mean(3, 1.0)
+        return [accepted / e - cost for e in self._exponents(now.rows)]
 
-    def _trial(self, now: Situation, free: npt.NDArray[np.bool_]) -> int:
+    def _trial(self, now: Situation, free: Sequence[bool]) -> int:
         """Return the length of drafts that do not pay by what is known: at most one plain pass is lost if all of them fail."""
-        count = int(free.sum()) if now.rows.capabilities.ragged else 1
-        return max(1, min(self.start, int(1 / max(now.slope * count, 1e-9))))
+        count = sum(free) if now.ragged else 1
+        return max(1, min(self.start, int((1 - now.start) / max(now.slope * count, 1e-9))))
 
-    def accept_probs(self, rows: Rows, kinds: npt.NDArray[np.int64]) -> FloatArray:
+    def accept_probs(self, rows: Rows, kinds: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return P(the tokens up to k are accepted), [B, K], for tokens of these kinds, [B, K]."""
-        out: FloatArray = np.exp(-self._exponents(rows)[:, None] * self.hazards[kinds].cumsum(1))
+        out = []
+        for e, row in zip(self._exponents(rows), kinds, strict=True):
+            hazard, probs = 0.0, []
+            for kind in row:
+                hazard += self.hazards[kind]
+                probs.append(math.exp(-e * hazard))
+            out.append(probs)
         return out
 
-    def _exponents(self, rows: Rows) -> FloatArray:
+    def _exponents(self, rows: Rows) -> list[float]:
         """Return e, [B]: how many times as often as predicted a row's tokens fail."""
-        failed, expected, step = np.array([self._row.of(row) for row in rows]).T
-        decay = ROW_DECAY ** (self._num_steps - step)
-        out: FloatArray = (failed * decay + _ROW_WEIGHT) / (expected * decay + _ROW_WEIGHT)
+        out = []
+        for row in rows:
+            failed, expected, step = self._row.of(row)
+            decay = ROW_DECAY ** (self._num_steps - step)
+            out.append((failed * decay + _ROW_WEIGHT) / (expected * decay + _ROW_WEIGHT))
         return out
 
     def selected(
-        self, now: Situation, counts: Sequence[int], matched: Sequence[int], other: FloatArray | None = None
+        self, now: Situation, counts: Sequence[int], matched: Sequence[int], other: Sequence[float] | None = None
     ) -> Sequence[int]:
         """Return how many of the found tokens pay. counts: [B] tokens found. matched: [B] length of the match, 0 if unknown.
 
         other: [B], what a draft of another drafter is worth; none are scored where that is more.
         """
-        lengths, draft = np.array(matched)[:, None], self.draft.find(now.rows)
+        draft, cost = self.draft.find(now.rows), now.token_cost
         if draft is None:
             return list(counts)
         draft.budgets = [max(n, m) for n, m in zip(draft.budgets, counts, strict=True)]
-        draft.kinds = _MATCH_KIND[np.minimum(lengths + np.arange(self.high) * (lengths > 0), len(_MATCH_KIND) - 1)]
-        found = np.arange(self.high) < np.array(counts)[:, None]
-        probs = self.accept_probs(now.rows, draft.kinds) * found
-        if now.rows.capabilities.ragged:
-            out = (probs > now.token_cost).sum(1)
+        draft.kinds = [_match_kinds(length, self.high) for length in matched]
+        found = [kinds[:n] for kinds, n in zip(draft.kinds, counts, strict=True)]
+        probs = self.accept_probs(now.rows, found)
+        if now.ragged:
+            out = [sum(p > cost for p in row) for row in probs]
+            gain = sum(sum(row[:n]) - cost * n for row, n in zip(probs, out, strict=True))
+            column = cost
         else:
-            values = (probs.sum(0) - now.token_cost * found.any(0)).cumsum()
-            out = np.minimum(counts, int(values.argmax()) + 1 if values.max() > 0 else 0)
-        if not out.any() and self.credit(len(counts)).passes >= _LOAN:
+            length, gain = _best_length(probs, cost)
+            out = [min(n, length) for n in counts]
+            column = cost / len(out)
+        if gain <= now.start_cost:
+            out = [0] * len(out)
+        if not any(out) and self.credit(len(counts)).passes >= _LOAN:
             # else a slope that was measured too high would never be corrected
-            surest = int(probs[:, 0].argmax())
+            surest = max(range(len(out)), key=lambda i: probs[i][0] if probs[i] else 0.0)
             out[surest] = min(counts[surest], self.start)
         if other is not None:
-            scored = np.arange(self.high) < out[:, None]
-            column = now.token_cost if now.rows.capabilities.ragged else now.token_cost / len(out)
-            out = np.where(((probs - column) * scored).sum(1) < other, 0, out)
-        draft.scored = [
-            n if length is not None else int(m) for n, m, length in zip(counts, out, now.fixed, strict=True)
-        ]
+            worths = [sum(row[:n]) - column * n for row, n in zip(probs, out, strict=True)]
+            out = [0 if mine < theirs else n for mine, theirs, n in zip(worths, other, out, strict=True)]
+        draft.scored = [n if length is not None else m for n, m, length in zip(counts, out, now.fixed, strict=True)]
         return draft.scored
 
-    def continuing(self, draft: Draft, index: npt.NDArray[np.int64], confidence: FloatArray) -> npt.NDArray[np.bool_]:
+    def continuing(self, draft: Draft, index: int, confidence: Sequence[float]) -> list[bool]:
         """Return the rows that draft one more token, [B] bool.
 
-        index: [B], draft positions of the tokens just drawn. confidence: [B], their probabilities under the draft model.
+        index: of the tokens just drawn in their drafts. confidence: [B], their probabilities under the draft model.
         """
-        kinds = _CONFIDENCE.start + np.clip((confidence * 10).astype(np.int64), 0, 9)
-        draft.kinds[np.arange(len(kinds)), np.minimum(index, self.high - 1)] = kinds
-        draft.accept_prob = draft.accept_prob * np.exp(-self.hazards[kinds])
-        able = draft.active & (index + 1 < np.array(draft.budgets))  # only these rows share the cost of a draft pass
-        probs = np.where(able, draft.accept_prob, 0.0)
-        best = np.sort(probs)[::-1]
-        values = best.cumsum() - draft.shared - draft.per_row * np.arange(1, len(best) + 1)
-        count = int(values.argmax())
-        draft.active = able & (probs >= best[count]) & bool(values[count] > 0)
+        for i, certain in enumerate(confidence):
+            kind = _CONFIDENCE[min(int(10 * certain), 9) if certain > 0 else 0]
+            draft.kinds[i][min(index, self.high - 1)] = kind
+            draft.accept_prob[i] *= math.exp(-self.hazards[kind])
+        # only these rows share the cost of a draft pass
+        able = [on and index + 1 < n for on, n in zip(draft.active, draft.budgets, strict=True)]
+        best, value, total = 2.0, 0.0, -draft.shared
+        for prob in sorted((p for p, on in zip(draft.accept_prob, able, strict=True) if on), reverse=True):
+            total += prob - draft.per_row
+            if total > value:
+                best, value = prob, total
+        draft.active = [on and p >= best for p, on in zip(draft.accept_prob, able, strict=True)]
         return draft.active
 
     def observe(self, rows: Rows, steps: Sequence[Step], draft: Draft) -> None:
@@ -277,17 +324,23 @@ class MeasuredDrafter:
             if not budget:
                 continue
             drafted, accepted = step.num_drafted, step.num_accepted
-            self.sums += (1, drafted > 0, accepted > 0, accepted, drafted)
+            for i, n in enumerate((1, drafted > 0, accepted > 0, accepted, drafted)):
+                self.sums[i] += n
             if drafted:
-                tested = kinds[: min(accepted + 1, drafted)]
-                np.add.at(self._tested, tested, 1.0)
-                np.add.at(self._accepted, tested[:accepted], 1.0)
-                self._further += max(accepted - 1, 0), len(tested) - 1
-                failed, expected, at = self._row.of(row)
-                decay = ROW_DECAY ** (self._num_steps - at)
-                predicted = float((1 - np.exp(-self.hazards[tested])).sum())
-                new = failed * decay + (accepted < drafted), expected * decay + predicted, self._num_steps
-                self._row.put(row, new)
+                self._count(row, kinds[: min(accepted + 1, drafted)], accepted)
+
+    def _count(self, row: Row, tested: Sequence[int], accepted: int) -> None:
+        """Count a row's tested tokens by kind, of which the first ones were accepted."""
+        predicted = 0.0
+        for i, kind in enumerate(tested):
+            self._tested[kind] += 1.0
+            self._accepted[kind] += i < accepted
+            predicted += 1 - math.exp(-self.hazards[kind])
+        self._further[0] += max(accepted - 1, 0)
+        self._further[1] += len(tested) - 1
+        failed, expected, at = self._row.of(row)
+        decay = ROW_DECAY ** (self._num_steps - at)
+        self._row.put(row, (failed * decay + (accepted < len(tested)), expected * decay + predicted, self._num_steps))
 
     def advance(self, batch: int, lost: float | None, passed: float) -> None:
         """End a step that took `passed` plain passes, of which this drafter's drafts lost `lost` (negative if they paid).
@@ -297,17 +350,35 @@ class MeasuredDrafter:
         self.credit(batch).add(_ALLOWANCE * passed, lost or 0.0)
         if lost is None:
             return
-        for counts in (self.sums, self._accepted, self._tested, self._further):
-            counts *= DECAY
+        for counts in (self.sums, self._prior, self._accepted, self._tested, self._further):
+            counts[:] = [n * DECAY for n in counts]
         self._num_steps += 1
-        priors = _PRIORS.copy()
-        weights = self._tested + PRIOR_WEIGHT
-        for kind in range(
-            _DEPTH.start + 1, _DEPTH.stop
-        ):  # a deeper token is expected to be accepted as often as the last
-            priors[kind] = (self._accepted[kind - 1] + PRIOR_WEIGHT * priors[kind - 1]) / weights[kind - 1]
-        self.hazards = -np.log(np.clip((self._accepted + PRIOR_WEIGHT * priors) / weights, 0.02, 0.98))
+        hazards, before = [], 0.0
+        for kind, (accepted, tested, prior) in enumerate(zip(self._accepted, self._tested, _PRIORS, strict=True)):
+            if kind in _DEPTH[1:]:  # a deeper token is expected to be accepted as often as the last
+                prior = before
+            before = (accepted + PRIOR_WEIGHT * prior) / (tested + PRIOR_WEIGHT)
+            hazards.append(-math.log(min(max(before, 0.02), 0.98)))
+        self.hazards = hazards
 
     def _mean(self, which: int, prior: float) -> float:
         """Return one of `sums` per row with a budget."""
-        return float((self.sums[which] + PRIOR_WEIGHT * prior) / (self.sums[0] + PRIOR_WEIGHT))
+        return (self.sums[which] + self._prior[0] * prior) / (self.sums[0] + self._prior[0])
+
+
+def _match_kinds(length: int, count: int) -> list[int]:
+    """Return the kinds of `count` tokens after a match of this length, 0 if it is unknown."""
+    if not length:
+        return [_MATCH_KIND[0]] * count
+    last = len(_MATCH_KIND) - 1
+    return [_MATCH_KIND[min(n, last)] for n in range(length, length + count)]
+
+
+def _best_length(probs: Sequence[Sequence[float]], cost: float) -> tuple[int, float]:
+    """Return the draft length of most gain in a padded pass, and the gain; 0 if none gains. probs: [B], by length."""
+    best, gain, total = 0, 0.0, 0.0
+    for k in range(max(map(len, probs))):
+        total += sum(row[k] for row in probs if k < len(row)) - cost
+        if total > gain:
+            best, gain = k + 1, total
+    return best, gain

@@ -1,11 +1,12 @@
 """The throughput policy: draft lengths of the most tokens per second, measured while decoding; 0 where no draft pays.
 
-A pass over B rows that scores n draft tokens takes 1 + s n plain passes. Over many steps the throughput is highest if every step
-maximises E[tokens] - rate E[plain passes], where rate is the number of tokens that the batch generates per plain pass
+A pass over B rows that scores n > 0 draft tokens takes 1 + f + s n plain passes. Over many steps the throughput is highest if
+every step maximises E[tokens] - rate E[plain passes], where rate is the number of tokens that the batch generates per plain pass
 (Dinkelbach's condition for the maximum of a ratio). So token k of row i is drafted and scored while
 
     P_i(tokens 1..k are accepted) > rate (s + d)
 
+and any at all while all of them together gain more than rate f.
 d: plain passes that drafting one more token takes, shared by the rows that draft it; 0 for tokens that an n-gram drafter found.
 In padded passes n is the length of the longest draft, and the rows share both s and d.
 
@@ -26,7 +27,6 @@ from statistics import fmean
 from threading import Lock
 from time import perf_counter
 
-import numpy as np
 import torch
 
 from foresay.checks import check_int
@@ -77,8 +77,8 @@ class ThroughputLength(LengthPolicy):
         self._primary, self._fallback = (MeasuredDrafter(self.start, self.high) for _ in range(2))
         """The drafter, or a hybrid's n-gram drafter; and a hybrid's drafter for rows without an n-gram match."""
         self._is_hybrid = False
-        self._rate = np.array([PRIOR_WEIGHT, PRIOR_WEIGHT])
-        """Tokens per row, and plain passes."""
+        self._num_tokens = self._num_passes = PRIOR_WEIGHT
+        """Tokens per row, and plain passes of the same time."""
         self._steps_since_plain = self._num_plain = 0
 
     def budget(self, rows: Rows) -> list[int]:
@@ -137,12 +137,13 @@ class ThroughputLength(LengthPolicy):
             return None
         # on other devices, reading the confidence would synchronize
         drafter.stops_early = step.distributions.scores is not None and step.distributions.scores.device.type == "cpu"
-        if not drafter.stops_early:
+        index = int(step.index[0])
+        if not drafter.stops_early or not draft.may_continue(index):
             return None
-        confidence = step.distributions.confidence(step.token_ids[:, None])[:, 0]
-        continuing = torch.from_numpy(drafter.continuing(draft, step.index.numpy(), confidence.numpy()))
-        is_fixed = [length is not None for length in self._fixed_lengths(rows)]
-        return continuing | torch.tensor(is_fixed) if any(is_fixed) else continuing
+        confidence = step.distributions.confidence(step.token_ids[:, None])[:, 0].tolist()
+        continuing = drafter.continuing(draft, index, confidence)
+        fixed = self._fixed_lengths(rows)
+        return torch.tensor([on or length is not None for on, length in zip(continuing, fixed, strict=True)])
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
@@ -155,7 +156,8 @@ class ThroughputLength(LengthPolicy):
             now = self._situation(rows)
             assert now is not None
             passed = one.total_s / now.plain_s
-            self._rate = self._rate * DECAY + (fmean(len(step.token_ids) for step in steps), passed)
+            self._num_tokens = self._num_tokens * DECAY + fmean(len(step.token_ids) for step in steps)
+            self._num_passes = self._num_passes * DECAY + passed
             for drafter in (self._primary, self._fallback):
                 draft = drafter.draft.find(rows)
                 lost = None if draft is None else self._count(drafter, draft, now, steps)
@@ -179,20 +181,25 @@ class ThroughputLength(LengthPolicy):
             if drafter is self._fallback:
                 lookup = self._primary.costs.nearest(len(steps))
                 spent += lookup.seconds if lookup else 0.0
-            drafter.costs.of(count).add(max(n for n, _ in own), max(0.0, steps[0].draft_s - spent))
+            drafter.costs.of(count).line.add(max(n for n, _ in own), max(0.0, steps[0].draft_s - spent))
         costs = drafter.costs.nearest(count)
-        size = sum(n for n, _ in own) if now.rows.capabilities.ragged else max(n for n, _ in own)
-        start, per_token = costs.line() if costs and costs.is_known else (0.0, 0.0)
-        spent_s = start + per_token * max(n for n, _ in own)
-        return now.slope * size + spent_s / now.plain_s - sum(n for _, n in own) / len(steps)
+        size, longest = sum(n for n, _ in own), max(n for n, _ in own)
+        spent_s = costs.line.at(longest) if costs and costs.is_known else 0.0
+        start = now.start * size / max(sum(step.num_drafted for step in steps), 1)
+        return (
+            start
+            + now.slope * (size if now.ragged else longest)
+            + spent_s / now.plain_s
+            - sum(n for _, n in own) / len(steps)
+        )
 
     def _situation(self, rows: Rows) -> Situation | None:
         """Return the worth and costs of this step's tokens; None before a pass over about as many rows was measured."""
         passes = self._passes.nearest(len(rows))
         if passes is None:
             return None
-        rate = _MARGIN * len(rows) * max(1.0, float(self._rate[0] / self._rate[1]))
-        return Situation(rows, self._fixed_lengths(rows), rate, passes.plain_s, passes.slope)
+        rate = _MARGIN * len(rows) * max(1.0, self._num_tokens / self._num_passes)
+        return Situation(rows, self._fixed_lengths(rows), rate, passes.plain_s, passes.start, passes.slope)
 
     @staticmethod
     def _initial_slope(rows: Rows) -> float:
@@ -215,5 +222,5 @@ class ThroughputLength(LengthPolicy):
     @property
     def estimates(self) -> Mapping[str, float]:
         """Estimates for reports: seconds of a plain pass at batch size 1, and the acceptance rate of first draft tokens."""
-        passes, (_, drafts, first, *_) = self._passes.nearest(1), self._primary.sums.tolist()
+        passes, (_, drafts, first, *_) = self._passes.nearest(1), self._primary.sums
         return {"plain_pass_s": passes.plain_s if passes else 0.0, "first_accepted": first / drafts if drafts else 0.0}

@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import pytest
 
-from foresay.lengths.costs import ByBatch, DraftCosts, PassCosts
+from foresay.lengths.costs import ByBatch, DraftCosts, Line, PassCosts
 
 
 def costs(*measured: tuple[int, float]) -> DraftCosts:
     out = DraftCosts()
     for length, seconds in measured:
-        out.add(length, seconds)
+        out.line.add(length, seconds)
     return out
 
 
+def line(*measured: tuple[int, float]) -> Line:
+    return costs(*measured).line
+
+
+def fit(one: Line) -> tuple[float, float]:
+    return one.start, one.per_token
+
+
 def test_start_and_slope_are_told_apart() -> None:
-    start, per_token = costs(*((size, 0.3 + 0.1 * size) for size in (1, 2, 4) * 5)).line()
+    start, per_token = fit(line(*((size, 0.3 + 0.1 * size) for size in (1, 2, 4) * 5)))
     assert per_token == pytest.approx(0.1) and start == pytest.approx(0.3)
 
 
 def test_drafts_of_one_token_cost_what_they_did_next_to_longer_ones() -> None:
     """Else the start of a draft would be taken for the cost of a token, and a second token never drafted again."""
-    one = costs(*[(1, 0.4), (2, 0.5)] * 8, *[(1, 0.4)] * 40)
-    assert one.line() == pytest.approx((0.3, 0.1))
+    one = line(*[(1, 0.4), (2, 0.5)] * 8, *[(1, 0.4)] * 40)
+    assert fit(one) == pytest.approx((0.3, 0.1))
     one.add(5, 0.7)
-    assert one.line() == pytest.approx((0.3, 0.1)), "one other length is no slope"
+    assert fit(one) == pytest.approx((0.3, 0.1)), "one other length is no slope"
     for _ in range(40):
         one.add(1, 0.8)
-    assert one.line() == pytest.approx((0.6, 0.2)), "twice as slow a machine"
+    assert fit(one) == pytest.approx((0.6, 0.2)), "twice as slow a machine"
 
 
 def test_one_length_is_taken_to_cost_in_proportion() -> None:
-    assert costs((4, 0.8), (4, 0.8)).line() == pytest.approx((0.0, 0.2))
+    assert fit(line((4, 0.8), (4, 0.8))) == pytest.approx((0.0, 0.2))
 
 
 def test_a_prompt_in_the_first_draft_is_soon_forgotten() -> None:
     first = costs((4, 30.0))
     assert not first.is_known and first.seconds == 0
     assert costs((4, 30.0), (1, 0.4)).seconds == 0.4
-    start, per_token = costs((4, 30.0), *[(1, 0.4), (2, 0.5)] * 6).line()
+    start, per_token = fit(line((4, 30.0), *[(1, 0.4), (2, 0.5)] * 6))
     assert start + 3 * per_token == pytest.approx(0.6)
 
 
 def test_less_time_for_more_tokens_is_noise() -> None:
-    start, per_token = costs(*[(1, 0.5), (4, 0.4)] * 4).line()
+    start, per_token = fit(line(*[(1, 0.5), (4, 0.4)] * 4))
     assert per_token == 0 and 0.3 < start <= 0.5
 
 
