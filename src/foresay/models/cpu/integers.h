@@ -199,7 +199,7 @@ inline void byte_tiles(const L &levels, const float *scales, int64_t depth, Roun
             sums += N * PANEL, rows -= N;                                                                            \
         }                                                                                                            \
     }
-    TILE(12) TILE(8) TILE(6) TILE(4) TILE(3) TILE(2) TILE(1)
+    TILE(12) TILE(9) TILE(8) TILE(7) TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1)
 #undef TILE
 }
 
@@ -239,11 +239,11 @@ inline void some_by_tiles(const uint8_t *levels, const float *scales, int64_t de
 template <int DEPTH> inline void some_by_tiles(const uint8_t *, const float *, int64_t, RoundedBlock &, int64_t &, float *&) {}
 #endif
 
-// sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With one tile of rows, levels are decoded in
-// registers where they are used; with several, they are decoded once to `room` [SUPER * PANEL].
+// sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With at most two tiles of rows, levels are
+// decoded in registers where they are used; with more, they are decoded once to `room` [SUPER * PANEL].
 template <int BITS, int DEPTH>
 inline void byte_products(const uint8_t *weights, const float *scales, int64_t depth, RoundedBlock x, int64_t rows, float *sums, uint8_t *room) {
-    if (rows <= MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
+    if (rows <= 2 * MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
     decode_levels<BITS>(weights, depth, room);
     some_by_tiles<DEPTH>(room, scales, depth, x, rows, sums);
     byte_tiles<FORESAY_DOTS(BITS), DEPTH>(Plain{room}, scales, depth, x, rows, sums);

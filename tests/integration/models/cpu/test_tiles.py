@@ -20,7 +20,7 @@ from helpers.families import make
 
 HEADER = Path(__file__).parents[3] / "helpers" / "emulated_amx.h"
 ALWAYS = ("static const bool faster = tiles_allowed() &&", "static const bool faster = true ||")
-ROWS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 96, 97, 130)
+ROWS = (1, 2, 5, 7, 9, 15, 16, 17, 31, 32, 33, 48, 63, 96, 97, 130)
 Changes = dict[str, tuple[tuple[str, str], ...]]
 
 

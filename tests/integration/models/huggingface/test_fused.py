@@ -14,7 +14,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import fused, operations
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.huggingface.linears import freeze_linears
+from foresay.models.huggingface.linears import freeze_linears, quantizer
 from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
 from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
@@ -131,13 +131,18 @@ def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatc
     assert model.fused is None
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("wrong", [{"scaling": 1.0}, {"rotates": False}, {"heads": (4, 2), "window": 2}])
 def test_kernels_that_are_told_something_else_are_not_used(
-    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    wrong: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intact = fused._read
+    """Nor in 4 bits, with inputs rounded to 8, although rounding alone makes a difference there."""
+    intact, weights = fused._read, make("llama")
+    if rounded:
+        freeze_linears(weights, quantizer(4))
+        assert use_fused_layers(CausalModel(weights)) is None
     monkeypatch.setattr(fused, "_read", lambda *args: dataclasses.replace(intact(*args), **wrong))
-    model = CausalModel(make("llama"))
+    model = CausalModel(weights)
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
     assert model.fused is None
 
