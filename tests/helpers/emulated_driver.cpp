@@ -116,6 +116,10 @@ int main() {
             case 10: finish(foresay_instructions()); break;
             case 11: finish(foresay_message()); break;
             case 12: finish(foresay_tiles()); break;
+            case 13:
+                finish(foresay_chain(model(), reinterpret_cast<const Pass *>(a[1]), reinterpret_cast<const Chain *>(a[2]),
+                                     reinterpret_cast<int64_t *>(a[3])));
+                break;
             default: return 7;
         }
     }

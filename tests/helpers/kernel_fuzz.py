@@ -19,7 +19,7 @@ import torch
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
 from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm
-from foresay.models.cpu.layers import FlatTokens, NativeLayers
+from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
 ODD = (-(1 << 63), -(1 << 31), -33, -1, 0, 1 << 31, 1 << 40, (1 << 63) - 1)
@@ -220,8 +220,57 @@ def whole(sizes: Sizes, library: Any) -> None:
     native.run(torch.randn(6, hidden), FlatTokens.of(at, None), cache, {"full_attention": (table, table)}, ())
 
 
+def chain(sizes: Sizes, library: Any) -> None:
+    """Tokens of a head of one layer, whose sizes mostly fit each other."""
+    hidden, vocab, count = sizes.one(16, 32, odd=0), sizes.one(5, 40, odd=0), sizes.one(5, 40, 41, odd=0)
+    most, positions = sizes.one(1, 4, 0, 9), sizes.one(8, 20)
+
+    def weights(outputs: int, depth: int) -> NativeProduct:
+        return NativeProduct.of_numbers(
+            torch.randn(outputs, depth + (sizes.one(-1, 2, odd=0) if sizes.often(0.03) else 0)), None
+        )
+
+    layer = GatedLayer(
+        kind="full_attention", before_attention=None, qkv=weights(32, 2 * hidden), heads=(2, 1), dim=8, q_norm=None, k_norm=None,
+        wide_norm=False, rotates=True, window=None, scaling=0.3, softcap=None, output=weights(hidden, 16), after_attention=None,
+        before_mlp=Norm(torch.ones(hidden), 1e-5), gate_up=weights(24, hidden), activation=torch.nn.functional.silu,
+        down=weights(hidden, 12), after_mlp=None,
+    )  # fmt: skip
+    norms = FirstLayerNorms((Norm(torch.ones(hidden), 1e-5),) * 2, sizes.often(0.5))
+    native = NativeLayers([layer], Norm(torch.ones(hidden), 1e-5), "silu", 1.0, torch.float32, first_norms=norms)
+    cache = native.new_cache()
+    cache.add_rows(1)
+    at = cache.begin_pass(0, 1, sizes.one(1, 4, 9, odd=0), torch.device("cpu"), None)
+    x, normed = torch.randn(1, hidden), torch.randn(1, hidden)
+    call, _kept = native.call(FlatTokens.of(at, None).first(), cache, x, normed)
+    call.turns = sizes.one(1, 1, 1, 1, 2, odd=0.02)
+    embeddings, scores = weights(vocab, hidden), weights(count, hidden)
+    tokens = most if 0 < most <= LARGE else 1
+    made = structs.Chain(
+        embeddings=ctypes.addressof(embeddings.struct),
+        scores=ctypes.addressof(scores.struct),
+        token_ids=sizes.integers(count, 0, vocab - 1 if sizes.often(0.9) else 2 * vocab) if sizes.often(0.7) else None,
+        cosines=sizes.floats(positions, 8),
+        sines=sizes.floats(positions, 8),
+        rotated=sizes.one(8, 4, odd=0.05),
+        positions=positions,
+        is_bf16=sizes.one(0, 1, odd=0),
+        token=sizes.one(0, vocab - 1),
+        most=most,
+        ends=sizes.integers(2, 0, vocab),
+        num_ends=sizes.one(0, 2, odd=0),
+        probability=1.0,
+        threshold=0.0,
+        weights=sizes.keep(torch.ones(10, dtype=torch.float64)),
+        tokens=sizes.keep(torch.zeros(tokens, dtype=torch.int64)),
+        confidences=sizes.floats(tokens),
+    )
+    native.draft(call, made)
+
+
 ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
     "multiply": multiply, "pack": pack, "rows": rows, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
+    "chain": chain,
 }  # fmt: skip
 
 

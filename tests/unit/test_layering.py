@@ -60,6 +60,7 @@ INSIDE = {
         {"product", "__main__"},
         {"in_place"},
         {"layers"},
+        {"chain"},
     ],
     "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
     "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],

@@ -213,6 +213,19 @@ class DraftStep:
     rows: Rows | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The rule by which one row's greedy draft continues, for drafters that draw several tokens in one call.
+
+    Another token is drafted while probability * weights[c_1] * ... * weights[c_n] > threshold, with c_i the tenth of the
+    confidence of the i-th token (its softmax probability under the draft): 0 below 0.1, 9 from 0.9 on.
+    """
+
+    probability: float = 1.0
+    weights: tuple[float, ...] = (1.0,) * 10
+    threshold: float = 0.0
+
+
 @runtime_checkable
 class ForcesTokens(Protocol):
     """A logits processor that may leave one continuation, such as a grammar."""
@@ -245,6 +258,17 @@ class LengthPolicy(Protocol):
         The token just drawn stays in the draft: dropping it for its own value would condition its distribution.
         """
         return None
+
+    def continuation(self, rows: Rows) -> Continuation | None:
+        """The rule of `keep_drafting` for the draft of a single row; None if it has no such form.
+
+        Called after `keep_drafting` has let the draft continue. `drawn` then replaces its calls.
+        """
+        return None
+
+    def drawn(self, rows: Rows, first: int, confidences: Sequence[float]) -> None:
+        """Called with the confidences of tokens that were drawn by a `Continuation`, from index `first` of the draft on."""
+        return
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         """Number of tokens found by an n-gram drafter that shall be scored, for each row; by default all.
@@ -362,6 +386,7 @@ class Observer(Protocol):
 
 
 __all__ = [
+    "Continuation",
     "DraftStep",
     "Drafter",
     "KVCache",

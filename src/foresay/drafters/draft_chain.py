@@ -28,7 +28,7 @@ class DraftChain(Interruptible):
 
     def __init__(self, rows: Rows, room: Sequence[int], device: torch.device) -> None:
         """room: [B], largest number of draft tokens of each row."""
-        self._rows, self._room, self._streams = rows, room, rows.streams(device)
+        self._rows, self.room, self._streams = rows, room, rows.streams(device)
         self.ids = torch.empty(len(rows), 0, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self._limits = torch.tensor(room, device=device)
@@ -63,8 +63,13 @@ class DraftChain(Interruptible):
             stop = ended if stop is None else stop | ended
         if stop is not None:
             self._limits = torch.where(stop, self.counts, self._limits)
-        self.fed = [int(n > j + 1) for n in (self._room if stop is None else self._limits.tolist())]
+        self.fed = [int(n > j + 1) for n in (self.room if stop is None else self._limits.tolist())]
         return any(self.fed)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that were drawn elsewhere, the likeliest ones, to the only row."""
+        new = torch.tensor([token_ids], dtype=torch.int64, device=self.ids.device)
+        self.ids, self.counts = torch.cat([self.ids, new], 1), self.counts + len(token_ids)
 
     def proposal(self) -> Proposal:
         """Return the drawn tokens with the distributions they were drawn from."""

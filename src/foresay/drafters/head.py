@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from foresay.decoding.protocols import Logits, ModelInput, ModelOutput
+from foresay.decoding.processors import processes
+from foresay.decoding.protocols import Continuation, LengthPolicy, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import MAX_CATCH_UP
+from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.model_tree import ModelTreeDrafter
 from foresay.drafters.target_features import FeatureCache, ReadsStates, ReadsTarget
+from foresay.models.cpu.chain import Limits
 from foresay.models.heads.config import NEXT
+
+
+@runtime_checkable
+class DraftsGreedily(Protocol):
+    """A head that can draft several tokens in one call."""
+
+    def draft_greedily(
+        self, token: int, features: torch.Tensor, cache: Any, row: int, limits: Limits, rule: Continuation
+    ) -> tuple[list[int], list[float]] | None:
+        """See HeadModel.draft_greedily."""
+        ...
 
 
 class HeadCache(FeatureCache):
@@ -100,6 +115,15 @@ class HeadCache(FeatureCache):
         self._outputs = output.hidden[NEXT]
         return output
 
+    def draft_greedily(self, token: int, limits: Limits, rule: Continuation) -> tuple[list[int], list[float]] | None:
+        """Draft tokens after `token` for the only row in one call; None if it is not possible. See HeadModel.draft_greedily."""
+        assert self._outputs is not None
+        if not isinstance(self.head, DraftsGreedily):
+            return None
+        found = self.head.draft_greedily(token, self._outputs[0, -1], self.cache, 0, limits, rule)
+        self.model.row_passes += 0 if found is None else len(found[0])
+        return found
+
 
 class HeadDrafter(ReadsTarget):
     """Draft chains with a head on the target's hidden states.
@@ -112,6 +136,21 @@ class HeadDrafter(ReadsTarget):
         """target_vocab_size: width of the target's logits. sample: see ModelDrafter."""
         super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(head.hidden_layers)))
+
+    def _draw_rest(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
+        """Draw the rest of a single row's likeliest tokens in one call, if nothing but their confidence ends the draft."""
+        is_plain = len(rows) == 1 and not (rows.level or rows.needs.confidence or processes(rows[0]))
+        rule = policy.continuation(rows) if is_plain and (rows[0].params.greedy or not self.samples) else None
+        if rule is None:
+            return False
+        limits = Limits(chain.room[0] - chain.depth, tuple(rows[0].eos))
+        assert isinstance(self.context, HeadCache)
+        found = self.context.draft_greedily(int(chain.ids[0, -1]), limits, rule)
+        if found is None:
+            return False
+        policy.drawn(rows, chain.depth, found[1])
+        chain.extend(found[0])
+        return True
 
 
 class HeadTreeDrafter(ReadsTarget, ModelTreeDrafter):

@@ -77,11 +77,15 @@ class ModelDrafter(Drafter):
         while True:
             distributions = output.draft_distributions(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
-            if not chain.add(distributions, policy, hidden):
+            if not chain.add(distributions, policy, hidden) or self._draw_rest(chain, rows, policy):
                 break
             output = self.context.forward(
                 ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
             )
+
+    def _draw_rest(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
+        """Draw all tokens that are missing; return False if they must be drawn one by one."""
+        return False
 
 
 def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ _TRUSTED = 4
 """Passes with draft tokens from which on their fit is trusted."""
 _REFIT = 4
 """Measurements after which a line is fitted again; the first ones change it one by one."""
+_SMOOTHED = 8
+"""Fits over whose shares of start and tokens a mean is taken: each one is uncertain where most n are about the same."""
 
 
 class ByBatch(Generic[T]):
@@ -50,6 +52,7 @@ class Line:
     def __init__(self) -> None:
         self._measured: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._num_added = 0
+        self._num_fits = 0
         self._token_share = 1.0
         """Share of its token in the cost of one token, by the last measurements whose n differed; 1 before any."""
         self.start = self.per_token = self.median = self.width = 0.0
@@ -84,9 +87,10 @@ class Line:
                 for one, two in combinations(sizes, 2)
             ]
             per_token = min(max(_weighted_median(slopes), 0.0), middle / n)
-            self._token_share = max(per_token / max(middle - per_token * (n - 1), 1e-9), 1e-3)
-        else:
-            per_token = middle / (1 / self._token_share - 1 + n)
+            share = max(per_token / max(middle - per_token * (n - 1), 1e-9), 1e-3)
+            self._num_fits = min(self._num_fits + 1, _SMOOTHED)
+            self._token_share += (share - self._token_share) / self._num_fits
+        per_token = middle / (1 / self._token_share - 1 + n)
         return max(median_low(cost - per_token * n for n, cost in self._measured), 0.0), per_token
 
 

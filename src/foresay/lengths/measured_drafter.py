@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import Continuation
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.state import StateKey
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -317,6 +318,11 @@ class MeasuredDrafter:
                 best, value = prob, total
         draft.active = [on and p >= best for p, on in zip(draft.accept_prob, able, strict=True)]
         return draft.active
+
+    def continuation(self, draft: Draft) -> Continuation:
+        """Return the rule of `continuing` for the only row of a batch."""
+        weights = tuple(math.exp(-self.hazards[kind]) for kind in _CONFIDENCE)
+        return Continuation(draft.accept_prob[0], weights, draft.shared + draft.per_row)
 
     def observe(self, rows: Rows, steps: Sequence[Step], draft: Draft) -> None:
         """Count the tokens of a step in which this drafter had a budget."""

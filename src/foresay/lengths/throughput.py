@@ -31,7 +31,7 @@ import torch
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep, LengthPolicy
+from foresay.decoding.protocols import Continuation, DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -144,6 +144,22 @@ class ThroughputLength(LengthPolicy):
         continuing = drafter.continuing(draft, index, confidence)
         fixed = self._fixed_lengths(rows)
         return torch.tensor([on or length is not None for on, length in zip(continuing, fixed, strict=True)])
+
+    def continuation(self, rows: Rows) -> Continuation | None:
+        """Return the rule of `keep_drafting`; a row with a fixed length continues."""
+        drafter = self._fallback if self._is_hybrid else self._primary
+        draft = drafter.draft.find(rows)
+        if draft is None or any(length is not None for length in self._fixed_lengths(rows)):
+            return Continuation()
+        return drafter.continuation(draft)
+
+    def drawn(self, rows: Rows, first: int, confidences: Sequence[float]) -> None:
+        """Note the confidences of tokens."""
+        drafter = self._fallback if self._is_hybrid else self._primary
+        draft = drafter.draft.find(rows)
+        if draft is not None:
+            for i, confidence in enumerate(confidences):
+                drafter.continuing(draft, first + i, [confidence])
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""

@@ -52,7 +52,7 @@ def test_a_prompt_in_the_first_draft_is_soon_forgotten() -> None:
 
 def test_less_time_for_more_tokens_is_noise() -> None:
     start, per_token = fit(line(*[(1, 0.5), (4, 0.4)] * 4))
-    assert per_token == 0 and 0.3 < start <= 0.5
+    assert per_token < 1e-3 and 0.3 < start <= 0.5
 
 
 def passes(*measured: tuple[int, float], initial: float = 0.1) -> PassCosts:

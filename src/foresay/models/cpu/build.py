@@ -38,6 +38,7 @@ SOURCES = tuple(
         "amx.h",
         "attention.h",
         "blocks.h",
+        "chain.h",
         "checks.h",
         "dots.h",
         "experts.h",

@@ -102,6 +102,18 @@ inline void read_row(const Product &p, int64_t output, float *out) {
     }
 }
 
+// The same for weights in any format, without `next`.
+inline void row_of(const Product &p, int64_t output, float *out) {
+    int64_t at = output / PANEL * rounded_up(p.depth, 2) * PANEL, lane = output % PANEL;
+    if (p.format == QUANTIZED) return read_row(p, output, out);
+    for (int64_t k = 0; k < p.depth; k++) {
+        if (p.format == FLOAT32_ROWS) out[k] = static_cast<const float *const *>(p.weights)[output][k];
+        else if (p.format == BFLOAT16_ROWS) out[k] = read(static_cast<const bf16 *const *>(p.weights)[output][k]);
+        else if (p.format == FLOAT32) out[k] = static_cast<const float *>(p.weights)[at + k * PANEL + lane];
+        else out[k] = read(static_cast<const bf16 *>(p.weights)[at + (k / 2 * PANEL + lane) * 2 + k % 2]);
+    }
+}
+
 // out[m, n] for the outputs of one panel of p, and at most ROWS_AT_ONCE rows from `first` on. out: [rows, width] from the first of p's
 // outputs on.
 inline void panel_product(const Product &p, const Inputs &in, int64_t first, int64_t rows, int64_t panel, float *out, int64_t width) {

@@ -2,6 +2,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "chain.h"
 #include "model.h"
 #include "multiply.h"
 
@@ -166,6 +167,15 @@ extern "C" int64_t foresay_pass(const Model *model, const Pass *pass) {
     });
 }
 
+// Drafts tokens one after the other, `count` of them; see chain.h.
+extern "C" int64_t foresay_chain(const Model *model, const Pass *pass, const Chain *chain, int64_t *count) {
+    return guarded([&] {
+        check(*model);
+        check(*chain, *model, *pass);
+        *count = draft(*model, *pass, *chain, [&](const Pass &one) { run(*model, one); });
+    });
+}
+
 // The same with x and out in bfloat16.
 static void multiply_bf16(const Product &p, const bf16 *x, bf16 *out, int64_t rows, int threads) {
     std::vector<float> wide(rows * p.depth), product(rows * all_outputs(p));
@@ -213,8 +223,8 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
     constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Attention),
-                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),   sizeof(Pass)};
-    return index >= 0 && index < 8 ? sizes[index] : 0;
+                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),   sizeof(Pass), sizeof(Chain)};
+    return index >= 0 && index < 9 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.

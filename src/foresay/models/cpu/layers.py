@@ -74,6 +74,10 @@ class FlatTokens:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def first(self) -> FlatTokens:
+        """Return the first token alone."""
+        return FlatTokens(self.rows[:1], self.slots[:1], self.starts[:1], self.positions[:1], None, 1)
+
     def addresses(self) -> dict[str, int | None]:
         """Return the address of each tensor, by its name in the struct Pass."""
         count, seen = len(self.rows), self.ancestors
@@ -134,7 +138,8 @@ class NativeLayers:
             raise LookupError(
                 f"the kernels do not support a {dtype} cache with the activation {activation!r}, or norms with different eps"
             )
-        self._run, self._dtype, self._layers = found.foresay_pass, dtype, list(layers)
+        self._run, self._chain = found.foresay_pass, found.foresay_chain
+        self._dtype, self._layers = dtype, list(layers)
         self._gate = structs.Gate(ACTIVATIONS[activation], 0.0, 0.0)
         self._turns = sorted({layer.kind for layer in layers})
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
@@ -178,11 +183,8 @@ class NativeLayers:
         second of these vectors is also the residual input, the values in x are ignored.
         """
         count = len(tokens)
-        x_address = structs.address(x, (count, self._hidden), torch.float32)
-        read_address = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
         normed = torch.empty_like(x)
         states = {n: torch.empty_like(x) for n in wanted if n < len(self._layers)}
-        stores = self._stores_of(cache)
         rotary = [turns[kind] for kind in self._turns]
         widths = [int(cos.shape[-1]) for cos, _ in rotary]
         tables = [
@@ -195,31 +197,52 @@ class NativeLayers:
         # local names keep these arrays alive until the kernels return
         cosines, sines = ((ctypes.c_void_p * len(rotary))(*table) for table in tables)
         rotated = (ctypes.c_int64 * len(rotary))(*widths)
-        addresses = [states[n].data_ptr() if n in states else None for n in range(len(self._layers))]
+        call, _kept = self.call(tokens, cache, x, normed, states)
+        call.turns = len(rotary)
+        call.cosines, call.sines = ctypes.addressof(cosines), ctypes.addressof(sines)
+        call.rotated = ctypes.addressof(rotated)
+        call.read = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
+        self._run(ctypes.byref(self._model), ctypes.byref(call))
+        if len(self._layers) in wanted:
+            states[len(self._layers)] = normed
+        return normed, states
+
+    def call(
+        self,
+        tokens: FlatTokens,
+        cache: SlotCache,
+        x: torch.Tensor,
+        normed: torch.Tensor,
+        states: Mapping[int, torch.Tensor] | None = None,
+    ) -> tuple[structs.Pass, Any]:
+        """Return the argument of a pass without its rotary tables and `read`, and what must be kept until the kernels return.
+
+        x, normed: [N, H] float32. states: layer -> [N, H] float32 to write.
+        """
+        count, stores = len(tokens), self._stores_of(cache)
+        addresses = [states[n].data_ptr() if states and n in states else None for n in range(len(self._layers))]
         state_addresses = (ctypes.c_void_p * len(addresses))(*addresses)
         call = structs.Pass(
             tokens=count,
             columns=tokens.columns,
             threads=threads.num_threads(),
             cache_kind=CACHES[self._dtype],
-            turns=len(rotary),
             store_rows=stores.rows,
             store_layers=stores.layers,
             **tokens.addresses(),
-            cosines=ctypes.addressof(cosines),
-            sines=ctypes.addressof(sines),
-            rotated=ctypes.addressof(rotated),
             blocks=ctypes.addressof(stores.blocks),
             capacities=ctypes.addressof(stores.capacities),
-            x=x_address,
-            normed=normed.data_ptr(),
+            x=structs.address(x, (count, self._hidden), torch.float32),
+            normed=structs.address(normed, (count, self._hidden), torch.float32),
             states=ctypes.addressof(state_addresses),
-            read=read_address,
         )
-        self._run(ctypes.byref(self._model), ctypes.byref(call))
-        if len(self._layers) in wanted:
-            states[len(self._layers)] = normed
-        return normed, states
+        return call, (stores, state_addresses, tokens, x, normed)
+
+    def draft(self, call: structs.Pass, chain: structs.Chain) -> int:
+        """Draft tokens one after the other; return their number. See chain.h."""
+        count = ctypes.c_int64()
+        self._chain(ctypes.byref(self._model), ctypes.byref(call), ctypes.byref(chain), ctypes.byref(count))
+        return count.value
 
     def new_cache(self) -> SlotCache:
         """Return a cache without rows, in the layout of the kernels."""

@@ -101,7 +101,20 @@ class Pass(ctypes.Structure):
     ]
 
 
-STRUCTS = (Product, Gate, Experts, Attention, Vector, Layer, Model, Pass)
+class Chain(ctypes.Structure):
+    """The struct of the same name in chain.h."""
+
+    _fields_ = [
+        *_fields(_POINTER, "embeddings scores token_ids cosines sines"),
+        *_fields(_NUMBER, "rotated positions is_bf16 token most"),
+        ("ends", _POINTER),
+        ("num_ends", _NUMBER),
+        *_fields(ctypes.c_double, "probability threshold"),
+        *_fields(_POINTER, "weights tokens confidences"),
+    ]
+
+
+STRUCTS = (Product, Gate, Experts, Attention, Vector, Layer, Model, Pass, Chain)
 """All structs, in the order of `foresay_struct_size`."""
 
 
@@ -135,6 +148,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
     functions: dict[str, list[type]] = {
         "check": [ctypes.POINTER(Model)],
         "pass": [ctypes.POINTER(Model), ctypes.POINTER(Pass)],
+        "chain": [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.POINTER(Chain), ctypes.POINTER(n)],
         "multiply": [ctypes.POINTER(Product), p, p, n, n, n],
         "pack": [n, p, n, n, p, p, n],
         "rows": [ctypes.POINTER(Product), p, n, p],

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import Continuation, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cpu.chain import Limits, NativeChain, table_of
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
-from foresay.models.cpu.product import CompiledProduct
+from foresay.models.cpu.product import CompiledProduct, NativeProduct
 from foresay.models.heads.config import LAST, NEXT
 from foresay.models.heads.files import Head, check_target
 from foresay.models.huggingface import attention, linears
@@ -74,6 +75,7 @@ class HeadModel(LanguageModel):
         )
         self._head = self._product(self._head_weight(head))
         self._native = self._compiled(str(config.layer.get("hidden_act", "silu")))
+        self._chain = self._compiled_chain()
         self.num_parameters = sum(weight.numel() for weight in module.parameters())
 
     def _product(self, *weights: torch.Tensor) -> Product:
@@ -125,6 +127,27 @@ class HeadModel(LanguageModel):
             return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, first_norms=first_norms)
         except LookupError:
             return None
+
+    def _compiled_chain(self) -> NativeChain | None:
+        table = table_of(self._embed)
+        if self._native is None or table is None or not isinstance(self._head, NativeProduct):
+            return None
+        return NativeChain(
+            self._native, table, self._head, None if self._subset is None else self._subset.token_ids, self.dtype
+        )
+
+    def draft_greedily(
+        self, token: int, features: torch.Tensor, cache: SlotCache, row: int, limits: Limits, rule: Continuation
+    ) -> tuple[list[int], list[float]] | None:
+        """Draft tokens after `token` in one call, with the bits of single passes; None if it is not possible.
+
+        features: [D], the output before `token`. row: of the cache, whose length does not change. Returns the tokens and their
+        confidences; see Continuation.
+        """
+        rotary = self._rotary_table.until(cache.lengths[row] + limits.most)
+        if self._chain is None or rotary is None:
+            return None
+        return self._chain.draft(token, features, cache, row, rotary, limits, rule)
 
     @property
     def width(self) -> int:

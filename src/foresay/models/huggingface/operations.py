@@ -81,13 +81,16 @@ class RotaryTable:
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of positions, [N] int64 -> [N, R] float32 each, contiguous."""
+        table = self.until(int(positions.max()) + 1)
+        return self._compute(positions) if table is None else (table[0][positions], table[1][positions])
+
+    def until(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return cosines and sines of at least the first `count` positions, [P, R] float32 each; None if they depend on more."""
         if not self._static:
-            return self._compute(positions)
-        needed = int(positions.max()) + 1
-        if needed > len(self._table[0]):
-            self._table = self._compute(torch.arange(needed + 2048))
-        cos, sin = self._table
-        return cos[positions], sin[positions]
+            return None
+        if count > len(self._table[0]):
+            self._table = self._compute(torch.arange(count + 2048))
+        return self._table
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(torch.empty(0), positions[None], *self._kind)

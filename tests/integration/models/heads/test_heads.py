@@ -165,13 +165,14 @@ def recurrent_target() -> RecurrentModel:
     return RecurrentModel(make("qwen3_5", 3, vocab_size=SMALL, tie_word_embeddings=False))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("made", [lambda: target(vocab=SMALL), recurrent_target])
-def test_each_guess_is_that_of_a_pass_over_the_whole_text(made: Callable[[], CausalModel]) -> None:
-    """Whatever was accepted, rewound, missed or moved before it."""
+def test_each_guess_is_that_of_a_pass_over_the_whole_text(made: Callable[[], CausalModel], batch: int) -> None:
+    """Whatever was accepted, rewound, missed or moved before it; alone, a row drafts in one call."""
     model = made()
     drafter = _Reference(HeadModel(random_head(model, seed=8), model), SMALL)
     params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
-    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=3)
+    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=batch)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert drafter.compared > 150 and len({step.num_accepted for step in steps}) > 2
 

@@ -1,0 +1,214 @@
+"""Drafts of a head in one call of the kernels: the bits of single passes, the rule that ends them, and who draws them so."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.distributions import Distributions
+from foresay.decoding.protocols import Continuation, DraftStep, Logits, ModelInput
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import HeadDrafter
+from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.cpu import build
+from foresay.models.cpu.chain import Limits, NativeChain
+from foresay.models.heads.config import NEXT
+from foresay.models.heads.model import HeadModel
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import freeze_linears, quantizer, unquantized
+from helpers.families import VOCAB, make
+from helpers.heads import random_head
+from helpers.making import make_row
+from helpers.support import run
+
+MOST = 9
+PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1]]
+pytestmark = pytest.mark.skipif(build.library() is None, reason="there are no compiled kernels")
+
+
+def target(dtype: torch.dtype, *, frozen: bool = False, vocab: int = VOCAB) -> CausalModel:
+    weights = make("llama", 3, vocab_size=vocab, tie_word_embeddings=False).to(dtype)
+    if frozen:  # its embedding reads quantized rows
+        freeze_linears(weights, quantizer(8), all_dtypes=True)
+    model = CausalModel(weights)
+    model.use_fused()
+    return model
+
+
+def started(head: HeadModel, length: int) -> tuple[SlotCache, torch.Tensor]:
+    """A cache with `length` random pairs, and the output for the last of them, [D]."""
+    numbers = torch.Generator().manual_seed(length)
+    tokens = torch.randint(2, VOCAB, (1, length), generator=numbers)
+    features = torch.randn(1, length, head.width, generator=numbers).to(head.dtype)
+    cache = head.new_cache()
+    cache.add_rows(1)
+    out = head.forward(ModelInput(tokens, [length], logits=Logits.LAST, features=features), cache)
+    return cache, out.hidden[NEXT][0, -1]
+
+
+def stepwise(head: HeadModel, length: int, token: int, most: int) -> tuple[list[int], list[float], torch.Tensor]:
+    """The same tokens by single passes, their confidences, and the keys and values that they wrote."""
+    cache, features = started(head, length)
+    ids, confidences = [], []
+    for _ in range(most):
+        model_input = ModelInput(torch.tensor([[token]]), [1], logits=Logits.LAST, features=features[None, None])
+        out = head.forward(model_input, cache)
+        scores = out.scores()[:, :, :]
+        token = int(scores.argmax())
+        chosen = torch.tensor([[token]])
+        confidences.append(float(Distributions(chosen, scores=scores).confidence(chosen)))
+        ids, features = [*ids, token], out.hidden[NEXT][0, -1]
+    return ids, confidences, written(cache, length, most)
+
+
+def written(cache: SlotCache, length: int, most: int) -> torch.Tensor:
+    """Keys and values after the first `length` slots."""
+    before, cache.lengths[0] = cache.lengths[0], length + most
+    keys, values = cache.read(0, 0, 1, length + most)
+    cache.lengths[0] = before
+    return torch.cat([keys, values], -1)[:, :, length:].clone()
+
+
+KINDS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
+    "float32": (torch.float32, unquantized, {}),
+    "bf16": (torch.bfloat16, unquantized, {"ids": range(1, 80, 3)}),
+    "8 bits": (torch.bfloat16, quantizer(8), {"ids": range(1, 80, 3)}),
+    "4 bits": (torch.bfloat16, quantizer(4), {"before": True}),
+    "normalized": (torch.float32, unquantized, {"before": True, "ids": range(1, 80, 3)}),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_has_the_bits_of_single_passes(kind: str, length: int, frozen: bool) -> None:
+    dtype, quantized, more = KINDS[kind]
+    model = target(dtype, frozen=frozen)
+    for seed in range(20):
+        head = HeadModel(random_head(model, seed=seed, **more), model, make=quantized)
+        wanted, confidences, states = stepwise(head, length, 7, MOST)
+        if len(set(wanted)) > 2:  # random heads often repeat a token
+            break
+    assert len(set(wanted)) > 2
+    if head._chain is None:
+        pytest.skip("this processor's kernels do not pack such weights")
+    cache, features = started(head, length)
+    found = head.draft_greedily(7, features, cache, 0, Limits(MOST), Continuation())
+    assert found is not None and found[0] == wanted and cache.lengths == [length]
+    assert torch.equal(written(cache, length, MOST), states)
+    assert found[1] == pytest.approx(confidences, rel=1e-5)
+
+
+def test_outputs_that_are_not_rounded_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: in bf16 the next pass reads rounded numbers."""
+    model = target(torch.bfloat16)
+    head = HeadModel(random_head(model), model, make=quantizer(8))
+    assert head._chain is not None
+    _, _, states = stepwise(head, 20, 7, MOST)
+    monkeypatch.setattr(head._chain, "_dtype", torch.float32)
+    cache, features = started(head, 20)
+    head.draft_greedily(7, features, cache, 0, Limits(MOST), Continuation())
+    assert not torch.equal(written(cache, 20, MOST), states)
+
+
+def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
+    model = target(torch.float32)
+    head = HeadModel(random_head(model, gain=1.0), model)
+    ids, confidences, _ = stepwise(head, 12, 7, MOST)
+    weights = tuple(0.4 + 0.05 * i for i in range(10))
+
+    def drafted(limits: Limits, rule: Continuation) -> list[int]:
+        cache, features = started(head, 12)
+        found = head.draft_greedily(7, features, cache, 0, limits, rule)
+        assert found is not None
+        return found[0]
+
+    ends = set()
+    for threshold in (0.9, 0.6, 0.4, 0.3, 0.2, 0.05, 0.0):
+        so_far, count = 0.95, 0
+        for confidence in confidences:
+            so_far, count = so_far * weights[min(int(10 * confidence), 9)], count + 1
+            if not so_far > threshold:
+                break
+        assert drafted(Limits(MOST), Continuation(0.95, weights, threshold)) == ids[:count]
+        ends.add(count)
+    assert len(ends) > 3
+    assert drafted(Limits(4), Continuation()) == ids[:4]
+    last = ids[2]
+    assert drafted(Limits(MOST, (VOCAB - 1, last)), Continuation()) == ids[: ids.index(last) + 1]
+
+
+@pytest.mark.parametrize("length", [ConstantLength(5), ThroughputLength(), ConfidenceLength(0.2, high=5)])
+def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single greedy rows, under a policy whose rule has the form; the output is plain decoding's, and drafts are the same."""
+    model = target(torch.float32, vocab=7)
+    head = HeadModel(random_head(model, seed=8), model)
+    calls = []
+    original = NativeChain.draft
+    monkeypatch.setattr(NativeChain, "draft", lambda self, *args: calls.append(1) or original(self, *args))
+
+    def decoded(batch: int, **more: Any) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        calls.clear()
+        params = SamplingParams(max_new_tokens=20, ignore_eos=True, **more)
+        drafter = HeadDrafter(head, 7)
+        out, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length, max_batch_size=batch)
+        assert engine.draft_failures == 0
+        return out, [(step.num_drafted, step.num_accepted) for step in steps]
+
+    plain = run(model, PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True), gamma=0)[0]
+    whole = decoded(1)
+    assert whole[0] == plain and bool(calls) == (not isinstance(length, ConfidenceLength))
+    if isinstance(length, ConstantLength):
+        with monkeypatch.context() as patch:
+            patch.setattr(HeadDrafter, "_draw_rest", lambda *_: False)
+            assert decoded(1) == whole, "token by token"
+        assert not calls
+        decoded(1, temperature=1.0, seed=3)
+        assert not calls, "sampled drafts are drawn one by one"
+        decoded(1, repetition_penalty=1.2)
+        assert not calls, "as those whose scores are processed"
+        assert decoded(3)[0] == plain
+
+
+def test_the_rule_of_the_throughput_policy_is_that_of_its_calls() -> None:
+    """Over random confidences, measurements and costs."""
+    numbers = random.Random(5)
+    for _ in range(300):
+        policy, rows = ThroughputLength(), Rows([make_row()], capabilities=Capabilities(ragged=True))
+        drafter = policy._primary
+        drafter.stops_early = True
+        drafter.hazards = [-math.log(numbers.uniform(0.05, 0.98)) for _ in drafter.hazards]
+        while not any(policy.budget(rows)):
+            policy.observe(rows, [helper_step(numbers)])
+        draft = drafter.draft.find(rows)
+        assert draft is not None
+        draft.budgets, draft.shared, draft.per_row = [16], numbers.uniform(0, 0.5), numbers.uniform(0, 0.2)
+        rule = policy.continuation(rows)
+        assert rule is not None
+        product = rule.probability
+        for index in range(12):
+            confidence = float(torch.tensor(numbers.random()))
+            product *= rule.weights[min(int(10 * confidence), 9)]
+            scores = torch.tensor([[[math.log(confidence), math.log1p(-confidence)]]])
+            zeros = torch.zeros(1, dtype=torch.int64)
+            read = float(Distributions(zeros[None], scores=scores).confidence(zeros[None]))
+            if int(10 * read) != int(10 * confidence):
+                break
+            step = DraftStep(zeros + index, zeros, Distributions(zeros[None], scores=scores), None, rows)
+            mask = policy.keep_drafting(step)
+            assert mask is not None and bool(mask) == (product > rule.threshold)
+            if not mask:
+                break
+
+
+def helper_step(numbers: random.Random) -> Any:
+    from foresay.decoding.outcome import Step
+
+    return Step(0, (0,), (), 0, 0, total_s=numbers.uniform(0.9, 1.1))
