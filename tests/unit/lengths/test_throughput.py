@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.lengths import ThroughputLength
+from foresay.lengths import ConstantLength, ThroughputLength, costs
 from foresay.models.table import TableModel
 from helpers.making import make_row
 from helpers.support import run
@@ -358,8 +359,10 @@ class Matches:
     sure: dict[int, float] = field(default_factory=lambda: {1: 0.1, 2: 0.4, 12: 0.95})
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     ragged: bool = True
+    start: float = 0.0
+    """What the first token costs beyond those of any."""
 
-    def run(self, policy: ThroughputLength, steps: int) -> tuple[float, dict[int, float]]:
+    def run(self, policy: LengthPolicy, steps: int) -> tuple[float, dict[int, float]]:
         """(tokens per second over plain decoding's, mean tokens kept of a guess by its match)."""
         rows = Rows([make_row() for _ in range(self.batch)], capabilities=Capabilities(ragged=self.ragged))
         tokens, seconds = 0, 0.0
@@ -372,6 +375,7 @@ class Matches:
             assert all(0 <= n <= most for n, most in zip(drafted, found, strict=True))
             held = [self._held(m, n) for m, n in zip(matched, drafted, strict=True)]
             total = 1 + self.share * (sum(drafted) if self.ragged else max(drafted) * self.batch)
+            total += self.start * any(drafted)
             each = zip(drafted, held, strict=True)
             policy.observe(
                 rows, [Step(0, (0,) * (k + 1), (), n, k, batch_size=self.batch, total_s=total) for n, k in each]
@@ -396,6 +400,46 @@ def test_guesses_are_kept_by_what_they_match() -> None:
     Matches(1, 0.02).run(alone, 100)
     gain, kept = Matches(1, 0.02).run(alone, 800)
     assert kept[12] > 12 and kept[2] > 1 and kept[1] > 0.2 and gain > 3
+
+
+class FromMatch(ConstantLength):
+    """All tokens after a match of at least this length, up to a number."""
+
+    def __init__(self, least: int, most: int) -> None:
+        super().__init__(HIGH)
+        self.least, self.most = least, most
+
+    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
+        return [min(n, self.most) * (m >= self.least) for n, m in zip(counts, matched, strict=True)]
+
+
+@pytest.mark.parametrize(("batch", "share", "start"), [(1, 0.03, 0.4), (1, 0.08, 0.3), (4, 0.03, 0.4)])
+def test_a_step_from_one_token_to_two_is_no_cost_of_each(
+    batch: int, share: float, start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: in proportion, the cost of the first token is taken for that of each, and fewer are scored than pay."""
+
+    def reached() -> float:
+        policy = ThroughputLength()
+        Matches(batch, share, start=start, rng=random.Random(1)).run(policy, 300)
+        return Matches(batch, share, start=start).run(policy, 1000)[0]
+
+    best = max(
+        Matches(batch, share, start=start).run(FromMatch(least, most), 1000)[0]
+        for least in (1, 2, 12)
+        for most in (4, 8, 16)
+    )
+    found = reached()
+    monkeypatch.setattr(costs.Line, "start", property(lambda self: 0.0, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        costs.Line,
+        "per_token",
+        property(
+            lambda self: statistics.median(cost / max(n, 1) for n, cost in self._measured), lambda self, value: None
+        ),
+        raising=False,
+    )
+    assert found > 0.91 * best and found > 1.02 * reached(), (found, best, reached())
 
 
 def test_padded_passes_are_widened_only_for_what_pays() -> None:
