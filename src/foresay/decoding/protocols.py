@@ -62,6 +62,8 @@ class ModelInput:
 
     def of_last(self, states: torch.Tensor) -> torch.Tensor:
         """Return the states of each row's last real token, [B, T, ...] -> [B, 1, ...]."""
+        if min(self.num_tokens) == states.shape[1]:
+            return states[:, -1:]
         batch, last = torch.arange(len(states), device=states.device), self.last_columns().to(states.device)
         return states[batch, last][:, None]
 

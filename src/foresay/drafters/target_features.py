@@ -61,8 +61,8 @@ class _TargetPass:
     """[B], the batch."""
     missing: Sequence[int]
     """[B], number of new positions of each row."""
-    positions: Sequence[torch.Tensor] | None
-    """Indices of the new positions in each row of the pass; None if each row has one."""
+    positions: Sequence[slice | torch.Tensor] | None
+    """The new positions in each row of the pass; None if each row has one."""
     hidden: Mapping[int, torch.Tensor]
     """Layer -> [B, T, H]."""
 
@@ -184,14 +184,11 @@ class FeatureCache(DraftCache):
     def _gather(self, one: _TargetPass) -> None:
         """Add the hidden states of a pass to its rows."""
         assert one.positions is not None
-        rows = torch.cat([torch.full((n,), i, device=self.reader.device) for i, n in enumerate(one.missing)])
-        at = torch.cat([index.to(self.reader.device) for index in one.positions])
-        hidden = {n: states.to(self.reader.device)[rows, at] for n, states in one.hidden.items()}
-        for features, states in zip(
-            one.features, torch.split(self.reader.joined(hidden), list(one.missing)), strict=True
+        for features, n, at, states in zip(
+            one.features, one.missing, one.positions, self.reader.joined(one.hidden), strict=True
         ):
-            if features is not None and len(states):
-                features.states.append(states)
+            if features is not None and n:
+                features.states.append(states[at if isinstance(at, slice) else at.to(states.device)])
 
     def _compute(self, features: Sequence[RowFeatures | None]) -> None:
         """Compute the features of all hidden states of these rows, in one product."""
@@ -219,20 +216,21 @@ class FeatureCache(DraftCache):
 
 def _pass_positions(
     missing: Sequence[int], again: Sequence[int], verification: Verification | None, target: ModelOutput
-) -> list[torch.Tensor]:
-    """Return the indices of each row's new positions in the target's pass, [n] int64: a chain's first, then a tree's path.
+) -> list[slice | torch.Tensor]:
+    """Return each row's new positions in the target's pass: a slice, or indices [n] int64 if a tree's path is among them.
 
     missing: numbers of new positions. again: numbers of positions before them that were known and fed again.
     """
     num_before = target.num_before or (0,) * len(missing)
-    out = []
+    out: list[slice | torch.Tensor] = []
     for i, n in enumerate(missing):
-        positions = torch.arange(again[i], again[i] + n)
         committed = num_before[i] + 1 - again[i]
         if verification is not None and verification.path is not None and n > committed:
             path = verification.path[i, : n - committed] + num_before[i] + 1
-            positions = torch.cat([positions[:committed].to(path.device), path])
-        out.append(positions)
+            first = torch.arange(again[i], again[i] + committed, device=path.device)
+            out.append(torch.cat([first, path]))
+        else:
+            out.append(slice(again[i], again[i] + n))
     return out
 
 
