@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from foresay.decoding.protocols import DraftStep
@@ -35,8 +34,8 @@ class Forced(ThroughputLength):
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         assert step.rows is not None
         drafter, batch = self._fallback if self._is_hybrid else self._primary, len(step.token_ids)
-        draft = drafter.draft.find(step.rows) or Draft([], np.zeros((batch, self.high), np.int64))
-        draft.budgets, draft.active, draft.accept_prob = [self.high] * batch, np.ones(batch, bool), np.ones(batch)
+        draft = drafter.draft.find(step.rows) or Draft([], [[0] * self.high for _ in range(batch)])
+        draft.budgets, draft.active, draft.accept_prob = [self.high] * batch, [True] * batch, [1.0] * batch
         draft.shared, draft.per_row = 0.0, float(torch.rand(1, generator=self.random))
         drafter.draft.put(step.rows, draft)
         found = super().keep_drafting(step)

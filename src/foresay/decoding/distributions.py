@@ -80,18 +80,8 @@ class Distributions:
         scores, at = self.scores[:, : token_ids.shape[1]].float(), token_ids
         if self.subset is not None:
             at = self.subset.of_token[token_ids].clamp(max=scores.shape[-1] - 1)
-        found = (scores.gather(-1, at[..., None])[..., 0] - _logsumexp(scores)).exp()
+        found = (scores.gather(-1, at[..., None])[..., 0] - scores.logsumexp(-1)).exp()
         return found if self.subset is None else found * (self.subset.token_ids[at] == token_ids)
-
-
-def _logsumexp(scores: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of the sum of exponentials, [..., V] -> [...], on a CPU in a fifth of the time of torch's."""
-    if scores.device.type != "cpu":
-        return scores.logsumexp(-1)
-    values = scores.detach().numpy()
-    top = values.max(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        return torch.from_numpy(top[..., 0] + np.log(np.exp(values - top).sum(-1)))
 
 
 def entropy(probs: torch.Tensor) -> torch.Tensor:

@@ -227,6 +227,13 @@ class Continuation:
     weights: tuple[float, ...] = (1.0,) * 10
     threshold: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless there is a weight for each tenth."""
+        if len(self.weights) != 10:
+            raise ValueError(
+                f"a Continuation has {len(self.weights)} weights; it needs 10, one for each tenth of confidence"
+            )
+
 
 @runtime_checkable
 class ForcesTokens(Protocol):
@@ -266,7 +273,7 @@ class LengthPolicy(Protocol):
 
         Called after `keep_drafting` has let the draft continue. `drawn` then replaces its calls.
         """
-        return None
+        return Continuation() if type(self).keep_drafting is LengthPolicy.keep_drafting else None
 
     def drawn(self, rows: Rows, first: int, confidences: Sequence[float]) -> None:
         """Called with the confidences of tokens that were drawn by a `Continuation`, from index `first` of the draft on."""

@@ -43,7 +43,7 @@ class DraftChain(Interruptible):
     @property
     def depth(self) -> int:
         """Positions drawn so far, padding included."""
-        return len(self._steps)
+        return self.ids.shape[1]
 
     def add(self, distributions: Distributions, policy: LengthPolicy, hidden: torch.Tensor | None) -> bool:
         """Draw the next token of each row from distributions [B, 1]; return True if any row continues.

@@ -118,7 +118,7 @@ class HeadCache(FeatureCache):
     def draft_greedily(self, token: int, limits: Limits, rule: Continuation) -> tuple[list[int], list[float]] | None:
         """Draft tokens after `token` for the only row in one call; None if it is not possible. See HeadModel.draft_greedily."""
         assert self._outputs is not None
-        if not isinstance(self.head, DraftsGreedily):
+        if not isinstance(self.head, DraftsGreedily) or self.model.vocab_size != self.head.vocab_size:
             return None
         found = self.head.draft_greedily(token, self._outputs[0, -1], self.cache, 0, limits, rule)
         self.model.row_passes += 0 if found is None else len(found[0])
@@ -140,6 +140,7 @@ class HeadDrafter(ReadsTarget):
     def _draw_rest(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
         """Draw the rest of a single row's likeliest tokens in one call, if nothing but their confidence ends the draft."""
         is_plain = len(rows) == 1 and not (rows.level or rows.needs.confidence or processes(rows[0]))
+        is_plain = is_plain and chain.ids.device.type == "cpu"
         rule = policy.continuation(rows) if is_plain and (rows[0].params.greedy or not self.samples) else None
         if rule is None:
             return False
@@ -148,8 +149,9 @@ class HeadDrafter(ReadsTarget):
         found = self.context.draft_greedily(int(chain.ids[0, -1]), limits, rule)
         if found is None:
             return False
-        policy.drawn(rows, chain.depth, found[1])
+        first = chain.depth
         chain.extend(found[0])
+        policy.drawn(rows, first, found[1])
         return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foresay.checks import check_int
-from foresay.decoding.protocols import Continuation, LengthPolicy
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 
 MAX_DRAFT_TOKENS = 64
@@ -21,7 +21,3 @@ class ConstantLength(LengthPolicy):
     def budget(self, rows: Rows) -> list[int]:
         """Return gamma for each row."""
         return [self.num_draft_tokens] * len(rows)
-
-    def continuation(self, rows: Rows) -> Continuation:
-        """Every draft continues."""
-        return Continuation()

@@ -17,7 +17,7 @@ _TRUSTED = 4
 _REFIT = 4
 """Measurements after which a line is fitted again; the first ones change it one by one."""
 _SMOOTHED = 8
-"""Fits over whose shares of start and tokens a mean is taken: each one is uncertain where most n are about the same."""
+"""A fit changes the share of start and tokens by an eighth, the first ones by more: each is uncertain if most n are alike."""
 
 
 class ByBatch(Generic[T]):
@@ -44,9 +44,9 @@ class ByBatch(Generic[T]):
 class Line:
     """Costs of n tokens as start + per_token * n: the median slope between different n, and the median of what is left.
 
-    n is compared between powers of two, so that one slow measurement of a rare n is not compared with all others. While all but
-    one measurement are between the same two, the cost is divided as it was before, so that a policy that drafts one token at a
-    time does not take the cost of a start for that of a token, and never draft two again.
+    n is compared between powers of two, so that one slow measurement of a rare n is not compared with all others. Until two
+    such ranges have two measurements each, the cost is divided as it was before, so that a policy that drafts one token at a time
+    does not take the cost of a start for that of a token, and never draft two again.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class PassCosts:
         """Add the time of a pass that scored `tokens` draft tokens (per row if padded). initial: slope until it is measured."""
         if not tokens or not self._plain:
             more = self.start + self.slope * tokens if self.slope else initial * tokens
-            self._plain.append(max(seconds, 1e-9) / (1 + more * (tokens > 0)))
+            self._plain.append(max(seconds, 1e-9) / (1 + (more if tokens else 0.0)))
             self.plain_s = median_low(self._plain)
         if tokens:
             self._more.add(tokens, seconds / self.plain_s - 1)

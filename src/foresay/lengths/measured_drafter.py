@@ -88,9 +88,9 @@ class Draft:
     accept_prob: list[float] = field(default_factory=list)
     """[B], P(all tokens so far are accepted)."""
 
-    def may_continue(self, index: int) -> bool:
-        """Return whether any row may draft a token after the one at this index."""
-        return any(on and index + 1 < n for on, n in zip(self.active, self.budgets, strict=True))
+    def may_continue(self, index: Sequence[int]) -> bool:
+        """Return whether any row may draft a token after its last one. index: [B], of the last ones."""
+        return any(on and i + 1 < n for on, i, n in zip(self.active, index, self.budgets, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,8 @@ class MeasuredDrafter:
         seconds, per_token, width = 0.0, 0.0, scored
         if costs is not None:
             seconds, per_token, width = costs.seconds, costs.line.per_token, costs.line.width
-        shared = now.rate * seconds / now.plain_s * (not any(fixed)) + self._share_drafted(now.start_cost)
+        no_draft = 1 - min(1.0, self._mean(1, 1.0))  # of a row with a budget
+        shared = now.rate * seconds / now.plain_s * (not any(fixed)) + now.start_cost * (1 - no_draft**num_free)
         shared += 0.0 if now.ragged else now.token_cost * width
         further = (self._further[0] + PRIOR_WEIGHT * _FURTHER) / (self._further[1] + PRIOR_WEIGHT)
         draft.per_row = now.token_cost / further if now.ragged else 0.0
@@ -224,10 +225,6 @@ class MeasuredDrafter:
             return True, chosen
         return False, [self.high if self.selects else self._trial(now, free)] * len(free)
 
-    def _share_drafted(self, cost: float) -> float:
-        """Return a cost of steps with a draft as one of each step with a budget."""
-        return cost * min(1.0, self._mean(1, 1.0))
-
     def worth(self, now: Situation) -> list[float] | None:
         """Return the tokens that a draft of each row gains beyond its costs, [B]; None before that is known or if none pays.
 
@@ -242,7 +239,7 @@ class MeasuredDrafter:
         return [accepted / e - cost for e in self._exponents(now.rows)]
 
     def _trial(self, now: Situation, free: Sequence[bool]) -> int:
-        """Return the length of drafts that do not pay by what is known: at most one plain pass is lost if all of them fail."""
+        """Return the length of drafts that do not pay by what is known: if possible, failure costs a plain pass at most."""
         count = sum(free) if now.ragged else 1
         return max(1, min(self.start, int((1 - now.start) / max(now.slope * count, 1e-9))))
 
@@ -288,7 +285,7 @@ class MeasuredDrafter:
             length, gain = _best_length(probs, cost)
             out = [min(n, length) for n in counts]
             column = cost / len(out)
-        if gain <= now.start_cost:
+        if gain + sum(max(n, 0.0) for n in other or ()) <= now.start_cost:  # the other drafter pays it as well
             out = [0] * len(out)
         if not any(out) and self.credit(len(counts)).passes >= _LOAN:
             # else a slope that was measured too high would never be corrected
@@ -300,17 +297,17 @@ class MeasuredDrafter:
         draft.scored = [n if length is not None else m for n, m, length in zip(counts, out, now.fixed, strict=True)]
         return draft.scored
 
-    def continuing(self, draft: Draft, index: int, confidence: Sequence[float]) -> list[bool]:
+    def continuing(self, draft: Draft, index: Sequence[int], confidence: Sequence[float]) -> list[bool]:
         """Return the rows that draft one more token, [B] bool.
 
-        index: of the tokens just drawn in their drafts. confidence: [B], their probabilities under the draft model.
+        index: [B], draft positions of the tokens just drawn. confidence: [B], their probabilities under the draft model.
         """
         for i, certain in enumerate(confidence):
             kind = _CONFIDENCE[min(int(10 * certain), 9) if certain > 0 else 0]
-            draft.kinds[i][min(index, self.high - 1)] = kind
+            draft.kinds[i][min(index[i], self.high - 1)] = kind
             draft.accept_prob[i] *= math.exp(-self.hazards[kind])
         # only these rows share the cost of a draft pass
-        able = [on and index + 1 < n for on, n in zip(draft.active, draft.budgets, strict=True)]
+        able = [on and i + 1 < n for on, i, n in zip(draft.active, index, draft.budgets, strict=True)]
         best, value, total = 2.0, 0.0, -draft.shared
         for prob in sorted((p for p, on in zip(draft.accept_prob, able, strict=True) if on), reverse=True):
             total += prob - draft.per_row

@@ -6,7 +6,7 @@ every step maximises E[tokens] - rate E[plain passes], where rate is the number 
 
     P_i(tokens 1..k are accepted) > rate (s + d)
 
-and any at all while all of them together gain more than rate f.
+and drafts are made only if all tokens of a pass together gain more than rate f.
 d: plain passes that drafting one more token takes, shared by the rows that draft it; 0 for tokens that an n-gram drafter found.
 In padded passes n is the length of the longest draft, and the rows share both s and d.
 
@@ -137,8 +137,10 @@ class ThroughputLength(LengthPolicy):
             return None
         # on other devices, reading the confidence would synchronize
         drafter.stops_early = step.distributions.scores is not None and step.distributions.scores.device.type == "cpu"
-        index = int(step.index[0])
-        if not drafter.stops_early or not draft.may_continue(index):
+        if not drafter.stops_early:
+            return None
+        index = step.index.tolist()
+        if not draft.may_continue(index):
             return None
         confidence = step.distributions.confidence(step.token_ids[:, None])[:, 0].tolist()
         continuing = drafter.continuing(draft, index, confidence)
@@ -147,6 +149,8 @@ class ThroughputLength(LengthPolicy):
 
     def continuation(self, rows: Rows) -> Continuation | None:
         """Return the rule of `keep_drafting`; a row with a fixed length continues."""
+        if type(self).keep_drafting is not ThroughputLength.keep_drafting:
+            return super().continuation(rows)
         drafter = self._fallback if self._is_hybrid else self._primary
         draft = drafter.draft.find(rows)
         if draft is None or any(length is not None for length in self._fixed_lengths(rows)):
@@ -159,7 +163,7 @@ class ThroughputLength(LengthPolicy):
         draft = drafter.draft.find(rows)
         if draft is not None:
             for i, confidence in enumerate(confidences):
-                drafter.continuing(draft, first + i, [confidence])
+                drafter.continuing(draft, [first + i], [confidence])
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""

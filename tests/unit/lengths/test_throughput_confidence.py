@@ -184,6 +184,23 @@ def test_rows_that_are_held_to_a_length_draft_on() -> None:
     assert policy.keep_drafting(DraftStep(zeros, zeros, distributions([1e-4, 1e-4]))) is None, "not the nodes of a tree"
 
 
+def test_each_row_is_at_its_own_index() -> None:
+    """As in a cascade, whose rows have drafted other numbers of tokens before."""
+    policy = ThroughputLength()
+    rate(policy, 2, True, 300)
+    rows = Rows([make_row() for _ in range(2)], capabilities=Capabilities(ragged=True))
+    while not all(policy.budget(rows)):
+        policy.observe(rows, [Step(i, (0,), (), 0, 0, batch_size=2, total_s=1.0) for i in range(2)])
+    draft = policy._primary.draft.find(rows)
+    assert draft is not None
+    draft.budgets, draft.shared, draft.per_row = [6, 6], 0.0, 0.0
+    index, ids = torch.tensor([5, 2]), torch.zeros(2, dtype=torch.int64)
+    found = policy.keep_drafting(DraftStep(index, ids, distributions([0.95, 0.95]), None, rows))
+    assert found is not None and found.tolist() == [False, True]
+    confident = measured_drafter._CONFIDENCE[9]
+    assert draft.kinds[1][2] == confident and draft.kinds[0][5] == confident and draft.kinds[1][5] != confident
+
+
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("behind", [True, False])
 def test_a_row_that_is_held_to_more_than_others_ever_drafted(ragged: bool, behind: bool) -> None:

@@ -236,3 +236,15 @@ def test_each_size_of_batches_has_its_own_credit() -> None:
         many.rate(policy, 20)
         drafted += sum(n > 0 for n in many.asked)
     assert drafted < 0.06 * 400
+
+
+def test_what_an_other_drafter_pays_anyway_is_no_cost_of_a_match() -> None:
+    """Its draft has already paid for the first token of the pass. Control: alone, the same match does not pay for that."""
+    drafter = measured_drafter.MeasuredDrafter(4, 16)
+    rows = Rows([make_row() for _ in range(4)], capabilities=Capabilities(ragged=True))
+    now = measured_drafter.Situation(rows, [None] * 4, 4.4, 1.0, 0.4, 0.03)
+    drafter.selects = True
+    drafter.credit(4).passes = 1.0  # no trial
+    for other, scored in (([0.0, 1.5, 1.5, 1.5], 3), ([0.0] * 4, 0), (None, 0)):
+        drafter.choose(now, [True] * 4)
+        assert drafter.selected(now, [3, 0, 0, 0], [3, 0, 0, 0], other)[0] == scored

@@ -43,12 +43,15 @@ inline void check(const Chain &c, const Model &model, const Pass &pass) {
 // Index of the greatest score, the first of equal ones; NaN counts as the greatest.
 inline int64_t likeliest(const float *scores, int64_t count) {
     float top = scores[0];
-    for (int64_t i = 1; i < count; i++) top = scores[i] > top ? scores[i] : top;
-    for (int64_t i = 0; i < count; i++)
-        if (scores[i] != scores[i]) return i;
-    for (int64_t i = 0; i < count; i++)
-        if (scores[i] == top) return i;
-    return 0;
+    int32_t unordered = 0;
+#pragma omp simd reduction(max : top) reduction(| : unordered)
+    for (int64_t i = 0; i < count; i++) {
+        top = scores[i] > top ? scores[i] : top;
+        unordered |= scores[i] != scores[i];
+    }
+    int64_t i = 0;
+    while (i < count - 1 && (unordered ? scores[i] == scores[i] : scores[i] != top)) i++;
+    return i;
 }
 
 // Softmax probability of the score at an index.

@@ -33,8 +33,15 @@ def table_of(embed: nn.Module) -> CompiledProduct | None:
     product = getattr(embed, "product", None)
     if isinstance(product, NativeProduct):
         return product
+    if (
+        type(embed) is not nn.Embedding
+        or embed.max_norm is not None
+        or embed._forward_hooks
+        or embed._forward_pre_hooks
+    ):
+        return None
     try:
-        return InPlaceProduct([embed.weight], [None]) if type(embed) is nn.Embedding else None
+        return InPlaceProduct([embed.weight], [None])
     except LookupError:
         return None
 
@@ -55,6 +62,9 @@ class NativeChain:
         """
         self._layers, self._embeddings, self._scores, self._dtype = layers, embeddings, scores, dtype
         self._token_ids = None if token_ids is None else token_ids.contiguous()
+        self._ids_address = (
+            None if self._token_ids is None else structs.address(self._token_ids, (scores.out_features,), torch.int64)
+        )
 
     @torch.inference_mode()
     def draft(
@@ -80,11 +90,11 @@ class NativeChain:
         call, _kept = self._layers.call(FlatTokens.of(at, None).first(), cache, x, normed)
         call.turns = 1
         tokens, confidences = np.zeros(limits.most, np.int64), np.zeros(limits.most, np.float32)
-        weights, stops = np.array(rule.weights), np.array(limits.ends, np.int64)
+        weights, stops = np.array(rule.weights, np.float64), np.array(limits.ends, np.int64)
         chain = structs.Chain(
             embeddings=ctypes.addressof(self._embeddings.struct),
             scores=ctypes.addressof(self._scores.struct),
-            token_ids=None if self._token_ids is None else self._token_ids.data_ptr(),
+            token_ids=self._ids_address,
             cosines=structs.address(cos, (positions, width), torch.float32),
             sines=structs.address(sin, (positions, width), torch.float32),
             rotated=width,

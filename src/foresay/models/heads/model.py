@@ -132,6 +132,8 @@ class HeadModel(LanguageModel):
         table = table_of(self._embed)
         if self._native is None or table is None or not isinstance(self._head, NativeProduct):
             return None
+        if self._subset is None and self._head.out_features > self.vocab_size:
+            return None
         return NativeChain(
             self._native, table, self._head, None if self._subset is None else self._subset.token_ids, self.dtype
         )
@@ -144,7 +146,7 @@ class HeadModel(LanguageModel):
         features: [D], the output before `token`. row: of the cache, whose length does not change. Returns the tokens and their
         confidences; see Continuation.
         """
-        rotary = self._rotary_table.until(cache.lengths[row] + limits.most)
+        rotary = None if self._chain is None else self._rotary_table.until(cache.lengths[row] + limits.most)
         if self._chain is None or rotary is None:
             return None
         return self._chain.draft(token, features, cache, row, rotary, limits, rule)

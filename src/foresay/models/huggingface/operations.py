@@ -88,9 +88,10 @@ class RotaryTable:
         """Return cosines and sines of at least the first `count` positions, [P, R] float32 each; None if they depend on more."""
         if not self._static:
             return None
-        if count > len(self._table[0]):
-            self._table = self._compute(torch.arange(count + 2048))
-        return self._table
+        table = self._table  # another thread may replace it
+        if count > len(table[0]):
+            table = self._table = self._compute(torch.arange(count + 2048))
+        return table
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(torch.empty(0), positions[None], *self._kind)

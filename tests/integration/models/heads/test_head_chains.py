@@ -11,11 +11,12 @@ import torch
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import Distributions
+from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Continuation, DraftStep, Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
-from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
+from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu import build
 from foresay.models.cpu.chain import Limits, NativeChain
@@ -177,6 +178,61 @@ def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert decoded(3)[0] == plain
 
 
+class Two(ConstantLength):
+    """Drafts end after two tokens, by a rule that no Continuation states."""
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
+        return step.index + 1 < 2
+
+
+class TwoMeasured(ThroughputLength):
+    """The same over measured lengths."""
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
+        return step.index + 1 < 2
+
+
+@pytest.mark.parametrize("length", [Two(5), TwoMeasured()])
+def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any) -> None:
+    model = target(torch.float32, vocab=7)
+    drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length, max_batch_size=1)
+    assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
+
+
+def test_policies_without_a_rule_draft_in_one_call() -> None:
+    rows = Rows([make_row()])
+    assert ConstantLength(4).continuation(rows) == HeuristicLength().continuation(rows) == Continuation()
+    assert ConfidenceLength(0.3).continuation(rows) is None
+    with pytest.raises(ValueError, match="needs 10"):
+        Continuation(weights=(1.0,))
+
+
+def test_a_failure_in_the_call_keeps_the_tokens_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token was drawn: to drop it for an error would be harmless here, but not where drafts are sampled."""
+    model = target(torch.float32, vocab=7)
+    drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7)
+
+    def failing(self: NativeChain, *args: Any) -> Any:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(NativeChain, "draft", failing)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    out, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, max_batch_size=1)
+    assert engine.draft_failures > 0 and 1 in {step.num_drafted for step in steps}
+    assert out == run(model, PROMPTS, params, gamma=0)[0]
+
+
+def test_scores_of_more_tokens_than_the_target_has_are_cut_elsewhere() -> None:
+    """The kernels would draft tokens without an embedding."""
+    model = target(torch.float32)
+    made = random_head(model)
+    wide = torch.nn.Linear(made.module.norm.weight.shape[0], VOCAB + 30, bias=False)
+    made.module.lm_head = wide
+    assert HeadModel(made, model)._chain is None
+
+
 def test_the_rule_of_the_throughput_policy_is_that_of_its_calls() -> None:
     """Over random confidences, measurements and costs."""
     numbers = random.Random(5)
@@ -186,7 +242,7 @@ def test_the_rule_of_the_throughput_policy_is_that_of_its_calls() -> None:
         drafter.stops_early = True
         drafter.hazards = [-math.log(numbers.uniform(0.05, 0.98)) for _ in drafter.hazards]
         while not any(policy.budget(rows)):
-            policy.observe(rows, [helper_step(numbers)])
+            policy.observe(rows, [Step(0, (0,), (), 0, 0, total_s=numbers.uniform(0.9, 1.1))])
         draft = drafter.draft.find(rows)
         assert draft is not None
         draft.budgets, draft.shared, draft.per_row = [16], numbers.uniform(0, 0.5), numbers.uniform(0, 0.2)
@@ -206,9 +262,3 @@ def test_the_rule_of_the_throughput_policy_is_that_of_its_calls() -> None:
             assert mask is not None and bool(mask) == (product > rule.threshold)
             if not mask:
                 break
-
-
-def helper_step(numbers: random.Random) -> Any:
-    from foresay.decoding.outcome import Step
-
-    return Step(0, (0,), (), 0, 0, total_s=numbers.uniform(0.9, 1.1))
