@@ -156,7 +156,7 @@ class Methods:
     def of(cls, head: str, block: str | None, default: str, acceptance: str | None) -> Methods:
         """head, block, acceptance: alias or folder of a draft head, a block drafter and an acceptance head."""
         alone = f"head({head})"
-        hybrids = [Method(f"hybrid(suffix, head={head}; k={k})", "12") for k in (2, 3)]
+        hybrids = [Method(f"hybrid(suffix, head={head}; k={k})", "12") for k in (2, 3, 4)]
         more = [Method(alone, str(k)) for k in (1, 4, 6, 8)]
         more += [Method(f"hybrid(suffix, head={head}; k=6)", "12"), Method("suffix(keep=true)", "12")]
         more += [Method(f"hybrid(suffix(keep=true), head={head}; k=8)", "16")]

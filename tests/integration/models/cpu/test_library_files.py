@@ -22,6 +22,7 @@ FUNCTIONS = (
     "message",
     "check",
     "pass",
+    "chain",
     "multiply",
     "pack",
     "rows",
