@@ -360,7 +360,7 @@ class Matches:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     ragged: bool = True
     start: float = 0.0
-    """What the first token costs beyond those of any."""
+    """Cost of a pass's first draft token, in addition to `share`."""
 
     def run(self, policy: LengthPolicy, steps: int) -> tuple[float, dict[int, float]]:
         """(tokens per second over plain decoding's, mean tokens kept of a guess by its match)."""
