@@ -54,12 +54,10 @@ def load(
     `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
     drafter: "auto" (the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any),
     an expression like "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
-    num_draft_tokens: draft tokens per pass; 0 is plain decoding.
-    length: instead of a number, a length policy such as "heuristic" or "confidence(0.5)". By default lengths adapt to measured
-    throughput, except where that would change the text of a seed: rows sampled with a draft model, and lossy rules.
+    num_draft_tokens: draft tokens per pass; 0 is plain decoding. length: instead, a policy such as "heuristic". By default
+    lengths adapt to throughput unless that changes the text of a seed, as for rows sampled with a draft model or lossy rules.
     rule: "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical".
-    max_batch_size: maximum number of rows decoded at once, by default 32.
-    eos_token_ids: end-of-sequence ids, by default the model's.
+    max_batch_size: maximum number of rows decoded at once, by default 32. eos_token_ids: by default the model's.
     share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
     memory: a folder, created if missing, that keeps outputs, and prompts if memory_prompts; the drafter also copies from them.
     options: fields of LoadOptions, for target and draft alike.
@@ -79,8 +77,7 @@ def load(
         given = stored.filled(given)
     settings = LoadOptions(**_known(given))
     is_auto = drafter == "auto" and draft is None and not ngrams
-    if is_auto:
-        drafter = default_drafter(target, settings)
+    drafter = default_drafter(target, settings) if is_auto else drafter
     drafter = drafter if memory is None else _remembering(draft, drafter, os.fspath(memory), memory_prompts)
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
@@ -91,8 +88,7 @@ def load(
     if is_auto and drafter == "suffix" and resources.has_mtp():
         recipe, name = _recipe(None, WITH_MTP, {})
         policy = _policy(name, num_draft_tokens, length)
-    if recipe is None:
-        recipe, name = _draft_recipe(draft, name)
+    recipe, name = _draft_recipe(draft, name) if recipe is None else (recipe, name)
     return _generator(resources, recipe, name, chosen, policy, size, share_prefixes)
 
 
