@@ -15,7 +15,7 @@ from foresay.models.cpu.product import BLOCKS, NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
-from helpers.broken_kernels import changed_kernels
+from helpers.broken_kernels import broken_kernels, changed_kernels
 from helpers.families import make
 
 HEADER = Path(__file__).parents[3] / "helpers" / "emulated_amx.h"
@@ -88,6 +88,26 @@ def test_products_of_integers_have_the_bits_that_they_have_without(
 ) -> None:
     for rows, out in outputs(INTEGERS[kind]()).items():
         assert out.isfinite().all() and torch.equal(out, without[kind][rows]), rows
+
+
+def differing(found: dict[int, torch.Tensor]) -> list[int]:
+    """Numbers of rows for which a row has other bits than among the most rows."""
+    return [rows for rows, out in found.items() if not torch.equal(out, found[max(ROWS)][:rows])]
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_bits_of_integer_products_do_not_depend_on_the_rows(
+    kind: str, without: dict[str, dict[int, torch.Tensor]]
+) -> None:
+    """By tiles of any size, and by levels that are decoded in registers or before."""
+    assert differing(without[kind]) == []
+
+
+def test_bits_that_depend_on_a_tile_are_noticed(tmp_path: Path) -> None:
+    """Control: sums that are multiplied by the number of rows of their tile."""
+    right = "by = x.scales[r * x.scale_stride"
+    with broken_kernels(tmp_path, "integers.h", (right, right.replace("x.scales", "ROWS * x.scales")), level="-O0"):
+        assert differing(outputs(INTEGERS["Q4_1"]()))
 
 
 def pairs(weight: torch.Tensor) -> NativeProduct:
