@@ -135,8 +135,6 @@ class MeasuredDrafter:
         """Accepted and tested tokens by kind."""
         self.sums = [0.0] * 5
         """Rows whose budget was not 0, rows with a draft, with an accepted first token; accepted tokens, scored tokens."""
-        self._prior = [PRIOR_WEIGHT]
-        """Weight of priors of `sums`, which is forgotten like these: else drafts that cost little would pay by a prior alone."""
         self._further = [0.0, 0.0]
         """Accepted and tested tokens that were drafted after another one."""
         self.hazards = [-math.log(prior) for prior in _PRIORS]
@@ -353,7 +351,7 @@ class MeasuredDrafter:
         self.credit(batch).add(_ALLOWANCE * passed, lost or 0.0)
         if lost is None:
             return
-        for counts in (self.sums, self._prior, self._accepted, self._tested, self._further):
+        for counts in (self.sums, self._accepted, self._tested, self._further):
             counts[:] = [n * DECAY for n in counts]
         self._num_steps += 1
         hazards, before = [], 0.0
@@ -366,7 +364,7 @@ class MeasuredDrafter:
 
     def _mean(self, which: int, prior: float) -> float:
         """Return one of `sums` per row with a budget."""
-        return (self.sums[which] + self._prior[0] * prior) / (self.sums[0] + self._prior[0])
+        return (self.sums[which] + PRIOR_WEIGHT * prior) / (self.sums[0] + PRIOR_WEIGHT)
 
 
 def _match_kinds(length: int, count: int) -> list[int]:

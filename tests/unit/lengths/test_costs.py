@@ -72,7 +72,7 @@ def test_slopes_are_relative_to_the_plain_pass_of_their_moment() -> None:
 def test_what_the_first_token_costs_is_no_slope() -> None:
     one = passes((0, 1.0), *[(n, 1.3 + 0.05 * n) for n in (1, 2, 6)] * 6)
     assert (one.start, one.slope) == pytest.approx((0.3, 0.05))
-    for _ in range(60):  # no longer told apart, but divided as before
+    for _ in range(60):  # of one length only, divided as before
         one.add(6, 1.6, 0.1)
     assert (one.start, one.slope) == pytest.approx((0.3, 0.05), rel=0.05)
 
