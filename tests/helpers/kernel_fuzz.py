@@ -240,9 +240,10 @@ def chain(sizes: Sizes, library: Any) -> None:
     native = NativeLayers([layer], Norm(torch.ones(hidden), 1e-5), "silu", 1.0, torch.float32, first_norms=norms)
     cache = native.new_cache()
     cache.add_rows(1)
-    at = cache.begin_pass(0, 1, sizes.one(1, 4, 9, odd=0), torch.device("cpu"), None)
-    x, normed = torch.randn(1, hidden), torch.randn(1, hidden)
-    call, _kept = native.call(FlatTokens.of(at, None).first(), cache, x, normed)
+    at = cache.begin_pass(0, 1, sizes.one(4, 9, odd=0), torch.device("cpu"), None)
+    known = sizes.one(1, 3, odd=0)
+    x, normed = torch.randn(known, hidden), torch.randn(known, hidden)
+    call, _kept = native.call(FlatTokens.of(at, None).first(known), cache, x, normed)
     call.turns = sizes.one(1, 1, 1, 1, 2, odd=0.02)
     embeddings, scores = weights(vocab, hidden), weights(count, hidden)
     tokens = most if 0 < most <= LARGE else 1
@@ -255,7 +256,7 @@ def chain(sizes: Sizes, library: Any) -> None:
         rotated=sizes.one(8, 4, odd=0.05),
         positions=positions,
         is_bf16=sizes.one(0, 1, odd=0),
-        token=sizes.one(0, vocab - 1),
+        known=sizes.integers(known, 0, vocab - 1 if sizes.often(0.9) else 2 * vocab),
         most=most,
         ends=sizes.integers(2, 0, vocab),
         num_ends=sizes.one(0, 2, odd=0),

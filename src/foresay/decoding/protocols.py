@@ -250,14 +250,14 @@ class LengthPolicy(Protocol):
         return None
 
     def continuation(self, rows: Rows) -> Continuation | None:
-        """The rule of `keep_drafting` for the draft of a single row; None if it has no such form.
+        """The rule of `keep_drafting` for the draft of a single row, after its first token; None if it has no such form.
 
-        Called after `keep_drafting` has let the draft continue. `drawn` then replaces its calls.
+        Called before the draft. `drawn` then replaces the calls of `keep_drafting`.
         """
         return Continuation() if type(self).keep_drafting is LengthPolicy.keep_drafting else None
 
-    def drawn(self, rows: Rows, first: int, confidences: Sequence[float]) -> None:
-        """Called with the confidences of tokens that were drawn by a `Continuation`, from index `first` of the draft on."""
+    def drawn(self, rows: Rows, confidences: Sequence[float]) -> None:
+        """Called with the confidences of the tokens of a draft that were drawn by a `Continuation`."""
         return
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:

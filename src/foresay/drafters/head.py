@@ -18,7 +18,7 @@ from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.model_tree import ModelTreeDrafter
-from foresay.drafters.target_features import FeatureCache, ReadsStates, ReadsTarget
+from foresay.drafters.target_features import FeatureCache, ReadsStates, ReadsTarget, RowFeatures
 from foresay.models.cpu.chain import Limits
 from foresay.models.heads.config import NEXT
 
@@ -28,7 +28,7 @@ class DraftsGreedily(Protocol):
     """A head that can draft several tokens in one call."""
 
     def draft_greedily(
-        self, token: int, features: torch.Tensor, cache: Any, row: int, limits: Limits, rule: Continuation
+        self, known: torch.Tensor, features: torch.Tensor, cache: Any, row: int, limits: Limits, rule: Continuation
     ) -> tuple[list[int], list[float]] | None:
         """See HeadModel.draft_greedily."""
         ...
@@ -77,10 +77,7 @@ class HeadCache(FeatureCache):
         """Run a pass over the pending pairs; a row without any feeds its last pair again."""
         parts = [one if on else None for one, on in zip(self._features, fed, strict=True)]
         self._compute(parts)
-        for index, one in enumerate(parts):
-            if one is not None and not len(one.pending):
-                one.pending, one.cached = one.last, one.cached - 1
-                self.cache.lengths[index] = one.cached
+        self._repeat_last(parts)
         counts = [0 if one is None else len(one.pending) for one in parts]
         tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
         features = torch.zeros(*tokens.shape, self.head.width, dtype=self.head.dtype, device=self.head.device)
@@ -94,6 +91,13 @@ class HeadCache(FeatureCache):
         hidden = {n: model_input.of_last(states) for n, states in output.hidden.items()}
         self._last_output = self._outputs = hidden[NEXT]
         return dataclasses.replace(output, hidden=hidden)
+
+    def _repeat_last(self, parts: Sequence[RowFeatures | None]) -> None:
+        """Make the last pair of rows without a pending one pending again."""
+        for index, one in enumerate(parts):
+            if one is not None and not len(one.pending):
+                one.pending, one.cached = one.last, one.cached - 1
+                self.cache.lengths[index] = one.cached
 
     def _merged(self, old: ModelOutput, new: ModelOutput, on: Sequence[bool]) -> ModelOutput:
         """Return the new output for rows that were fed, the old one for the others."""
@@ -115,13 +119,21 @@ class HeadCache(FeatureCache):
         self._outputs = output.hidden[NEXT]
         return output
 
-    def draft_greedily(self, token: int, limits: Limits, rule: Continuation) -> tuple[list[int], list[float]] | None:
-        """Draft tokens after `token` for the only row in one call; None if it is not possible. See HeadModel.draft_greedily."""
-        assert self._outputs is not None
-        if not isinstance(self.head, DraftsGreedily) or self.model.vocab_size != self.head.vocab_size:
+    def draft_greedily(self, rows: Rows, limits: Limits, rule: Continuation) -> tuple[list[int], list[float]] | None:
+        """Feed the only row's pending pairs and draft after them, in one call; None if it is not possible.
+
+        See HeadModel.draft_greedily.
+        """
+        one = self._features[0]
+        if one is None or not isinstance(self.head, DraftsGreedily) or self.model.vocab_size != self.head.vocab_size:
             return None
-        found = self.head.draft_greedily(token, self._outputs[0, -1], self.cache, 0, limits, rule)
-        self.model.row_passes += 0 if found is None else len(found[0])
+        self._compute([one])
+        self._repeat_last([one])
+        known = torch.from_numpy(rows[0].tokens[one.cached + 1 : one.count + 1])
+        found = self.head.draft_greedily(known, one.pending, self.cache, 0, limits, rule)
+        if found is not None:
+            one.mark_cached(len(known))
+            self.model.row_passes += len(found[0])
         return found
 
 
@@ -137,21 +149,21 @@ class HeadDrafter(ReadsTarget):
         super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(head.hidden_layers)))
 
-    def _draw_rest(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
-        """Draw the rest of a single row's likeliest tokens in one call, if nothing but their confidence ends the draft."""
-        is_plain = len(rows) == 1 and not (rows.level or rows.needs.confidence or processes(rows[0]))
+    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
+        """Draw a single row's likeliest tokens in one call, if nothing but their confidence ends the draft."""
+        row = rows[0]
+        is_plain = len(rows) == 1 and row.committed is row
+        is_plain = is_plain and not (rows.level or rows.needs.confidence or processes(row) or policy.needs_hidden)
         is_plain = is_plain and chain.ids.device.type == "cpu"
-        rule = policy.continuation(rows) if is_plain and (rows[0].params.greedy or not self.samples) else None
+        rule = policy.continuation(rows) if is_plain and (row.params.greedy or not self.samples) else None
         if rule is None:
             return False
-        limits = Limits(chain.room[0] - chain.depth, tuple(rows[0].eos))
         assert isinstance(self.context, HeadCache)
-        found = self.context.draft_greedily(int(chain.ids[0, -1]), limits, rule)
+        found = self.context.draft_greedily(self.context.view(rows), Limits(chain.room[0], tuple(row.eos)), rule)
         if found is None:
             return False
-        first = chain.depth
         chain.extend(found[0])
-        policy.drawn(rows, first, found[1])
+        policy.drawn(rows, found[1])
         return True
 
 

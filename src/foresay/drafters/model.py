@@ -60,9 +60,11 @@ class ModelDrafter(Drafter):
         # rows beyond the draft model's context length are fed padding only
         fed = [b > 0 for b in room]
         self.context.prepare(viewed, fed)
+        chain = DraftChain(rows, room, model.device)
+        if self._draw_at_once(chain, rows, policy):
+            return chain.proposal()
         layers = hidden_layers(model, policy)
         output = self.context.catch_up(viewed, fed, layers)
-        chain = DraftChain(rows, room, model.device)
         with chain.keeping():
             self._draw(chain, output, rows, policy, layers)
             if rows.level:
@@ -77,14 +79,14 @@ class ModelDrafter(Drafter):
         while True:
             distributions = output.draft_distributions(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
-            if not chain.add(distributions, policy, hidden) or self._draw_rest(chain, rows, policy):
+            if not chain.add(distributions, policy, hidden):
                 break
             output = self.context.forward(
                 ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
             )
 
-    def _draw_rest(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
-        """Draw all tokens that are missing; return False if they must be drawn one by one."""
+    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
+        """Draw all tokens in one call; return False if they must be drawn one by one."""
         return False
 
 

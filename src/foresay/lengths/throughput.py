@@ -157,13 +157,16 @@ class ThroughputLength(LengthPolicy):
             return Continuation()
         return drafter.continuation(draft)
 
-    def drawn(self, rows: Rows, first: int, confidences: Sequence[float]) -> None:
-        """Note the confidences of tokens."""
+    def drawn(self, rows: Rows, confidences: Sequence[float]) -> None:
+        """Note the confidences of tokens, as `keep_drafting` does."""
         drafter = self._fallback if self._is_hybrid else self._primary
         draft = drafter.draft.find(rows)
-        if draft is not None:
-            for i, confidence in enumerate(confidences):
-                drafter.continuing(draft, [first + i], [confidence])
+        if draft is None:
+            return
+        drafter.stops_early = True
+        for i, confidence in enumerate(confidences):
+            if draft.may_continue([i]):
+                drafter.continuing(draft, [i], [confidence])
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""

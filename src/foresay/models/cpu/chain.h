@@ -1,4 +1,5 @@
-// Drafts token after token with a draft head: the likeliest token of a pass and the pass's output are the inputs of the next one.
+// Drafts token after token with a draft head: after a first pass over known tokens, the likeliest token of a pass and the pass's
+// output for its last token are the inputs of the next one.
 
 #pragma once
 
@@ -13,7 +14,8 @@ struct Chain {
     const float *cosines, *sines;       // [positions, rotated]
     int64_t rotated, positions;
     int64_t is_bf16;      // nonzero if embeddings and outputs are rounded to bfloat16, as the target's hidden states are
-    int64_t token, most;  // the token before the first one; largest number of tokens
+    const int64_t *known; // tokens of the first pass, which `Pass::tokens` counts
+    int64_t most;         // largest number of drafted tokens
     const int64_t *ends;  // [num_ends], tokens after which no token is drafted
     int64_t num_ends;
     double probability, threshold; // a token is drafted while probability * weights[...] of all tokens so far exceeds the threshold
@@ -28,16 +30,21 @@ inline void check(const Chain &c, const Model &model, const Pass &pass) {
     check_shape("embeddings", *c.embeddings, all_outputs(*c.embeddings), model.hidden);
     check_shape("scores", *c.scores, all_outputs(*c.scores), model.hidden);
     require(c.embeddings->next == nullptr && c.scores->next == nullptr, "next", 1, "null: one format for all outputs");
-    for (const void *one : {static_cast<const void *>(c.weights), static_cast<const void *>(c.tokens), static_cast<const void *>(c.confidences)}) {
+    for (const void *one : {static_cast<const void *>(c.known), static_cast<const void *>(c.weights), static_cast<const void *>(c.tokens),
+                            static_cast<const void *>(c.confidences)}) {
         check_pointer("memory of tokens", one);
     }
     check_pointer("cosines", c.cosines), check_pointer("sines", c.sines);
-    check_rows("most", c.most), check_rows("ends", c.num_ends);
+    check_rows("most", c.most), check_rows("ends", c.num_ends), check_rows("tokens", pass.tokens);
     require(c.num_ends == 0 || c.ends != nullptr, "ends", c.num_ends, "0 without an address");
-    require(pass.tokens == 1 && pass.ancestors == nullptr, "tokens", pass.tokens, "1, in a chain");
+    require(pass.tokens > 0 && pass.ancestors == nullptr, "tokens", pass.tokens, "at least 1, in a chain");
     require(pass.turns == 1, "turns", pass.turns, "1");
     check_pointer("slots", pass.slots), check_pointer("positions", pass.positions);
-    require(*pass.positions >= 0 && *pass.positions <= c.positions - c.most, "position", *pass.positions, "within the table of cosines");
+    int64_t last = c.positions - c.most - pass.tokens + 1;
+    require(*pass.positions >= 0 && *pass.positions <= last, "position", *pass.positions, "within the table of cosines");
+    for (int64_t i = 1; i < pass.tokens; i++) {
+        require(pass.positions[i] == *pass.positions + i, "position", pass.positions[i], "that after the one before it");
+    }
 }
 
 // Index of the greatest score, the first of equal ones; NaN counts as the greatest.
@@ -74,35 +81,48 @@ inline int tenth(float confidence) {
     return confidence > 0.0f ? std::min(static_cast<int>(10.0 * static_cast<double>(confidence)), 9) : 0;
 }
 
-// Returns the number of drafted tokens. pass: of the first one; pass.x [H] has the output before it, and is overwritten.
-// run: body(pass) runs the model.
+// Reads the first layer's input: the embeddings of a pass's tokens, and the outputs in pass.x before each of them.
+inline void read_inputs(const Chain &c, const int64_t *tokens, const Pass &pass, int64_t hidden, float *read) {
+    for (int64_t i = 0; i < pass.tokens; i++, read += 2 * hidden) {
+        require(tokens[i] >= 0 && tokens[i] < c.embeddings->outputs, "token", tokens[i], "a row of the embeddings");
+        float *output = pass.x + i * hidden;
+        row_of(*c.embeddings, tokens[i], read);
+        std::memcpy(read + hidden, output, hidden * sizeof(float));
+        if (c.is_bf16) round_to_bf16(read, 2 * hidden);
+        std::memcpy(output, read + hidden, hidden * sizeof(float));
+    }
+}
+
+// Returns the number of drafted tokens. pass: the first one, over the known tokens; pass.x [N, H] has the outputs before each of
+// them, and is overwritten. run: body(pass) runs the model.
 template <class F> int64_t draft(const Model &model, const Pass &first, const Chain &c, const F &run) {
     Pass pass = first;
-    int64_t hidden = model.hidden, count = 0, slot = *first.slots, position = *first.positions, token = c.token;
-    int64_t outputs = c.scores->outputs;
-    std::vector<float> read(2 * hidden), scores(outputs);
+    int64_t hidden = model.hidden, outputs = c.scores->outputs, count = 0, token;
+    int64_t position = *first.positions, slot = first.slots[first.tokens - 1];
+    std::vector<float> read(2 * hidden * first.tokens), scores(outputs);
+    const int64_t *inputs = c.known;
     const float *cosines, *sines;
     double probability = c.probability;
-    pass.slots = pass.starts = &slot, pass.positions = &position, pass.read = read.data();
-    pass.cosines = &cosines, pass.sines = &sines, pass.rotated = &c.rotated;
+    pass.read = read.data(), pass.cosines = &cosines, pass.sines = &sines, pass.rotated = &c.rotated;
     while (count < c.most) {
-        require(token >= 0 && token < c.embeddings->outputs, "token", token, "a row of the embeddings");
-        row_of(*c.embeddings, token, read.data());
-        std::memcpy(read.data() + hidden, pass.x, hidden * sizeof(float));
-        if (c.is_bf16) round_to_bf16(read.data(), 2 * hidden);
-        std::memcpy(pass.x, read.data() + hidden, hidden * sizeof(float));
         cosines = c.cosines + position * c.rotated, sines = c.sines + position * c.rotated;
         check(model, pass);
+        read_inputs(c, inputs, pass, hidden, read.data());
         run(pass);
-        multiply(*c.scores, pass.normed, hidden, 1, scores.data(), static_cast<int>(pass.threads));
+        int64_t last = pass.tokens - 1;
+        multiply(*c.scores, pass.normed + last * hidden, hidden, 1, scores.data(), static_cast<int>(pass.threads));
         int64_t best = likeliest(scores.data(), outputs);
         float confidence = confidence_of(scores.data(), outputs, best);
         token = c.token_ids == nullptr ? best : c.token_ids[best];
         c.tokens[count] = token, c.confidences[count] = confidence;
-        count++, slot++, position++;
+        count++;
         if (std::find(c.ends, c.ends + c.num_ends, token) != c.ends + c.num_ends) break;
         probability *= c.weights[tenth(confidence)];
         if (!(probability > c.threshold)) break;
+        // the next pass is over this token alone
+        if (last > 0) std::memcpy(pass.x, pass.x + last * hidden, hidden * sizeof(float));
+        slot++, position += pass.tokens, inputs = &token;
+        pass.tokens = pass.columns = 1, pass.slots = pass.starts = &slot, pass.positions = &position;
     }
     return count;
 }

@@ -1,4 +1,4 @@
-"""Greedy drafts of a head in one call of the compiled kernels: on a CPU, PyTorch's calls for one token take as long as its pass.
+"""Greedy drafts of a head in one call of the compiled kernels: on a CPU, PyTorch's calls for a pass take longer than the pass.
 
 Owns the struct that the kernels read. Knows no drafter.
 """
@@ -69,7 +69,7 @@ class NativeChain:
     @torch.inference_mode()
     def draft(
         self,
-        token: int,
+        known: torch.Tensor,
         features: torch.Tensor,
         cache: SlotCache,
         row: int,
@@ -77,17 +77,20 @@ class NativeChain:
         limits: Limits,
         rule: Continuation,
     ) -> tuple[list[int], list[float]]:
-        """Return the tokens that follow `token`, and their confidences.
+        """Return the tokens that follow the known ones, and their confidences.
 
-        features: [D], the head's output before `token`. row: of the cache, which keeps its length: the tokens' keys and values
-        are written after it. rotary: cosines and sines of all positions, [P, R] float32 each.
+        known: [N] int64, at least one. features: [N, D], those before each. row: of the cache, which keeps its length: keys and
+        values of the known tokens and of the drafted ones but the last are written after it. rotary: cosines and sines of all
+        positions, [P, R] float32 each.
         """
-        at = cache.begin_pass(row, 1, limits.most, torch.device("cpu"))
+        count = len(known)
+        at = cache.begin_pass(row, 1, count + limits.most - 1, torch.device("cpu"))
         cos, sin = rotary
         positions, width = map(int, cos.shape)
-        x = features.float().reshape(1, -1).clone(memory_format=torch.contiguous_format)
+        # the kernels overwrite it
+        x = features.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         normed = torch.empty_like(x)
-        call, _kept = self._layers.call(FlatTokens.of(at, None).first(), cache, x, normed)
+        call, _kept = self._layers.call(FlatTokens.of(at, None).first(count), cache, x, normed)
         call.turns = 1
         tokens, confidences = np.zeros(limits.most, np.int64), np.zeros(limits.most, np.float32)
         weights, stops = np.array(rule.weights, np.float64), np.array(limits.ends, np.int64)
@@ -100,7 +103,7 @@ class NativeChain:
             rotated=width,
             positions=positions,
             is_bf16=self._dtype is torch.bfloat16,
-            token=token,
+            known=structs.address(known, (count,), torch.int64),
             most=limits.most,
             ends=stops.ctypes.data if len(stops) else None,
             num_ends=len(stops),
@@ -110,5 +113,5 @@ class NativeChain:
             tokens=tokens.ctypes.data,
             confidences=confidences.ctypes.data,
         )
-        count = self._layers.draft(call, chain)
-        return tokens[:count].tolist(), confidences[:count].tolist()
+        drawn = self._layers.draft(call, chain)
+        return tokens[:drawn].tolist(), confidences[:drawn].tolist()

@@ -74,9 +74,11 @@ class FlatTokens:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def first(self) -> FlatTokens:
-        """Return the first token alone."""
-        return FlatTokens(self.rows[:1], self.slots[:1], self.starts[:1], self.positions[:1], None, 1)
+    def first(self, count: int) -> FlatTokens:
+        """Return the first tokens, of a chain of the first row."""
+        return FlatTokens(
+            self.rows[:count], self.slots[:count], self.starts[:count], self.positions[:count], None, count
+        )
 
     def addresses(self) -> dict[str, int | None]:
         """Return the address of each tensor, by its name in the struct Pass."""

@@ -106,7 +106,9 @@ class Chain(ctypes.Structure):
 
     _fields_ = [
         *_fields(_POINTER, "embeddings scores token_ids cosines sines"),
-        *_fields(_NUMBER, "rotated positions is_bf16 token most"),
+        *_fields(_NUMBER, "rotated positions is_bf16"),
+        ("known", _POINTER),
+        ("most", _NUMBER),
         ("ends", _POINTER),
         ("num_ends", _NUMBER),
         *_fields(ctypes.c_double, "probability threshold"),

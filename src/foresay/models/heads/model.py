@@ -139,17 +139,26 @@ class HeadModel(LanguageModel):
         )
 
     def draft_greedily(
-        self, token: int, features: torch.Tensor, cache: SlotCache, row: int, limits: Limits, rule: Continuation
+        self,
+        known: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        row: int,
+        limits: Limits,
+        rule: Continuation,
     ) -> tuple[list[int], list[float]] | None:
-        """Draft tokens after `token` in one call, with the bits of single passes; None if it is not possible.
+        """Draft the tokens after the known ones in one call, with the bits of single passes; None if it is not possible.
 
-        features: [D], the output before `token`. row: of the cache, whose length does not change. Returns the tokens and their
-        confidences; see Continuation.
+        known: [N] int64, at least one token. features: [N, D], those before each. row: of the cache, to which these pairs are
+        added. Returns the tokens and their confidences; see Continuation.
         """
-        rotary = None if self._chain is None else self._rotary_table.until(cache.lengths[row] + limits.most)
+        until = cache.lengths[row] + len(known) + limits.most
+        rotary = None if self._chain is None else self._rotary_table.until(until)
         if self._chain is None or rotary is None:
             return None
-        return self._chain.draft(token, features, cache, row, rotary, limits, rule)
+        found = self._chain.draft(known, features, cache, row, rotary, limits, rule)
+        cache.lengths[row] += len(known)
+        return found
 
     @property
     def width(self) -> int:

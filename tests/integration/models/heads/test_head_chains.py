@@ -41,30 +41,48 @@ def target(dtype: torch.dtype, *, frozen: bool = False, vocab: int = VOCAB) -> C
     return model
 
 
-def started(head: HeadModel, length: int) -> tuple[SlotCache, torch.Tensor]:
-    """A cache with `length` random pairs, and the output for the last of them, [D]."""
+def pairs(head: HeadModel, length: int, known: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [length + known] and features [length + known, D]."""
     numbers = torch.Generator().manual_seed(length)
-    tokens = torch.randint(2, VOCAB, (1, length), generator=numbers)
-    features = torch.randn(1, length, head.width, generator=numbers).to(head.dtype)
+    tokens = torch.randint(2, VOCAB, (length + known,), generator=numbers)
+    return tokens, torch.randn(length + known, head.width, generator=numbers).to(head.dtype)
+
+
+def started(head: HeadModel, length: int) -> SlotCache:
+    """A cache with `length` random pairs."""
+    tokens, features = pairs(head, length, 0)
     cache = head.new_cache()
     cache.add_rows(1)
-    out = head.forward(ModelInput(tokens, [length], logits=Logits.LAST, features=features), cache)
-    return cache, out.hidden[NEXT][0, -1]
+    head.forward(ModelInput(tokens[None], [length], logits=Logits.LAST, features=features[None]), cache)
+    return cache
 
 
-def stepwise(head: HeadModel, length: int, token: int, most: int) -> tuple[list[int], list[float], torch.Tensor]:
-    """The same tokens by single passes, their confidences, and the keys and values that they wrote."""
-    cache, features = started(head, length)
-    ids, confidences = [], []
-    for _ in range(most):
-        model_input = ModelInput(torch.tensor([[token]]), [1], logits=Logits.LAST, features=features[None, None])
+def stepwise(head: HeadModel, length: int, known: int, most: int) -> tuple[list[int], list[float], torch.Tensor]:
+    """Tokens after the known pairs by single passes, their confidences, and the keys and values that they wrote."""
+    cache = started(head, length)
+    ids: list[int] = []
+    confidences = []
+    tokens, features = pairs(head, length, known)
+    fed, before = tokens[None, length:], features[None, length:]
+    while len(ids) < most:
+        model_input = ModelInput(fed, [fed.shape[1]], logits=Logits.LAST, features=before)
         out = head.forward(model_input, cache)
-        scores = out.scores()[:, :, :]
-        token = int(scores.argmax())
-        chosen = torch.tensor([[token]])
-        confidences.append(float(Distributions(chosen, scores=scores).confidence(chosen)))
-        ids, features = [*ids, token], out.hidden[NEXT][0, -1]
-    return ids, confidences, written(cache, length, most)
+        scores = out.scores()[:, -1:]
+        fed = scores.argmax(-1)
+        confidences.append(float(Distributions(fed, scores=scores).confidence(fed)))
+        ids, before = [*ids, int(fed)], out.hidden[NEXT][:, -1:]
+    return ids, confidences, written(cache, length, known + most - 1)
+
+
+def at_once(
+    head: HeadModel, length: int, known: int, limits: Limits, rule: Continuation | None = None
+) -> tuple[list[int], list[float], SlotCache]:
+    """The same in one call, and the cache."""
+    cache = started(head, length)
+    tokens, features = pairs(head, length, known)
+    found = head.draft_greedily(tokens[length:], features[length:], cache, 0, limits, rule or Continuation())
+    assert found is not None
+    return *found, cache
 
 
 def written(cache: SlotCache, length: int, most: int) -> torch.Tensor:
@@ -85,22 +103,21 @@ KINDS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize(("length", "known"), [(1, 1), (40, 1), (40, 4), (3, 9)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chain_has_the_bits_of_single_passes(kind: str, length: int, frozen: bool) -> None:
+def test_a_chain_has_the_bits_of_single_passes(kind: str, length: int, known: int, frozen: bool) -> None:
     dtype, quantized, more = KINDS[kind]
     model = target(dtype, frozen=frozen)
     for seed in range(20):
         head = HeadModel(random_head(model, seed=seed, **more), model, make=quantized)
-        wanted, confidences, states = stepwise(head, length, 7, MOST)
+        wanted, confidences, states = stepwise(head, length, known, MOST)
         if len(set(wanted)) > 2:  # random heads often repeat a token
             break
     assert len(set(wanted)) > 2
-    cache, features = started(head, length)
-    found = head.draft_greedily(7, features, cache, 0, Limits(MOST), Continuation())
-    assert found is not None and found[0] == wanted and cache.lengths == [length]
-    assert torch.equal(written(cache, length, MOST), states)
-    assert found[1] == pytest.approx(confidences, rel=1e-5)
+    found, certain, cache = at_once(head, length, known, Limits(MOST))
+    assert found == wanted and cache.lengths == [length + known]
+    assert torch.equal(written(cache, length, known + MOST - 1), states)
+    assert certain == pytest.approx(confidences, rel=1e-5)
 
 
 def test_outputs_that_are_not_rounded_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,24 +125,31 @@ def test_outputs_that_are_not_rounded_have_other_bits(monkeypatch: pytest.Monkey
     model = target(torch.bfloat16)
     head = HeadModel(random_head(model), model, make=quantizer(8))
     assert head._chain is not None
-    _, _, states = stepwise(head, 20, 7, MOST)
+    _, _, states = stepwise(head, 20, 2, MOST)
     monkeypatch.setattr(head._chain, "_dtype", torch.float32)
-    cache, features = started(head, 20)
-    head.draft_greedily(7, features, cache, 0, Limits(MOST), Continuation())
-    assert not torch.equal(written(cache, 20, MOST), states)
+    assert not torch.equal(written(at_once(head, 20, 2, Limits(MOST))[2], 20, MOST + 1), states)
+
+
+def test_a_chain_after_other_known_tokens_has_other_bits() -> None:
+    """Control: every known pair is read, not the last one alone."""
+    model = target(torch.float32)
+    head = HeadModel(random_head(model), model)
+    _, _, states = stepwise(head, 20, 3, MOST)
+    cache, (tokens, features) = started(head, 20), pairs(head, 20, 3)
+    known = tokens[20:].clone()
+    known[0] += 1
+    head.draft_greedily(known, features[20:], cache, 0, Limits(MOST), Continuation())
+    assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
 
 
 def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
     model = target(torch.float32)
     head = HeadModel(random_head(model, gain=1.0), model)
-    ids, confidences, _ = stepwise(head, 12, 7, MOST)
+    ids, confidences, _ = stepwise(head, 12, 2, MOST)
     weights = tuple(0.4 + 0.05 * i for i in range(10))
 
-    def drafted(limits: Limits, rule: Continuation) -> list[int]:
-        cache, features = started(head, 12)
-        found = head.draft_greedily(7, features, cache, 0, limits, rule)
-        assert found is not None
-        return found[0]
+    def drafted(limits: Limits, rule: Continuation | None = None) -> list[int]:
+        return at_once(head, 12, 2, limits, rule)[0]
 
     ends = set()
     for threshold in (0.9, 0.6, 0.4, 0.3, 0.2, 0.05, 0.0):
@@ -137,9 +161,9 @@ def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
         assert drafted(Limits(MOST), Continuation(0.95, weights, threshold)) == ids[:count]
         ends.add(count)
     assert len(ends) > 3
-    assert drafted(Limits(4), Continuation()) == ids[:4]
+    assert drafted(Limits(4)) == ids[:4]
     last = ids[2]
-    assert drafted(Limits(MOST, (VOCAB - 1, last)), Continuation()) == ids[: ids.index(last) + 1]
+    assert drafted(Limits(MOST, (VOCAB - 1, last))) == ids[: ids.index(last) + 1]
 
 
 @pytest.mark.parametrize("length", [ConstantLength(5), ThroughputLength(), ConfidenceLength(0.2, high=5)])
@@ -164,7 +188,7 @@ def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert whole[0] == plain and bool(calls) == (not isinstance(length, ConfidenceLength))
     if isinstance(length, ConstantLength):
         with monkeypatch.context() as patch:
-            patch.setattr(HeadDrafter, "_draw_rest", lambda *_: False)
+            patch.setattr(HeadDrafter, "_draw_at_once", lambda *_: False)
             assert decoded(1) == whole, "token by token"
         assert not calls
         decoded(1, temperature=1.0, seed=3)
@@ -205,8 +229,7 @@ def test_policies_without_a_rule_draft_in_one_call() -> None:
         Continuation(weights=(1.0,))
 
 
-def test_a_failure_in_the_call_keeps_the_tokens_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first token was drawn: to drop it for an error would be harmless here, but not where drafts are sampled."""
+def test_a_failure_in_the_call_ends_the_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target(torch.float32, vocab=7)
     drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7)
 
@@ -216,7 +239,7 @@ def test_a_failure_in_the_call_keeps_the_tokens_before_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(NativeChain, "draft", failing)
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     out, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, max_batch_size=1)
-    assert engine.draft_failures > 0 and 1 in {step.num_drafted for step in steps}
+    assert engine.draft_failures > 0 and {step.num_drafted for step in steps} == {0}
     assert out == run(model, PROMPTS, params, gamma=0)[0]
 
 
@@ -258,3 +281,33 @@ def test_the_rule_of_the_throughput_policy_is_that_of_its_calls() -> None:
             assert mask is not None and bool(mask) == (product > rule.threshold)
             if not mask:
                 break
+
+
+@pytest.mark.parametrize("limit", [1, 3, 9])
+def test_tokens_drawn_in_one_call_are_counted_as_those_drawn_one_by_one(limit: int) -> None:
+    numbers = random.Random(7)
+    for _ in range(50):
+        rows, confidences = Rows([make_row()], capabilities=Capabilities(ragged=True)), []
+        drafts = []
+        hazards = [-math.log(numbers.uniform(0.3, 0.98)) for _ in ThroughputLength()._primary.hazards]
+        for at_once_ in (False, True):
+            policy = ThroughputLength()
+            drafter = policy._primary
+            drafter.hazards = hazards
+            while not any(policy.budget(rows)):
+                policy.observe(rows, [Step(0, (0,), (), 0, 0, total_s=1.0)])
+            draft = drafter.draft.find(rows)
+            assert draft is not None
+            draft.budgets, draft.shared, draft.per_row = [limit], 0.2, 0.1
+            zeros = torch.zeros(1, dtype=torch.int64)
+            while not at_once_ and len(confidences) < limit:
+                odds = torch.tensor([[[0.0, numbers.uniform(-3, 3)]]])
+                step = DraftStep(zeros + len(confidences), zeros, Distributions(zeros[None], scores=odds), None, rows)
+                confidences.append(float(step.distributions.confidence(zeros[None])))
+                mask = policy.keep_drafting(step)
+                if mask is None or not mask:
+                    break
+            if at_once_:
+                policy.drawn(rows, confidences)
+            drafts.append((draft, drafter.stops_early))
+        assert drafts[0] == drafts[1]
