@@ -93,7 +93,8 @@ def counted(target: foresay.Generator, methods: Sequence[Method], block: PromptB
     wanted = run_live(target.with_settings(max_batch_size=32), block.asks, block.params).outputs
     out = {}
     for method in methods:
-        live = run_live(method.generator(target, 32), block.asks, block.params)
+        # trees are drafted for single rows
+        live = run_live(method.generator(target, 1 if "nodes=" in method.drafter else 32), block.asks, block.params)
         assert live.outputs == wanted, f"{method.name} gives other output than plain decoding"
         out[method.name] = live.stats.block_efficiency or 0.0
         log(f"  {method.name:<60} {out[method.name]:.2f} tokens per pass")
@@ -156,11 +157,12 @@ class Methods:
     def of(cls, head: str, block: str | None, default: str, acceptance: str | None) -> Methods:
         """head, block, acceptance: alias or folder of a draft head, a block drafter and an acceptance head."""
         alone = f"head({head})"
-        hybrids = [Method(f"hybrid(suffix, head={head}; k={k})", "12") for k in (2, 3, 4)]
-        more = [Method(alone, str(k)) for k in (1, 4, 6, 8)]
-        more += [Method(f"hybrid(suffix, head={head}; k=6)", "12"), Method("suffix(keep=true)", "12")]
-        more += [Method(f"hybrid(suffix(keep=true), head={head}; k=8)", "16")]
-        more += [Method(f"head_tree({head}, branches={n}, width={n})", str(n * n)) for n in (4, 6)]
+        hybrids = [Method(f"hybrid(suffix, head={head}; k={k})", "12") for k in (2, 4)]
+        hybrids += [Method(f"hybrid(suffix, head({head}, nodes={n}); k={n})", "12") for n in (8, 12)]
+        more = [Method(alone, str(k)) for k in (4, 6)]
+        more += [Method(f"hybrid(suffix, head={head}; k=6)", "12")]
+        more += [Method(f"head({head}, nodes={n})", str(n)) for n in (8, 15)]
+        more += [Method(f"hybrid(suffix, head({head}, nodes=15); k=15)", "15")]
         others = [Method(alone, "confidence(0.4)"), Method("suffix", "throughput")]
         if acceptance:
             others += [Method(alone, f"acceptance({acceptance}, {h / 10})") for h in (3, 5, 7)]
@@ -225,7 +227,7 @@ def smollm2(report: Report, weights: str) -> Figures:
     some = [*methods.head_constant, *methods.constant]
     passes = counted(target, [*some, *methods.counted] if is_all else some, block)
     share = cost(target, methods.head_adaptive.drafter)
-    few = replace(block, asks=block.asks[:: 20 if args.quick else 6])
+    few = replace(block, asks=block.asks[:: 20 if args.quick else 8])
     timed = methods.timed if is_all else [*methods.constant, methods.others[1], methods.default]
     speeds = report.timed(target, timed, few)
     gains = {method.name: speeds[method.name].gain for method in timed}
@@ -260,16 +262,15 @@ def real(report: Report) -> Figures:
     head = args.real_head
     block = report.block(target, args.prompts)
     few = replace(block, asks=block.asks[:: 20 if args.quick else 10])
-    drafters = {
-        name: Method(name, "throughput") for name in (f"head({head})", f"hybrid(suffix, head={head}; k=4)", "suffix")
-    }
-    passes = counted(target, [Method(f"head({head})", "4"), Method(f"hybrid(suffix, head={head}; k=4)", "12")], few)
+    chain, hybrid = f"hybrid(suffix, head={head}; k=4)", f"hybrid(suffix, head({head}, nodes=15); k=15)"
+    drafters = {name: Method(name, "throughput") for name in (chain, hybrid, "suffix")}
+    passes = counted(target, [Method(f"head({head})", "4"), Method(chain, "12")], block)
+    passes |= counted(target, [Method(f"hybrid(suffix, head({head}, nodes=8); k=8)", "12")], few)
     share = cost(target, f"head({head})")
     constant = [Method(f"hybrid(suffix, head={head}; k=3)", "12")]
     timed = [*constant, *drafters.values()]
     speeds = report.timed(target, timed, few)
-    report.add(Path(args.real).stem, passes, speeds, (len(few.asks), len(few.asks)))
-    hybrid = f"hybrid(suffix, head={head}; k=4)"
+    report.add(Path(args.real).stem, passes, speeds, (len(block.asks), len(few.asks)))
     return {
         "real_size_tokens_per_pass": max(passes.values()),
         "real_size_draft_cost_per_pass": drafting(speeds, drafters[hybrid].name),

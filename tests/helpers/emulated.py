@@ -20,7 +20,7 @@ from foresay.models.cpu import build, levels, structs
 
 PAGE = 4096
 NAMES = ("check", "pass", "multiply", "pack", "rows", "add_norm", "gate", "attend", "bf16_dots", "struct_size")
-NAMES += ("instructions", "message", "tiles", "chain")
+NAMES += ("instructions", "message", "tiles", "chain", "tree")
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "-cpu", "max")
 
 

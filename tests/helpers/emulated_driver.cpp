@@ -120,6 +120,10 @@ int main() {
                 finish(foresay_chain(model(), reinterpret_cast<const Pass *>(a[1]), reinterpret_cast<const Chain *>(a[2]),
                                      reinterpret_cast<int64_t *>(a[3])));
                 break;
+            case 14:
+                finish(foresay_tree(model(), reinterpret_cast<const Pass *>(a[1]), reinterpret_cast<const Chain *>(a[2]),
+                                    reinterpret_cast<const Tree *>(a[3]), reinterpret_cast<int64_t *>(a[4])));
+                break;
             default: return 7;
         }
     }

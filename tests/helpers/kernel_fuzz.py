@@ -220,7 +220,12 @@ def whole(sizes: Sizes, library: Any) -> None:
     native.run(torch.randn(6, hidden), FlatTokens.of(at, None), cache, {"full_attention": (table, table)}, ())
 
 
-def chain(sizes: Sizes, library: Any) -> None:
+def tree(sizes: Sizes, library: Any) -> None:
+    """The same for a tree."""
+    chain(sizes, library, is_tree=True)
+
+
+def chain(sizes: Sizes, library: Any, is_tree: bool = False) -> None:
     """Tokens of a head of one layer, whose sizes mostly fit each other."""
     hidden, vocab, count = sizes.one(16, 32, odd=0), sizes.one(5, 40, odd=0), sizes.one(5, 40, 41, odd=0)
     most, positions = sizes.one(1, 4, 0, 9), sizes.one(8, 20)
@@ -240,7 +245,7 @@ def chain(sizes: Sizes, library: Any) -> None:
     native = NativeLayers([layer], Norm(torch.ones(hidden), 1e-5), "silu", 1.0, torch.float32, first_norms=norms)
     cache = native.new_cache()
     cache.add_rows(1)
-    at = cache.begin_pass(0, 1, sizes.one(4, 9, odd=0), torch.device("cpu"), None)
+    at = cache.begin_pass(0, 1, sizes.one(4, 9, 16, odd=0), torch.device("cpu"), None)
     known = sizes.one(1, 3, odd=0)
     x, normed = torch.randn(known, hidden), torch.randn(known, hidden)
     call, _kept = native.call(FlatTokens.of(at, None).first(known), cache, x, normed)
@@ -266,12 +271,27 @@ def chain(sizes: Sizes, library: Any) -> None:
         tokens=sizes.keep(torch.zeros(tokens, dtype=torch.int64)),
         confidences=sizes.floats(tokens),
     )
-    native.draft(call, made)
+    if not is_tree:
+        native.draft(call, made)
+        return
+    native.draft(
+        call,
+        made,
+        structs.Tree(
+            branches=sizes.one(1, 3, 70, odd=0.02),
+            width=sizes.one(1, 2, 4, odd=0.02),
+            levels=sizes.one(1, 2, 3, odd=0.02),
+            each=0.0,
+            least=0.0,
+            parents=sizes.keep(torch.zeros(tokens, dtype=torch.int64)),
+            passes=sizes.keep(torch.zeros(1, dtype=torch.int64)),
+        ),
+    )
 
 
 ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
     "multiply": multiply, "pack": pack, "rows": rows, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
-    "chain": chain,
+    "chain": chain, "tree": tree,
 }  # fmt: skip
 
 

@@ -9,7 +9,10 @@ import torch
 
 from foresay.decoding import trees
 from foresay.decoding.acceptance import make_rule
+from foresay.decoding.distributions import Distributions
+from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import Drafter
+from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory, ModelTreeDrafter, SuffixTreeDrafter
 from foresay.engine import Engine
@@ -95,6 +98,37 @@ def test_a_path_one_position_off(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(trees, "_dense", off)
     assert value(TableTree(DRAFT)) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["speculative", "match"])
+def test_a_path_of_chosen_tokens_one_position_off(rule: str, monkeypatch: Patch) -> None:
+    """The tokens drawn at the position before the one where the walk stands."""
+    intact = trees._followed
+    monkeypatch.setattr(trees, "_followed", lambda tokens, proposal: intact(tokens.roll(1, -1), proposal))
+    assert value(TableTree(DRAFT, named=range(8)), rule) < ALPHA
+
+
+@pytest.mark.parametrize("params", ["greedy", "plain"])
+def test_chosen_tokens_are_followed_as_by_a_walk(params: str) -> None:
+    """The walk over tensors, for devices that must not be waited for, and the one over lists."""
+    torch.manual_seed(0)
+    width, size = 11, 4
+    rows = Rows([Row(i, [1, 2], SamplingParams.of(PARAMS["plain"], seed=i), limit=99, seed=i) for i in range(200)])
+    parents = torch.stack([torch.tensor([int(torch.randint(-1, n, ())) for n in range(width)]) for _ in rows])
+    ids = torch.randint(0, size, (len(rows), width))
+    counts = torch.randint(0, width + 1, (len(rows),)).tolist()
+    if params == "greedy":
+        target = Distributions(torch.randint(0, size, (len(rows), width + 1)))
+    else:
+        probs = torch.rand(len(rows) * (width + 1), size).softmax(-1)
+        index = torch.arange(len(probs)).view(len(rows), -1)
+        target = Distributions(probs.argmax(-1).view(len(rows), -1), probs, index)
+    proposal = Proposal(ids, counts, parents=parents)
+    streams = rows.streams(torch.device("cpu"))
+    listed, walked = trees.match_tree(target, proposal, streams), trees.speculative_tree(target, proposal, streams)
+    for name in ("num_accepted", "token_ids", "num_tested", "path", "tried"):
+        assert torch.equal(getattr(listed, name), getattr(walked, name)), name
+    assert int(listed.num_accepted.max()) > 2
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match"])

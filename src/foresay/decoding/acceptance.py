@@ -136,7 +136,9 @@ class Speculative(Rule):
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """Accept each draft token with probability min(1, p(x) / q(x)), up to the first rejection."""
         if proposal.parents is not None:
-            return speculative_tree(target, proposal, streams)
+            # chosen tokens are accepted if they equal the target's own
+            verify = match_tree if proposal.distributions is None else speculative_tree
+            return verify(target, proposal, streams)
         batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
         valid = _valid(proposal)
         if target.probs is None and proposal.distributions is None:

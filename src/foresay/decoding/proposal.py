@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -52,11 +54,21 @@ class Proposal:
 
 def depths_of(parents: torch.Tensor) -> torch.Tensor:
     """Depth of each node of a forest, 0 for roots. parents: [B, T] int64, earlier nodes or -1 for a root -> [B, T]."""
+    if parents.device.type == "cpu":  # NumPy's calls for a node take a fifth of the time of PyTorch's
+        return torch.from_numpy(_depths_of(parents.numpy()))
     out = torch.zeros_like(parents)
     for node in range(1, parents.shape[1]):
         parent = parents[:, node]
         deeper = out.gather(1, parent.clamp(min=0)[:, None])[:, 0] + 1
         out[:, node] = torch.where(parent >= 0, deeper, 0)
+    return out
+
+
+def _depths_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    out, rows = np.zeros_like(parents), np.arange(len(parents))
+    for node in range(1, parents.shape[1]):
+        parent = parents[:, node]
+        out[:, node] = np.where(parent >= 0, out[rows, parent] + 1, 0)
     return out
 
 

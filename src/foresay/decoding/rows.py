@@ -200,7 +200,7 @@ class Rows:
     ) -> None:
         """needs: of the rule. level: 0 for the engine's rows, plus one for each drafter that runs the step itself.
 
-        capabilities: of the target.
+        capabilities: of the target; without trees if the rule takes none.
         """
         self.rows, self.capabilities = tuple(rows), capabilities
         self.needs, self.level = needs, level

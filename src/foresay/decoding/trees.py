@@ -56,11 +56,34 @@ def _position_depths(proposal: Proposal) -> torch.Tensor:
 def match_tree(target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
     """Draw the target's token at each position and follow the child that equals it; without one the walk ends with the draw."""
     tokens = draw(target, streams, Purpose.TARGET, depths=_position_depths(proposal))
+    if tokens.device.type == "cpu":  # where nothing waits for a device, lists are faster
+        return _followed(tokens, proposal)
     walk = _Walk(proposal)
     for node in range(proposal.width):
         here = walk.visit(node)
         walk.move_to(node, here & (tokens[walk.rows, walk.position] == proposal.token_ids[:, node]))
     return walk.verification(tokens[walk.rows, walk.position])
+
+
+def _followed(tokens: torch.Tensor, proposal: Proposal) -> Verification:
+    """Follow the children that equal the drawn tokens [B, 1 + K]."""
+    assert proposal.parents is not None
+    counts, extra, paths, tried = [], [], [], []
+    for drawn, ids, parents, n in zip(
+        tokens.tolist(), proposal.token_ids.tolist(), proposal.parents.tolist(), proposal.num_tokens, strict=True
+    ):
+        position, path, here = 0, [], [False] * proposal.width
+        for node in range(n):
+            here[node] = parents[node] + 1 == position
+            if here[node] and ids[node] == drawn[position]:
+                path.append(node)
+                position = node + 1
+        counts.append(len(path))
+        extra.append(drawn[position])
+        paths.append(path + [-1] * (proposal.width - len(path)))
+        tried.append(here)
+    visited = torch.tensor(tried)
+    return Verification(torch.tensor(counts), torch.tensor(extra), visited.sum(-1), torch.tensor(paths), visited)
 
 
 def speculative_tree(target: Distributions, proposal: Proposal, streams: Streams) -> Verification:

@@ -66,11 +66,6 @@ class DraftChain(Interruptible):
         self.fed = [int(n > j + 1) for n in (self.room if stop is None else self._limits.tolist())]
         return any(self.fed)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that were drawn elsewhere, the likeliest ones, to the only row."""
-        new = torch.tensor([token_ids], dtype=torch.int64, device=self.ids.device)
-        self.ids, self.counts = torch.cat([self.ids, new], 1), self.counts + len(token_ids)
-
     def proposal(self) -> Proposal:
         """Return the drawn tokens with the distributions they were drawn from."""
         counts = self.counts.tolist()

@@ -12,25 +12,42 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from foresay.checks import check_int
+from foresay.decoding.continuation import Branching, Continuation, Drawn
 from foresay.decoding.processors import processes
-from foresay.decoding.protocols import Continuation, LengthPolicy, Logits, ModelInput, ModelOutput
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.model_tree import ModelTreeDrafter
 from foresay.drafters.target_features import FeatureCache, ReadsStates, ReadsTarget, RowFeatures
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.cpu.chain import Limits
 from foresay.models.heads.config import NEXT
 
+BRANCHES, WIDTH, LEVELS = 4, 4, 8
+"""Shape of a tree: children of a node, nodes of a level that get children, and the most levels."""
+
 
 @runtime_checkable
-class DraftsGreedily(Protocol):
+class DraftsAtOnce(Protocol):
     """A head that can draft several tokens in one call."""
 
-    def draft_greedily(
-        self, known: torch.Tensor, features: torch.Tensor, cache: Any, row: int, limits: Limits, rule: Continuation
-    ) -> tuple[list[int], list[float]] | None:
-        """See HeadModel.draft_greedily."""
+    @property
+    def drafts_at_once(self) -> bool:
+        """See HeadModel."""
+        ...
+
+    def draft_at_once(
+        self,
+        known: torch.Tensor,
+        features: torch.Tensor,
+        cache: Any,
+        limits: Limits,
+        rule: Continuation | Branching,
+    ) -> Drawn | None:
+        """See HeadModel.draft_at_once."""
         ...
 
 
@@ -119,52 +136,79 @@ class HeadCache(FeatureCache):
         self._outputs = output.hidden[NEXT]
         return output
 
-    def draft_greedily(self, rows: Rows, limits: Limits, rule: Continuation) -> tuple[list[int], list[float]] | None:
-        """Feed the only row's pending pairs and draft after them, in one call; None if it is not possible.
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if the head can draft several tokens in one call."""
+        head = self.head
+        return isinstance(head, DraftsAtOnce) and head.drafts_at_once and self.model.vocab_size == head.vocab_size
 
-        See HeadModel.draft_greedily.
-        """
+    def draft_at_once(self, rows: Rows, limits: Limits, rule: Continuation | Branching) -> Drawn | None:
+        """Feed the only row's pending pairs and draft after them, in one call; None if it is not possible."""
         one = self._features[0]
-        if one is None or not isinstance(self.head, DraftsGreedily) or self.model.vocab_size != self.head.vocab_size:
+        if one is None or not self.drafts_at_once:
             return None
+        assert isinstance(self.head, DraftsAtOnce)
         self._compute([one])
         self._repeat_last([one])
         known = torch.from_numpy(rows[0].tokens[one.cached + 1 : one.count + 1])
-        found = self.head.draft_greedily(known, one.pending, self.cache, 0, limits, rule)
-        if found is not None:
+        drawn = self.head.draft_at_once(known, one.pending, self.cache, limits, rule)
+        if drawn is not None:
             one.mark_cached(len(known))
-            self.model.row_passes += len(found[0])
-        return found
+            self.model.row_passes += drawn.passes
+        return drawn
 
 
 class HeadDrafter(ReadsTarget):
-    """Draft chains with a head on the target's hidden states.
+    """Draft chains with a head on the target's hidden states, or trees for a single row.
 
     A row gets no drafts if the target's hidden states are unknown for a part of its text, for example because the drafter failed
     for some steps.
     """
 
-    def __init__(self, head: ReadsStates, target_vocab_size: int, *, sample: bool = True) -> None:
-        """target_vocab_size: width of the target's logits. sample: see ModelDrafter."""
+    context: HeadCache
+
+    def __init__(self, head: ReadsStates, target_vocab_size: int, *, sample: bool = True, nodes: int = 0) -> None:
+        """target_vocab_size: width of the target's logits. sample: see ModelDrafter.
+
+        nodes: most nodes of a tree; 0 drafts chains alone. A tree is drafted for a single row whose output does not depend on its
+        draft, by the compiled kernels, under a rule and for a target that take trees; else a chain of a quarter as many tokens.
+        """
         super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(head.hidden_layers)))
+        self.nodes = check_int("nodes", nodes, 0, MAX_DRAFT_TOKENS)
 
-    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
-        """Draw a single row's likeliest tokens in one call, if nothing but their confidence ends the draft."""
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """Draft a tree or chains of at most `budget` tokens."""
+        if self.nodes and not self._takes_tree(rows):
+            budget = [min(n, -(-self.nodes // BRANCHES)) for n in budget]
+        return super().propose(rows, budget, policy)
+
+    def _takes_tree(self, rows: Rows) -> bool:
+        is_fixed = rows[0].params.greedy or rows.needs.ignores_drafts
+        return self.nodes > 1 and rows.capabilities.trees and is_fixed and self._is_plain(rows)
+
+    def _is_plain(self, rows: Rows) -> bool:
+        """Return True for a single row whose draft is ended by nothing but the confidence in its likeliest tokens."""
         row = rows[0]
-        is_plain = len(rows) == 1 and row.committed is row
-        is_plain = is_plain and not (rows.level or rows.needs.confidence or processes(row) or policy.needs_hidden)
-        is_plain = is_plain and chain.ids.device.type == "cpu"
-        rule = policy.continuation(rows) if is_plain and (row.params.greedy or not self.samples) else None
-        if rule is None:
-            return False
-        assert isinstance(self.context, HeadCache)
-        found = self.context.draft_greedily(self.context.view(rows), Limits(chain.room[0], tuple(row.eos)), rule)
-        if found is None:
-            return False
-        chain.extend(found[0])
-        policy.drawn(rows, found[1])
-        return True
+        is_plain = len(rows) == 1 and row.committed is row and self.context.drafts_at_once
+        is_plain = is_plain and (row.params.greedy or not self.samples)
+        return is_plain and not (rows.level or rows.needs.confidence or processes(row))
+
+    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> Proposal | None:
+        """Draft a single row's likeliest tokens in one call."""
+        if not self._is_plain(rows) or policy.needs_hidden:
+            return None
+        is_tree = self._takes_tree(rows)
+        rule = policy.branching(rows) if is_tree else policy.continuation(rows)
+        most = min(chain.room[0], self.nodes) if is_tree else chain.room[0]
+        limits = Limits(most, tuple(rows[0].eos), BRANCHES, WIDTH, LEVELS)
+        drawn = rule and self.context.draft_at_once(self.context.view(rows), limits, rule)
+        if not drawn:
+            return None
+        policy.drawn(rows, drawn)
+        ids, parents = drawn.token_ids, drawn.parents
+        above = None if parents in (None, list(range(-1, len(ids) - 1))) else torch.tensor([parents])
+        return Proposal(torch.tensor([ids], dtype=torch.int64), [len(ids)], parents=above)
 
 
 class HeadTreeDrafter(ReadsTarget, ModelTreeDrafter):

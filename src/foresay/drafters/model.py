@@ -61,8 +61,9 @@ class ModelDrafter(Drafter):
         fed = [b > 0 for b in room]
         self.context.prepare(viewed, fed)
         chain = DraftChain(rows, room, model.device)
-        if self._draw_at_once(chain, rows, policy):
-            return chain.proposal()
+        at_once = self._draw_at_once(chain, rows, policy)
+        if at_once is not None:
+            return at_once
         layers = hidden_layers(model, policy)
         output = self.context.catch_up(viewed, fed, layers)
         with chain.keeping():
@@ -85,9 +86,9 @@ class ModelDrafter(Drafter):
                 ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
             )
 
-    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> bool:
-        """Draw all tokens in one call; return False if they must be drawn one by one."""
-        return False
+    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> Proposal | None:
+        """Draw all tokens in one call; return None if they must be drawn one by one."""
+        return None
 
 
 def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:

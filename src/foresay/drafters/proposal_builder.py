@@ -41,9 +41,13 @@ class ProposalBuilder(Interruptible):
         self._distributions: list[torch.Tensor] = []
         self._num_distributions = 0
         self._confidence: list[list[float]] = [[] for _ in range(batch)]
+        self._parents: list[list[int]] = [[] for _ in range(batch)]
 
     def add(self, proposal: Proposal, counts: Sequence[int] | None = None) -> None:
-        """Append the first counts[i] tokens (all by default) of another proposal to row i, and take over its failure."""
+        """Append the first counts[i] tokens (all by default) of another proposal to row i, and take over its failure.
+
+        They follow the last token that the row has; parts of a row before another one must be chains.
+        """
         self.failure = self.failure or proposal.failure
         counts = proposal.num_tokens if counts is None else counts
         if not any(counts):
@@ -51,7 +55,12 @@ class ProposalBuilder(Interruptible):
         ids = proposal.token_ids.tolist()
         index = None if proposal.distribution_index is None else proposal.distribution_index.tolist()
         confidence = None if proposal.confidence is None else proposal.confidence.tolist()
+        parents = None if proposal.parents is None else proposal.parents.tolist()
         for i, n in enumerate(counts):
+            before = len(self.tokens[i])
+            self._parents[i] += [
+                before + p if p >= 0 else before - 1 for p in (range(-1, n - 1) if parents is None else parents[i][:n])
+            ]
             self.tokens[i] += ids[i][:n]
             self._index[i] += (
                 [-1] * n if index is None else [p + self._num_distributions if p >= 0 else -1 for p in index[i][:n]]
@@ -73,8 +82,12 @@ class ProposalBuilder(Interruptible):
         if confidence and width:
             padded = [row + [1.0] * (width - len(row)) for row in self._confidence]
             confidences = torch.tensor(padded, device=self._device)
+        parents = None
+        if any(above != list(range(-1, len(above) - 1)) for above in self._parents):
+            parents = torch.tensor([[*above, *pad] for above, pad in zip(self._parents, pads, strict=True)])
+            parents = parents.to(self._device)
         if not self._distributions or not width:
-            return Proposal(ids, counts, confidence=confidences, failure=self.failure)
+            return Proposal(ids, counts, confidence=confidences, parents=parents, failure=self.failure)
         index = torch.tensor([row + [-1] * (width - len(row)) for row in self._index], device=self._device)
         distributions = torch.cat([distribution.to(self._device) for distribution in self._distributions])
-        return Proposal(ids, counts, distributions, index, confidences, failure=self.failure)
+        return Proposal(ids, counts, distributions, index, confidences, parents, failure=self.failure)

@@ -222,7 +222,9 @@ class Engine:
     def _active(self) -> Rows:
         if self._rows is None:
             items = self._items[: self._decoding]
-            self._rows = Rows(items, needs=self.rule.needs, capabilities=self.target.capabilities)
+            able = self.target.capabilities
+            able = dataclasses.replace(able, trees=able.trees and self.rule.trees)
+            self._rows = Rows(items, needs=self.rule.needs, capabilities=able)
         return self._rows
 
     def _cancel(self) -> None:

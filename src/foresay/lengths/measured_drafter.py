@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from foresay.decoding.continuation import Branching, Continuation, Drawn
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Continuation
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.state import StateKey
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import ByBatch, DraftCosts
+from foresay.lengths.situation import Situation
+from foresay.lengths.tree_counts import TreeCounts
 
 DECAY, ROW_DECAY = 0.98, 0.95
 """Factors of all counts and of a row's own for each step with drafts, so that failures are forgotten."""
@@ -87,42 +89,14 @@ class Draft:
     """[B], tokens of an n-gram drafter that are scored."""
     accept_prob: list[float] = field(default_factory=list)
     """[B], P(all tokens so far are accepted)."""
+    branching: Branching = field(default_factory=Branching)
+    """The rule of a single row's tree, apart from its scale."""
+    tree: Drawn | None = None
+    """The tree of a single row."""
 
     def may_continue(self, index: Sequence[int]) -> bool:
         """Return whether any row may draft a token after its last one. index: [B], of the last ones."""
         return any(on and i + 1 < n for on, i, n in zip(self.active, index, self.budgets, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """The worth and the costs of tokens in a step."""
-
-    rows: Rows
-    fixed: Sequence[int | None]
-    """[B], a row's fixed draft length; None for a length to choose."""
-    rate: float
-    """Tokens that all rows together generate per plain pass."""
-    plain_s: float
-    start: float
-    slope: float
-    """A pass that scores n > 0 draft tokens takes 1 + start + slope n plain passes; n is that of the longest draft if padded."""
-    base: int = 0
-    """Draft tokens that the pass scores in any case, in its longest draft."""
-
-    @property
-    def start_cost(self) -> float:
-        """Tokens that the batch loses by the first draft token of a pass, beyond those of any token."""
-        return 0.0 if self.base or any(self.fixed) else self.rate * self.start
-
-    @property
-    def token_cost(self) -> float:
-        """Tokens that the batch loses by one more draft token in a ragged pass, or by one more for all rows in a padded one."""
-        return self.rate * self.slope
-
-    @property
-    def ragged(self) -> bool:
-        """Rows of a pass may have different lengths at no cost."""
-        return self.rows.capabilities.ragged
 
 
 class MeasuredDrafter:
@@ -139,6 +113,7 @@ class MeasuredDrafter:
         """Accepted and tested tokens that were drafted after another one."""
         self.hazards = [-math.log(prior) for prior in _PRIORS]
         """-log a by kind."""
+        self._trees = TreeCounts()
         self._row = StateKey[tuple[float, float, int]](lambda: (0.0, 0.0, 0))
         """Failed tokens of a row, those that `hazards` predicted, and the step of these counts."""
         self._num_steps = 0
@@ -201,8 +176,7 @@ class MeasuredDrafter:
         if self.selects:
             worths = [accepted - columns] * num_free
         else:
-            exponents = self._exponents(now.rows)
-            worths = [accepted / e - columns for e, on in zip(exponents, free, strict=True) if on]
+            worths = [accepted * f - columns for f, on in zip(self._factors(now.rows), free, strict=True) if on]
         seconds, per_token, width = 0.0, 0.0, scored
         if costs is not None:
             seconds, per_token, width = costs.seconds, costs.line.per_token, costs.line.width
@@ -210,8 +184,10 @@ class MeasuredDrafter:
         shared = now.rate * seconds / now.plain_s * (not any(fixed)) + now.start_cost * (1 - no_draft**num_free)
         shared += 0.0 if now.ragged else now.token_cost * width
         further = (self._further[0] + PRIOR_WEIGHT * _FURTHER) / (self._further[1] + PRIOR_WEIGHT)
+        drafting = now.rate * per_token / now.plain_s / further
         draft.per_row = now.token_cost / further if now.ragged else 0.0
-        draft.shared = (now.rate * per_token / now.plain_s + (0.0 if now.ragged else now.token_cost)) / further
+        draft.shared = drafting + (0.0 if now.ragged else now.token_cost / further)
+        draft.branching = Branching(1.0, drafting, now.token_cost / further, now.token_cost)
         if not now.ragged or self.selects:
             chosen = [self.high * on for on in free]
             total = sum(worths)
@@ -234,7 +210,7 @@ class MeasuredDrafter:
         cost = now.token_cost * (1 if now.ragged else share) * self._mean(4, 2.0)
         cost += share * now.rate * costs.seconds / now.plain_s
         accepted = self._mean(3, 1.0)
-        return [accepted / e - cost for e in self._exponents(now.rows)]
+        return [accepted * factor - cost for factor in self._factors(now.rows)]
 
     def _trial(self, now: Situation, free: Sequence[bool]) -> int:
         """Return the length of drafts that do not pay by what is known: if possible, failure costs a plain pass at most."""
@@ -260,6 +236,11 @@ class MeasuredDrafter:
             decay = ROW_DECAY ** (self._num_steps - step)
             out.append((failed * decay + _ROW_WEIGHT) / (expected * decay + _ROW_WEIGHT))
         return out
+
+    def _factors(self, rows: Rows) -> list[float]:
+        """Return how many times as many tokens of a row are accepted as of all, [B]."""
+        exponents, ratio = self._exponents(rows), self._trees.ratio()
+        return [self._trees.ratio(row) / ratio / e for row, e in zip(rows, exponents, strict=True)]
 
     def selected(
         self, now: Situation, counts: Sequence[int], matched: Sequence[int], other: Sequence[float] | None = None
@@ -319,6 +300,10 @@ class MeasuredDrafter:
         weights = tuple(math.exp(-self.hazards[kind]) for kind in _CONFIDENCE)
         return Continuation(draft.accept_prob[0], weights, draft.shared + draft.per_row)
 
+    def branching(self, row: Row, draft: Draft) -> Branching:
+        """Return the rule of the tree of the only row of a batch."""
+        return replace(draft.branching, scale=self._trees.ratio(row))
+
     def observe(self, rows: Rows, steps: Sequence[Step], draft: Draft) -> None:
         """Count the tokens of a step in which this drafter had a budget."""
         for row, step, kinds, budget in zip(rows, steps, draft.kinds, draft.budgets, strict=True):
@@ -327,8 +312,16 @@ class MeasuredDrafter:
             drafted, accepted = step.num_drafted, step.num_accepted
             for i, n in enumerate((1, drafted > 0, accepted > 0, accepted, drafted)):
                 self.sums[i] += n
-            if drafted:
+            if draft.tree is not None:
+                self._trees.add(row, accepted, sum(draft.tree.confidences))
+                self._count_further(accepted, min(accepted + 1, draft.tree.passes))
+            elif drafted:
                 self._count(row, kinds[: min(accepted + 1, drafted)], accepted)
+
+    def _count_further(self, accepted: int, tested: int) -> None:
+        """Count the tokens after the first one, of a chain or of a tree's path."""
+        self._further[0] += max(accepted - 1, 0)
+        self._further[1] += tested - 1
 
     def _count(self, row: Row, tested: Sequence[int], accepted: int) -> None:
         """Count a row's tested tokens by kind, of which the first ones were accepted."""
@@ -337,8 +330,7 @@ class MeasuredDrafter:
             self._tested[kind] += 1.0
             self._accepted[kind] += i < accepted
             predicted += 1 - math.exp(-self.hazards[kind])
-        self._further[0] += max(accepted - 1, 0)
-        self._further[1] += len(tested) - 1
+        self._count_further(accepted, len(tested))
         failed, expected, at = self._row.of(row)
         decay = ROW_DECAY ** (self._num_steps - at)
         self._row.put(row, (failed * decay + (accepted < len(tested)), expected * decay + predicted, self._num_steps))

@@ -30,13 +30,15 @@ from time import perf_counter
 import torch
 
 from foresay.checks import check_int
+from foresay.decoding.continuation import Branching, Continuation, Drawn
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Continuation, DraftStep, LengthPolicy
+from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import ByBatch, PassCosts
-from foresay.lengths.measured_drafter import DECAY, PRIOR_WEIGHT, Draft, MeasuredDrafter, Situation
+from foresay.lengths.measured_drafter import DECAY, PRIOR_WEIGHT, Draft, MeasuredDrafter
+from foresay.lengths.situation import Situation
 
 DEFAULT_HIGH = 16
 """Default longest draft."""
@@ -151,22 +153,35 @@ class ThroughputLength(LengthPolicy):
         """Return the rule of `keep_drafting`; a row with a fixed length continues."""
         if type(self).keep_drafting is not ThroughputLength.keep_drafting:
             return super().continuation(rows)
-        drafter = self._fallback if self._is_hybrid else self._primary
-        draft = drafter.draft.find(rows)
+        drafter, draft = self._drafting(rows)
         if draft is None or any(length is not None for length in self._fixed_lengths(rows)):
             return Continuation()
         return drafter.continuation(draft)
 
-    def drawn(self, rows: Rows, confidences: Sequence[float]) -> None:
+    def branching(self, rows: Rows) -> Branching | None:
+        """Return the rule by which a tree's levels and nodes pay."""
+        if type(self).keep_drafting is not ThroughputLength.keep_drafting:
+            return super().branching(rows)
+        drafter, draft = self._drafting(rows)
+        return Branching() if draft is None else drafter.branching(rows[0], draft)
+
+    def drawn(self, rows: Rows, drawn: Drawn) -> None:
         """Note the confidences of tokens, as `keep_drafting` does."""
-        drafter = self._fallback if self._is_hybrid else self._primary
-        draft = drafter.draft.find(rows)
+        drafter, draft = self._drafting(rows)
         if draft is None:
             return
         drafter.stops_early = True
-        for i, confidence in enumerate(confidences):
+        if drawn.parents is not None:
+            draft.tree = drawn
+            return
+        for i, confidence in enumerate(drawn.confidences):
             if draft.may_continue([i]):
                 drafter.continuing(draft, [i], [confidence])
+
+    def _drafting(self, rows: Rows) -> tuple[MeasuredDrafter, Draft | None]:
+        """Return the drafter that draws tokens, and its draft."""
+        drafter = self._fallback if self._is_hybrid else self._primary
+        return drafter, drafter.draft.find(rows)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
@@ -199,15 +214,16 @@ class ThroughputLength(LengthPolicy):
         drafter.observe(now.rows, steps, draft)
         own = [(s.num_drafted, s.num_accepted) for s, n in zip(steps, draft.budgets, strict=True) if n]
         count = sum(n > 0 for n in draft.budgets)
+        size, longest = sum(n for n, _ in own), max(n for n, _ in own)
+        passes = longest if draft.tree is None else draft.tree.passes
         if not any(others):
             spent = _POLICY_S.of(now.rows)
             if drafter is self._fallback:
                 lookup = self._primary.costs.nearest(len(steps))
                 spent += lookup.seconds if lookup else 0.0
-            drafter.costs.of(count).line.add(max(n for n, _ in own), max(0.0, steps[0].draft_s - spent))
+            drafter.costs.of(count).line.add(passes, max(0.0, steps[0].draft_s - spent))
         costs = drafter.costs.nearest(count)
-        size, longest = sum(n for n, _ in own), max(n for n, _ in own)
-        spent_s = costs.line.at(longest) if costs and costs.is_known else 0.0
+        spent_s = costs.line.at(passes) if costs and costs.is_known else 0.0
         start = now.start * size / max(sum(step.num_drafted for step in steps), 1)
         return (
             start

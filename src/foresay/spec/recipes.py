@@ -56,15 +56,16 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
     return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
 
 
-def _head(name: str, sample: bool = True) -> Recipe:
+def _head(name: str, sample: bool = True, nodes: int = 0) -> Recipe:
     name = check_path("name", name)
     check_flag("sample", sample)
+    check_int("nodes", nodes, 0, MAX_DRAFT_TOKENS)
 
     def prepare(resources: Resources) -> DrafterBuilder:
         head = resources.head(name)
-        return lambda: HeadDrafter(head, resources.vocab_size, sample=sample)
+        return lambda: HeadDrafter(head, resources.vocab_size, sample=sample, nodes=nodes)
 
-    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=sample)
+    return Recipe(prepare, max(5, nodes), reads_target=True, loads_model=True, samples=sample)
 
 
 def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import finalize
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from foresay.decoding.proposal import depths_of
@@ -129,11 +131,22 @@ def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
     parents: [B, T] int64, -1 for a root.
     """
     batch, width = parents.shape
+    if parents.device.type == "cpu":  # NumPy's calls for a column take a fifth of the time of PyTorch's
+        return torch.from_numpy(_ancestors_of(parents.numpy()))
     out = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     rows = torch.arange(batch, device=parents.device)
     for column in range(1, width):
         above = parents[:, column]
         out[:, column] |= out[rows, above.clamp(min=0)] & (above >= 0)[:, None]
+    return out
+
+
+def _ancestors_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    batch, width = parents.shape
+    out, rows = np.tile(np.eye(width, dtype=np.bool_), (batch, 1, 1)), np.arange(batch)
+    for column in range(1, width):
+        above = parents[:, column]
+        out[:, column] |= out[rows, above] & (above >= 0)[:, None]
     return out
 
 

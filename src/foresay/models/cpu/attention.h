@@ -177,7 +177,7 @@ template <class T> struct Source {
     // Positions [from, to), at most POSITIONS of them: in the cache itself if they lie there as they are read, else copied.
     Rows<W> rows(int64_t from, int64_t to) const {
         if constexpr (std::is_same_v<T, W>) {
-            if (path == nullptr && padded == dim) {
+            if ((path == nullptr || to <= start) && padded == dim) {
                 for (int64_t p = to; p < to + POSITIONS; p++) fetch(first + p * stride);
                 return {first + from * stride, stride};
             }

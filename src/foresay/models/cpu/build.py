@@ -53,6 +53,7 @@ SOURCES = tuple(
         "quantized.h",
         "rounded.h",
         "tiles.h",
+        "tree.h",
         "vectors.h",
     )
 )

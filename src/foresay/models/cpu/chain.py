@@ -1,18 +1,19 @@
-"""Greedy drafts of a head in one call of the compiled kernels: on a CPU, PyTorch's calls for a pass take longer than the pass.
+"""Greedy drafts of a head, chains and trees, in one call of the compiled kernels.
 
-Owns the struct that the kernels read. Knows no drafter.
+On a CPU, PyTorch's calls for a pass take longer than the pass. Owns the structs that the kernels read. Knows no drafter.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from foresay.decoding.protocols import Continuation
+from foresay.decoding.continuation import Branching, Continuation, Drawn
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu import structs
 from foresay.models.cpu.in_place import InPlaceProduct
@@ -22,10 +23,41 @@ from foresay.models.cpu.product import CompiledProduct, NativeProduct
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest number of tokens, and tokens after which nothing is drafted."""
+    """Limits of a draft.
+
+    most: tokens. ends: tokens after which nothing is drafted. branches, width, levels: of a tree, the children of a node, the
+    nodes of a level that get children, and the levels.
+    """
 
     most: int
     ends: tuple[int, ...] = ()
+    branches: int = 1
+    width: int = 1
+    levels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The end of the text that a draft follows: tokens whose keys and values the cache lacks.
+
+    known: [N] int64, at least one. features: [N, D], those before each. rotary: cosines and sines of all positions, [P, R]
+    float32 each.
+    """
+
+    known: torch.Tensor
+    features: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments of a draft; `kept` is the other memory that they point to."""
+
+    call: structs.Pass
+    struct: structs.Chain
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+    confidences: np.ndarray[Any, np.dtype[np.float32]]
+    kept: Any
 
 
 def table_of(embed: nn.Module) -> CompiledProduct | None:
@@ -66,35 +98,59 @@ class NativeChain:
             None if self._token_ids is None else structs.address(self._token_ids, (scores.out_features,), torch.int64)
         )
 
-    @torch.inference_mode()
-    def draft(
-        self,
-        known: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        row: int,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        limits: Limits,
-        rule: Continuation,
-    ) -> tuple[list[int], list[float]]:
-        """Return the tokens that follow the known ones, and their confidences.
+    def draft(self, start: Start, cache: SlotCache, limits: Limits, rule: Continuation | Branching) -> Drawn:
+        """Return the draft that follows the known tokens: a chain, or a tree by a rule for trees.
 
-        known: [N] int64, at least one. features: [N, D], those before each. row: of the cache, which keeps its length: keys and
-        values of the known tokens and of the drafted ones but the last are written after it. rotary: cosines and sines of all
-        positions, [P, R] float32 each.
+        cache: of one row, which keeps its length: keys and values are written after it.
         """
-        count = len(known)
-        at = cache.begin_pass(row, 1, count + limits.most - 1, torch.device("cpu"))
-        cos, sin = rotary
+        if isinstance(rule, Branching):
+            return self._tree(start, cache, limits, rule)
+        return self._chain(start, cache, limits, rule)
+
+    def _chain(self, start: Start, cache: SlotCache, limits: Limits, rule: Continuation) -> Drawn:
+        one = self._begin(start, cache, limits, limits.most - 1)
+        weights = np.array(rule.weights, np.float64)
+        one.struct.weights, one.struct.probability, one.struct.threshold = (
+            weights.ctypes.data,
+            rule.probability,
+            rule.threshold,
+        )
+        count = self._layers.draft(one.call, one.struct)
+        return Drawn(one.tokens[:count].tolist(), one.confidences[:count].tolist(), count)
+
+    def _tree(self, start: Start, cache: SlotCache, limits: Limits, rule: Branching) -> Drawn:
+        levels = min(limits.levels, limits.most)
+        one = self._begin(start, cache, limits, limits.width * (levels - 1))
+        parents, passes = np.zeros(limits.most, np.int64), ctypes.c_int64()
+        one.struct.probability, one.struct.threshold = rule.scale, rule.threshold
+        tree = structs.Tree(
+            branches=limits.branches,
+            width=limits.width,
+            levels=levels,
+            each=rule.each,
+            least=rule.least,
+            parents=parents.ctypes.data,
+            passes=ctypes.addressof(passes),
+        )
+        count = self._layers.draft(one.call, one.struct, tree)
+        return Drawn(
+            one.tokens[:count].tolist(), one.confidences[:count].tolist(), passes.value, parents[:count].tolist()
+        )
+
+    @torch.inference_mode()
+    def _begin(self, start: Start, cache: SlotCache, limits: Limits, more: int) -> _Call:
+        """Return the arguments of a draft without its rule. more: slots after those of the known tokens."""
+        known, (cos, sin) = start.known, start.rotary
+        at = cache.begin_pass(0, 1, len(known) + more, torch.device("cpu"))
         positions, width = map(int, cos.shape)
         # the kernels overwrite it
-        x = features.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        x = start.features.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         normed = torch.empty_like(x)
-        call, _kept = self._layers.call(FlatTokens.of(at, None).first(count), cache, x, normed)
+        call, kept = self._layers.call(FlatTokens.of(at, None).first(len(known)), cache, x, normed)
         call.turns = 1
         tokens, confidences = np.zeros(limits.most, np.int64), np.zeros(limits.most, np.float32)
-        weights, stops = np.array(rule.weights, np.float64), np.array(limits.ends, np.int64)
-        chain = structs.Chain(
+        stops = np.array(limits.ends, np.int64)
+        struct = structs.Chain(
             embeddings=ctypes.addressof(self._embeddings.struct),
             scores=ctypes.addressof(self._scores.struct),
             token_ids=self._ids_address,
@@ -103,15 +159,12 @@ class NativeChain:
             rotated=width,
             positions=positions,
             is_bf16=self._dtype is torch.bfloat16,
-            known=structs.address(known, (count,), torch.int64),
+            known=structs.address(known, (len(known),), torch.int64),
             most=limits.most,
             ends=stops.ctypes.data if len(stops) else None,
             num_ends=len(stops),
-            probability=rule.probability,
-            threshold=rule.threshold,
-            weights=weights.ctypes.data,
+            weights=confidences.ctypes.data,  # a chain's rule replaces them
             tokens=tokens.ctypes.data,
             confidences=confidences.ctypes.data,
         )
-        drawn = self._layers.draft(call, chain)
-        return tokens[:drawn].tolist(), confidences[:drawn].tolist()
+        return _Call(call, struct, tokens, confidences, (kept, stops))

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.continuation import Branching, Continuation, Drawn
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import Continuation, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.chain import Limits, NativeChain, table_of
+from foresay.models.cpu.chain import Limits, NativeChain, Start, table_of
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct, NativeProduct
@@ -138,27 +139,31 @@ class HeadModel(LanguageModel):
             self._native, table, self._head, None if self._subset is None else self._subset.token_ids, self.dtype
         )
 
-    def draft_greedily(
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if `draft_at_once` is possible."""
+        return self._chain is not None
+
+    def draft_at_once(
         self,
         known: torch.Tensor,
         features: torch.Tensor,
         cache: SlotCache,
-        row: int,
         limits: Limits,
-        rule: Continuation,
-    ) -> tuple[list[int], list[float]] | None:
-        """Draft the tokens after the known ones in one call, with the bits of single passes; None if it is not possible.
+        rule: Continuation | Branching,
+    ) -> Drawn | None:
+        """Draft likeliest tokens after the known ones in one call, with the bits of single passes; None if it is not possible.
 
-        known: [N] int64, at least one token. features: [N, D], those before each. row: of the cache, to which these pairs are
-        added. Returns the tokens and their confidences; see Continuation.
+        known: [N] int64, at least one token. features: [N, D], those before each. cache: of one row, to which these pairs are
+        added. rule: of a chain or of a tree.
         """
-        until = cache.lengths[row] + len(known) + limits.most
+        until = cache.lengths[0] + len(known) + limits.most
         rotary = None if self._chain is None else self._rotary_table.until(until)
         if self._chain is None or rotary is None:
             return None
-        found = self._chain.draft(known, features, cache, row, rotary, limits, rule)
-        cache.lengths[row] += len(known)
-        return found
+        out = self._chain.draft(Start(known, features, rotary), cache, limits, rule)
+        cache.lengths[0] += len(known)
+        return out
 
     @property
     def width(self) -> int:

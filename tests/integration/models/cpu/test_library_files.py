@@ -23,6 +23,7 @@ FUNCTIONS = (
     "check",
     "pass",
     "chain",
+    "tree",
     "multiply",
     "pack",
     "rows",

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Continuation, DraftStep, Logits, ModelInput
+from foresay.decoding.protocols import DraftStep, Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
@@ -80,9 +81,9 @@ def at_once(
     """The same in one call, and the cache."""
     cache = started(head, length)
     tokens, features = pairs(head, length, known)
-    found = head.draft_greedily(tokens[length:], features[length:], cache, 0, limits, rule or Continuation())
-    assert found is not None
-    return *found, cache
+    drawn = head.draft_at_once(tokens[length:], features[length:], cache, limits, rule or Continuation())
+    assert drawn is not None and drawn.parents is None and drawn.passes == len(drawn.token_ids)
+    return drawn.token_ids, drawn.confidences, cache
 
 
 def written(cache: SlotCache, length: int, most: int) -> torch.Tensor:
@@ -138,7 +139,7 @@ def test_a_chain_after_other_known_tokens_has_other_bits() -> None:
     cache, (tokens, features) = started(head, 20), pairs(head, 20, 3)
     known = tokens[20:].clone()
     known[0] += 1
-    head.draft_greedily(known, features[20:], cache, 0, Limits(MOST), Continuation())
+    head.draft_at_once(known, features[20:], cache, Limits(MOST), Continuation())
     assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
 
 
@@ -188,7 +189,7 @@ def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert whole[0] == plain and bool(calls) == (not isinstance(length, ConfidenceLength))
     if isinstance(length, ConstantLength):
         with monkeypatch.context() as patch:
-            patch.setattr(HeadDrafter, "_draw_at_once", lambda *_: False)
+            patch.setattr(HeadDrafter, "_draw_at_once", lambda *_: None)
             assert decoded(1) == whole, "token by token"
         assert not calls
         decoded(1, temperature=1.0, seed=3)
@@ -308,6 +309,6 @@ def test_tokens_drawn_in_one_call_are_counted_as_those_drawn_one_by_one(limit: i
                 if mask is None or not mask:
                     break
             if at_once_:
-                policy.drawn(rows, confidences)
+                policy.drawn(rows, Drawn([0] * len(confidences), confidences, len(confidences)))
             drafts.append((draft, drafter.stops_early))
         assert drafts[0] == drafts[1]
