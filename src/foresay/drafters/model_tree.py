@@ -1,8 +1,9 @@
 """Trees of a draft model's continuations (SpecInfer, Miao et al. 2023; EAGLE-2, Li et al. 2024).
 
-Level by level, the most probable nodes get several children each: the likeliest tokens in greedy rows, tokens drawn without
-replacement in sampled rows. The number of children is decided before they are drawn, and no child is dropped because of its
-token, so that each sampled token keeps the distribution it was drawn from.
+Level by level, the most probable nodes get several children each. In greedy rows these are the likeliest tokens, and the most
+probable of all nodes so far are kept, until a level has none of them. In sampled rows they are drawn without replacement, until
+the budget is used: the number of children is decided before they are drawn, and no child is dropped because of its token, so that
+each keeps the distribution it was drawn from.
 """
 
 from __future__ import annotations
@@ -43,6 +44,23 @@ class _Tree:
     """For each slot, the number of draft tokens up to it."""
     num_expanded: int = 0
     """Number of slots that were considered for children."""
+    stopped: bool = False
+    """No more children, by the length policy."""
+
+    @property
+    def chosen(self) -> bool:
+        """True if tokens are chosen, not drawn, and so may be dropped."""
+        return self.row.params.greedy
+
+    @property
+    def open(self) -> bool:
+        """True if nodes may get children."""
+        return not self.stopped and self.budget > 0 and (self.chosen or len(self.tokens) < self.budget)
+
+    @property
+    def num_children(self) -> int:
+        """Most children of a further node."""
+        return self.budget if self.chosen else self.budget - len(self.tokens)
 
     def first_child(self, slot: int) -> int | None:
         """Return the first child of a slot; None if it has none."""
@@ -54,6 +72,19 @@ class _Tree:
         self.distributions.append(distribution)
         self.scores.append(self.scores[slot] * prob)
         self.depths.append(self.depths[slot] + 1)
+
+    def prune(self) -> None:
+        """Keep the most probable nodes within the budget; of equal ones the earlier, and so a parent before its children."""
+        if not self.chosen or len(self.tokens) <= self.budget:
+            return
+        kept = sorted(sorted(range(1, len(self.scores)), key=lambda slot: -self.scores[slot])[: self.budget])
+        place = {slot: i for i, slot in enumerate(kept)}
+        self.tokens = [self.tokens[slot - 1] for slot in kept]
+        self.parents = [place.get(self.parents[slot - 1] + 1, -1) for slot in kept]
+        self.distributions = [self.distributions[slot - 1] for slot in kept]
+        self.scores = [1.0, *(self.scores[slot] for slot in kept)]
+        self.depths = [0, *(self.depths[slot] for slot in kept)]
+        self.num_expanded = 1 + sum(slot < self.num_expanded for slot in kept)
 
     def next_slots(self, width: int) -> list[int]:
         """Return the `width` most probable slots of the last level, without end tokens."""
@@ -110,12 +141,12 @@ class ModelTreeDrafter(ModelDrafter):
         streams = rows.streams(self.context.model.device)
         nodes: tuple[torch.Tensor, torch.Tensor] | None = None
         while True:
-            slots = [tree.next_slots(self.width) if len(tree.tokens) < tree.budget else [] for tree in trees]
+            slots = [tree.next_slots(self.width) if tree.open else [] for tree in trees]
             if not any(slots):
                 break
             distributions = self._distributions(scores, rows, nodes, slots)
             self._expand(trees, slots, distributions, streams, drawn, policy)
-            if all(len(tree.tokens) >= tree.budget for tree in trees):
+            if not any(tree.open for tree in trees):
                 break
             nodes = _padded(trees, scores.device)
             scores = self._score(trees, starts)
@@ -167,7 +198,7 @@ class ModelTreeDrafter(ModelDrafter):
         """Add the children of each slot, and end the trees of rows that the length policy stops."""
         for i, tree in enumerate(trees):
             for w, slot in enumerate(slots[i]):
-                count = min(self.branches, tree.budget - len(tree.tokens))
+                count = min(self.branches, tree.num_children)
                 index = (
                     -1
                     if distributions.probs is None or distributions.probs_row is None
@@ -188,8 +219,9 @@ class ModelTreeDrafter(ModelDrafter):
         step = _best(trees, slots, distributions)
         mask = None if step is None else policy.keep_drafting(step)
         for tree, on in zip(trees, [] if mask is None else mask.tolist(), strict=False):
-            if not on:
-                tree.budget = len(tree.tokens)
+            tree.stopped = tree.stopped or not on
+        for tree in trees:
+            tree.prune()
 
 
 def _best(trees: Sequence[_Tree], slots: Sequence[Sequence[int]], distributions: Distributions) -> DraftStep | None:

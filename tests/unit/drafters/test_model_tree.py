@@ -1,0 +1,72 @@
+"""Which nodes a tree of a draft model has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelTreeDrafter, model_tree
+from foresay.lengths import ConstantLength
+from foresay.models.table import TableModel
+
+SIZE, BRANCHES, WIDTH = 6, 3, 2
+Path = tuple[int, ...]
+TABLE = TableModel((torch.randn(SIZE, SIZE, SIZE, generator=torch.Generator().manual_seed(4)) * 1.5).exp())
+
+
+def paths(budgets: list[int], temperature: float = 0.0) -> list[list[Path]]:
+    """The proposed nodes of rows that end with tokens 0, 1, 2, ..."""
+    params = SamplingParams(max_new_tokens=40, temperature=temperature)
+    rows = Rows([Row(i, [3, i], params, limit=60, seed=i) for i in range(len(budgets))])
+    drafter = ModelTreeDrafter(TABLE, SIZE, branches=BRANCHES, width=WIDTH)
+    drafter.admit(rows, 0)
+    proposal = drafter.propose(rows, budgets, ConstantLength(8))
+    assert proposal.failure is None
+    out = []
+    parents = (
+        torch.arange(-1, proposal.width - 1).repeat(len(rows), 1) if proposal.parents is None else proposal.parents
+    )
+    for ids, above, n in zip(proposal.token_ids.tolist(), parents.tolist(), proposal.num_tokens, strict=True):
+        nodes: list[Path] = []
+        for token, parent in zip(ids[:n], above[:n], strict=True):
+            nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
+        out.append(nodes)
+    return out
+
+
+def searched(last: int, budget: int) -> set[Path]:
+    """Level by level, the children of the most probable new nodes among the best `budget` of all."""
+    nodes: dict[Path, float] = {}
+    level: list[Path] = [()]
+    while level:
+        newest = {}
+        for path in level:
+            top = TABLE.distribution([3, last, *path]).topk(BRANCHES)
+            for p, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                newest[(*path, token)] = nodes.get(path, 1.0) * p
+        nodes |= newest
+        best = sorted(nodes, key=lambda path: -nodes[path])[:budget]
+        level = sorted((path for path in newest if path in best), key=lambda path: -nodes[path])[:WIDTH]
+    return set(best)
+
+
+@pytest.mark.parametrize("budgets", [[1], [8], [3, 8, 15, 0, 6]])
+def test_greedy_rows_get_the_most_probable_nodes(budgets: list[int]) -> None:
+    for last, (nodes, budget) in enumerate(zip(paths(budgets), budgets, strict=True)):
+        assert len(nodes) == budget and set(nodes) == (searched(last, budget) if budget else set())
+    if max(budgets) > 8:
+        assert max(len(path) for nodes in paths(budgets) for path in nodes) > 2
+
+
+def test_without_pruning_the_first_levels_take_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    monkeypatch.setattr(model_tree._Tree, "chosen", False)
+    [nodes] = paths([15])
+    assert set(nodes) != searched(0, 15)
+
+
+def test_a_sampled_tree_uses_its_budget_and_drops_no_token() -> None:
+    [nodes] = paths([9], temperature=1.0)
+    assert len(nodes) == 9 and [len(path) for path in nodes] == sorted(len(path) for path in nodes)
