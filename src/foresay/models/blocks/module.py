@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from foresay.models.blocks.config import BlockConfig
-from foresay.models.heads.module import FeedForward, layer_shape, rotary_embedding
+from foresay.models.heads.module import FeedForward, RMSNorm, layer_shape, rotary_embedding
 
 
 class BlockModule(nn.Module):
@@ -25,11 +25,11 @@ class BlockModule(nn.Module):
         self.config = config
         shape, width = layer_shape(config.layer), config.hidden_size
         self.fc = nn.Linear(len(config.hidden_layers) * width, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
         self.layers = nn.ModuleList(
             [BlockLayer(shape, normalizes=config.normalizes_queries) for _ in range(config.num_layers)]
         )
-        self.norm = nn.RMSNorm(width, shape.rms_norm_eps)
+        self.norm = RMSNorm(width, shape.rms_norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
         self.lm_head: nn.Linear | None = None
@@ -92,9 +92,9 @@ class BlockLayer(nn.Module):
 
     def __init__(self, shape: LlamaConfig, *, normalizes: bool) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = _Attention(shape, normalizes=normalizes)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
     def forward(
@@ -126,8 +126,8 @@ class _Attention(nn.Module):
         self.k_proj = nn.Linear(width, self.key_heads * dim, bias=False)
         self.v_proj = nn.Linear(width, self.key_heads * dim, bias=False)
         self.o_proj = nn.Linear(self.heads * dim, width, bias=False)
-        self.q_norm = nn.RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
-        self.k_norm = nn.RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
+        self.q_norm = RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
+        self.k_norm = RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
 
     def forward(
         self,

@@ -22,6 +22,15 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.heads.config import HeadConfig
 
 
+class RMSNorm(nn.RMSNorm):
+    """A norm in the precision of its input: PyTorch computes one of two precisions slowly, and warns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize x [..., D]."""
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class HeadModule(nn.Module):
     """The layers of a head. B texts, P pairs of each, hidden size D, K tokens that it can draft."""
 
@@ -32,7 +41,7 @@ class HeadModule(nn.Module):
         shape = layer_shape(config.layer)
         self.fc = nn.Linear(num_states * config.target_hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([_Layer(shape, config.norm_before_residual)])
-        self.norm = nn.RMSNorm(config.hidden_size, shape.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, shape.rms_norm_eps)
         self.lm_head: nn.Linear | None = None
         """[K, D]; None to use the target's rows of the tokens that it can draft."""
         self.embed_tokens: nn.Embedding | None = None
@@ -105,10 +114,10 @@ class _Layer(nn.Module):
         super().__init__()
         width = shape.hidden_size
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = nn.RMSNorm(width, shape.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(width, shape.rms_norm_eps)
+        self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
         self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(width, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
     def forward(

@@ -24,6 +24,7 @@ from foresay.lengths import ConstantLength
 from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
+from foresay.models.heads.module import RMSNorm
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer, unquantized
 from foresay.models.huggingface.recurrent import RecurrentModel
@@ -480,3 +481,10 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
     model.is_shared = True
     with pytest.raises(UnsupportedModelError, match="split by tp_plan"):
         change(generator, drafter=heads[0])
+
+
+def test_a_norm_has_the_precision_of_its_input() -> None:
+    """PyTorch warns of two precisions, and computes slowly."""
+    norm, x = RMSNorm(8, 1e-5), torch.randn(3, 8)
+    assert norm(x.bfloat16()).dtype is torch.bfloat16
+    assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5))
