@@ -68,7 +68,7 @@ def _depths_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     out, rows = np.zeros_like(parents), np.arange(len(parents))
     for node in range(1, parents.shape[1]):
         parent = parents[:, node]
-        out[:, node] = np.where(parent >= 0, out[rows, parent] + 1, 0)
+        out[:, node] = np.where(parent >= 0, out[rows, np.maximum(parent, 0)] + 1, 0)
     return out
 
 

@@ -179,26 +179,27 @@ class HeadDrafter(ReadsTarget):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draft a tree or chains of at most `budget` tokens."""
-        if self.nodes and not self._takes_tree(rows):
+        if self.nodes and not rows.level and not self._takes_tree(rows, policy):  # a cascade fixes its lengths
             budget = [min(n, -(-self.nodes // BRANCHES)) for n in budget]
         return super().propose(rows, budget, policy)
 
-    def _takes_tree(self, rows: Rows) -> bool:
-        is_fixed = rows[0].params.greedy or rows.needs.ignores_drafts
-        return self.nodes > 1 and rows.capabilities.trees and is_fixed and self._is_plain(rows)
+    def _takes_tree(self, rows: Rows, policy: LengthPolicy) -> bool:
+        if self.nodes <= 1 or not rows.capabilities.trees or not self._is_plain(rows, policy):
+            return False
+        return (rows[0].params.greedy or rows.needs.ignores_drafts) and policy.branching(rows) is not None
 
-    def _is_plain(self, rows: Rows) -> bool:
+    def _is_plain(self, rows: Rows, policy: LengthPolicy) -> bool:
         """Return True for a single row whose draft is ended by nothing but the confidence in its likeliest tokens."""
         row = rows[0]
         is_plain = len(rows) == 1 and row.committed is row and self.context.drafts_at_once
         is_plain = is_plain and (row.params.greedy or not self.samples)
-        return is_plain and not (rows.level or rows.needs.confidence or processes(row))
+        return is_plain and not (rows.level or rows.needs.confidence or processes(row) or policy.needs_hidden)
 
     def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> Proposal | None:
         """Draft a single row's likeliest tokens in one call."""
-        if not self._is_plain(rows) or policy.needs_hidden:
+        if not self._is_plain(rows, policy):
             return None
-        is_tree = self._takes_tree(rows)
+        is_tree = self._takes_tree(rows, policy)
         rule = policy.branching(rows) if is_tree else policy.continuation(rows)
         most = min(chain.room[0], self.nodes) if is_tree else chain.room[0]
         limits = Limits(most, tuple(rows[0].eos), BRANCHES, WIDTH, LEVELS)

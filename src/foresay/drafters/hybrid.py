@@ -37,7 +37,8 @@ class Hybrid(Drafter):
     def __init__(self, lookup: NgramDrafter[Any], other: Drafter, *, min_match: int = 3, k: int = 5) -> None:
         """lookup: the n-gram drafter. other: the fallback, which drafts at most `k` tokens.
 
-        Raises ConfigError if the first is no n-gram drafter or either proposes trees.
+        Raises ConfigError if the first is no n-gram drafter or either always proposes trees; a HeadDrafter with `nodes` does so
+        where rule and target take them.
         """
         if not isinstance(lookup, NgramDrafter):
             raise ConfigError(

@@ -313,15 +313,16 @@ class MeasuredDrafter:
             for i, n in enumerate((1, drafted > 0, accepted > 0, accepted, drafted)):
                 self.sums[i] += n
             if draft.tree is not None:
-                self._trees.add(row, accepted, sum(draft.tree.confidences))
-                self._count_further(accepted, min(accepted + 1, draft.tree.passes))
+                if step.finish_reason is None:  # else it may be cut
+                    self._trees.add(row, accepted, sum(draft.tree.confidences))
+                self._count_further(accepted, len(step.tested))
             elif drafted:
                 self._count(row, kinds[: min(accepted + 1, drafted)], accepted)
 
     def _count_further(self, accepted: int, tested: int) -> None:
         """Count the tokens after the first one, of a chain or of a tree's path."""
         self._further[0] += max(accepted - 1, 0)
-        self._further[1] += tested - 1
+        self._further[1] += max(tested - 1, 0)
 
     def _count(self, row: Row, tested: Sequence[int], accepted: int) -> None:
         """Count a row's tested tokens by kind, of which the first ones were accepted."""

@@ -47,7 +47,8 @@ def rate(policy: Any, steps: int, *, column: float, start_s: float, pass_s: floa
         numbers = random.Random(step)
         levels = [numbers.choice((SURE, UNSURE)) for _ in range(LEVELS)]
         [most] = policy.budget(rows)
-        accepted, nodes, passes = 0, {}, 0
+        accepted, depths, passes = 0, 0, 0
+        nodes: dict[Path, float] = {}
         if most:
             nodes, passes = grown(policy.branching(rows), most, levels)
             policy.drawn(rows, Drawn([0] * len(nodes), list(nodes.values()), passes, [0] * len(nodes)))
@@ -63,9 +64,13 @@ def rate(policy: Any, steps: int, *, column: float, start_s: float, pass_s: floa
                     break
                 path = (*path, found)
             accepted = len(path)
+            depths = accepted + any(node[:-1] == path for node in nodes)
         draft_s = start_s + pass_s * passes if most else 0.0
         total = draft_s + 1 + column * len(nodes)
-        policy.observe(rows, [Step(0, (0,) * (accepted + 1), (), len(nodes), accepted, draft_s=draft_s, total_s=total)])
+        policy.observe(
+            rows,
+            [Step(0, (0,) * (accepted + 1), (), len(nodes), accepted, (1,) * depths, draft_s=draft_s, total_s=total)],
+        )
         seconds, tokens = seconds + total, tokens + accepted + 1
     return tokens / seconds
 

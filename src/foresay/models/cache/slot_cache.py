@@ -146,7 +146,7 @@ def _ancestors_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     out, rows = np.tile(np.eye(width, dtype=np.bool_), (batch, 1, 1)), np.arange(batch)
     for column in range(1, width):
         above = parents[:, column]
-        out[:, column] |= out[rows, above] & (above >= 0)[:, None]
+        out[:, column] |= out[rows, np.maximum(above, 0)] & (above >= 0)[:, None]
     return out
 
 

@@ -20,6 +20,8 @@ from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct, NativeProduct
 
+_NO_WEIGHTS = np.ones(10)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -163,7 +165,7 @@ class NativeChain:
             most=limits.most,
             ends=stops.ctypes.data if len(stops) else None,
             num_ends=len(stops),
-            weights=confidences.ctypes.data,  # a chain's rule replaces them
+            weights=_NO_WEIGHTS.ctypes.data,  # a chain's rule has its own
             tokens=tokens.ctypes.data,
             confidences=confidences.ctypes.data,
         )

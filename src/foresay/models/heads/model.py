@@ -142,7 +142,7 @@ class HeadModel(LanguageModel):
     @property
     def drafts_at_once(self) -> bool:
         """True if `draft_at_once` is possible."""
-        return self._chain is not None
+        return self._chain is not None and self._rotary_table.until(0) is not None
 
     def draft_at_once(
         self,

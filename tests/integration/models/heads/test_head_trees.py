@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.continuation import Branching, Drawn
 from foresay.decoding.protocols import DraftStep, Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import HeadDrafter, Hybrid, SuffixDrafter
+from foresay.drafters import Cascade, HeadDrafter, Hybrid, SuffixDrafter
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.cpu.chain import Limits, NativeChain
@@ -191,7 +191,7 @@ def test_scores_that_are_no_numbers_give_no_nodes() -> None:
     assert drawn is not None and not drawn.token_ids
 
 
-@pytest.mark.parametrize("length", [ConstantLength(9), ConfidenceLength(0.2, high=5)])
+@pytest.mark.parametrize("length", [ConstantLength(9), ConfidenceLength(0.0, high=8)])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_who_drafts_trees(length: Any, hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Single rows whose output does not depend on the draft; and the output is plain decoding's."""
@@ -217,6 +217,7 @@ def test_who_drafts_trees(length: Any, hybrid: bool, monkeypatch: pytest.MonkeyP
     drafted = decoded(1)
     assert bool(trees) == (not isinstance(length, ConfidenceLength))
     if not isinstance(length, ConstantLength):
+        assert max(n for n, _ in drafted) == 3, "a chain of a quarter"
         return
     assert any(0 < accepted < n for n, accepted in drafted) and max(accepted for _, accepted in drafted) > 1
     decoded(1, rule="match", temperature=1.0, seed=3)
@@ -256,6 +257,27 @@ def test_a_policy_with_a_rule_of_its_own_gets_chains(length: Any) -> None:
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length, max_batch_size=1)
     assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
+
+
+def test_a_head_whose_rotation_depends_on_the_length_drafts_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target(torch.float32, vocab=7)
+    head = HeadModel(random_head(model, seed=5, gain=1.0), model)
+    assert head.drafts_at_once
+    monkeypatch.setattr(head._rotary_table, "_static", False)
+    assert not head.drafts_at_once
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    _, steps, engine = run(model, PROMPTS, params, drafter=HeadDrafter(head, 7, nodes=9), gamma=9, max_batch_size=1)
+    assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 3
+
+
+def test_a_cascade_keeps_its_lengths() -> None:
+    model = target(torch.float32, vocab=7)
+    head = HeadModel(random_head(model, seed=5, gain=1.0), model)
+    cascade = Cascade([HeadDrafter(head, 7, nodes=9)], [[8]])
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    out, steps, engine = run(model, PROMPTS, params, drafter=cascade, gamma=8, max_batch_size=1)
+    assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 8
+    assert out == run(model, PROMPTS, params, gamma=0)[0]
 
 
 def test_numbers_of_nodes_are_checked() -> None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -103,6 +104,14 @@ def test_a_mask_that_lets_siblings_see_each_other(monkeypatch: pytest.MonkeyPatc
 def test_ancestors_by_hand() -> None:
     seen = ancestors_of(torch.tensor([[-1, -1, 0, 2, 1]]))[0].int().tolist()
     assert seen == [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 1, 0, 0, 1]]
+    assert depths_of(torch.tensor([[-1, -1, 0, 2, 1]])).tolist() == [[0, 0, 1, 2, 1]]
+
+
+def test_padding_may_have_any_parents() -> None:
+    """A proposal of several rows is checked up to each row's last node."""
+    parents = torch.tensor([[-1, -100, -9]])
+    assert depths_of(parents).tolist() == [[0, 0, 0]]
+    assert torch.equal(ancestors_of(parents)[0], torch.eye(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
