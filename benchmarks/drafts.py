@@ -307,7 +307,9 @@ def main() -> int:
             "drafting / plain pass",
         )
         text = [*report.text, environment("as above"), table(header, report.rows)]
-        return publish("drafts", figures, args, legend=LEGEND, model=f"{MODEL} in bf16 and 4 bits", text=text)
+        names = {"bf16": f"{MODEL} in bf16", "int4": f"{MODEL} in 4 bits", "real": Path(args.real or "").stem}
+        model = ", ".join(names[part] for part in args.only or parts)
+        return publish("drafts", figures, args, legend=LEGEND, model=model, text=text)
 
     return measured(parts, args.only, written)
 
