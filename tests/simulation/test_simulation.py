@@ -1,4 +1,4 @@
-"""10,000 simulated runs of the server keep every invariant; broken versions do not. `scripts/simulation SEED` repeats one run."""
+"""5,000 simulated runs of the server keep every invariant; broken versions do not. `scripts/simulation SEED` repeats one run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from simulation.bodies import BODIES
 from simulation.model import HashCache
 from simulation.run import Simulation, plain_text, reference, simulate
 
-SEEDS, PART = 10_000, 250
+SEEDS, PART = 5_000, 250
 
 
 @pytest.fixture(autouse=True)
