@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from foresay.decoding.continuation import Branching, Drawn
-from foresay.decoding.protocols import DraftStep, Logits, ModelInput
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, Hybrid, SuffixDrafter
 from foresay.errors import ConfigError
-from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
+from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.cpu.chain import Limits, NativeChain
 from foresay.models.heads.config import NEXT
 from foresay.models.heads.model import HeadModel
@@ -234,29 +234,6 @@ def test_who_drafts_trees(length: Any, hybrid: bool, monkeypatch: pytest.MonkeyP
         assert max(n for n, _ in steps) <= (9 if refused == {"nodes": 0} else 3), "chains of a quarter"
     decoded(3)
     assert not trees
-
-
-class Two(ConstantLength):
-    """A policy with a rule of its own."""
-
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
-        return step.index + 1 < 2
-
-
-class TwoMeasured(ThroughputLength):
-    """The same over measured lengths."""
-
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
-        return step.index + 1 < 2
-
-
-@pytest.mark.parametrize("length", [Two(5), TwoMeasured()])
-def test_a_policy_with_a_rule_of_its_own_gets_chains(length: Any) -> None:
-    model = target(torch.float32, vocab=7)
-    drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7, nodes=8)
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length, max_batch_size=1)
-    assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
 
 
 def test_a_head_whose_rotation_depends_on_the_length_drafts_chains(monkeypatch: pytest.MonkeyPatch) -> None:
