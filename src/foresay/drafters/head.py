@@ -179,14 +179,15 @@ class HeadDrafter(ReadsTarget):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draft a tree or chains of at most `budget` tokens."""
-        if self.nodes and not rows.level and not self._takes_tree(rows, policy):  # a cascade fixes its lengths
+        if self.nodes and not rows.level and self._tree_rule(rows, policy) is None:  # a cascade fixes its lengths
             budget = [min(n, -(-self.nodes // BRANCHES)) for n in budget]
         return super().propose(rows, budget, policy)
 
-    def _takes_tree(self, rows: Rows, policy: LengthPolicy) -> bool:
+    def _tree_rule(self, rows: Rows, policy: LengthPolicy) -> Branching | None:
+        """Return the rule of the rows' tree; None if they get chains."""
         if self.nodes <= 1 or not rows.capabilities.trees or not self._is_plain(rows, policy):
-            return False
-        return (rows[0].params.greedy or rows.needs.ignores_drafts) and policy.branching(rows) is not None
+            return None
+        return policy.branching(rows) if rows[0].params.greedy or rows.needs.ignores_drafts else None
 
     def _is_plain(self, rows: Rows, policy: LengthPolicy) -> bool:
         """Return True for a single row whose draft is ended by nothing but the confidence in its likeliest tokens."""
@@ -199,9 +200,9 @@ class HeadDrafter(ReadsTarget):
         """Draft a single row's likeliest tokens in one call."""
         if not self._is_plain(rows, policy):
             return None
-        is_tree = self._takes_tree(rows, policy)
-        rule = policy.branching(rows) if is_tree else policy.continuation(rows)
-        most = min(chain.room[0], self.nodes) if is_tree else chain.room[0]
+        tree = self._tree_rule(rows, policy)
+        rule = tree or policy.continuation(rows)
+        most = chain.room[0] if tree is None else min(chain.room[0], self.nodes)
         limits = Limits(most, tuple(rows[0].eos), BRANCHES, WIDTH, LEVELS)
         drawn = rule and self.context.draft_at_once(self.context.view(rows), limits, rule)
         if not drawn:

@@ -81,6 +81,8 @@ inline int tenth(float confidence) {
     return confidence > 0.0f ? std::min(static_cast<int>(10.0 * static_cast<double>(confidence)), 9) : 0;
 }
 
+inline bool ends(const Chain &c, int64_t token) { return std::find(c.ends, c.ends + c.num_ends, token) != c.ends + c.num_ends; }
+
 // Reads the first layer's input: the embeddings of a pass's tokens, and the outputs in pass.x before each of them.
 inline void read_inputs(const Chain &c, const int64_t *tokens, const Pass &pass, int64_t hidden, float *read) {
     for (int64_t i = 0; i < pass.tokens; i++, read += 2 * hidden) {
@@ -116,7 +118,7 @@ template <class F> int64_t draft(const Model &model, const Pass &first, const Ch
         token = c.token_ids == nullptr ? best : c.token_ids[best];
         c.tokens[count] = token, c.confidences[count] = confidence;
         count++;
-        if (std::find(c.ends, c.ends + c.num_ends, token) != c.ends + c.num_ends) break;
+        if (ends(c, token)) break;
         probability *= c.weights[tenth(confidence)];
         if (!(probability > c.threshold)) break;
         // the next pass is over this token alone

@@ -112,14 +112,12 @@ class TreeDraft {
         std::stable_sort(indices.begin(), indices.end(), [&](int64_t a, int64_t b) { return nodes_[a].probability > nodes_[b].probability; });
     }
 
-    bool ends(int64_t token) const { return std::find(chain_.ends, chain_.ends + chain_.num_ends, token) != chain_.ends + chain_.num_ends; }
-
     // Chooses the nodes of the newest level that get children, into fed_; returns whether there are any that pay.
     bool choose() {
         std::vector<int64_t> open, all(nodes_.size());
         for (size_t i = 0; i < all.size(); i++) {
             all[i] = static_cast<int64_t>(i);
-            if (i >= newest_ && !ends(nodes_[i].token)) open.push_back(all[i]);
+            if (i >= newest_ && !ends(chain_, nodes_[i].token)) open.push_back(all[i]);
         }
         order(open), order(all);
         // no child is more probable than its parent: one below the last kept node would not be kept
