@@ -213,14 +213,14 @@ class TwoMeasured(ThroughputLength):
         return step.index + 1 < 2
 
 
-@pytest.mark.parametrize("length", [Two(5), TwoMeasured()])
+@pytest.mark.parametrize("length", [lambda: Two(5), TwoMeasured])
 @pytest.mark.parametrize("nodes", [0, 8])
 def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any, nodes: int) -> None:
     """Of a chain, also where trees could be drafted."""
     model = target(torch.float32, vocab=7)
     drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7, nodes=nodes)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length, max_batch_size=1)
+    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length(), max_batch_size=1)
     assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
 
 
