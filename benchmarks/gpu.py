@@ -3,15 +3,17 @@
     python benchmarks/gpu.py [--small] [--device cuda|cpu] [--steps N] [--write]
 
 A target with the shapes of a Llama of 7 billion weights and a draft of three layers, both in bf16 and passed as objects. Passes
-are captured as CUDA graphs: the script sets FORESAY_GRAPHS=1 unless it is set. `--small` uses shapes that fit anywhere; it is
-the default without a GPU, where passes are repeated from the same buffers instead of captured. Random models agree by chance
-alone, so that a speculative step here is one draft chain, one pass of the target and one token.
+are captured as CUDA graphs unless FORESAY_GRAPHS=0 is set. `--small` uses shapes that fit anywhere; it is the default without a
+GPU, where passes are repeated from the same buffers instead of captured. Random models agree by chance alone, so that a
+speculative step here is one draft chain, one pass of the target and one token.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -24,9 +26,10 @@ import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.lab.measure.roofline import floor
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.graphs import SWITCH, GraphedPasses
+from foresay.models.huggingface.graphs import GraphedPasses
 
 GAMMA = 5
+WARM_UP, WARM_UP_RUNS, RUNS = 16, 2, 5
 LEGEND = {
     "weights_gb": ("weights, GB", ""),
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
@@ -35,6 +38,7 @@ LEGEND = {
     "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
     "batch32_over_1": ("pass over 32 rows / over 1", "<= 1.4"),
     "replays": ("passes that were replayed", ""),
+    "without_graphs": ("pass over 1 row x 1 token without graphs / with", ""),
     "draft_ms_per_token": ("pass of the draft, ms", "<= 0.5"),
     "plain_decoding_ms": ("step of plain decoding, ms", ""),
     "speculative_step_over_plain": ("speculative step with 5 draft tokens / plain step", "<= 1.5"),
@@ -78,31 +82,39 @@ def model_of(shape: tuple[int, int, int, int], vocabulary: int, device: torch.de
     return model.eval()
 
 
-def step(model: CausalModel, batch: int, tokens: int, repeats: int) -> float:
-    """Median seconds of a pass over rows with CONTEXT tokens each, the device's work included."""
-    prompt = random_prompt(batch, model.device, 1000)
-    passes = [(model, filled(model, prompt), ModelInput(prompt[:, :tokens].contiguous(), [tokens] * batch))]
+def pass_times(model: CausalModel, shapes: Sequence[tuple[int, int]], repeats: int) -> list[float]:
+    """Median seconds of passes over (rows, tokens per row) after CONTEXT tokens each, in turn, the device's work included."""
+    passes = []
+    for batch, tokens in shapes:
+        prompt = random_prompt(batch, model.device, 1000)
+        given = ModelInput(prompt[:, :tokens].contiguous(), [tokens] * batch)
+        passes.append((model, filled(model, prompt), given))
 
     def wait() -> None:
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
 
-    pass_seconds(passes, 4, wait)  # seen once, captured, compared twice
-    return pass_seconds(passes, repeats, wait)[0]
+    pass_seconds(passes, WARM_UP, wait)  # seen once, captured, compared twice; and a device at its full clock
+    return pass_seconds(passes, repeats, wait)
 
 
-def per_step(generator: foresay.Generator, steps: int) -> float:
-    """Seconds of a decoding step without the prompt, from the difference of two output lengths."""
+def seconds_per_step(generators: Sequence[foresay.Generator], steps: int) -> list[float]:
+    """Seconds of a decoding step of each without the prompt: differences of two output lengths, medians of runs in turn."""
     prompt = list(range(5, 5 + CONTEXT))
-    times, counts = [], []
-    for new in (steps // 4, steps):
-        params = foresay.SamplingParams(max_new_tokens=new)
-        generator.generate([prompt], params)
+    lengths = (steps // 4, steps)
+
+    def run(generator: foresay.Generator, new: int) -> tuple[float, int]:
         began = perf_counter()
-        result = generator.generate([prompt], params)[0]
-        times.append(perf_counter() - began)
-        counts.append(len(result.steps))
-    return (times[1] - times[0]) / (counts[1] - counts[0])
+        result = generator.generate([prompt], foresay.SamplingParams(max_new_tokens=new))[0]
+        return perf_counter() - began, len(result.steps)
+
+    took: list[list[float]] = [[] for _ in generators]
+    for turn in range(WARM_UP_RUNS + RUNS):
+        for times, generator in zip(took, generators, strict=True):
+            (short, few), (long, many) = (run(generator, new) for new in lengths)
+            if turn >= WARM_UP_RUNS:
+                times.append((long - short) / (many - few))
+    return [statistics.median(times) for times in took]
 
 
 def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
@@ -115,22 +127,25 @@ def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
         model.graphs = GraphedPasses(model.fused.by_operations, lambda run: run, device)
     bound = floor(model)
     assert bound is not None
-    one = step(model, 1, 1, repeats)
+    one, eight, batch = pass_times(model, [(1, 1), (1, 8), (32, 1)], repeats)
     out: Figures = {
         "weights_gb": bound.weight_bytes / 1e9,
         "bandwidth_gb_per_s": bound.bytes_per_s / 1e9,
         "plain_step_ms": 1e3 * one,
         "plain_step_over_floor": one / bound.seconds(1, CONTEXT),
-        "tokens8_over_1": step(model, 1, 8, repeats) / one,
-        "batch32_over_1": step(model, 32, 1, repeats) / one,
+        "tokens8_over_1": eight / one,
+        "batch32_over_1": batch / one,
         "replays": 0 if model.graphs is None else model.graphs.replays,
     }
+    graphs, model.graphs = model.graphs, None
+    out["without_graphs"] = pass_times(model, [(1, 1)], repeats)[0] / one
+    model.graphs = graphs
     drafts: Any = foresay.load(draft, drafter="none").target.model
-    alone = per_step(plain, repeats)
+    alone, together = seconds_per_step([plain, speculating], repeats)
     return out | {
-        "draft_ms_per_token": 1e3 * step(drafts, 1, 1, repeats),
+        "draft_ms_per_token": 1e3 * pass_times(drafts, [(1, 1)], repeats)[0],
         "plain_decoding_ms": 1e3 * alone,
-        "speculative_step_over_plain": per_step(speculating, repeats) / alone,
+        "speculative_step_over_plain": together / alone,
     }
 
 
@@ -140,14 +155,13 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=64, help="timed passes of each figure (default: 64)")
     args = parsed(parser)
-    os.environ.setdefault(SWITCH, "1")
     if args.device == "cpu":
         os.environ["FORESAY_NATIVE"] = "0"  # PyTorch operations, as on a GPU
     shapes = SMALL if args.small or args.device == "cpu" else LARGE
     figures = figures_of(shapes, torch.device(args.device), args.steps)
     for key, value in figures.items():
         log(f"  {key}: {value:.3f}")
-    captured = args.device == "cuda" and os.environ[SWITCH] == "1" and figures["replays"]
+    captured = args.device == "cuda" and figures["replays"]
     model = f"random Llama {'small shapes' if shapes is SMALL else 'of 7B'} in bf16, on {args.device}, "
     model += "passes captured as CUDA graphs" if captured else "passes not captured"
     return publish("gpu", figures, args, legend=LEGEND, model=model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, SelfDrafter
+from foresay.models.cache.stores import SpareStores
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.graphs import SWITCH
@@ -68,7 +71,7 @@ def test_a_cascade_on_the_gpu_decodes_without_failing(temperature: float) -> Non
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
 def test_captured_passes_write_what_passes_write(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """CUDA graphs of the target, of a draft model and of the target's first layers."""
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.delenv(SWITCH, raising=False)
     params = SamplingParams(max_new_tokens=60)
     wanted = run(CausalModel(make(family).to("cuda")), PROMPTS, params, gamma=0)[0]
     target, draft = CausalModel(make(family).to("cuda")), CausalModel(make(family, seed=1).to("cuda"))
@@ -82,3 +85,31 @@ def test_captured_passes_write_what_passes_write(monkeypatch: pytest.MonkeyPatch
     for model in (target, draft, short):
         assert model.graphs is not None
         assert (model.graphs.off, model.graphs.replays > 20) == (None, True)
+
+
+def test_passes_are_captured_again_after_every_graph_was_dropped() -> None:
+    """PyTorch discards a memory pool with its last graph; a capture into it then fails."""
+    target = CausalModel(make("llama").to("cuda"))
+    target.use_fused()
+    assert target.graphs is not None
+    params, replays = SamplingParams(max_new_tokens=12), 0
+    wanted = run(target, PROMPTS, params, gamma=0)[0]
+    for _ in range(3):
+        target._spare = SpareStores()
+        gc.collect()
+        assert not target.graphs._recordings
+        assert run(target, PROMPTS, params, gamma=0)[0] == wanted
+        assert (target.graphs.off, target.graphs.replays > replays) == (None, True)
+        replays = target.graphs.replays
+
+
+def test_joined_weights_are_in_memory_once() -> None:
+    model = make("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).to("cuda")
+    before = torch.cuda.memory_allocated()
+    target = CausalModel(model)
+    target.use_fused()
+    assert torch.cuda.memory_allocated() - before < 1e6
+    first = model.model.layers[0]
+    assert first.self_attn.q_proj.weight.untyped_storage().data_ptr() == (
+        first.self_attn.v_proj.weight.untyped_storage().data_ptr()
+    )

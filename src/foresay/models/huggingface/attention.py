@@ -2,8 +2,8 @@
 
 Owns which slots of its row a query attends to. A mask evaluates the family's own mask function (causal, sliding, chunked) at
 each row's absolute positions, so ragged rows need no padding. Grouped query heads are folded into query rows and padded to a
-multiple of four: PyTorch's CPU kernel takes another code path for fewer, and bits would depend on whether a pass contains draft
-tokens. Outside a foresay pass both functions call those of transformers.
+multiple of four on a CPU: PyTorch's kernel takes another code path for fewer there, and bits would depend on whether a pass
+contains draft tokens. Outside a foresay pass both functions call those of transformers.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def attention(
     group = heads // key.shape[1]
     rows = group * columns
     folded = query.reshape(batch, key.shape[1], rows, dim)
-    folded = _padded(folded, rows)
+    folded = _padded(folded)
     whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # not supported by the CPU kernel
     masks = _folded_masks(at, attention_mask.to(query.device), position_bias, group, rows, whole)
     if len(masks) == 1:
@@ -113,9 +113,9 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _padded(folded: torch.Tensor, rows: int) -> torch.Tensor:
-    """Pad [..., rows, D] with zero rows to a multiple of QUERY_ROWS."""
-    missing = -rows % QUERY_ROWS
+def _padded(folded: torch.Tensor) -> torch.Tensor:
+    """Pad [..., rows, D] on a CPU with zero rows to a multiple of QUERY_ROWS."""
+    missing = -folded.shape[-2] % QUERY_ROWS if folded.device.type == "cpu" else 0
     return F.pad(folded, (0, 0, 0, missing)) if missing else folded
 
 
@@ -136,7 +136,7 @@ def _folded_masks(
         folded = folded.reshape(folded.shape[0], -1, rows, folded.shape[3])
     elif group > 1:
         folded = folded.repeat(1, 1, group, 1)
-    folded = _padded(folded, rows)
+    folded = _padded(folded)
     masks = [folded] if whole else [folded[..., a:b].contiguous() for a, b in spans(mask.shape[-1])]
     at.folded[key] = (mask, bias, masks)
     return masks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
@@ -25,13 +25,18 @@ from foresay.models.huggingface import attention
 logger = logging.getLogger("foresay")
 
 SWITCH = "FORESAY_GRAPHS"
-"""Environment variable: "1" captures passes. Off by default: no published figure was measured with captured passes."""
+"""Environment variable: "0" captures nothing."""
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Columns of captured passes. A pass is padded to the next of these; one with more columns is not captured."""
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows of captured passes, padded likewise."""
+MAX_TOKENS = 512
+"""Most tokens of a captured pass, rows times columns: a larger one keeps the GPU busy without a graph."""
 MAX_RECORDINGS = 48
-"""Most recordings per cache; the least recently used one is dropped."""
+"""Most recordings per cache. The least recently used one is dropped for a shape that occurred `_REPLACES` times."""
+_OCCURS, _REPLACES = 2, 16
+"""Occurrences of a shape before it is captured: where nothing is dropped for it, and otherwise. A capture takes as long as about
+eight passes without a graph."""
 _TOLERANCE = 2e-2
 """Largest allowed difference from the same pass without a graph, as a share of the range of its scores."""
 
@@ -61,7 +66,7 @@ class Shape:
         # padding rows overwrite the rows after the batch, so these must be empty
         last = model_input.first_row + batch >= cache.rows_in_use
         rows, columns = _smallest(ROWS, batch) if last else batch, _smallest(COLUMNS, width)
-        if rows is None or columns is None or rows > ROWS[-1]:
+        if rows is None or columns is None or rows > ROWS[-1] or rows * columns > MAX_TOKENS:
             return None
         longest = max(cache.lengths[model_input.first_row : model_input.first_row + batch])
         kind = (
@@ -99,6 +104,27 @@ class Buffers:
         return Placement.after(self.starts, self.shape.columns, self.shape.first_row, self.shape.width, self.parents)
 
 
+class _Results:
+    """Memory for the outputs of all recordings over a cache: each replay's are copied before the next one."""
+
+    def __init__(self) -> None:
+        self._memory: dict[object, torch.Tensor] = {}
+
+    def keep(self, outputs: Outputs) -> Outputs:
+        """Return copies of the outputs in this memory. It grows by a new allocation; recordings keep what they write to."""
+        scores, states = outputs
+        return (
+            None if scores is None else self._copied("scores", scores),
+            {layer: self._copied(layer, state) for layer, state in states.items()},
+        )
+
+    def _copied(self, name: object, value: torch.Tensor) -> torch.Tensor:
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < value.numel() or memory.dtype != value.dtype:
+            memory = self._memory[name] = torch.empty_like(value, memory_format=torch.contiguous_format).view(-1)
+        return memory[: value.numel()].view(value.shape).copy_(value)
+
+
 @dataclass(slots=True)
 class _Recording:
     buffers: Buffers
@@ -112,20 +138,31 @@ class _Recordings:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.by_shape: OrderedDict[Shape, _Recording | None] = OrderedDict()
-        """Recordings in order of use; None for a shape that occurred only once."""
+        self.results = _Results()
+        self.by_shape: OrderedDict[Shape, _Recording] = OrderedDict()
+        """In order of use."""
+        self._occurred: Counter[Shape] = Counter()
 
     def get(self, shape: Shape) -> _Recording | None:
-        """Return the recording of a shape, which becomes the most recently used; None if there is none yet."""
-        self.by_shape.setdefault(shape, None)
-        self.by_shape.move_to_end(shape)
-        while len(self.by_shape) > MAX_RECORDINGS:
+        """Return the recording of a shape, which becomes the most recently used; None if there is none."""
+        if shape in self.by_shape:
+            self.by_shape.move_to_end(shape)
+        return self.by_shape.get(shape)
+
+    def is_due(self, shape: Shape) -> bool:
+        """Count an occurrence of a shape without a recording; True if it is to be captured."""
+        self._occurred[shape] += 1
+        return self._occurred[shape] >= (_OCCURS if len(self.by_shape) < MAX_RECORDINGS else _REPLACES)
+
+    def add(self, shape: Shape, recording: _Recording) -> None:
+        """Add the recording of a shape, for which the least recently used one may be dropped."""
+        if len(self.by_shape) == MAX_RECORDINGS:
             self.by_shape.popitem(last=False)
-        return self.by_shape[shape]
+        self.by_shape[shape], self._occurred[shape] = recording, 0
 
 
 class GraphedPasses:
-    """Forward passes over a cache, captured when their shape occurs for the second time."""
+    """Forward passes over a cache, captured when their shape has occurred before."""
 
     def __init__(
         self,
@@ -136,7 +173,7 @@ class GraphedPasses:
         """run: computes a pass from (token_ids [B, T], placement, cache, hidden layers to return, True to compute scores)."""
         self._run, self._capture, self._device = run, capture, device
         self._recordings: WeakKeyDictionary[Stores, _Recordings] = WeakKeyDictionary()
-        self.off: str | None = None if os.environ.get(SWITCH) == "1" else f"{SWITCH}=1 is not set"
+        self.off: str | None = f"{SWITCH}=0 is set" if os.environ.get(SWITCH) == "0" else None
         """Reason why nothing is captured, or None."""
         self.replays = 0
         """Number of replayed passes."""
@@ -154,12 +191,13 @@ class GraphedPasses:
         recordings = self._recordings.get(stores)
         if recordings is None or recordings.version != stores.version:
             recordings = self._recordings[stores] = _Recordings(stores.version)
-        seen_before, recording = shape in recordings.by_shape, recordings.get(shape)
-        if not seen_before:
+        recording = recordings.get(shape)
+        if recording is None and not recordings.is_due(shape):
             return None
         try:
             if recording is None:
-                recording = recordings.by_shape[shape] = self._record(shape, model_input, cache)
+                recording = self._record(shape, model_input, cache, recordings.results)
+                recordings.add(shape, recording)
             recording.buffers.fill(model_input, cache)
             out = recording.replay()
             if recording.compared < 2:
@@ -173,7 +211,7 @@ class GraphedPasses:
         self.replays += 1
         return _cut(out, *model_input.token_ids.shape)
 
-    def _record(self, shape: Shape, model_input: ModelInput, cache: SlotCache) -> _Recording:
+    def _record(self, shape: Shape, model_input: ModelInput, cache: SlotCache, results: _Results) -> _Recording:
         assert isinstance(cache.tensors, Stores)
         buffers, stores_ref = Buffers(shape, self._device), ref(cache.tensors)
         buffers.fill(model_input, cache)
@@ -181,7 +219,7 @@ class GraphedPasses:
         def run() -> Outputs:
             stores = stores_ref()
             assert stores is not None
-            return self._run_eagerly(buffers, SlotCache.over(stores))
+            return results.keep(self._run_eagerly(buffers, SlotCache.over(stores)))
 
         return _Recording(buffers, self._capture(run))
 
@@ -208,6 +246,7 @@ class GraphedPasses:
 def cuda_graphs(device: torch.device) -> Capture:
     """Return a capture function by CUDA graphs that share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
+    holders: list[torch.cuda.CUDAGraph] = []
 
     def capture(run: Replay) -> Replay:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -216,6 +255,10 @@ def cuda_graphs(device: torch.device) -> Capture:
             for _ in range(2):
                 run()
         torch.cuda.current_stream(device).wait_stream(stream)
+        if not holders:  # PyTorch discards a pool with its last graph, and recordings are dropped with their cache
+            holders.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(holders[0], pool=pool, capture_error_mode="thread_local"):
+                torch.zeros(1, device=device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             out = run()

@@ -28,6 +28,7 @@ from foresay.models.huggingface.frozen import (
     JointLinear,
     UsualGate,
 )
+from foresay.models.huggingface.joined import joinable, joined
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
 JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
@@ -51,6 +52,8 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
             return InPlaceProduct([layer.weight for layer in plain], [layer.bias for layer in plain])
     if len(layers) == 1:
         return first
+    if not plain and joinable(layers):
+        return joined(layers)
     return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 

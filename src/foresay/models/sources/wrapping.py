@@ -137,7 +137,7 @@ def check_scores(name: str, model: LanguageModel) -> None:
     source = ids.tolist() if model.capabilities.reads_source else None
     cache = model.new_cache()
     model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=len(ids) + 1, source=source)]), 0, cache)
-    scores = model.forward(ModelInput(ids[None], [len(ids)]), cache).scores()
+    scores = model.forward(ModelInput(ids[None].to(model.device), [len(ids)]), cache).scores()
     valid = torch.isfinite(scores) | (scores == -torch.inf)  # -inf: ids without an output
     if not bool(valid.all()) or not bool(torch.isfinite(scores).any(-1).all()):
         raise ModelLoadError(f"{name!r} cannot be used: it gives scores that are not finite; download its files again")

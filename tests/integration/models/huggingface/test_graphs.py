@@ -20,7 +20,7 @@ from foresay.drafters.model import ModelDrafter
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import fused, linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.graphs import MAX_RECORDINGS, SWITCH, GraphedPasses, Replay, Shape
+from foresay.models.huggingface.graphs import COLUMNS, MAX_RECORDINGS, SWITCH, GraphedPasses, Replay, Shape
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
@@ -60,11 +60,6 @@ def recorded(run: Replay) -> Replay:
     with Tape() as tape:
         out = run()
     return lambda: tape.again(out)  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def _capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture(autouse=True)
@@ -222,15 +217,53 @@ def test_a_cache_that_grows_is_recorded_anew() -> None:
 
 
 def test_few_recordings_are_held() -> None:
-    model = graphed(capture=lambda run: run)
+    """Fifty shapes in turn: two of them are not captured until they are frequent, and then take the place of others."""
+    captured: list[int] = []
+
+    def counting(run: Replay) -> Replay:
+        captured.append(1)
+        return run
+
+    model = graphed(capture=counting)
     cache = cached(model, [100] * 5)
-    for _ in range(2):
-        for first in range(5):
-            for columns in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
-                passes(model, cache, ModelInput(torch.full((1, columns), 7), [columns], first_row=first), 2)
     assert model.graphs is not None
+
+    def once() -> None:
+        for first in range(5):
+            for columns in COLUMNS:
+                passes(model, cache, ModelInput(torch.full((1, columns), 7), [columns], first_row=first), 1)
+
+    for _ in range(6):
+        once()
     (recordings,) = model.graphs._recordings.values()
-    assert len(recordings.by_shape) == MAX_RECORDINGS
+    assert len(recordings.by_shape) == len(captured) == MAX_RECORDINGS
+    every = [ModelInput(torch.full((1, n), 7), [n], first_row=i) for i in range(5) for n in COLUMNS]
+    rare = next(one for one in every if Shape.of(one, cache) not in recordings.by_shape)
+    passes(model, cache, rare, 16)
+    assert (len(recordings.by_shape), len(captured)) == (MAX_RECORDINGS, MAX_RECORDINGS + 1)
+    assert Shape.of(rare, cache) in recordings.by_shape
+
+
+def test_large_passes_are_not_captured() -> None:
+    cache = cached(graphed(), [5] * 33)
+    large, small = (ModelInput(torch.full((33, n), 7), [n] * 33) for n in (12, 8))
+    assert Shape.of(large, cache) is None
+    assert Shape.of(small, cache) is not None
+
+
+def test_outputs_of_recordings_share_their_memory() -> None:
+    """Forty recordings over a cache hold the outputs of the largest one; two caches do not write to each other's."""
+    model = graphed(capture=lambda run: run)
+    one, other = cached(model, [100] * 4), cached(model, [100] * 4)
+    for columns in (1, 8, 32, 16):
+        for cache in (one, other):
+            passes(model, cache, ModelInput(torch.full((4, columns), 7), [columns] * 4, hidden_layers=(1,)), 3)
+    assert model.graphs is not None
+    results = [recordings.results._memory for recordings in model.graphs._recordings.values()]
+    assert [{name: memory.numel() for name, memory in each.items()} for each in results] == [
+        {"scores": 4 * 32 * VOCAB, 1: 4 * 32 * 32}
+    ] * 2
+    assert results[0]["scores"].data_ptr() != results[1]["scores"].data_ptr()
 
 
 def frozen_lengths(run: Replay) -> Replay:
@@ -265,10 +298,9 @@ def test_prompts_are_not_captured() -> None:
     assert model.graphs.off is None
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_passes_are_captured_only_on_request(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.delenv(SWITCH) if value is None else monkeypatch.setenv(SWITCH, value)
+def test_nothing_is_captured_if_the_user_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
     model = graphed(capture=refused)
     run(model, PROMPTS, PARAMS, gamma=0)
     assert model.graphs is not None
-    assert (model.graphs.off, model.graphs.replays) == ("FORESAY_GRAPHS=1 is not set", 0)
+    assert (model.graphs.off, model.graphs.replays) == ("FORESAY_GRAPHS=0 is set", 0)
