@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import foresay
 from foresay import ModelNotFoundError
@@ -63,6 +64,10 @@ def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_drafter(ALIAS, LoadOptions()) == chosen
     assert {default_drafter(name, LoadOptions()) for name in ("org/name", object())} == {"suffix"}
     assert default_drafter(ALIAS, LoadOptions(backend="llama.cpp")) == "suffix"
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        assert default_drafter(ALIAS, LoadOptions()) == "suffix"
+        assert default_drafter(ALIAS, LoadOptions(device="cpu")) == chosen
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert default_drafter(ALIAS, LoadOptions(tp_plan="auto")) == "suffix"
     model = foresay.load(ALIAS)

@@ -1,7 +1,7 @@
 """Linear layers on a GPU that read the same input, multiplied at once: one large product reads its weights faster than several.
 
-The weights of the layers become views of one tensor, so that nothing is in memory twice, and a change of a layer's weights in
-place changes the product. Knows nothing of models.
+The weights of the layers become views of one tensor, so that nothing is in memory twice, and an update of a layer's weights
+updates the product. Knows nothing of models.
 """
 
 from __future__ import annotations

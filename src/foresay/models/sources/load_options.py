@@ -168,6 +168,13 @@ class LoadOptions:
         return self.dtype if self.weights == "auto" else torch.bfloat16
 
     @property
+    def computes_on(self) -> torch.device:
+        """The requested device; by default a GPU if there is one."""
+        if self.device is not None:
+            return torch.device(self.device)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
     def bits(self) -> int | None:
         """Number of bits of rounded weights; None if they are not rounded."""
         return WEIGHTS[self.weights]

@@ -20,7 +20,6 @@ from foresay.models.sources.location import Location, is_gguf, locate
 from foresay.models.sources.reading import (
     check_configuration,
     decoding_dtype,
-    device_of,
     dtype_of,
     has_config,
     read_blocks,
@@ -64,7 +63,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _load(location: Location, options: LoadOptions) -> LoadedModel:
-    device = device_of(options)
+    device = options.computes_on
     with quiet_transformers(), load_errors(location.name, location.is_conversion):
         found, weights_format = read_blocks(location, options, device), "GGUF"
         if found is None:
@@ -97,7 +96,7 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
         raise ConfigError(f"weights={options.weights!r} are for decoding only; leave it out")
     if options.activations != "auto":
         raise ConfigError(f"activations={options.activations!r} is for decoding only; leave it out")
-    location, device = locate(name, options), device_of(options)
+    location, device = locate(name, options), options.computes_on
     with quiet_transformers(), load_errors(location.name, location.is_conversion):
         check_configuration(location, options)
         return read_weights(location, options, dtype_of(options, device), device)

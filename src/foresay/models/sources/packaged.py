@@ -72,8 +72,13 @@ def packaged_head(alias: str) -> Path | None:
 
 
 def default_drafter(target: object, options: LoadOptions) -> str:
-    """Return the expression of a target's default drafter: with its draft head if that is installed, else "suffix"."""
+    """Return the expression of a target's default drafter: with its draft head if that is installed, else "suffix".
+
+    On a GPU it is "suffix": a captured pass of so small a model takes less time than the head's, which are not captured.
+    """
     if not isinstance(target, str) or target not in DEFAULT_DRAFTERS or not options.exposes_hidden_states:
+        return "suffix"
+    if options.computes_on.type != "cpu":
         return "suffix"
     if packaged_head(target) is None:
         _warn_without_head(target)

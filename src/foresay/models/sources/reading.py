@@ -39,13 +39,6 @@ def native_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def device_of(options: LoadOptions) -> torch.device:
-    """Return the device of the options; by default a GPU if there is one."""
-    if options.device is not None:
-        return torch.device(options.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def dtype_of(options: LoadOptions, device: torch.device) -> torch.dtype:
     """Return the dtype of the options; for "auto" the processor's native one."""
     dtype = options.computes_in

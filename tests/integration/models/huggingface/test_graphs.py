@@ -141,7 +141,7 @@ PARENTS = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 1, 3]])
 @pytest.mark.parametrize("parents", [None, PARENTS])
 @pytest.mark.parametrize("rows", [2, 3, 5])
 def test_scores_hidden_states_and_slots_are_those_of_a_pass(parents: torch.Tensor | None, rows: int) -> None:
-    """Five columns in a recording of six, three rows in one of four; other rows' slots are untouched."""
+    """Five columns in a recording of eight, three rows in one of four; other rows' slots are untouched."""
     parents = None if parents is None else parents.repeat(3, 1)[:rows]
     model_input = ModelInput(
         torch.randint(2, VOCAB, (rows, 5)), [5, 3, 5, 1, 2][:rows], parents=parents, hidden_layers=(1, 3)
@@ -217,7 +217,7 @@ def test_a_cache_that_grows_is_recorded_anew() -> None:
 
 
 def test_few_recordings_are_held() -> None:
-    """Fifty shapes in turn: two of them are not captured until they are frequent, and then take the place of others."""
+    """Fifty-four shapes in turn: six of them are not captured until they are frequent, and then take the place of others."""
     captured: list[int] = []
 
     def counting(run: Replay) -> Replay:
@@ -225,11 +225,11 @@ def test_few_recordings_are_held() -> None:
         return run
 
     model = graphed(capture=counting)
-    cache = cached(model, [100] * 5)
+    cache = cached(model, [100] * 9)
     assert model.graphs is not None
 
     def once() -> None:
-        for first in range(5):
+        for first in range(9):
             for columns in COLUMNS:
                 passes(model, cache, ModelInput(torch.full((1, columns), 7), [columns], first_row=first), 1)
 
@@ -237,7 +237,7 @@ def test_few_recordings_are_held() -> None:
         once()
     (recordings,) = model.graphs._recordings.values()
     assert len(recordings.by_shape) == len(captured) == MAX_RECORDINGS
-    every = [ModelInput(torch.full((1, n), 7), [n], first_row=i) for i in range(5) for n in COLUMNS]
+    every = [ModelInput(torch.full((1, n), 7), [n], first_row=i) for i in range(9) for n in COLUMNS]
     rare = next(one for one in every if Shape.of(one, cache) not in recordings.by_shape)
     passes(model, cache, rare, 16)
     assert (len(recordings.by_shape), len(captured)) == (MAX_RECORDINGS, MAX_RECORDINGS + 1)
