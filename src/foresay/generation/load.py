@@ -26,7 +26,7 @@ from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH = 32
-WITH_MTP = "hybrid(suffix, mtp; k=3)"
+WITH_MTP = "hybrid(suffix, mtp)"
 """Default drafter of a target whose checkpoint has multi-token-prediction layers."""
 
 

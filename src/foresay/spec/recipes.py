@@ -227,12 +227,12 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
     return Recipe(prepare, drafted_at_most(k), forget, fixed=True, **traits)
 
 
-def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:
+def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int | None = None) -> Recipe:
     if len(drafters) != 2:
         raise ConfigError(f"a hybrid has two drafters, an n-gram drafter and another one, not {len(drafters)}")
     recipes = [_member(key, value, "min_match, k") for key, value in drafters]
     check_int("min_match", min_match, 1)
-    check_int("k", k, 1, MAX_DRAFT_TOKENS)
+    k = max(1, recipes[1].num_draft_tokens) if k is None else check_int("k", k, 1, MAX_DRAFT_TOKENS)
 
     def prepare(resources: Resources) -> DrafterBuilder:
         builders = [recipe.prepare(resources) for recipe in recipes]

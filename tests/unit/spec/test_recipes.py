@@ -136,6 +136,25 @@ def test_settings_reach_the_drafter(resources: Resources, table: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("other", "k"),
+    [
+        ("head={head}", 5),
+        ("head({head}, nodes=12)", 12),
+        ("block={block}", 7),
+        ("self=2", 4),
+        ("cascade(self=1, max_gram; k=[[2, 1], [0, 1]])", 3),
+    ],
+)
+def test_a_hybrid_drafts_by_default_what_the_other_drafter_drafts(
+    resources: Resources, head: str, block: str, other: str, k: int
+) -> None:
+    expression = f"hybrid(suffix, {other.format(head=head, block=block)})"
+    drafter: Any = built(resources, expression)
+    assert drafter.k == k
+    assert built(resources, expression[:-1] + "; k=6)").k == 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     ("drafter", "reads"),
     [
         ("none", False),

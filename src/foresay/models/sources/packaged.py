@@ -58,7 +58,7 @@ ALIASES: dict[str, PackagedModel] = {
 }
 
 
-DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false, nodes=15); k=15)"}
+DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false, nodes=15))"}
 """The default drafter of an alias whose draft head is installed."""
 
 

@@ -96,7 +96,7 @@ def test_greedy_output_is_that_of_plain_decoding(family: str, tmp_path: Path) ->
 def test_by_name_and_what_is_refused(tmp_path: Path) -> None:
     path = save_with_mtp(tmp_path / "with", "qwen3_5", vocab_size=SMALL)
     plain = load(str(path), drafter="none", dtype="fp32")
-    for drafter in ("mtp", "hybrid(suffix, mtp; k=3)"):
+    for drafter in ("mtp", "hybrid(suffix, mtp)"):
         other = load(str(path), drafter=drafter, dtype="fp32", num_draft_tokens=3)
         assert (
             other.generate("abcabc", max_new_tokens=16).token_ids
