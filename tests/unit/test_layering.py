@@ -72,6 +72,7 @@ INSIDE = {
         {"products"},
         {"frozen"},
         {"experts"},
+        {"joined"},
         {"linears"},
         {"model", "fused", "graphs"},
         {"causal", "selective_scan"},

@@ -5,6 +5,7 @@
 #include "dots.h"
 #include "products.h"
 
+#include <optional>
 #include <vector>
 
 namespace foresay {
@@ -23,7 +24,7 @@ class Inputs {
         even_ = rounded_up(depth_, 2), whole_ = rounded_up(depth_, GROUP), groups_ = whole_ / GROUP;
         if (kind_ == AS_BFLOAT16) pairs_.resize(rows * even_);
         if (kind_ != AS_INT8) return;
-        levels_.resize(rows * whole_);
+        levels_.resize((rows + TILE_ROWS - 1) * whole_); // whole tiles are read
         numbers_.resize(rows * groups_ * 4);
     }
 
@@ -69,6 +70,10 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
     const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(p.bits, whole);
     const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
     if (!in.rounds()) room.resize(SUPER * PANEL);
+#if defined(FORESAY_TILES)
+    std::optional<Tiles> owned;
+    if (in.rounds() && rows_by_tiles(rows) > 0) owned.emplace(TILE_ROWS, 0, group_of(p.scaling));
+#endif
     for (int64_t from = 0; from < whole; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
         const uint8_t *levels = weights + level_bytes(p.bits, from);

@@ -220,33 +220,41 @@ inline bool tiles_are_faster() {
             }
             return best;
         };
-        double by_tiles = seconds([&] { bytes_by_tiles<GROUP>(block.levels, block.scales, SUPER, x, TILE_ROWS, sums); });
+        Tiles owned(TILE_ROWS, 0, GROUP);
+        double by_tiles = seconds([&] { bytes_by_tiles<GROUP>(block.levels, block.scales, SUPER, x, TILE_ROWS, sums, block.levels, 0); });
         return by_tiles < seconds([&] { byte_tiles<LEVELS_8, GROUP>(Plain{block.levels}, block.scales, SUPER, x, TILE_ROWS, sums); });
     }();
     return faster;
 }
 
-// Multiplies whole blocks of TILE_ROWS rows, if matrix instructions are faster, and advances x, rows and sums to those that are left.
-template <int DEPTH>
-inline void some_by_tiles(const uint8_t *levels, const float *scales, int64_t depth, RoundedBlock &x, int64_t &rows, float *&sums) {
-    int64_t whole = rows / TILE_ROWS * TILE_ROWS;
-    if (whole == 0 || !tiles_are_faster()) return;
-    bytes_by_tiles<DEPTH>(levels, scales, depth, x, whole, sums);
-    x.levels += whole * x.stride, x.scales += whole * x.scale_stride, x.sums += whole * x.sum_stride;
-    rows -= whole, sums += whole * PANEL;
+// Number of rows that are multiplied by matrix instructions: in whole tiles, and in a last one if that is faster, which has more rows
+// where levels are decoded for it alone.
+inline int64_t rows_by_tiles(int64_t rows) {
+    constexpr int64_t ALONE = 13, AFTER_OTHERS = 5;
+    if (rows < ALONE || !tiles_are_faster()) return 0;
+    int64_t left = rows % TILE_ROWS;
+    return rows < TILE_ROWS || left >= AFTER_OTHERS ? rows : rows - left;
 }
 #else
-template <int DEPTH> inline void some_by_tiles(const uint8_t *, const float *, int64_t, RoundedBlock &, int64_t &, float *&) {}
+constexpr int64_t rows_by_tiles(int64_t) { return 0; }
 #endif
 
-// sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With at most two tiles of rows, levels are
-// decoded in registers where they are used; with more, they are decoded once to `room` [SUPER * PANEL].
+// sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With at most two tiles of rows by vectors,
+// levels are decoded in registers where they are used; with more, they are decoded once to `room` [SUPER * PANEL].
 template <int BITS, int DEPTH>
 inline void byte_products(const uint8_t *weights, const float *scales, int64_t depth, RoundedBlock x, int64_t rows, float *sums, uint8_t *room) {
-    if (rows <= 2 * MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
-    decode_levels<BITS>(weights, depth, room);
-    some_by_tiles<DEPTH>(room, scales, depth, x, rows, sums);
-    byte_tiles<FORESAY_DOTS(BITS), DEPTH>(Plain{room}, scales, depth, x, rows, sums);
+    int64_t tiled = rows_by_tiles(rows);
+    if (tiled == 0) {
+        if (rows <= 2 * MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
+        decode_levels<BITS>(weights, depth, room);
+    } else {
+#if defined(FORESAY_TILES)
+        decode_levels<BITS, false>(weights, depth, room);
+        bytes_by_tiles<DEPTH>(room, scales, depth, x, tiled, sums, weights + level_bytes(BITS, SUPER), level_bytes(BITS, DEPTH));
+        x.levels += tiled * x.stride, x.scales += tiled * x.scale_stride, x.sums += tiled * x.sum_stride;
+#endif
+    }
+    byte_tiles<FORESAY_DOTS(BITS), DEPTH>(Plain{room}, scales, depth, x, rows - tiled, sums + tiled * PANEL);
 }
 
 inline void byte_products(int64_t bits, int64_t scaling, const uint8_t *weights, const float *scales, int64_t depth, const RoundedBlock &x,

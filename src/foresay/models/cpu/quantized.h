@@ -49,16 +49,16 @@ constexpr bool SIGNED_8 = false;
 constexpr bool SIGNED_8 = true;
 #endif
 
-// Levels of a panel, from a first unit on, which need decoding.
-template <int BITS> struct Packed {
+// Levels of a panel, from a first unit on, which need decoding. PREFETCH: those of SUPER depths further on, too.
+template <int BITS, bool PREFETCH = true> struct Packed {
     const uint8_t *weights;
 
-    // Decodes the levels of four depths for COUNT vectors of outputs from vector FIRST on. Prefetches those of SUPER depths further on.
+    // Decodes the levels of four depths for COUNT vectors of outputs from vector FIRST on.
     template <int FIRST, int COUNT> inline void at(int64_t four, Words (&out)[COUNT]) const {
         constexpr int HALVES = 16 / LANES; // vectors of 16 outputs
         const uint8_t *unit = BITS == LEVELS_4 ? weights + four * 64 : BITS == LEVELS_6 ? weights + four / 2 * 192 + four % 2 * 64 : weights + four * 128;
         const uint8_t *upper = weights + four / 2 * 192 + 128; // of 6 bits
-        if constexpr (FIRST == 0) {
+        if constexpr (FIRST == 0 && PREFETCH) {
             __builtin_prefetch(unit + level_bytes(BITS, SUPER));
             if constexpr (BITS == LEVELS_6) if (four % 2 == 0) __builtin_prefetch(upper + level_bytes(BITS, SUPER));
             if constexpr (BITS == LEVELS_8) __builtin_prefetch(unit + 64 + level_bytes(BITS, SUPER));
@@ -88,11 +88,11 @@ struct Plain {
     }
 };
 
-template <int BITS> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
+template <int BITS, bool PREFETCH = true> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
     for (int64_t four = 0; four < depth / 4; four += 2) {
         for (int64_t i = four; i < four + 2; i++) {
             Words levels[VECTORS];
-            Packed<BITS>{weights}.template at<0, VECTORS>(i, levels);
+            Packed<BITS, PREFETCH>{weights}.template at<0, VECTORS>(i, levels);
             for (int v = 0; v < VECTORS; v++) store(out + i * 128 + v * LANES * 4, levels[v]);
         }
     }

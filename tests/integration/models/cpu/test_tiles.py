@@ -20,7 +20,7 @@ from helpers.families import make
 
 HEADER = Path(__file__).parents[3] / "helpers" / "emulated_amx.h"
 ALWAYS = ("static const bool faster = tiles_allowed() &&", "static const bool faster = true ||")
-ROWS = (1, 2, 5, 7, 9, 15, 16, 17, 31, 32, 33, 48, 63, 96, 97, 130)
+ROWS = (1, 2, 5, 7, 9, 12, 13, 15, 16, 17, 20, 21, 24, 31, 32, 33, 48, 63, 96, 97, 130)
 Changes = dict[str, tuple[tuple[str, str], ...]]
 
 
@@ -160,6 +160,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "depths of two panels": ("pairs", "tile_load<7>(weights + k * PANEL + PANEL,", "tile_load<7>(weights + k * PANEL,"),
     "every group reads the first": ("bytes", "x.stride + g * DEPTH, x.stride", "x.stride, x.stride"),
     "scales of the first block": ("bytes", "x.scales[(first + r) *", "x.scales[r *"),
+    "rows of the first block": ("bytes", "x.levels + first * x.stride + g", "x.levels + g"),
     "a group adds to the one before": (
         "bytes",
         "tile_zero<0>(), tile_zero<1>();",
