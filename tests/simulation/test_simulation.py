@@ -18,7 +18,7 @@ from simulation.bodies import BODIES
 from simulation.model import HashCache
 from simulation.run import Simulation, plain_text, reference, simulate
 
-SEEDS, PART = 5_000, 250
+SEEDS, PART = 2_000, 250
 
 
 @pytest.fixture(autouse=True)
