@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [--small] [--device cuda|cpu] [--steps N] [--write]
 
-A target with the shapes of a Llama of 7 billion weights and a draft of three layers, both in bf16 and passed as objects. Passes
-are captured as CUDA graphs unless FORESAY_GRAPHS=0 is set. `--small` uses shapes that fit anywhere; it is the default without a
-GPU, where passes are repeated from the same buffers instead of captured. Random models agree by chance alone, so that a
-speculative step here is one draft chain, one pass of the target and one token.
+A target with the shapes of a Llama of 7 billion weights and a draft of three layers, both in bf16, with joined layers as loaded
+checkpoints have them. Passes are captured as CUDA graphs unless FORESAY_GRAPHS=0 is set. `--small` uses shapes that fit anywhere;
+it is the default without a GPU, where passes are repeated from the same buffers instead of captured. Random models agree by
+chance alone, so that a speculative step here is one draft chain, one pass of the target and one token.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from foresay.decoding.protocols import ModelInput
 from foresay.lab.measure.roofline import floor
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.graphs import GraphedPasses
+from foresay.models.huggingface.linears import join_layers
 
 GAMMA = 5
 WARM_UP, WARM_UP_RUNS, RUNS = 16, 2, 5
@@ -119,6 +120,8 @@ def seconds_per_step(generators: Sequence[foresay.Generator], steps: int) -> lis
 
 def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
     target, draft = (model_of(s, shapes.vocabulary, device) for s in (shapes.target, shapes.draft))
+    for one in (target, draft):
+        join_layers(one)
     plain = foresay.load(target, drafter="none")
     speculating = foresay.load(target, draft, num_draft_tokens=GAMMA)
     model: Any = plain.target.model

@@ -13,6 +13,7 @@ from foresay.models.cache.stores import SpareStores
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.graphs import SWITCH
+from foresay.models.huggingface.linears import join_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from helpers.families import VOCAB, make, make_seq2seq
 from helpers.support import ModelDrafter, Sometimes, run
@@ -106,8 +107,8 @@ def test_passes_are_captured_again_after_every_graph_was_dropped() -> None:
 def test_joined_weights_are_in_memory_once() -> None:
     model = make("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).to("cuda")
     before = torch.cuda.memory_allocated()
-    target = CausalModel(model)
-    target.use_fused()
+    assert join_layers(model) == 16
+    CausalModel(model).use_fused()
     assert torch.cuda.memory_allocated() - before < 1e6
     first = model.model.layers[0]
     assert first.self_attn.q_proj.weight.untyped_storage().data_ptr() == (

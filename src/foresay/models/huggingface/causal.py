@@ -20,7 +20,7 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores, SpareStores
 from foresay.models.huggingface.fused import FusedDecoder, state_of
-from foresay.models.huggingface.graphs import GraphedPasses, cuda_graphs
+from foresay.models.huggingface.graphs import CudaGraphs, GraphedPasses
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 
 logger = logging.getLogger("foresay")
@@ -144,9 +144,9 @@ class CausalModel(TransformersModel):
 
         cache_dtype: of keys and values; None for the model's.
         """
-        self.fused = FusedDecoder(self.model, cache_dtype)
-        if self.device.type == "cuda":
-            self.graphs = GraphedPasses(self.fused.by_operations, cuda_graphs(self.device), self.device)
+        self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
+        if self.device.type == "cuda" and self.fused.static_rotary:
+            self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -41,9 +41,13 @@ _TRUSTED_PACKAGES = ("transformers.", "torch.nn.", "foresay.")
 class FusedDecoder:
     """The layers and output head of a Llama-like model, over the weights of its modules."""
 
-    def __init__(self, model: Any, cache_dtype: torch.dtype | None = None) -> None:
-        """cache_dtype: of keys and values; None for the model's. Raises NotFusedError if the model is not supported."""
-        config, self.cache_dtype = model.config, cache_dtype
+    def __init__(
+        self, model: Any, cache_dtype: torch.dtype | None = None, *, position_limit: int | None = None
+    ) -> None:
+        """cache_dtype: of keys and values; None for the model's. position_limit: number of positions up to which rotary
+        frequencies do not change; None if they never do. Raises NotFusedError if the model is not supported.
+        """
+        config, self.cache_dtype, self._position_limit = model.config, cache_dtype, position_limit
         if config.model_type not in FAMILIES:
             raise NotFusedError(f"fused layers do not support the family {config.model_type!r}")
         for part in model.modules():
@@ -96,6 +100,8 @@ class FusedDecoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
+        if self._position_limit is not None:  # padding may exceed it; it is never read
+            positions = positions.clamp(max=self._position_limit - 1)
         turns = {kind: rotary_of(*self._cos_sin(x, positions, kind)) for kind in self._windows}
         masks = {kind: causal_mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
@@ -154,6 +160,11 @@ class FusedDecoder:
     def new_cache(self) -> SlotCache | None:
         """Return a cache in the layout of the compiled kernels; None without them."""
         return None if self._native is None else self._native.new_cache()
+
+    @property
+    def static_rotary(self) -> bool:
+        """True if rotary frequencies do not depend on the positions of a pass, so that it needs no value of a tensor."""
+        return all(table.is_static for table in self._tables.values())
 
     @property
     def compiled(self) -> bool:

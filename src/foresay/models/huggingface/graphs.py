@@ -13,6 +13,8 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,6 +25,7 @@ from foresay.models.cache.stores import Stores, round_up
 from foresay.models.huggingface import attention
 
 logger = logging.getLogger("foresay")
+T = TypeVar("T")
 
 SWITCH = "FORESAY_GRAPHS"
 """Environment variable: "0" captures nothing."""
@@ -57,12 +60,13 @@ class Shape:
     width: int
     first_row: int
     tree: bool
-    head: bool
     hidden: tuple[int, ...]
 
     @staticmethod
     def of(model_input: ModelInput, cache: SlotCache) -> Shape | None:
         """Return the shape that a pass is padded to, or None if it is not captured (a prefill, or a large pass)."""
+        if model_input.logits is Logits.NONE:
+            return None
         batch, width = model_input.token_ids.shape
         # padding rows overwrite the rows after the batch, so these must be empty
         last = model_input.first_row + batch >= cache.rows_in_use
@@ -70,11 +74,7 @@ class Shape:
         if rows is None or columns is None or rows > ROWS[-1] or rows * columns > MAX_TOKENS:
             return None
         longest = max(cache.lengths[model_input.first_row : model_input.first_row + batch])
-        kind = (
-            model_input.parents is not None,
-            model_input.logits is not Logits.NONE,
-            tuple(model_input.hidden_layers),
-        )
+        kind = (model_input.parents is not None, tuple(model_input.hidden_layers))
         return Shape(rows, columns, _width(longest + columns), model_input.first_row, *kind)
 
 
@@ -172,7 +172,8 @@ class GraphedPasses:
         device: torch.device,
     ) -> None:
         """run: computes a pass from (token_ids [B, T], placement, cache, hidden layers to return, True to compute scores)."""
-        self._run, self._capture, self._device = run, capture, device
+        self._run, self._device = run, device
+        self._capture: Capture | None = capture
         self._recordings: WeakKeyDictionary[Stores, _Recordings] = WeakKeyDictionary()
         self.off: str | None = f"{SWITCH}=0 is set" if os.environ.get(SWITCH) == "0" else None
         """Reason why nothing is captured, or None."""
@@ -207,6 +208,7 @@ class GraphedPasses:
         except Exception as error:  # a model's operations may fail to be captured in any way
             self.off = f"{type(error).__name__}: {error}"
             self._recordings.clear()
+            self._capture = None  # and its memory
             logger.warning("passes are not captured as CUDA graphs: %s", self.off)
             return None
         self.replays += 1
@@ -222,47 +224,57 @@ class GraphedPasses:
             assert stores is not None
             return results.keep(self._run_eagerly(buffers, SlotCache.over(stores)))
 
+        assert self._capture is not None
         return _Recording(buffers, self._capture(run))
 
     def _run_eagerly(self, buffers: Buffers, cache: SlotCache) -> Outputs:
         """Run the pass without a graph, with the current contents of the buffers."""
         at, shape = buffers.placement(), buffers.shape
         with attention.during(at):
-            return self._run(buffers.token_ids, at, cache, shape.hidden, shape.head)
+            return self._run(buffers.token_ids, at, cache, shape.hidden, True)
 
     @staticmethod
     def _compare(out: Outputs, expected: Outputs) -> None:
-        """Raise ValueError if the scores differ from those of the pass without a graph."""
-        if out[0] is None or expected[0] is None:
-            return
-        replayed, eager = out[0].float(), expected[0].float()
-        spread = (eager.amax() - eager.amin()).clamp(min=1e-6)
-        difference = float((replayed - eager).abs().amax() / spread)
-        if not difference <= _TOLERANCE:
-            raise ValueError(
-                f"scores of a captured pass differ from those without a graph by {difference:.1e} of their range"
-            )
+        """Raise ValueError if scores or hidden states differ from those of the pass without a graph."""
+        assert out[0] is not None and expected[0] is not None
+        pairs = {"scores": (out[0], expected[0])}
+        pairs |= {f"hidden states of layer {n}": (out[1][n], state) for n, state in expected[1].items()}
+        for name, (replayed, eager) in pairs.items():
+            replayed, eager = replayed.float(), eager.float()
+            spread = (eager.amax() - eager.amin()).clamp(min=1e-6)
+            difference = float((replayed - eager).abs().amax() / spread)
+            if not difference <= _TOLERANCE:
+                raise ValueError(
+                    f"{name} of a captured pass differ from those without a graph by {difference:.1e} of their range"
+                )
 
 
-def cuda_graphs(device: torch.device) -> Capture:
-    """Return a capture function by CUDA graphs that share one memory pool."""
-    pool = torch.cuda.graph_pool_handle()
-    holders: list[torch.cuda.CUDAGraph] = []
+_CAPTURING = Lock()
+"""PyTorch captures one graph of a process at a time."""
 
-    def capture(run: Replay) -> Replay:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # warm-up: one-time initialization must not be recorded
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        if not holders:  # PyTorch discards a pool with its last graph, and recordings are dropped with their cache
-            holders.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(holders[0], pool=pool, capture_error_mode="thread_local"):
-                torch.zeros(1, device=device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            out = run()
+
+class CudaGraphs:
+    """A capture function by CUDA graphs on one device that share a memory pool and a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream: Any = None
+        self._holder: torch.cuda.CUDAGraph | None = None
+        """PyTorch discards a pool with its last graph, and recordings are dropped with their cache."""
+
+    def __call__(self, run: Replay) -> Replay:
+        """Capture a pass; see Capture."""
+        with _CAPTURING, torch.cuda.device(self._device):
+            if self._stream is None:  # a library's workspace for each stream would take memory
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):  # warm-up: one-time initialization must not be recorded
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            if self._holder is None:
+                self._holder, _ = self._graph_of(lambda: torch.zeros(1, device=self._device))
+            graph, out = self._graph_of(run)
 
         def replay() -> Outputs:
             graph.replay()
@@ -270,7 +282,11 @@ def cuda_graphs(device: torch.device) -> Capture:
 
         return replay
 
-    return capture
+    def _graph_of(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            out = run()
+        return graph, out
 
 
 def _smallest(sizes: Sequence[int], needed: int) -> int | None:

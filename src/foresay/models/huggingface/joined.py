@@ -1,7 +1,8 @@
 """Linear layers on a GPU that read the same input, multiplied at once: one large product reads its weights faster than several.
 
 The weights of the layers become views of one tensor, so that nothing is in memory twice, and an update of a layer's weights
-updates the product. Knows nothing of models.
+updates the product. Only for models that nothing else uses: some writers of checkpoints take views of one tensor for copies of
+each other and drop them. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,8 +15,44 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def joinable(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[nn.Linear]]:
-    """True for plain linear layers on one device, of one dtype and input size, all with a bias or all without."""
+def join(layers: Sequence[nn.Module]) -> bool:
+    """Make the weights of layers views of one tensor. Returns False, and changes nothing, if that is not possible.
+
+    It is for plain linear layers on one device, of one dtype and input size, all with a bias or all without, each of which has
+    memory of its own.
+    """
+    if not _are_plain(layers):
+        return False
+    biases: list[torch.Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    parts: list[list[torch.Tensor]] = [[layer.weight for layer in layers], biases]
+    for some in parts:
+        if len({id(one) for one in some}) < len(some) or any(
+            one.untyped_storage().nbytes() > one.nbytes for one in some
+        ):
+            return False
+    with torch.inference_mode(False), torch.no_grad():
+        for some in parts:
+            if not some:
+                continue
+            whole = torch.cat([one.data for one in some])
+            for one, view in zip(some, torch.split(whole, [len(one) for one in some]), strict=True):
+                one.data = view
+    return True
+
+
+def joined(layers: Sequence[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the function x [..., in] -> [..., sum of out] of layers that were joined; None if they were not."""
+    if not _are_plain(layers):
+        return None
+    weight = _whole([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    bias = _whole(biases) if biases else None
+    if weight is None or (bias is None) != (not biases):
+        return None
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _are_plain(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[nn.Linear]]:
     plain = [
         layer
         for layer in layers
@@ -25,26 +62,13 @@ def joinable(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[nn.Linear]]:
     return len(plain) == len(layers) and len(kinds) == 1 and plain[0].weight.device.type != "meta"
 
 
-def joined(layers: Sequence[nn.Linear]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function x [..., in] -> [..., sum of out] of layers that are `joinable`."""
-    weight = _one_tensor([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    bias = _one_tensor(biases) if biases else None
-    return lambda x: F.linear(x, weight, bias)
-
-
-def _one_tensor(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the parts [n, ...] as one tensor [sum of n, ...], of which they are views from now on."""
+def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor [sum of n, ...] that the parts [n, ...] are consecutive views of; None if there is none."""
     first, at = parts[0].data, parts[0].storage_offset()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or part.storage_offset() != at or not part.is_contiguous():
-            break
+            return None
         at += part.numel()
-    else:  # joined before, by another reader of the same model
-        count = sum(len(part) for part in parts)
-        return first.as_strided((count, *first.shape[1:]), first.stride(), first.storage_offset())
-    whole = torch.cat([part.data for part in parts])
-    for part, view in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
-        part.data = view
-    return whole
+    count = sum(len(part) for part in parts)
+    return first.as_strided((count, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -28,7 +28,7 @@ from foresay.models.huggingface.frozen import (
     JointLinear,
     UsualGate,
 )
-from foresay.models.huggingface.joined import joinable, joined
+from foresay.models.huggingface.joined import join, joined
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
 JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
@@ -52,9 +52,7 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
             return InPlaceProduct([layer.weight for layer in plain], [layer.bias for layer in plain])
     if len(layers) == 1:
         return first
-    if not plain and joinable(layers):
-        return joined(layers)
-    return lambda x: torch.cat([layer(x) for layer in layers], -1)
+    return joined(layers) or (lambda x: torch.cat([layer(x) for layer in layers], -1))
 
 
 def expert_products(module: nn.Module) -> tuple[list[Any], list[Any], UsualGate | ClampedGate] | None:
@@ -251,6 +249,17 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
                     frozen.weight = torch.empty_like(child.weight, device="meta")
                 setattr(parent, name, frozen)
                 count += 1
+    return count
+
+
+def join_layers(model: nn.Module) -> int:
+    """Join the layers of a model on a GPU that read the same input; returns the number of joint products."""
+    count = 0
+    for path, parent in model.named_modules():
+        for names in () if path.endswith(_CROSS) else JOINT_LAYERS:
+            layers = [layer for name in names if (layer := getattr(parent, name, None)) is not None]
+            on_gpu = all(isinstance(layer, nn.Linear) and layer.weight.device.type == "cuda" for layer in layers)
+            count += len(layers) == len(names) and on_gpu and join(layers)
     return count
 
 

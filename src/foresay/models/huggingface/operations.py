@@ -75,7 +75,8 @@ class RotaryTable:
         """
         types = getattr(rotary, "rope_type", "")
         self._rotary, self._kind = rotary, [] if kind is None else [kind]
-        self._static = (types.get(kind) if isinstance(types, dict) else types) in self.STATIC
+        self.is_static = (types.get(kind) if isinstance(types, dict) else types) in self.STATIC
+        """True if the frequencies do not depend on the sequence length."""
         self._repeats = 2 if halves else 1
         self._table = torch.empty(0, 0), torch.empty(0, 0)
 
@@ -86,7 +87,7 @@ class RotaryTable:
 
     def until(self, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return cosines and sines of at least the first `count` positions, [P, R] float32 each; None if they depend on more."""
-        if not self._static:
+        if not self.is_static:
             return None
         table = self._table  # another thread may replace it
         if count > len(table[0]):

@@ -78,7 +78,7 @@ def default_drafter(target: object, options: LoadOptions) -> str:
     """
     if not isinstance(target, str) or target not in DEFAULT_DRAFTERS or not options.exposes_hidden_states:
         return "suffix"
-    if options.computes_on.type != "cpu":
+    if options.device_map is None and options.computes_on.type != "cpu":
         return "suffix"
     if packaged_head(target) is None:
         _warn_without_head(target)

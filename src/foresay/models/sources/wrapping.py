@@ -86,6 +86,7 @@ def wrap(
         linears.freeze_model(weights, linears.quantizer(bits), all_dtypes=True)
     elif optimise:
         linears.freeze_model(weights)
+        linears.join_layers(weights)
     if activations != "auto":
         linears.set_activations(weights, activations)
     if isinstance(model, CausalModel):

@@ -6,6 +6,7 @@ into a pass, so that a length which did not come from a buffer is found. tests/g
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from foresay.decoding.protocols import ModelInput
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.model import ModelDrafter
 from foresay.models.cache.slot_cache import SlotCache
@@ -296,6 +297,63 @@ def test_prompts_are_not_captured() -> None:
     passes(model, cache, ModelInput(torch.full((1, 40), 7), [40]), 3)
     assert model.graphs is not None
     assert model.graphs.off is None
+
+
+def test_passes_without_scores_are_not_captured() -> None:
+    """Prefills: nothing of them could be compared."""
+    cache = cached(graphed(), [5])
+    given = ModelInput(torch.full((1, 8), 7), [8])
+    assert Shape.of(given, cache) is not None
+    assert Shape.of(dataclasses.replace(given, logits=Logits.NONE), cache) is None
+
+
+def wrong_states(run: Replay) -> Replay:
+    """Broken: hidden states that the pass does not give."""
+    taped = recorded(run)
+
+    def replay() -> Any:
+        scores, states = taped()
+        return scores, {layer: state + 1 for layer, state in states.items()}
+
+    return replay
+
+
+def test_hidden_states_are_compared_too() -> None:
+    model = graphed(capture=wrong_states)
+    cache = cached(model, [5])
+    passes(model, cache, ModelInput(torch.full((1, 2), 7), [2]), 4)
+    assert replays(model) == 3
+    passes(model, cache, ModelInput(torch.full((1, 2), 7), [2], hidden_layers=(2,)), 4)
+    assert model.graphs is not None
+    assert model.graphs.off is not None and "hidden states of layer 2" in model.graphs.off
+
+
+@pytest.mark.parametrize("counts", [(9, 30), (3, 9)])
+def test_padding_after_the_last_position_changes_no_rotation(counts: tuple[int, int]) -> None:
+    """Frequencies depend on the highest position of a pass, which padding may raise above the model's limit."""
+    model = CausalModel(make("phi3_longrope"))
+    model.use_fused()
+    assert model.fused is not None
+    assert not model.fused.static_rotary
+    limit = model.max_length
+    lengths = [limit - counts[0] - 1, 5]
+    ids = torch.randint(2, VOCAB, (2, limit), generator=torch.Generator().manual_seed(2))
+    cache = model.new_cache()
+    cache.add_rows(2)
+    model.forward(ModelInput(ids[:, : lengths[0]], lengths), cache)
+    fed = torch.stack([row[n : n + max(counts)] for row, n in zip(torch.cat([ids, ids], 1), lengths, strict=True)])
+    scores = model.forward(ModelInput(fed, counts), cache).scores()
+    for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
+        wanted = model.uncached(ids[row : row + 1, : start + count])[0, -count:]
+        torch.testing.assert_close(scores[row, :count], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_only_rotations_that_read_no_value_are_captured() -> None:
+    for family, static in (("llama", True), ("gemma2", True), ("phi3_longrope", False)):
+        model = CausalModel(make(family))
+        model.use_fused()
+        assert model.fused is not None
+        assert model.fused.static_rotary == static
 
 
 def test_nothing_is_captured_if_the_user_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
