@@ -240,7 +240,7 @@ def test_a_head_whose_rotation_depends_on_the_length_drafts_chains(monkeypatch: 
     model = target(torch.float32, vocab=7)
     head = HeadModel(random_head(model, seed=5, gain=1.0), model)
     assert head.drafts_at_once
-    monkeypatch.setattr(head._rotary_table, "_static", False)
+    monkeypatch.setattr(head._rotary_table, "is_static", False)
     assert not head.drafts_at_once
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     _, steps, engine = run(model, PROMPTS, params, drafter=HeadDrafter(head, 7, nodes=9), gamma=9, max_batch_size=1)
