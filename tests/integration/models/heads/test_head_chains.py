@@ -216,7 +216,7 @@ class TwoMeasured(ThroughputLength):
 @pytest.mark.parametrize("length", [lambda: Two(5), TwoMeasured])
 @pytest.mark.parametrize("nodes", [0, 8])
 def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any, nodes: int) -> None:
-    """Of a chain, also where trees could be drafted."""
+    """A head that may draft trees drafts a chain for such a policy."""
     model = target(torch.float32, vocab=7)
     drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7, nodes=nodes)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
