@@ -1,4 +1,4 @@
-"""5,000 simulated runs of the server keep every invariant; broken versions do not. `scripts/simulation SEED` repeats one run."""
+"""2,000 simulated runs of the server keep every invariant; broken versions do not. `scripts/simulation SEED` repeats one run."""
 
 from __future__ import annotations
 
