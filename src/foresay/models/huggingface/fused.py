@@ -90,7 +90,7 @@ class FusedDecoder:
         )
 
     def by_operations(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], head: bool
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], head: bool = True
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Run the pass by PyTorch's operations, none of which depends on a value in a tensor.
 

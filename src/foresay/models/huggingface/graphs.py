@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -39,8 +39,8 @@ MAX_TOKENS = 512
 MAX_RECORDINGS = 48
 """Most recordings per cache. The least recently used one is dropped for a shape that occurred `_REPLACES` times."""
 _OCCURS, _REPLACES = 2, 16
-"""Occurrences of a shape before it is captured: where nothing is dropped for it, and otherwise. A capture takes as long as about
-eight passes without a graph."""
+"""Occurrences of a shape before it is captured: where nothing is dropped for it, and otherwise. A capture takes at least the time
+of five passes without a graph: two to warm up, one to record, two to compare."""
 _TOLERANCE = 2e-2
 """Largest allowed difference from the same pass without a graph, as a share of the range of its scores."""
 
@@ -167,11 +167,11 @@ class GraphedPasses:
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, Placement, SlotCache, Sequence[int], bool], Outputs],
+        run: Callable[[torch.Tensor, Placement, SlotCache, Sequence[int]], Outputs],
         capture: Capture,
         device: torch.device,
     ) -> None:
-        """run: computes a pass from (token_ids [B, T], placement, cache, hidden layers to return, True to compute scores)."""
+        """run: computes a pass with scores from (token_ids [B, T], placement, cache, hidden layers to return)."""
         self._run, self._device = run, device
         self._capture: Capture | None = capture
         self._recordings: WeakKeyDictionary[Stores, _Recordings] = WeakKeyDictionary()
@@ -231,7 +231,7 @@ class GraphedPasses:
         """Run the pass without a graph, with the current contents of the buffers."""
         at, shape = buffers.placement(), buffers.shape
         with attention.during(at):
-            return self._run(buffers.token_ids, at, cache, shape.hidden, True)
+            return self._run(buffers.token_ids, at, cache, shape.hidden)
 
     @staticmethod
     def _compare(out: Outputs, expected: Outputs) -> None:
@@ -258,7 +258,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._holder: torch.cuda.CUDAGraph | None = None
         """PyTorch discards a pool with its last graph, and recordings are dropped with their cache."""
 

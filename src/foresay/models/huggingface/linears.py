@@ -6,7 +6,7 @@ that they contain `nn.Linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeGuard
 
@@ -234,8 +234,7 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
 
     count = 0
     for path, parent in list(model.named_modules()):
-        for names in () if path.endswith(_CROSS) else JOINT_LAYERS:
-            layers = [getattr(parent, name, None) for name in names]
+        for names, layers in _read_jointly(path, parent):
             count += _join(parent, names, [layer for layer in layers if replaceable(layer)], make)
         for name, child in list(parent.named_children()):
             if (weights := expert_weights(child)) is not None and replaceable_weight(child.down_proj):
@@ -256,11 +255,18 @@ def join_layers(model: nn.Module) -> int:
     """Join the layers of a model on a GPU that read the same input; returns the number of joint products."""
     count = 0
     for path, parent in model.named_modules():
-        for names in () if path.endswith(_CROSS) else JOINT_LAYERS:
-            layers = [layer for name in names if (layer := getattr(parent, name, None)) is not None]
+        for _, layers in _read_jointly(path, parent):
             on_gpu = all(isinstance(layer, nn.Linear) and layer.weight.device.type == "cuda" for layer in layers)
-            count += len(layers) == len(names) and on_gpu and join(layers)
+            count += on_gpu and join(layers)
     return count
+
+
+def _read_jointly(path: str, parent: nn.Module) -> Iterator[tuple[Sequence[str], list[nn.Module]]]:
+    """Yield the names of layers of a module that read the same input, and the layers."""
+    for names in () if path.endswith(_CROSS) else JOINT_LAYERS:
+        layers = [layer for name in names if (layer := getattr(parent, name, None)) is not None]
+        if len(layers) == len(names):
+            yield names, layers
 
 
 def freeze_model(model: Any, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> None:
