@@ -17,7 +17,8 @@ from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter
-from foresay.engine import Engine, loop
+from foresay.engine import Engine
+from foresay.engine.request_keys import RequestKeys
 from foresay.lengths import ThroughputLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, LENGTHS
@@ -108,5 +109,5 @@ def test_lengths_learned_from_a_seeds_own_numbers(monkeypatch: Patch) -> None:
 
 def test_a_seed_whose_policy_is_not_looked_at(monkeypatch: Patch) -> None:
     """Control: other random numbers for a seed given twice only where the drafter remembers."""
-    monkeypatch.setattr(loop, "_repeats_seeds", lambda drafter, rule, policy: False)
+    monkeypatch.setattr(RequestKeys, "key_of", lambda keys, row: row.seed)
     assert p_value(second_requests(Learning, "model", "block", monkeypatch)) < ALPHA

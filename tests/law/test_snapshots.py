@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.decoding.acceptance import Lenience
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
@@ -134,3 +135,21 @@ def test_broken_rewinding(rule: str, broken: Any, monkeypatch: pytest.MonkeyPatc
     assert value(rule, gamma=2) > ALPHA
     monkeypatch.setattr(Snapshots, "rewind", broken)
     assert value(rule, gamma=2) < ALPHA
+
+
+def lenient(together: bool) -> list[list[int]]:
+    """Greedy texts under `lenience`, whose tokens depend on where drafts end, alone or in one batch."""
+    target, params = table(1), SamplingParams(max_new_tokens=24)
+    prompts = [[i % 3, i // 3 % 3, i // 9 % 3, 1] for i in range(27)]
+    each = [prompts] if together else [[one] for one in prompts]
+    found = [
+        run(target, one, params, drafter=ModelDrafter(table(2), SIZE), rule=Lenience(2.0), gamma=3) for one in each
+    ]
+    return [text for texts, _, _ in found for text in texts]
+
+
+def test_a_lenient_greedy_row_does_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = lenient(together=False)
+    assert lenient(together=True) == alone
+    monkeypatch.setattr(Lenience, "exact", True)  # control: shorter drafts after a rejection, in a batch only
+    assert lenient(together=True) != alone

@@ -44,7 +44,7 @@ INSIDE = {
         {"acceptance"},
         {"step"},
     ],
-    "engine": [{"row_moves", "prefixes", "stats", "guard", "admission"}, {"chunked_prefill"}, {"loop"}],
+    "engine": [{"row_moves", "prefixes", "request_keys", "stats", "guard", "admission"}, {"chunked_prefill"}, {"loop"}],
     "models": [
         {"vocabulary", "table", "recording", "cache"},
         {"cpu"},

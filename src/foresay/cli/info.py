@@ -119,6 +119,10 @@ def _of_transformers(
         "weights": f"{weights}; one forward pass reads {weight_bytes(module) / 1e6:.0f} MB",
         **_activations(module),
         "forward pass": passes(model),
+        "same bits": "yes: a token's scores do not depend on what else its pass contains"
+        if model.batch_invariant
+        else "no: only compiled kernels guarantee them. Where two tokens' scores are as close as rounding errors, the output may "
+        "depend on batch and draft",
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
         "memory": _memory(model, resident_bytes(module), rows, length),
         **(_of_states(model) if isinstance(model, RecurrentModel) else {}),

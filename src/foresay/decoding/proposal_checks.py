@@ -1,8 +1,9 @@
 """Checks of a proposal before it is verified: types, ranges, and that each drafted token is in the support of its distribution.
 
-The only module that checks proposals. A defect at one token ends that row's draft there: the tokens before it were drawn, and
-dropping them because of later ones would change the output distribution. A defect of the proposal's form (shapes, types) discards
-all of it. Waits for the device once. Knows no drafter and no rule.
+The only module that checks proposals; what it returns has neutral values where no token was drafted. A defect at one token ends
+that row's draft there: the tokens before it were drawn, and dropping them because of later ones would change the output
+distribution. A defect of the proposal's form (shapes, types) discards all of it. Waits for the device once. Knows no drafter
+and no rule.
 """
 
 from __future__ import annotations
@@ -26,12 +27,18 @@ def checked(
     """Return the well-formed part of the proposal, trimmed to its longest draft and on `device`.
 
     budget: B ints, maximum tokens of each row. trees: True if rule and target accept proposals with parents; otherwise a draft
-    ends at its first branch. The result's `failure` is the drafter's own, or a ValueError that names the first defect.
+    ends at its first branch. The result's `failure` is the drafter's own, or the error that names the first defect.
     """
     try:
-        counts = _checked_form(proposal, len(budget), vocab_size)
-    except (Exception, SystemExit) as error:  # objects that pose as tensors may raise anything
+        return _normalized(_checked(proposal, budget, vocab_size, device, trees=trees))
+    except (Exception, SystemExit) as error:  # a wrong form; objects that pose as tensors may raise anything
         return dataclasses.replace(Proposal.empty(len(budget), device), failure=error)
+
+
+def _checked(
+    proposal: Proposal, budget: Sequence[int], vocab_size: int, device: torch.device, *, trees: bool
+) -> Proposal:
+    counts = _checked_form(proposal, len(budget), vocab_size)
     kept = [max(0, min(n, most, proposal.width)) for n, most in zip(counts, budget, strict=True)]
     problem = None
     if kept != counts:
@@ -97,6 +104,24 @@ def _trimmed(proposal: Proposal, counts: list[int], device: torch.device) -> Pro
         distribution_index=part(proposal.distribution_index),
         confidence=part(proposal.confidence),
         parents=part(proposal.parents),
+    )
+
+
+def _normalized(proposal: Proposal) -> Proposal:
+    """Return a checked proposal with neutral values in its padding, and without distributions that no token was drawn from."""
+    if not proposal.width:
+        return proposal
+    distributions = proposal.distributions
+    if distributions is not None and not len(distributions):
+        proposal = dataclasses.replace(proposal, distributions=None, distribution_index=None)
+    if min(proposal.num_tokens) == proposal.width:
+        return proposal
+    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+    padding = torch.arange(proposal.width, device=counts.device) >= counts[:, None]
+    neutral = {"token_ids": 0, "parents": -1, "distribution_index": -1, "confidence": 0}
+    columns = {name: getattr(proposal, name) for name in neutral}
+    return dataclasses.replace(
+        proposal, **{name: one.masked_fill(padding, neutral[name]) for name, one in columns.items() if one is not None}
     )
 
 

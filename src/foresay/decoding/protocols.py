@@ -218,7 +218,11 @@ class DraftStep:
 
 @runtime_checkable
 class ForcesTokens(Protocol):
-    """A logits processor that may leave one continuation, such as a grammar."""
+    """A logits processor that may leave one continuation, such as a grammar.
+
+    An attribute `source`, if it has one, is the text from which the continuations follow: it is part of the key of a request's
+    random numbers.
+    """
 
     def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
         """Return the only possible next tokens after the tokens of an output, as far as they are known; often none.

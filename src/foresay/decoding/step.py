@@ -49,7 +49,7 @@ def step(
     reaches keeps the tokens before it and ends with FinishReason.ERROR; other rows are not affected.
     """
     began = perf_counter()
-    proposal = propose(rows, target, cache, drafter, policy)
+    proposal = propose(rows, target, cache, drafter, policy, exact=rule.exact)
     proposed = perf_counter()
     starts = list(cache.lengths[: len(rows)])
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
@@ -76,13 +76,13 @@ def step(
 
 
 def propose(
-    rows: Rows, target: LanguageModel, cache: KVCache, drafter: Drafter | None, policy: LengthPolicy
+    rows: Rows, target: LanguageModel, cache: KVCache, drafter: Drafter | None, policy: LengthPolicy, *, exact: bool
 ) -> Proposal:
     """Return the drafter's proposal; a draft is shorter than the row's remaining tokens, one of which is the target's own.
 
     A target that rewinds to snapshots is fed some tokens again. A row has no draft while these are more than its `max_backlog`.
     In a batch it drafts as many tokens fewer as are fed again: rows of one length share a pass. Rows whose text depends on the
-    draft length keep theirs.
+    draft length keep theirs. exact: False for a lossy rule, whose greedy rows depend on it, too.
     """
     if drafter is None:
         return Proposal.empty(len(rows), target.device)
@@ -90,7 +90,7 @@ def propose(
     backlog = target.capabilities.max_backlog
     if backlog is not None:
         again = [row.size - 1 - length for row, length in zip(rows, cache.lengths, strict=False)]
-        free = [len(rows) > 1 and (row.params.greedy or rows.needs.ignores_drafts) for row in rows]
+        free = [len(rows) > 1 and (rows.needs.ignores_drafts or (exact and row.params.greedy)) for row in rows]
         budget = [0 if a > backlog else max(0, n - a * f) for n, a, f in zip(budget, again, free, strict=True)]
     return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
 

@@ -23,10 +23,8 @@ from foresay.decoding.protocols import (
     LanguageModel,
     LengthPolicy,
     Observer,
-    Remembers,
     Rule,
 )
-from foresay.decoding.randomness import derive
 from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step
@@ -34,6 +32,7 @@ from foresay.engine.admission import MemoryLimit, check_request, check_trees
 from foresay.engine.chunked_prefill import WAIT_S, ChunkedPrefill
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
+from foresay.engine.request_keys import RequestKeys
 from foresay.engine.row_moves import plan_moves
 from foresay.threads import single_threaded
 
@@ -66,8 +65,9 @@ class Engine:
         prefill_wait_s: approximate time that decoding rows wait for prefill between two steps, in seconds. prefill_clock: see
         `ChunkedPrefill`.
 
-        draw_seed: returns the seed of a request without one. observers: called in each step after verification. Raises
-        ConfigError or UnsupportedModelError if the drafter proposes trees that the rule or the target does not support.
+        draw_seed: returns the seed of a request without one, and the random numbers of `RequestKeys`. observers: called in each
+        step after verification. Raises ConfigError or UnsupportedModelError if the drafter proposes trees that the rule or the
+        target does not support.
         """
         self.observers, self._draw_seed = tuple(observers), draw_seed
         check_trees(target, drafter, rule)
@@ -94,7 +94,7 @@ class Engine:
         self._ended: list[Step] = []
         """Last steps of cancelled requests that no step has returned yet: the target may raise first."""
         self._next_id = 0
-        self._fresh_keys = drafter is not None and _repeats_seeds(drafter, rule, policy)
+        self._keys = RequestKeys(drafter, rule, policy, draw_seed)
 
     def submit(
         self,
@@ -116,8 +116,7 @@ class Engine:
         self._memory.check(limit, self.cached_bytes + self.prefix_bytes)
         seed = params.seed if params.seed is not None else self._draw_seed()
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
-        if self._fresh_keys:
-            row.rng_key = derive(seed, next(_SERIAL))
+        row.rng_key = self._keys.key_of(row)
         self._next_id += 1
         self._waiting.append(row)
         return row.request_id
@@ -293,13 +292,3 @@ class Engine:
         if self.drafter is not None:
             self.drafter.rearrange(front, decoding)
         self._decoding, self._rows = decoding, None
-
-
-_SERIAL = itertools.count(1)
-
-
-def _repeats_seeds(drafter: Drafter, rule: Rule, policy: LengthPolicy) -> bool:
-    """True if a repeated seed could meet drafts, or lengths of sampled drafts, that were learned from its own random numbers."""
-    if rule.needs.ignores_drafts:
-        return False
-    return (drafter.samples and policy.remembers) or (isinstance(drafter, Remembers) and drafter.repeats_seeds())

@@ -43,21 +43,22 @@ class Grammar:
         large, that the library does not support or that matches no text, and if the library is not installed.
         """
         library_tokenizer = _library_tokenizer(tokenizer, vocab_size, tuple(sorted(eos)))
-        self._matcher = compiled(library_tokenizer, checked(source), is_lark=isinstance(source, str))
+        self._source = checked(source)
+        self._matcher = compiled(library_tokenizer, self._source, is_lark=isinstance(source, str))
         self._vocab_size = vocab_size
 
     def mask_after(self, prompt_length: int) -> JsonMask:
         """Return the processor for one output. prompt_length: tokens of its prompt."""
-        return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length)
+        return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length, self._source)
 
 
 class JsonMask:
     """A LogitsProcessor that constrains the tokens after the prompt to a grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int, prompt_length: int) -> None:
-        """matcher: a library matcher before its first token, not shared with another output."""
+    def __init__(self, matcher: Any, vocab_size: int, prompt_length: int, source: str) -> None:
+        """matcher: a library matcher before its first token, not shared with another output. source: see ForcesTokens."""
         self._matcher, self._vocab_size, self._prompt_length = matcher, vocab_size, prompt_length
-        self._consumed: list[int] = []
+        self.source, self._consumed = source, list[int]()
 
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask scores [1, V] after token_ids [1, L]. Unchanged if the tokens (draft tokens) violate the grammar."""

@@ -10,8 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foresay.decoding.acceptance import RULES, make_rule
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.proposal_checks import checked
+from foresay.decoding.protocols import ModelOutput
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
 
 VOCAB, CPU = 5, torch.device("cpu")
 LAW = [0.1, 0.2, 0.3, 0.4, 0.0]
@@ -196,6 +200,46 @@ def proposals(draw: st.DrawFn, batch: int) -> Proposal:
     return Proposal(**fields)
 
 
+PADDED: dict[str, Proposal] = {
+    "a parent out of range": chain(
+        [[1, 2, 3], [1, 2, 3]], num_tokens=[2, 3], parents=torch.tensor([[-1, 0, 77], [-1, 0, 1]])
+    ),
+    "a parent far below": chain(
+        [[1, 2, 3], [1, 2, 3]], num_tokens=[2, 3], parents=torch.tensor([[-1, 0, -77], [-1, 0, 1]])
+    ),
+    "an id out of range": chain([[1, 2, 999], [1, 2, 3]], num_tokens=[2, 3]),
+    "an index out of range": sampled([[1, 2, 3], [1, 2, 3]], [LAW], [[0, 0, 99], [0, 0, 0]], num_tokens=[2, 3]),
+    "NaN as confidence": chain([[1, 2], [1, 2]], num_tokens=[1, 2], confidence=torch.tensor([[0.5, NAN], [0.5, 0.5]])),
+    "distributions of no row": chain(
+        [[1, 2]], distributions=torch.zeros(0, VOCAB), distribution_index=torch.tensor([[-1, -1]])
+    ),
+}
+"""Proposals whose drafted tokens are sound."""
+
+
+def verified(proposal: Proposal, trees: bool) -> None:
+    """Verify a proposal by every rule, greedy and sampled rows by turns: none may raise."""
+    batch, width = proposal.token_ids.shape
+    rows = Rows([Row(i, [1], SamplingParams(temperature=float(i % 2)), limit=9) for i in range(batch)])
+    scores = torch.randn(batch, width + 1, VOCAB, generator=torch.Generator().manual_seed(0))
+    distributions = ModelOutput(scores).distributions(rows, proposal)
+    for name in RULES:
+        rule = make_rule(name)
+        if proposal.parents is None or (trees and rule.trees):
+            out = rule.verify(distributions, proposal, rows.streams(CPU))
+            assert ((out.num_accepted >= 0) & (out.num_accepted <= torch.tensor(proposal.num_tokens))).all()
+    assert proposal.depths().shape == (batch, width)
+
+
+@pytest.mark.parametrize("proposal", PADDED.values(), ids=PADDED.keys())
+@pytest.mark.parametrize("trees", [False, True])
+def test_padding_has_no_influence(proposal: Proposal, trees: bool) -> None:
+    out = checked(proposal, [3] * len(proposal.num_tokens), VOCAB, CPU, trees=trees)
+    assert list(out.num_tokens) == list(proposal.num_tokens) and out.failure is None
+    assert ((out.token_ids >= 0) & (out.token_ids < VOCAB)).all()
+    verified(out, trees)
+
+
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_whatever_is_handed_in_comes_out_well_formed(data: st.DataObject) -> None:
@@ -206,6 +250,7 @@ def test_whatever_is_handed_in_comes_out_well_formed(data: st.DataObject) -> Non
     assert out.token_ids.dtype == torch.int64 and out.token_ids.shape == (batch, max(out.num_tokens))
     assert all(0 <= n <= most for n, most in zip(out.num_tokens, budget, strict=True))
     assert trees or out.parents is None
+    verified(out, trees)
     for i, n in enumerate(out.num_tokens):
         ids = out.token_ids[i, :n].tolist()
         assert all(0 <= token < VOCAB for token in ids)

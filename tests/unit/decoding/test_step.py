@@ -196,15 +196,15 @@ def target() -> TableModel:
 def test_the_budget_leaves_room_for_the_targets_own_token(target: TableModel) -> None:
     drafter = Budgets()
     rows = Rows([make_row(limit=1 + room) for room in (9, 5, 4, 2, 1)])
-    propose(rows, target, target.new_cache(), drafter, ConstantLength(4))
+    propose(rows, target, target.new_cache(), drafter, ConstantLength(4), exact=True)
     assert drafter.asked == [[4, 4, 3, 1, 0]]
 
 
 def test_a_drafter_without_a_budget_is_not_asked(target: TableModel) -> None:
     drafter, cache = Budgets(), target.new_cache()
-    assert propose(Rows([make_row(limit=2)]), target, cache, drafter, ConstantLength(4)).width == 0
-    assert propose(Rows([make_row()]), target, cache, drafter, ConstantLength(0)).width == 0
-    assert propose(Rows([make_row()]), target, cache, None, ConstantLength(4)).width == 0
+    assert propose(Rows([make_row(limit=2)]), target, cache, drafter, ConstantLength(4), exact=True).width == 0
+    assert propose(Rows([make_row()]), target, cache, drafter, ConstantLength(0), exact=True).width == 0
+    assert propose(Rows([make_row()]), target, cache, None, ConstantLength(4), exact=True).width == 0
     assert drafter.asked == []
 
 

@@ -1,0 +1,233 @@
+"""Every text that a draft can be copied from and that the same seed may have produced (see engine/request_keys.py).
+
+A first request gives a seed's answer. The second one begins at the same length and copies the answer's second token as its
+first draft: unless the target draws it, its next step begins at the length of the first request's next step, with the same
+uniforms. Its output must have the target's distribution over seeds. The control gives it the seed's own numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.protocols import Drafter
+from foresay.decoding.rows import Row
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Cascade, Hybrid, Memory, ModelDrafter, NgramStore, NgramStoreDrafter, SuffixDrafter
+from foresay.engine import Engine
+from foresay.engine.prefixes import PrefixStore
+from foresay.engine.request_keys import RequestKeys
+from foresay.lengths import ConstantLength
+from foresay.models.table import TableModel
+from helpers.distribution_cells import ALPHA
+from helpers.reference import joint, p_value
+
+SEEDS, LENGTH, SIZE = 1200, 2, 40
+TARGET = TableModel(torch.tensor([0.5, 0.5] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
+DRAFT = TableModel(torch.tensor([0.05, 0.95] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
+Request = tuple[list[int], SamplingParams]
+
+
+class Forced:
+    """A processor that changes nothing, and claims to force the tokens of a text."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens, self.source = list(tokens), str(tokens)
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
+        return self.tokens[len(output) :]
+
+
+class Run:
+    """One process: an engine whose random numbers no other process has."""
+
+    def __init__(self, drafter: Drafter, rule: str, process: int, prefixes: PrefixStore | None = None) -> None:
+        draws = random.Random(process)
+        self.engine = Engine(
+            TARGET,
+            drafter,
+            make_rule(rule),
+            ConstantLength(3),
+            max_batch_size=64,
+            prefixes=prefixes,
+            prefill_clock=None,
+            draw_seed=lambda: draws.randrange(1 << 62),
+        )
+
+    def outputs(self, requests: Sequence[Request]) -> list[list[int]]:
+        found = {self.engine.submit(prompt, params): list[int]() for prompt, params in requests}
+        while self.engine.has_work:
+            for step in self.engine.step():
+                found[step.request_id] += step.token_ids
+        assert self.engine.draft_failures == 0
+        return list(found.values())
+
+
+def prompt(seed: int) -> list[int]:
+    """A seed's own prompt of 9 tokens, which no output contains."""
+    x, y = 2 + seed // (SIZE - 2), 2 + seed % (SIZE - 2)
+    return [2] * 5 + [x, x, x, y]
+
+
+def params(seed: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4, **changes)
+
+
+FIRST = [(prompt(seed), params(seed)) for seed in range(SEEDS)]
+
+
+def hybrid(lookup: SuffixDrafter | NgramStoreDrafter | None = None) -> Drafter:
+    return Hybrid(lookup or SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=4, k=3)
+
+
+def cascade() -> Drafter:
+    return Cascade([SuffixDrafter(min_match=4), ModelDrafter(DRAFT, SIZE)], [[3, 3], [0, 0]])
+
+
+def after(seed: int, answer: list[int]) -> Request:
+    """A request whose last tokens occur in the first one's text, where the answer's second token follows."""
+    return [*prompt(seed)[1:], answer[0]], params(seed)
+
+
+def following(first: Drafter, second: Drafter, make: Any, rule: str, prefixes: PrefixStore | None = None) -> Any:
+    """Outputs of second requests, by another process unless the drafter is the same."""
+    one = Run(first, rule, 1, prefixes)
+    requests = [make(seed, answer) for seed, answer in enumerate(one.outputs(FIRST))]
+    return (one if second is first else Run(second, rule, 2)).outputs(requests)
+
+
+def of_memory(rule: str, folder: Path) -> list[list[int]]:
+    """A memory of this process."""
+    kept = hybrid(SuffixDrafter(Memory()))
+    return following(kept, kept, after, rule)  # type: ignore[no-any-return]
+
+
+def of_folder(rule: str, folder: Path) -> list[list[int]]:
+    """A memory that another process wrote."""
+    memory = Memory(folder)
+    one = Run(hybrid(SuffixDrafter(memory)), rule, 1)
+    answers = one.outputs(FIRST)
+    memory.flush(60)
+    memory.close()
+    requests = [after(seed, answer) for seed, answer in enumerate(answers)]
+    return Run(hybrid(SuffixDrafter(Memory(folder, reads_only=True))), rule, 2).outputs(requests)
+
+
+def of_batch(rule: str, folder: Path) -> list[list[int]]:
+    """Rows of one batch: a seed's second request joins when the first has ended."""
+    engine = Run(hybrid(SuffixDrafter(Memory())), rule, 1).engine
+    texts = {engine.submit(tokens, each): list[int]() for tokens, each in FIRST}
+    second: dict[int, int] = {}
+    while engine.has_work:
+        for step in engine.step():
+            texts[step.request_id] += step.token_ids
+            if step.finish_reason is not None and step.request_id < SEEDS:
+                second[step.request_id] = engine.submit(*after(step.request_id, texts[step.request_id]))
+                texts[second[step.request_id]] = []
+    return [texts[second[seed]] for seed in range(SEEDS)]
+
+
+def of_counts(rule: str, folder: Path) -> list[list[int]]:
+    """Counts of n-grams that a drafter keeps."""
+    kept = hybrid(NgramStoreDrafter(5, store=NgramStore(5)))
+    return following(kept, kept, after, rule)  # type: ignore[no-any-return]
+
+
+def of_prediction(rule: str, folder: Path, drafter: Any = hybrid) -> list[list[int]]:
+    """A prediction made from the answer."""
+    make = lambda seed, answer: (prompt(seed), params(seed, prediction=(answer[1],)))  # noqa: E731
+    return following(drafter(), drafter(), make, rule)  # type: ignore[no-any-return]
+
+
+def of_history(rule: str, folder: Path) -> list[list[int]]:
+    """A prompt with the answer in it, as long as the first one."""
+
+    def make(seed: int, answer: list[int]) -> Request:
+        text = prompt(seed)[-3:]
+        return [*text, *answer[:2], *text, answer[0]], params(seed)
+
+    return following(hybrid(), hybrid(), make, rule)  # type: ignore[no-any-return]
+
+
+def of_forced(rule: str, folder: Path) -> list[list[int]]:
+    """A grammar made from the answer."""
+    make = lambda seed, answer: (prompt(seed), params(seed, processors=(Forced([answer[1]]),)))  # noqa: E731
+    return following(hybrid(), hybrid(), make, rule)  # type: ignore[no-any-return]
+
+
+def of_prefixes(rule: str, folder: Path) -> list[list[int]]:
+    """Prefixes of ended rows, answers included."""
+    make = lambda seed, answer: ([*prompt(seed), *answer], params(seed))  # noqa: E731
+    kept = hybrid()
+    return following(kept, kept, make, rule, PrefixStore(1 << 20))  # type: ignore[no-any-return]
+
+
+SOURCES = {
+    "memory": of_memory,
+    "folder": of_folder,
+    "batch": of_batch,
+    "counts": of_counts,
+    "prediction": of_prediction,
+    "prediction, cascade": lambda rule, folder: of_prediction(rule, folder, cascade),
+    "history": of_history,
+    "forced": of_forced,
+    "prefixes": of_prefixes,
+}
+
+
+def value(source: str, rule: str, folder: Path) -> float:
+    outputs = [one[:LENGTH] for one in SOURCES[source](rule, folder)]
+    return p_value(outputs, joint(TARGET, params(0), prompt(0), LENGTH), SIZE)
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [(one, ("speculative", "block")[i % 2]) for i, one in enumerate(SOURCES)] + [("history", "block")],
+)
+def test_a_seeds_own_text_keeps_the_distribution(source: str, rule: str, tmp_path: Path) -> None:
+    assert value(source, rule, tmp_path) > ALPHA
+
+
+@pytest.mark.parametrize("source", sorted(SOURCES.keys() - {"prefixes", "prediction, cascade"}))
+def test_the_seeds_own_numbers(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the second request has the key of the first."""
+    monkeypatch.setattr(RequestKeys, "key_of", lambda keys, row: row.seed)
+    assert value(source, "speculative", tmp_path) < ALPHA
+
+
+def test_keys_that_begin_again_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: random numbers of a process that another one has, too."""
+    monkeypatch.setattr(random, "Random", lambda process, kind=random.Random: kind(1))
+    assert value("folder", "speculative", tmp_path) < ALPHA
+
+
+def key(drafter: Drafter | None, rule: str = "speculative", draw: int = 5, **changes: Any) -> int:
+    fields: dict[str, Any] = {"prompt": prompt(7), "params": params(7), "source": None, **changes}
+    row = Row(0, fields["prompt"], fields["params"], seed=7, limit=19, source=fields["source"])
+    return RequestKeys(drafter, make_rule(rule), ConstantLength(3), lambda: draw).key_of(row)
+
+
+def test_keys_differ_where_a_text_does() -> None:
+    model = ModelDrafter(DRAFT, SIZE)
+    different = [
+        key(model),
+        key(model, prompt=[1, 0]),
+        key(model, source=[1, 0]),
+        key(model, params=params(7, prediction=(1, 0))),
+        key(model, params=params(7, processors=(Forced([1]),))),
+        key(model, params=params(7, processors=(Forced([2]),))),
+    ]
+    assert len({*different, 7}) == len(different) + 1
+    assert key(model) == key(model, draw=6), "a repeated request has the same text"
+    assert key(hybrid(SuffixDrafter(Memory()))) != key(hybrid(SuffixDrafter(Memory())), draw=6)
+    plain = [key(None), key(SuffixDrafter()), key(SuffixDrafter(Memory())), key(model, "coupled"), key(model, "match")]
+    assert plain == [7] * 5, "the text is that of plain decoding"
