@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -48,6 +48,8 @@ class Generation:
     """Cause of FinishReason.ERROR; the output contains the tokens before it."""
     tokenizer: Any = field(default=None, repr=False, compare=False)
     """The target's tokenizer, from which `pieces` are computed; None without one."""
+    context_token_ids: Sequence[int] = field(default=(), repr=False, compare=False)
+    """Token ids that the output continues: the prompt, or the beginning of a decoder."""
 
     @property
     def num_cached(self) -> int:
@@ -85,7 +87,7 @@ class Generation:
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         if tokenizer is None:
             raise ConfigError("pieces of text need a tokenizer, and the model was loaded without one; pass tokenizer=")
-        stream = TextStream(tokenizer)
+        stream = TextStream(tokenizer, context=self.context_token_ids)
         out = [p for step in self.steps for p in stream.push(step.token_ids, step.origins)]
         return out + stream.finish(stopped=False)
 

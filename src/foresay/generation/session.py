@@ -36,8 +36,9 @@ class _Request:
         params = prepared.params
         self.ids, self.prepared, self._tokenizer = list(ids), prepared, tokenizer
         visible = params.visible_token_ids
-        self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens, visible) if params.stop else None
-        self._stream = TextStream(tokenizer, params.stop, visible) if text and tokenizer is not None else None
+        stops, before = params.stop, prepared.prompt
+        self.stop = StopStrings(tokenizer, stops, params.min_new_tokens, visible, before) if stops else None
+        self._stream = TextStream(tokenizer, stops, visible, context=before) if text and tokenizer is not None else None
         self.steps: list[Step] = []
         self.seed: int | None = None
 
@@ -68,6 +69,7 @@ class _Request:
             draft_error=next((step.draft_error for step in self.steps if step.draft_error is not None), None),
             error=last.error,
             tokenizer=self._tokenizer,
+            context_token_ids=self.prepared.prompt,
         )
 
     def _text(self, ids: list[int]) -> str:
@@ -76,7 +78,8 @@ class _Request:
         if self.stop is not None and self.stop.cut_at is not None:
             return self.stop.text[: self.stop.cut_at]
         # as the stream decodes it: `decode` of all ids may turn complete characters before an incomplete one into U+FFFD
-        return Detokenizer(self._tokenizer, self.prepared.params.visible_token_ids).all(ids)
+        visible = self.prepared.params.visible_token_ids
+        return Detokenizer(self._tokenizer, visible, context=self.prepared.prompt).all(ids)
 
 
 class Session:

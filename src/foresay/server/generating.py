@@ -144,12 +144,16 @@ async def _outputs(
     for prompt, ids in zip(request.prompts(), prepared.prompts, strict=True):
         scored = await service.scored(ids, top) if request.echoes and top is not None else None
         echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if request.echoes else None)
+    # the output of an encoder-decoder does not continue its prompt
+    before = [[] if service.generator.target.model.capabilities.reads_source else ids for ids in prepared.prompts]
     return [
         Output(
             index,
             shape,
             request.foresay or Drafting(),
-            None if top is None else Logprobs(tokenizer, prepared.params.visible_token_ids),
+            None
+            if top is None
+            else Logprobs(tokenizer, prepared.params.visible_token_ids, context=before[index // prepared.n]),
             echoes[index // prepared.n],
             prepared.parser(),
         )

@@ -66,9 +66,9 @@ def of_prompt(tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[Token
 class Logprobs:
     """Entries of one output that wait for their text to be sent."""
 
-    def __init__(self, tokenizer: Any, visible: Collection[int] = ()) -> None:
-        """visible: see Detokenizer."""
-        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, visible)
+    def __init__(self, tokenizer: Any, visible: Collection[int] = (), *, context: Sequence[int] = ()) -> None:
+        """visible, context: see Detokenizer."""
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, visible, context=context)
         self._waiting: list[Entry] = []
         self._generated = self._sent = 0
 

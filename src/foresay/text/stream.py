@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from foresay.decoding.outcome import Origin
 
 _INCOMPLETE = "\ufffd"
+_CONTEXT = 8
+"""Tokens of the prompt by which the first tokens of an output are decoded."""
+_PENDING, _KEPT = 8, 4
+"""Withheld tokens of which the oldest are released, and how many remain: a character has at most 4 bytes."""
+_specials: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
 class Piece(NamedTuple):
@@ -21,35 +27,71 @@ class Piece(NamedTuple):
     origin: Origin
 
 
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids without text; cached, because transformers builds the table at each call."""
+    if not hasattr(tokenizer, "added_tokens_decoder"):
+        return frozenset()
+    found = _specials.get(tokenizer)
+    if found is None:
+        found = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        _specials[tokenizer] = found
+    return found
+
+
 class Detokenizer:
-    """Decoder of one token at a time, which withholds characters whose bytes are incomplete."""
+    """Decoder of one token at a time, which withholds characters whose bytes are incomplete.
 
-    def __init__(self, tokenizer: Any, visible: Collection[int] = ()) -> None:
-        """visible: special tokens that are part of the text."""
+    Each call decodes a bounded number of tokens.
+    """
+
+    def __init__(self, tokenizer: Any, visible: Collection[int] = (), *, context: Sequence[int] = ()) -> None:
+        """visible: special tokens that are part of the text. context: token ids before the first one.
+
+        Tokenizers that mark spaces drop the first space of a text, so an output is decoded after the end of its prompt.
+        """
         self._tokenizer, self._visible = tokenizer, frozenset(visible)
-        self._ids: list[int] = []
-        self._prefix = self._read = 0
+        self._without_text = _special_ids(tokenizer) - self._visible
+        before = [token for token in context[-4 * _CONTEXT :] if token not in self._without_text][-_CONTEXT:]
+        self._ids: list[int] = [int(token) for token in before]
+        """The last tokens: those before `_read` are context, the others are withheld."""
+        self._read = len(self._ids)
 
-    def _decode(self, start: int, end: int) -> str:
+    def _decode(self, end: int) -> str:
         text: str = self._tokenizer.decode(
-            self._ids[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self._ids[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, possibly empty."""
+        if token_id in self._without_text:
+            return ""
         if token_id in self._visible:
             before = self.flush()
-            self._ids.append(token_id)
-            self._prefix = self._read = len(self._ids)
             return before + str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         self._ids.append(token_id)
-        known = self._decode(self._prefix, self._read)
-        text = self._decode(self._prefix, len(self._ids))
+        known, text = self._decode(self._read), self._decode(len(self._ids))
+        if not text.startswith(known):  # the token completes a character that the context ends with
+            known = known.rstrip(_INCOMPLETE)
         if len(text) <= len(known) or text.endswith(_INCOMPLETE):
+            return self._release(known, text)
+        return self._moved(len(self._ids), self._read, text[len(known) :])
+
+    def _release(self, known: str, text: str) -> str:
+        """Return the text of the oldest withheld tokens if there are many: their bytes never complete a character."""
+        end = len(self._ids) - _KEPT
+        if len(self._ids) - self._read < _PENDING:
             return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return text[len(known) :]
+        head = self._decode(end)
+        if text.startswith(head):
+            return self._moved(end, self._read, head[len(known) :])
+        return self._moved(len(self._ids), len(self._ids) - 1, text[len(known) :])
+
+    def _moved(self, read: int, first: int, text: str) -> str:
+        """Return a text after moving the context: it ends at `read`, and begins at `first`."""
+        del self._ids[:first]
+        self._read = read - first
+        return text
 
     def all(self, token_ids: Sequence[int]) -> str:
         """Return the text of all tokens: `push` for each, then `flush`."""
@@ -57,10 +99,9 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the withheld text, with incomplete characters as U+FFFD."""
-        known = self._decode(self._prefix, self._read)
-        text = self._decode(self._prefix, len(self._ids))
-        self._prefix = self._read = len(self._ids)
-        return text[len(known) :]
+        text = self._decode(len(self._ids))[len(self._decode(self._read)) :]
+        self._read = len(self._ids)
+        return text
 
 
 @dataclass(slots=True)
@@ -75,6 +116,8 @@ class StopStrings:
     strings: tuple[str, ...]
     min_new_tokens: int = 0
     visible: tuple[int, ...] = ()
+    context: Sequence[int] = ()
+    """Token ids of the prompt."""
     text: str = ""
     cut_at: int | None = None
     _count: int = 0
@@ -90,7 +133,7 @@ class StopStrings:
     def __call__(self, token_ids: Sequence[int]) -> int | None:
         """Return how many of these uncommitted tokens to keep if the output ends within them, else None."""
         if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self.tokenizer, self.visible)
+            self._detokenizer = Detokenizer(self.tokenizer, self.visible, context=self.context)
         for i, token in enumerate(token_ids):
             before = len(self.text)
             self.text += self._detokenizer.push(token)
@@ -111,9 +154,11 @@ class TextStream:
     With stop strings, characters that may begin one are withheld until it is clear that they do not.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), visible: Collection[int] = ()) -> None:
-        """stops: stop strings. visible: see Detokenizer."""
-        self._detokenizer = Detokenizer(tokenizer, visible)
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), visible: Collection[int] = (), *, context: Sequence[int] = ()
+    ) -> None:
+        """stops: stop strings. visible, context: see Detokenizer."""
+        self._detokenizer = Detokenizer(tokenizer, visible, context=context)
         self._stops = tuple(stops)
         self._pending: list[Piece] = []
         self._last = Origin.BONUS

@@ -103,6 +103,77 @@ def test_spaces_between_words_survive() -> None:
     assert pieces_of(tokenizer, encoded(tokenizer, "a bc"))[:5] == ["", "a", " ", "b", "c"]
 
 
+# --- context ---
+
+
+@TOKENIZERS
+@pytest.mark.parametrize(
+    ("prompt", "output"), [("the capital of", " paris. it"), ("a", "b"), ("ab", " c d"), ("é", " x"), ("a ", "b")]
+)
+def test_an_output_joins_its_prompt(make: Any, prompt: str, output: str) -> None:
+    tokenizer = make()
+    before, whole = encoded(tokenizer, prompt), encoded(tokenizer, prompt + output)
+    assert whole[: len(before)] == before
+    for special in ([], [tokenizer.eos_token_id] * 12):
+        assert Detokenizer(tokenizer, context=[*before, *special]).all(whole[len(before) :]) == output
+
+
+def test_a_stop_string_may_begin_with_the_first_space() -> None:
+    tokenizer = byte_fallback()
+    before, ids = encoded(tokenizer, "of"), encoded(tokenizer, "of paris x")[3:]
+    stop = StopStrings(tokenizer, (" par",), context=before)
+    assert stop(ids) == 4 and stop.cut_at == 0
+    assert StopStrings(tokenizer, (" par",))(ids) is None, "control: without the prompt the space is lost"
+
+
+def test_a_character_that_a_prompt_begins_comes_whole() -> None:
+    ids = encoded(byte_level(), "a𝕏b")
+    assert Detokenizer(byte_level(), context=ids[:3]).all(ids[3:]) == "𝕏b"
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+        self.added_tokens_decoder = tokenizer.added_tokens_decoder
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+def garbage(tokenizer: Any, kind: str, count: int) -> list[int]:
+    """Tokens that complete no character: bytes that begin none, bytes that begin one, special tokens, ids of no token."""
+    unknown = len(tokenizer) + 7
+    lead = encoded(tokenizer, "𝕏")[-4]
+    return {
+        "no character": [tokenizer.convert_tokens_to_ids("<0xFF>" if make_is_fallback(tokenizer) else "Ń")] * count,
+        "a beginning": [lead] * count,
+        "special": [tokenizer.eos_token_id] * count,
+        "unknown": [unknown] * count,
+    }[kind]
+
+
+def make_is_fallback(tokenizer: Any) -> bool:
+    return tokenizer is byte_fallback()
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("kind", ["no character", "a beginning", "special", "unknown"])
+def test_the_work_of_a_token_is_bounded(make: Any, kind: str) -> None:
+    tokenizer = make()
+    ids = garbage(tokenizer, kind, 2000)
+    if kind in ("no character", "a beginning"):
+        assert set(decoded(tokenizer, ids)) == {"\ufffd"}
+    counting = Counting(tokenizer)
+    text = Detokenizer(counting).all(ids)
+    assert counting.decoded < 40 * len(ids)
+    assert text == decoded(tokenizer, ids)
+    after = encoded(tokenizer, "a b")
+    assert Detokenizer(tokenizer).all([*ids, *after]).endswith("a b")
+
+
 # --- stop strings ---
 
 LETTERS = Spelling("a", "b", "E", "N", "D", "xEN", "Dy", "END", "ENDEND", "\n\n", "EE", "aEND.")

@@ -57,7 +57,7 @@ def specdec_records(
             "id": number,
             "prompt": _prompt(request, generator.tokenizer),
             "prefix": list(request.token_ids),
-            "continuation": Detokenizer(generator.tokenizer).all(tokens),
+            "continuation": Detokenizer(generator.tokenizer, context=request.token_ids).all(tokens),
             "tokens": tokens,
             "draft": [token for token, _ in per_token],
             "p_acc": [chance for _, chance in per_token],

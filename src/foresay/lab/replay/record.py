@@ -236,7 +236,7 @@ class Recorder:
         if request.turn >= len(request.item.followups):
             return
         answers = self.answers.setdefault(request.item.id, [])
-        answers.append(Detokenizer(self.builder.generator.tokenizer).all(output))
+        answers.append(Detokenizer(self.builder.generator.tokenizer, context=request.token_ids).all(output))
         after = self.builder.following(request, answers)
         if after is not None:
             self.submit(after)
