@@ -78,6 +78,13 @@ class ServingOptions:
     memory_shared: Annotated[
         bool, typer.Option("--memory-shared", help="Let requests of all API keys draft from each other's texts.")
     ] = False
+    share_prefixes: Annotated[
+        str,
+        typer.Option(
+            metavar="WITH",
+            help="Who reuses the work on a common beginning of prompts: requests of the same key, all or none.",
+        ),
+    ] = DEFAULTS.share_prefixes
     memory_limit: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Most resident memory, such as 6GB; requests beyond it wait."),
@@ -117,6 +124,7 @@ class ServingOptions:
             hosts=tuple(self.allow_host or ()),
             tool_format=self.tool_format,
             memory_shared=self.memory_shared,
+            share_prefixes=self.share_prefixes,
             max_waiting=self.max_waiting,
             timeout_s=self.timeout,
             prefill_wait_s=self.prefill_wait,

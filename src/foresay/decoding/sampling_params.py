@@ -75,6 +75,8 @@ class SamplingParams:
     """Tokens that the output probably repeats, from its beginning or in parts: n-gram drafters draft them."""
     owner: str = ""
     """Owner of the request's text: drafters that keep texts never draft from those of another owner."""
+    cache_salt: str = ""
+    """Keys and values of a common prefix are shared only with requests of the same salt."""
     visible_token_ids: tuple[int, ...] = ()
     """Special tokens that are part of the text; others are left out of it."""
     ignore_eos: bool = False
@@ -102,10 +104,12 @@ class SamplingParams:
             check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, 1000)
-        if not isinstance(self.owner, str):
-            raise ConfigError(f"owner={self.owner!r} must be a string")
-        if any("\ud800" <= one <= "\udfff" for one in self.owner):
-            raise ConfigError(f"owner={self.owner!r} must be a text that UTF-8 can encode")
+        for name in ("owner", "cache_salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise ConfigError(f"{name}={value!r} must be a string")
+            if any("\ud800" <= one <= "\udfff" for one in value):
+                raise ConfigError(f"{name}={value!r} must be a text that UTF-8 can encode")
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 

@@ -40,10 +40,20 @@ class NgramStore:
         self._best: dict[Context, int] = {}
         self._lock = Lock()
         """Engines in several threads may share a store."""
+        self._others: dict[str, NgramStore] = {}
 
     def __len__(self) -> int:
         """Return the number of known contexts."""
         return len(self._counts)
+
+    def of_owner(self, owner: str) -> NgramStore:
+        """Return the store of a request's owner, which learns nothing of the others; this one if the owner is empty."""
+        if not owner:
+            return self
+        with self._lock:
+            if owner not in self._others:
+                self._others[owner] = NgramStore(self.n, levels=self.levels, max_contexts=self.max_contexts)
+            return self._others[owner]
 
     @property
     def sizes(self) -> range:
@@ -55,6 +65,7 @@ class NgramStore:
         with self._lock:
             self._counts.clear()
             self._best.clear()
+            self._others.clear()
 
     def learn(self, tokens: Sequence[int], start: int) -> None:
         """Count the n-grams of `tokens` that end at index `start` or later."""
@@ -128,8 +139,8 @@ class NgramStoreDrafter(NgramDrafter[_RowState]):
         max_contexts: int = 1 << 18,
         device: torch.device | str = "cpu",
     ) -> None:
-        """n, levels, max_contexts: see NgramStore. store: a store that outlives requests and is shared by all rows; None creates
-        one for each request.
+        """n, levels, max_contexts: see NgramStore. store: a store that outlives requests and is shared by the rows of an owner;
+        None creates one for each request.
 
         filler_top_k: above 1, the target's k likeliest tokens at every scored position are learned too. stop_unknown: True ends
         the draft at an unknown context; False repeats the last token there.
@@ -144,7 +155,7 @@ class NgramStoreDrafter(NgramDrafter[_RowState]):
 
     def start(self, row: Row) -> _RowState:
         """Return a state whose store has learned the prompt, so that the time for it does not count as drafting."""
-        store = self._shared if self._shared is not None else NgramStore(**self._settings)
+        store = NgramStore(**self._settings) if self._shared is None else self._shared.of_owner(row.params.owner)
         state = _RowState(store, len(row.full_context))
         state.read(row)
         return state

@@ -1,8 +1,9 @@
 """Chunked prefill between decoding steps: which row is next, and how many tokens.
 
-Decoding rows wait for about `wait_s` seconds at most: the size of a chunk is set by the measured prefill speed. A long prompt
-does not delay short ones: the oldest row and the one with the fewest tokens left take turns. If the bits of a pass depend on
-its shape, chunks have a fixed size. Knows no requests.
+Decoding rows wait for about `wait_s` seconds at most: the size of a chunk is set by the measured prefill speed. The row with
+the fewest tokens left is next, and several of them share a pass; for every _AGEING tokens that others were given while it
+waited, a row counts as one token shorter, so that none waits for ever. If the bits of a pass depend on its shape, chunks have a
+fixed size. Knows no requests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _MIN_SHARE = 0.25
 """Fraction of the wait that prefill gets even if decoding steps take longer."""
 _MIN_CHUNK = 16
 """Tokens of the smallest chunk."""
+_AGEING = 4
+"""A prompt is delayed by others of at most about so many times its own length."""
 
 
 @runtime_checkable
@@ -56,7 +59,10 @@ class ChunkedPrefill:
         self.wait_s = check_float("prefill_wait_s", wait_s, 0.001, 1e6)
         self._clock = clock if target.capabilities.prefill_in_any_pieces else None
         self._tokens_per_s: float | None = None
-        self._turns = 0
+        self._total = 0
+        """Tokens that were prefilled so far."""
+        self._since: dict[int, int] = {}
+        """That number when a row was first seen, by request."""
         self._budget_s = self.wait_s
         """Time for prefill before the next step."""
 
@@ -75,11 +81,11 @@ class ChunkedPrefill:
         while decoding < len(items):
             rows = Rows(items)
             waiting = frozenset[int]() if self._prefixes is None else self._prefixes.copy_into(cache, rows, decoding)
-            index = self._next_row(cache, rows, decoding, waiting)
-            until = min((i for i in waiting if i > index), default=None)
-            count = self._prefill(cache, rows, index, hidden_layers, until, done if decoding else 0)
+            index, until = self._arrange(cache, items, decoding, waiting)
+            count = self._prefill(cache, Rows(items), index, hidden_layers, until, done if decoding else 0)
             before, decoding = decoding, self._join(cache, items, decoding)
             done += count
+            self._total += count
             late = self._clock is not None and self._clock() - began > self._budget_s
             full = decoding > 0 and self._chunk() - done < _MIN_CHUNK
             if late or full or (not count and decoding == before):
@@ -92,15 +98,37 @@ class ChunkedPrefill:
             return _MAX_CHUNK
         return int(min(max(self._tokens_per_s * self._budget_s, _MIN_CHUNK), _MAX_CHUNK))
 
-    def _next_row(self, cache: KVCache, rows: Rows, first: int, waiting: frozenset[int]) -> int:
-        """Index of the row to prefill, in turns the shortest and the oldest. waiting: rows that wait for a common prefix."""
-        ready = [i for i in range(first, len(rows)) if i not in waiting and pending(rows, cache, i) > 0]
+    def _arrange(self, cache: KVCache, items: list[Row], first: int, waiting: frozenset[int]) -> tuple[int, int | None]:
+        """Move the rows that are next to index `first`, in order; return the index of the first, and the end of those that may
+        share its pass.
+
+        waiting: indices of rows that wait for a common prefix.
+        """
+        rows = Rows(items)
+        ready = [i for i in range(first, len(items)) if i not in waiting and pending(rows, cache, i) > 0]
         if not ready or not isinstance(cache, SwapsRows):
-            return first
-        self._turns += 1
-        if self._turns % 2:
-            return min(ready, key=lambda i: (pending(rows, cache, i), rows[i].request_id))
-        return min(ready, key=lambda i: rows[i].request_id)
+            return first, min((i for i in waiting if i > first), default=None)
+        seen = self._since
+        self._since = {row.request_id: seen.get(row.request_id, self._total) for row in items[first:]}
+        best = sorted(ready, key=lambda i: (self._left(rows, cache, i), items[i].request_id))
+        if not self._target.capabilities.prefill_together:
+            return best[0], None
+        chosen, size = list[Row](), 0
+        for i in best:
+            chosen.append(items[i])
+            if (size := size + pending(rows, cache, i)) >= _MAX_CHUNK:
+                break
+        for index, row in enumerate(chosen, first):
+            if (now := items.index(row, index)) != index:
+                cache.swap(index, now)
+                items[index], items[now] = items[now], items[index]
+        return first, first + len(chosen)
+
+    def _left(self, rows: Rows, cache: KVCache, index: int) -> float:
+        """Tokens that a row lacks, less its credit for those that others were given."""
+        row = rows[index]
+        others = self._total - self._since[row.request_id] - (cache.lengths[index] - row.num_cached)
+        return pending(rows, cache, index) - max(0, others) / _AGEING
 
     def _prefill(
         self,

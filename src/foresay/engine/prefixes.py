@@ -1,7 +1,8 @@
 """Prefix cache: a new row copies the keys and values of a common prefix instead of prefilling it.
 
-Searches the active rows and, within a limit of bytes, prefixes of rows that have ended (least recently used are dropped first). A
-copy has the same bits as a prefill: caches guarantee it by `SharesPrefixes`. Knows no model and no text.
+Searches the active rows and, within a limit of bytes, prefixes of rows that have ended (least recently used are dropped first),
+always those of the row's own `cache_salt`: what others have computed can neither be read nor timed. A copy has the same bits as a
+prefill: caches guarantee it by `SharesPrefixes`. Knows no model and no text.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class RewindsToSnapshots(Protocol):
 class _Saved:
     """Prefix of a row that has ended: its tokens, slots and hidden states."""
 
+    salt: str
     tokens: IntArray
     slots: Any
     hidden: Mapping[int, torch.Tensor]
@@ -70,6 +72,15 @@ class _Saved:
         return int(self.slots.prefix_length(length)) if hasattr(self.slots, "prefix_length") else length
 
 
+_Key = tuple[str, bytes]
+"""Salt and tokens of a prefix."""
+_NO_KEY: _Key = ("", b"")
+
+
+def _key(row: Row, length: int) -> _Key:
+    return row.params.cache_salt, row.tokens[:length].tobytes()
+
+
 class PrefixStore:
     """Finds, copies and stores prefixes of rows."""
 
@@ -78,7 +89,7 @@ class PrefixStore:
         self.max_bytes = check_int("prefix_bytes", max_bytes, 0)
         self.hidden_layers: tuple[int, ...] = ()
         """Layers whose hidden states must be available for the whole prefix, for a drafter that reads them."""
-        self._saved: OrderedDict[bytes, _Saved] = OrderedDict()
+        self._saved: OrderedDict[_Key, _Saved] = OrderedDict()
         self.nbytes = 0
         """Size of the prefixes of ended rows in bytes."""
 
@@ -106,16 +117,16 @@ class PrefixStore:
         if not isinstance(cache, SharesPrefixes):
             return frozenset()
         incomplete = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
-        by_start: dict[bytes, list[int]] = {}  # rows in different groups share fewer than MIN_TOKENS tokens
+        by_start: dict[_Key, list[int]] = {}  # rows in different groups share fewer than MIN_TOKENS tokens, or nothing
         for i, row in enumerate(rows):
-            by_start.setdefault(row.tokens[:MIN_TOKENS].tobytes(), []).append(i)
+            by_start.setdefault(_key(row, MIN_TOKENS), []).append(i)
         examined, waiting = 0, set[int]()
         for i in incomplete:
             if examined == _AT_ONCE:
                 waiting.update(range(i, len(rows)))
                 break
             if not cache.lengths[i] and rows[i].source is None:
-                similar = [j for j in by_start[rows[i].tokens[:MIN_TOKENS].tobytes()] if j != i]
+                similar = [j for j in by_start[_key(rows[i], MIN_TOKENS)] if j != i]
                 earlier = [
                     j for j in similar if j >= first and (cache.lengths[j] or rows[j].request_id < rows[i].request_id)
                 ]
@@ -130,7 +141,7 @@ class PrefixStore:
     ) -> bool:
         """Copy the longest known prefix into a row; return True if the row should wait for an earlier row instead.
 
-        similar: rows with the same first tokens. earlier: those of them that are being prefilled or arrived before this one.
+        similar: rows with the same salt and first tokens. earlier: those of them that are being prefilled or arrived first.
         """
         wanted, lengths = rows[index].tokens[:-1], cache.lengths
         active = [
@@ -139,7 +150,12 @@ class PrefixStore:
         if isinstance(cache, RewindsToSnapshots):
             active = [(cache.prefix_length(i, common), i) for common, i in active]
         length, source = max(active, default=(0, -1))
-        saved, key = max(((one.prefix_length(wanted), k) for k, one in self._saved.items()), default=(0, b""))
+        own = [
+            (one.prefix_length(wanted), k)
+            for k, one in self._saved.items()
+            if one.salt == rows[index].params.cache_salt
+        ]
+        saved, key = max(own, default=(0, _NO_KEY))
         upcoming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in earlier), default=0)
         if upcoming >= MIN_TOKENS and upcoming > max(length, saved):
             return True
@@ -163,21 +179,24 @@ class PrefixStore:
         if not self.max_bytes or not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
             return
         tokens = row.tokens[:length].copy()
+        salt = row.params.cache_salt
         for key, known in list(self._saved.items()):
-            if common_prefix(known.tokens, tokens) == len(known.tokens):  # the new prefix contains it
+            if known.salt == salt and common_prefix(known.tokens, tokens) == len(
+                known.tokens
+            ):  # the new one contains it
                 self._drop(key)
         hidden = {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
-        saved = _Saved(tokens, cache.save_prefix(index, length), hidden)
+        saved = _Saved(salt, tokens, cache.save_prefix(index, length), hidden)
         if saved.nbytes > self.max_bytes:
             return
-        key = tokens.tobytes()
+        key = _key(row, length)
         self._drop(key)
         self._saved[key] = saved
         self.nbytes += saved.nbytes
         while self.nbytes > self.max_bytes:
             self._drop(next(iter(self._saved)))
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: _Key) -> None:
         if key in self._saved:
             self.nbytes -= self._saved.pop(key).nbytes
 

@@ -132,10 +132,11 @@ class Generator:
         return self._build_drafter()
 
     def engine(
-        self, *, prefix_bytes: int = 0, prefill_wait_s: float = WAIT_S, observers: Sequence[Observer] = ()
+        self, *, prefix_bytes: int | None = 0, prefill_wait_s: float = WAIT_S, observers: Sequence[Observer] = ()
     ) -> Engine:
-        """Return a new engine over the shared weights. prefix_bytes: size limit of its prefix cache for ended rows.
+        """Return a new engine over the shared weights.
 
+        prefix_bytes: size limit of its prefix cache for ended rows; None shares no prefixes.
         prefill_wait_s: approximate time that running requests wait for prefill between two tokens, in seconds.
         """
         drafter = self._build_drafter()
@@ -154,7 +155,7 @@ class Generator:
             self.rule,
             BroadcastLength(self.policy) if shared else self.policy,
             max_batch_size=self.max_batch_size,
-            prefixes=PrefixStore(prefix_bytes) if self.share_prefixes else None,
+            prefixes=PrefixStore(prefix_bytes) if self.share_prefixes and prefix_bytes is not None else None,
             prefill_wait_s=prefill_wait_s,
             observers=observers,
             **shared,
@@ -166,7 +167,7 @@ class Generator:
         self,
         *,
         max_waiting: int | None = None,
-        prefix_bytes: int = 0,
+        prefix_bytes: int | None = 0,
         prefill_wait_s: float = WAIT_S,
         observers: Sequence[Observer] = (),
     ) -> Session:

@@ -87,7 +87,7 @@ async def generate(
     form = OpenAiFormat() if form is None else form
     with _as_api_errors(request):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
-        prepared = replace(prepared, params=replace(prepared.params, owner=service.owner(raw_request.state)))
+        prepared = replace(prepared, params=service.owned(prepared.params, raw_request.state, request.cache_salt))
         outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
         chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
         builder = _ResponseBuilder(service, request, shape, prepared, outputs)
@@ -243,8 +243,8 @@ async def count_tokens(service: Service, request: ChatRequest) -> int:
 async def predict(service: Service, request: PredictRequest, raw_request: Request) -> str:
     """Handle POST /predict: return the continuation of a prompt."""
     (ids,) = await service.encoded([request.prompt])
-    owner = service.owner(raw_request.state)
-    prepared = PreparedRequest([ids], SamplingParams(max_new_tokens=request.max_tokens, owner=owner))
+    params = service.owned(SamplingParams(max_new_tokens=request.max_tokens), raw_request.state)
+    prepared = PreparedRequest([ids], params)
     output = Output(0, CompletionShape(), Drafting(), None)
     await _collect(service.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)
     assert output.generation is not None

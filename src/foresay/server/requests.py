@@ -138,6 +138,8 @@ class _Sampled(Fields):
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: StrictStr | None = None
+    """Requests with different salts share no prefixes."""
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None

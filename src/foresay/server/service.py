@@ -79,7 +79,7 @@ class Service:
     def _new_session(self, drafting: DraftingChoice) -> Session:
         return self._generator(drafting).session(
             max_waiting=self.settings.max_waiting,
-            prefix_bytes=PREFIX_BYTES,
+            prefix_bytes=None if self.settings.share_prefixes == "none" else PREFIX_BYTES,
             prefill_wait_s=self.settings.prefill_wait_s,
         )
 
@@ -95,9 +95,15 @@ class Service:
             raise ApiError(400, "this model was loaded without a tokenizer; send token ids", param="prompt")
         return self.generator.tokenizer
 
-    def owner(self, state: Any) -> str:
-        """Return the owner of a request's texts. state: of the request."""
-        return "" if self.settings.memory_shared else str(getattr(state, "owner", ""))
+    def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
+        """Return parameters with the owner of a request's texts and the salt of its prefixes.
+
+        state: of the request, with its API key. salt: sent by the client.
+        """
+        key = str(getattr(state, "owner", ""))
+        own = key if self.settings.share_prefixes == "key" else ""
+        salted = hashlib.sha256(f"{len(own)} {own}{salt or ''}".encode()).hexdigest() if own or salt else ""
+        return replace(params, owner="" if self.settings.memory_shared else key, cache_salt=salted)
 
     @property
     def memory(self) -> Memory | None:

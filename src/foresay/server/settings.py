@@ -9,12 +9,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from foresay.checks import check_float, check_int
+from foresay.checks import check_choice, check_float, check_int
 from foresay.errors import ConfigError
 from foresay.text.tool_calls.formats import FORMATS
 
 KEYS_VARIABLE = "FORESAY_API_KEYS"
 """Accepted API keys, separated by commas."""
+SHARE_PREFIXES = ("key", "all", "none")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -36,6 +37,8 @@ class ServerSettings:
     """Format of the model's tool calls, a name in FORMATS; "auto": by its chat template."""
     memory_shared: bool = False
     """True if requests of all keys draft from each other's texts."""
+    share_prefixes: str = "key"
+    """Requests that may reuse the keys and values of a common prefix: those of the same API "key", "all", or "none"."""
     max_waiting: int = 128
     """Requests that may wait for a row; further requests are answered with status 429."""
     max_body_bytes: int = 4 << 20
@@ -74,6 +77,7 @@ class ServerSettings:
         check_int("max_stops", self.max_stops, 0)
         if self.tool_format not in ("auto", *FORMATS):
             raise ConfigError(f"tool_format={self.tool_format!r} must be auto, {', '.join(FORMATS)}")
+        check_choice("share_prefixes", self.share_prefixes, SHARE_PREFIXES)
         if self.hosts and (self.keys or self.host not in LOOPBACK):
             raise ConfigError("host names are checked only on a loopback address without keys; drop --allow-host")
         for name in self.hosts:
@@ -94,7 +98,7 @@ def read_keys(path: Path | None) -> frozenset[str]:
     found = {one.strip() for one in os.environ.get(KEYS_VARIABLE, "").split(",")}
     if path is not None:
         try:
-            lines = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
+            lines = {line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"cannot read keys from {str(path)!r}: {getattr(error, 'strerror', None) or error}"

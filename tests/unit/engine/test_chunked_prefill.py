@@ -104,6 +104,42 @@ def test_short_prompts_overtake_a_long_one() -> None:
     assert max(seen[one][0] for one in others) < 1.0
 
 
+def first_tokens(*, beside: bool) -> tuple[float, float]:
+    """When the median and the last of 24 short prompts gives its first token, alone or after a prompt of 4,000 tokens."""
+    target = timed()
+    decoder = engine(target, 0.3)
+    long = decoder.submit([1, 2, 3, 4, 5] * 800, SamplingParams(max_new_tokens=1)) if beside else -1
+    decoder.step()
+    began = target.now
+    for i in range(24):
+        decoder.submit([6, i % VOCAB, 3] * (15 + i % 5), SamplingParams(max_new_tokens=20))
+    times = sorted(one[0] - began for request, one in answered(decoder, target).items() if request != long)
+    return times[12], times[-1]
+
+
+def test_short_prompts_beside_a_long_one_are_hardly_later() -> None:
+    alone, beside = first_tokens(beside=False), first_tokens(beside=True)
+    assert beside[0] < 1.3 * alone[0] + 0.3 and beside[1] < 1.3 * alone[1] + 0.3
+
+
+def test_several_short_prompts_share_a_pass() -> None:
+    target = timed()
+    rows: list[int] = []
+    forward = target.forward
+
+    def watched(model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        rows.extend([len(model_input.num_tokens)] if model_input.logits is Logits.NONE else [])
+        return forward(model_input, cache)
+
+    target.forward = watched  # type: ignore[method-assign]
+    decoder = engine(target, 0.3)
+    for i in range(3):  # long and short ones by turns
+        decoder.submit([1, 2, 3, 4, 5] * (200 + i), SamplingParams(max_new_tokens=1))
+        decoder.submit([6, i, 3] * 10, SamplingParams(max_new_tokens=1))
+    decoder.step()
+    assert rows[0] == 3, "the short ones, whatever their order"
+
+
 def test_a_long_prompt_is_not_kept_waiting_for_ever() -> None:
     target = timed()
     decoder = engine(target)

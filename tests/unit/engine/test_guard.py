@@ -152,7 +152,7 @@ BAD: dict[str, Callable[[int], Any]] = {
 def test_a_malformed_proposal_changes_nothing(
     make: Callable[[int], Any], params: list[SamplingParams], target: TableModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, _, _ = run(target, PROMPTS, params)
+    plain, _, _ = run(target, PROMPTS, params, drafter=Proposes(lambda b: Proposal.empty(b, torch.device("cpu"))))
     drafter = Proposes(make)
     outputs, steps, engine = run(target, PROMPTS, params, drafter=drafter)
     assert outputs == plain

@@ -191,6 +191,7 @@ class ResponsesRequest(Fields):
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
+    cache_salt: StrictStr | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
@@ -249,7 +250,16 @@ class ResponsesRequest(Fields):
             "logprobs": has_logprobs or None,
             "stream_options": {"include_usage": True} if self.stream else None,
         }
-        same = ("model", "ignore_eos", "temperature", "top_p", "parallel_tool_calls", "top_logprobs", "stream")
+        same = (
+            "model",
+            "ignore_eos",
+            "cache_salt",
+            "temperature",
+            "top_p",
+            "parallel_tool_calls",
+            "top_logprobs",
+            "stream",
+        )
         more = {name: getattr(self, name) for name in same}
         return validated(ChatRequest, {**given, **more, "foresay": self.foresay and self.foresay.model_dump()})
 

@@ -1,0 +1,131 @@
+"""What requests share: nothing of one API key's texts, neither their length nor their effect on time, reaches another key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import foresay
+from foresay.errors import ConfigError
+from foresay.server.settings import ServerSettings
+from helpers import tiny
+from helpers.serving import Running
+
+PROMPT = list(range(70, 130))
+KEYS = frozenset({"one", "two"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("shared"), chat=True)
+
+
+@pytest.fixture
+def started(folder: Path) -> Iterator[Any]:
+    begun: list[Running] = []
+
+    def start(drafter: str = "none", **settings: Any) -> Running:
+        generator = foresay.load(str(folder), drafter=drafter, num_draft_tokens=None if drafter == "none" else 8)
+        begun.append(Running(generator, **settings))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.close()
+
+
+def answer(running: Running, key: str, route: str = "completions", **more: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"max_tokens": 4, "temperature": 0, **more}
+    if route == "completions":
+        body.setdefault("prompt", PROMPT)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found = httpx.post(f"{running.url}/v1/{route}", json=body, headers=headers, timeout=60)
+    assert found.status_code == 200, found.text
+    return dict(found.json())
+
+
+def cached(running: Running, key: str, **more: Any) -> int:
+    """Prompt tokens that a request did not have to prefill."""
+    usage = answer(running, key, **more)["usage"]
+    return int((usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))["cached_tokens"])
+
+
+def test_a_key_learns_nothing_of_anothers_prompts(started: Any) -> None:
+    """A secret of four digits after a known beginning could otherwise be confirmed digit by digit."""
+    running = started(keys=KEYS)
+    secret = [7, 3, 9, 1]
+    assert cached(running, "one", prompt=[*PROMPT, *secret, 0]) == 0
+    guesses = [
+        cached(running, "two", prompt=[*PROMPT[:-1], *secret[:n], guess, 0]) for n in range(4) for guess in range(3)
+    ]
+    assert guesses[0] == 0 and guesses[1:] != [0] * 11, "its own prompts are shared"
+    fresh = started(keys=KEYS)
+    alone = [cached(fresh, "two", prompt=[*PROMPT[:-1], *secret[:n], guess, 0]) for n in range(4) for guess in range(3)]
+    assert guesses == alone, "as on a server that nobody else uses"
+    assert cached(running, "one", prompt=[*PROMPT, *secret, 0]) >= len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("mode", "same_key", "other_key"), [("key", True, False), ("all", True, True), ("none", False, False)]
+)
+def test_modes(mode: str, same_key: bool, other_key: bool, started: Any) -> None:
+    running = started(keys=KEYS, share_prefixes=mode)
+    cached(running, "one")
+    assert (cached(running, "two") > 0) == other_key
+    assert (cached(running, "one") > 0) == same_key
+
+
+@pytest.mark.parametrize("mode", ["key", "all"])
+@pytest.mark.parametrize(
+    ("route", "prompt"),
+    [
+        ("completions", {"prompt": PROMPT}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 60}]}),
+        ("responses", {"input": "a" * 60, "max_output_tokens": 16}),
+    ],
+)
+def test_salts_separate_requests_of_one_key(mode: str, route: str, prompt: dict[str, Any], started: Any) -> None:
+    running = started(share_prefixes=mode)
+    if route == "responses":
+        prompt = {**prompt, "max_tokens": None}
+    assert cached(running, "", route=route, cache_salt="a", **prompt) == 0
+    assert cached(running, "", route=route, cache_salt="b", **prompt) == 0
+    assert cached(running, "", route=route, **prompt) == 0
+    assert cached(running, "", route=route, cache_salt="a", **prompt) > 0
+
+
+def test_without_keys_all_requests_share(started: Any) -> None:
+    running = started()
+    cached(running, "")
+    assert cached(running, "") > 0
+
+
+KEEPING = [
+    "suffix(keep=true)",
+    "suffix_tree(keep=true)",
+    "ngram_store(keep=true)",
+    "hybrid(suffix(keep=true), self(1))",
+]
+"""Drafters that learn from earlier requests."""
+
+
+def passes(running: Running, key: str) -> int:
+    found = answer(running, key, max_tokens=30, foresay={"stats": True})
+    return int(found["choices"][0]["foresay"]["passes"])
+
+
+@pytest.mark.parametrize("drafter", KEEPING)
+def test_drafts_do_not_learn_from_another_key(drafter: str, started: Any) -> None:
+    running = started(drafter, keys=KEYS)
+    first = passes(running, "one")
+    assert passes(running, "two") == first
+    assert passes(running, "one") < first, "control: it learns from its own"
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="share_prefixes='some' must be one of key, all, none"):
+        ServerSettings(share_prefixes="some")
