@@ -224,7 +224,7 @@ def _single(words: Sequence[str]) -> str | None:
 
 def _decoded(raw: bytes, name: str) -> str:
     try:
-        return _checked(raw.decode("utf-8"))
+        return _checked(raw.decode("utf-8-sig"))  # without a byte-order mark
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {error.start}") from None
 

@@ -21,8 +21,11 @@ from foresay.workers.pool import Pool, in_order
 
 
 def split_lines(text: str) -> list[str]:
-    """Return one prompt per line, without empty lines. Raises PromptError if no line is left."""
-    prompts = [line for line in text.splitlines() if line.strip()]
+    """Return one prompt per line, without empty lines. Raises PromptError if no line is left.
+
+    A line ends with a newline, or a carriage return and a newline: other separators of Unicode may be part of a prompt.
+    """
+    prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
         raise PromptError("--lines: the input has no line with a prompt")
     return prompts

@@ -94,7 +94,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     """
     name = os.fspath(path)
     try:
-        values = tomllib.loads(read_limited(path, MAX_BYTES).decode("utf-8"))
+        values = tomllib.loads(read_limited(path, MAX_BYTES).decode("utf-8-sig"))
         values.pop("measured", None)
         known = {f.name for f in fields(Settings)}
         for key in values:

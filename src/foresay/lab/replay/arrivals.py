@@ -40,7 +40,7 @@ def from_trace(path: str | os.PathLike[str]) -> list[float]:
     """
     name, out = os.fspath(path), []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     out.append(_time(line, f"{name}:{number}"))
