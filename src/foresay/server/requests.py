@@ -138,7 +138,7 @@ class _Sampled(Fields):
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: StrictStr | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
     """Requests with different salts share no prefixes."""
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None

@@ -191,7 +191,7 @@ class ResponsesRequest(Fields):
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
-    cache_salt: StrictStr | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
