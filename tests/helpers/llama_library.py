@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-ENDS = (0, -1)
-
 
 class Batch(ctypes.Structure):
     _fields_ = [
@@ -66,7 +64,6 @@ class Library(ModuleType):
         for name in ("is_diffusion", "is_recurrent", "is_hybrid"):
             setattr(self, f"llama_model_{name}", lambda _: False)
         self.llama_vocab_n_tokens = lambda _: width
-        self.llama_vocab_eos, self.llama_vocab_eot = (lambda _: ENDS[0]), (lambda _: ENDS[1])
 
     def llama_backend_init(self) -> None: ...
 

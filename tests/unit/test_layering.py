@@ -80,7 +80,15 @@ INSIDE = {
         {"recurrent", "mtp"},
         {"early_exit", "self_check"},
     ],
-    "models/gguf": [{"header"}, {"values"}, {"tokenizer", "types", "positions"}, {"packed"}, {"shapes"}, {"blocks"}],
+    "models/gguf": [
+        {"header", "pre_tokenizers"},
+        {"values"},
+        {"vocabulary"},
+        {"tokenizer", "types", "positions"},
+        {"packed"},
+        {"shapes"},
+        {"blocks"},
+    ],
     "models/sources": [
         {"load_options", "transformers_errors"},
         {"packaged", "config_checks", "llama_cpp"},

@@ -1,9 +1,8 @@
 """The header of a GGUF file: its values and the locations of its tensors.
 
 Owns the format of the header (versions 2 and 3, little-endian). Every count and size is compared with the remaining bytes before
-it is used to read or allocate, and every tensor must lie within the file without overlapping another. Lists are skipped, not
-stored: the vocabulary and merges make up most of a header, and other readers take seconds for them. Does not know the purpose of
-a tensor.
+it is used to read or allocate, and every tensor must lie within the file without overlapping another. Lists are skipped until
+they are read: the vocabulary and merges make up most of a header. Does not know the purpose of a tensor.
 """
 
 from __future__ import annotations
@@ -58,6 +57,22 @@ class StoredList:
     count: int
     longest: int
     """Length of the longest string in bytes; 0 for a list of numbers."""
+    data: Bytes
+    """Its elements as stored, a view of the mapped file."""
+
+    def numbers(self) -> list[int] | list[float]:
+        """Return the elements of a list of numbers."""
+        found: list[int] | list[float] = np.frombuffer(self.data, dtype="<" + _SCALARS[self.kind]).tolist()
+        return found
+
+    def strings(self) -> list[str]:
+        """Return the elements of a list of strings. Raises UnicodeDecodeError for one that is not UTF-8."""
+        data, at, found = self.data.tobytes(), 0, []
+        for _ in range(self.count):
+            end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+            found.append(data[at + 8 : end].decode())
+            at = end
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +208,7 @@ class _Reader:
 
     def _list(self, key: str) -> StoredList:
         inner, count = self._numbers("IQ")
-        longest = 0
+        longest, start = 0, self._at
         if inner in _SCALARS:
             size = struct.calcsize(_SCALARS[inner])
             self._check_count(f"the length of the list {shortened(key)}", count, size)
@@ -210,7 +225,7 @@ class _Reader:
                     )
         else:
             raise ValueError(f"the list {shortened(key)} is of type {inner}; lists of numbers or strings are supported")
-        return StoredList(inner, count, longest)
+        return StoredList(inner, count, longest, self._data[start : self._at])
 
     def _tensors(self, count: int, step: int) -> dict[str, StoredTensor]:
         self._check_count("the number of tensors", count, 24, _MAX_ENTRIES)

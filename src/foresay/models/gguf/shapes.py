@@ -16,7 +16,7 @@ from torch import nn
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.positions import refuse_unread
-from foresay.models.gguf.tokenizer import config_of
+from foresay.models.gguf.tokenizer import config_of, set_end_tokens
 from foresay.models.gguf.values import ARCHITECTURES, invalid_tensor, invalid_value
 from foresay.models.huggingface.experts import expert_weights
 
@@ -75,6 +75,7 @@ def dense_config(header: GgufHeader) -> Any:
     else:
         config = AutoConfig.from_pretrained(header.path.parent, gguf_file=header.path.name)
         check_size(header, empty_model(config, torch.float32))
+        set_end_tokens(config, header)
     return config
 
 

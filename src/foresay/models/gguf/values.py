@@ -53,12 +53,14 @@ _FACTORS = {
     "final_logit_softcapping": (1e-3, 1e9),
 }
 """Ranges of numbers, by their key without the architecture prefix. No value in them causes a division by zero in float32."""
-_TOKENS = "tokenizer.ggml.tokens"
+TOKENS = "tokenizer.ggml.tokens"
 _MAX_TOKEN_BYTES = 1024
 """Longest token in bytes. Missing merges are derived by splitting each token at every byte, in time quadratic in its length."""
 _PER_TOKEN = {"tokenizer.ggml.scores": FLOATS, "tokenizer.ggml.token_type": INTEGERS}
-_SPECIAL_TOKENS = ("bos", "eos", "unknown", "padding")
-"""Special tokens whose ids are checked."""
+_IDS = re.compile(r"tokenizer\.ggml\.\w+_token_id")
+"""Keys of the ids of special tokens."""
+_FLAGS = re.compile(r"tokenizer\.ggml\.(add_\w+|remove_extra_whitespaces|normalizer\.\w+)")
+"""Keys that are true or false."""
 _STRINGS = (
     "general.architecture",
     "general.name",
@@ -141,28 +143,29 @@ def _check_heads(header: GgufHeader) -> None:
 
 
 def _check_vocabulary(header: GgufHeader) -> None:
-    tokens = header.lists.get(_TOKENS)
+    tokens = header.lists.get(TOKENS)
     if tokens is None:
-        if _TOKENS in header.values:
-            raise invalid_value(header, _TOKENS, "a list of strings")
+        if TOKENS in header.values:
+            raise invalid_value(header, TOKENS, "a list of strings")
         return
-    for key in (_TOKENS, "tokenizer.ggml.merges"):
+    for key in (TOKENS, "tokenizer.ggml.merges"):
         if key in header.values or (key in header.lists and header.lists[key].kind != STRING):
             raise invalid_value(header, key, "a list of strings")
     if tokens.longest > _MAX_TOKEN_BYTES:
         raise ModelLoadError(
-            f"{str(header.path)!r} cannot be read: a token of {_TOKENS} has {tokens.longest} bytes; "
+            f"{str(header.path)!r} cannot be read: a token of {TOKENS} has {tokens.longest} bytes; "
             f"allowed are at most {_MAX_TOKEN_BYTES}"
         )
     for key, kinds in _PER_TOKEN.items():
         stored = header.lists.get(key)
         if key in header.values or (stored is not None and (stored.count != tokens.count or stored.kind not in kinds)):
-            raise invalid_value(header, key, f"a list of {tokens.count} numbers, one for each token of {_TOKENS}")
+            raise invalid_value(header, key, f"a list of {tokens.count} numbers, one for each token of {TOKENS}")
     size = f"{header.architecture}.vocab_size"
     if header.values.get(size, tokens.count) != tokens.count:
-        raise invalid_value(header, size, f"{tokens.count}, the length of {_TOKENS}")
-    for name in _SPECIAL_TOKENS:
-        key = f"tokenizer.ggml.{name}_token_id"
-        one = header.values.get(key, 0)
-        if key in header.lists or type(one) is not int or not 0 <= one < tokens.count:
-            raise invalid_value(header, key, f"an integer from 0 to {tokens.count - 1}, an index into {_TOKENS}")
+        raise invalid_value(header, size, f"{tokens.count}, the length of {TOKENS}")
+    for key in (*header.values, *header.lists):
+        one = header.values.get(key)
+        if _IDS.fullmatch(key) and (type(one) is not int or not 0 <= one < tokens.count):
+            raise invalid_value(header, key, f"an integer from 0 to {tokens.count - 1}, an index into {TOKENS}")
+        if _FLAGS.fullmatch(key) and type(one) is not bool:
+            raise invalid_value(header, key, "true or false")

@@ -143,9 +143,3 @@ class Weights:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return int(library().llama_model_size(self.pointer))
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Ids of the end-of-text and end-of-turn tokens."""
-        c = library()
-        return frozenset(one for one in (c.llama_vocab_eos(self.vocab), c.llama_vocab_eot(self.vocab)) if one >= 0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.models.cache.memory import trim
+from foresay.models.gguf.vocabulary import read_vocabulary
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.location import Location, is_gguf, locate
@@ -82,8 +83,9 @@ def _load_llama_cpp(location: Location, options: LoadOptions) -> LoadedModel:
     assert location.header is not None
     model = open_gguf(location.header, options)
     with quiet_transformers(), load_errors(location.name, False):
-        tokenizer = read_tokenizer(location, options)
-    return LoadedModel(location.name, model, tokenizer, model.weights.end_tokens, weights="llama.cpp")
+        tokenizer, vocabulary = read_tokenizer(location, options), read_vocabulary(location.header)
+    assert vocabulary is not None  # else it has no tokenizer
+    return LoadedModel(location.name, model, tokenizer, frozenset(vocabulary.ends), weights="llama.cpp")
 
 
 def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = None) -> tuple[Any, Any]:
@@ -109,7 +111,7 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
     """
     options = options or LoadOptions()
     location = locate(name, options, weights=False)
-    with quiet_transformers(), load_errors(location.name, location.is_conversion):
+    with _without_collections(), quiet_transformers(), load_errors(location.name, location.is_conversion):
         if has_config(location):
             check_configuration(location, options)
         return read_tokenizer(location, options)

@@ -88,7 +88,7 @@ def read_blocks(location: Location, options: LoadOptions, device: torch.device) 
         return None
     refuse_unread(header, in_blocks=True)
     config = config_of(header)
-    return model_of_blocks(header, config, torch.bfloat16), tokenizer_of(header.path, config)
+    return model_of_blocks(header, config, torch.bfloat16), tokenizer_of(header)
 
 
 def read_tokenizer(location: Location, options: LoadOptions) -> Any:
@@ -96,8 +96,8 @@ def read_tokenizer(location: Location, options: LoadOptions) -> Any:
     from transformers import AutoTokenizer
 
     header = location.header
-    if header is not None and header.architecture in ARCHITECTURES:
-        return tokenizer_of(header.path, config_of(header))
+    if header is not None:
+        return tokenizer_of(header)
     tokenizer = AutoTokenizer.from_pretrained(location.folder, **location.arguments(options))
     check_usable(tokenizer)
     return tokenizer
