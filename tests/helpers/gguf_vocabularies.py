@@ -72,6 +72,8 @@ def write_vocabulary(
     scores: Sequence[float] | None = None,
     family: str = "llama",
     name: str | None = None,
+    template: str | None = None,
+    tool_template: str | None = None,
     **values: Any,
 ) -> Path:
     """A file with a vocabulary, by default the trained one with its marks. values: "tokenizer.ggml." keys without that prefix."""
@@ -81,6 +83,10 @@ def write_vocabulary(
     writer = gguf.GGUFWriter(path, family)
     if name is not None:
         writer.add_name(name)
+    if template is not None:
+        writer.add_string("tokenizer.chat_template", template)
+    if tool_template is not None:
+        writer.add_string("tokenizer.chat_template.tool_use", tool_template)
     writer.add_tokenizer_model(model)
     if pre is not None:
         writer.add_tokenizer_pre(pre)

@@ -83,7 +83,7 @@ INSIDE = {
     "models/gguf": [
         {"header", "pre_tokenizers"},
         {"values"},
-        {"vocabulary"},
+        {"keys", "vocabulary"},
         {"tokenizer", "types", "positions"},
         {"packed"},
         {"shapes"},

@@ -7,14 +7,15 @@ llama.cpp, it rejects missing tensors, tensors of another shape, and unknown ten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf.header import GgufHeader, StoredTensor
+from foresay.models.gguf.header import STRING, GgufHeader, StoredTensor
+from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.tokenizer import config_of, set_end_tokens
 from foresay.models.gguf.values import ARCHITECTURES, invalid_tensor, invalid_value
@@ -69,6 +70,7 @@ def dense_config(header: GgufHeader) -> Any:
     from transformers import AutoConfig
 
     refuse_unread(header, in_blocks=False)
+    check_keys(header, ("general",))
     if header.architecture in ARCHITECTURES:
         config = config_of(header)
         check_tensors(header, empty_model(config, torch.float32), gguf_namer(header, config))
@@ -84,6 +86,7 @@ def check_tensors(header: GgufHeader, model: Any, name: Name) -> None:
 
     model: built from the file's configuration, on the meta device.
     """
+    check_keys(header, ("general", "model"))
     _check_unread_values(header, model.config)
     shapes, missing = {}, []
     for parameter, shape, needed in _parameters(model):
@@ -166,7 +169,32 @@ def _check_unread_values(header: GgufHeader, config: Any) -> None:
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
+    if (scale := header.values.get(f"{header.architecture}.attention.scale")) not in (None, 0):
+        own = getattr(config, "query_pre_attn_scalar", None) or size
+        if abs(float(scale) * own**0.5 - 1) > 1e-5:
+            assumed["attention.scale"] = own**-0.5
+    types = getattr(config, "layer_types", None) or []
+    if "sliding_attention" in types:
+        _check_windows(header, config, types)
     for name, value in assumed.items():
         key = f"{header.architecture}.{name}"
         if header.values.get(key, value) != value:
             raise invalid_value(header, key, f"{value}; no other value is supported for this architecture")
+
+
+def _check_windows(header: GgufHeader, config: Any, types: Sequence[str]) -> None:
+    """Raise ModelLoadError if the file has windows in other layers, or rotates them by another base, than the model."""
+    key = f"{header.architecture}.attention.sliding_window_pattern"
+    stored, own = header.lists.get(key), [one == "sliding_attention" for one in types]
+    every = header.values.get(key, 0)
+    if stored is not None and stored.kind != STRING:
+        found = [bool(one) for one in stored.numbers()]
+    else:
+        found = [(i + 1) % every != 0 for i in range(len(own))] if type(every) is int and every > 0 else own
+    if found != own:
+        raise invalid_value(header, key, f"that of the {sum(own)} of {len(own)} layers with windows of its family")
+    rope = config.rope_parameters
+    base = rope.get("sliding_attention", rope)["rope_theta"]
+    key = f"{header.architecture}.rope.freq_base_swa"
+    if header.values.get(key, base) != base:
+        raise invalid_value(header, key, f"{base}; no other value is supported for this architecture")

@@ -17,6 +17,7 @@ from foresay.errors import ModelLoadError
 from foresay.files import work_folder
 from foresay.json_files import parse_object, read_limited
 from foresay.models.gguf.header import GgufHeader, shortened
+from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.pre_tokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
 from foresay.models.gguf.values import TOKENS, check_values, invalid_value
 from foresay.models.gguf.vocabulary import (
@@ -74,6 +75,8 @@ def config_of(header: GgufHeader) -> Any:
         # no key stores the scale: like llama.cpp, recognize the largest model of a family by its number of layers
         largest = config.num_hidden_layers == _LARGEST_MODEL_LAYERS[header.architecture]
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else config.head_dim
+    if header.architecture == "phi3":
+        config.sliding_window = header.values.get("phi3.attention.sliding_window") or None
     set_end_tokens(config, header)
     return config
 
@@ -93,6 +96,7 @@ def tokenizer_of(header: GgufHeader) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
+    check_keys(header, ("tokenizer",))
     vocabulary = read_vocabulary(header)
     if vocabulary is None:
         raise ModelLoadError(f"{str(header.path)!r} has no tokenizer: it lacks {TOKENS}")
@@ -236,9 +240,15 @@ def _mark(backend: Tokenizer, header: GgufHeader, vocabulary: Vocabulary) -> Non
     backend.add_tokens(added[False])
 
 
-def _chat_template(header: GgufHeader) -> str | None:
-    """Return the file's chat template, else that of the tokenizer's files in its folder."""
-    found = header.values.get("tokenizer.chat_template")
+def _chat_template(header: GgufHeader) -> str | dict[str, str] | None:
+    """Return the file's chat template, or those by name if it has several; else that of the tokenizer in its folder."""
+    key = "tokenizer.chat_template"
+    found = header.values.get(key)
+    named = {
+        name.removeprefix(f"{key}."): str(text) for name, text in header.values.items() if name.startswith(f"{key}.")
+    }
+    if found is not None and named:
+        return {**named, "default": str(found)}
     path = header.path.parent / "tokenizer_config.json"
     if found is None and path.is_file():
         found = parse_object(read_limited(path), str(path)).get("chat_template")

@@ -17,7 +17,7 @@ ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gem
 """Families whose weights can stay in the file's blocks. transformers dequantizes the others, where a size of 0 means unused."""
 _MAX_LAYERS, _MAX_WIDTH, _MAX_LENGTH = 1024, 1 << 20, (1 << 31) - 1
 _MAX_HEADS = 1 << 16
-_SIZES = {
+SIZES = {
     "block_count": (1, _MAX_LAYERS),
     "context_length": (1, _MAX_LENGTH),
     "embedding_length": (1, _MAX_WIDTH),
@@ -43,7 +43,7 @@ _SIZES = {
 """Ranges of integers, by their key without the architecture prefix."""
 _REQUIRED = ("block_count", "context_length", "embedding_length", "vocab_size")
 """Sizes that must be positive in every architecture."""
-_FACTORS = {
+FACTORS = {
     "attention.layer_norm_rms_epsilon": (1e-20, 1.0),
     "attention.layer_norm_epsilon": (1e-20, 1.0),
     "rope.freq_base": (1.0, 1e15),
@@ -106,7 +106,7 @@ def invalid_tensor(header: GgufHeader, name: str, problem: str) -> ModelLoadErro
 
 def _check_numbers(header: GgufHeader) -> None:
     known = header.architecture in ARCHITECTURES
-    for name, (low, greatest) in _SIZES.items():
+    for name, (low, greatest) in SIZES.items():
         key, least = f"{header.architecture}.{name}", low if known or name in _REQUIRED else 0
         if header.architecture.startswith("gemma") and name == "attention.sliding_window":
             least = 1  # in other families 0 means no window
@@ -119,7 +119,7 @@ def _check_numbers(header: GgufHeader) -> None:
         value = header.values.get(key, least)
         if type(value) is not int or not least <= value <= greatest:
             raise invalid_value(header, key, f"an integer from {least} to {greatest}")
-    for name, (smallest, largest) in _FACTORS.items():
+    for name, (smallest, largest) in FACTORS.items():
         key = f"{header.architecture}.{name}"
         value = header.values.get(key, smallest)
         if key in header.lists or type(value) not in (int, float) or not smallest <= float(value) <= largest:
