@@ -164,7 +164,8 @@ def _is_added(header: GgufHeader, vocabulary: Vocabulary, role: str, rule: PreTo
 
 def _backend(header: GgufHeader, vocabulary: Vocabulary, rule: PreTokenizer) -> Tokenizer:
     """Return the tokenizer without marked tokens. Raises ModelLoadError if the file lacks merges or scores."""
-    by_scores = vocabulary.model == "llama"
+    pieces = vocabulary.model == "llama"
+    by_scores = pieces and ("tokenizer.ggml.scores" in header.lists or "tokenizer.ggml.merges" not in header.lists)
     merges = _merges_of_scores(header, vocabulary) if by_scores else read_merges(header)
     if merges is None:
         raise invalid_value(header, "tokenizer.ggml.merges", "a list of pairs of tokens, without which no text has ids")
@@ -185,7 +186,7 @@ def _backend(header: GgufHeader, vocabulary: Vocabulary, rule: PreTokenizer) -> 
         backend.pre_tokenizer = _splitter(rule)
         backend.decoder = decoders.ByteLevel()
         return backend
-    prefix = by_scores and bool(
+    prefix = pieces and bool(
         header.values.get("tokenizer.ggml.add_space_prefix", not header.architecture.startswith("gemma"))
     )
     backend.normalizer = normalizers.Sequence(

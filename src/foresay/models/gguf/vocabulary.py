@@ -66,7 +66,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary | None:
     for key, value in header.values.items():
         if key.startswith(prefix) and key.endswith(suffix):
             special[key.removeprefix(prefix).removesuffix(suffix)] = int(value)
-    for role in _END_ROLES[:3]:
+    for role in ("eos", "eot", "eom") if kinds is not None else ("eos", "eot", "eom", "bos", "unknown"):
         if role in special and types[special[role]] not in MARKED:
             types[special[role]] = CONTROL  # it ends a text, so it is no part of one
     return Vocabulary(model, tokens, ids, types, special, _ends(ids, types, special))

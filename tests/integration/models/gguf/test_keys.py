@@ -26,13 +26,12 @@ from helpers.gguf_files import write_gguf
 from helpers.gguf_vocabularies import write_vocabulary
 
 READ = """
-general.architecture general.alignment general.name split.count
-tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens tokenizer.ggml.token_type tokenizer.ggml.scores
-tokenizer.ggml.merges tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id tokenizer.ggml.eot_token_id
-tokenizer.ggml.eom_token_id tokenizer.ggml.unknown_token_id tokenizer.ggml.padding_token_id tokenizer.ggml.fim_pad_token_id
-tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id tokenizer.ggml.add_bos_token tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix
-tokenizer.chat_template tokenizer.chat_templates
-A.vocab_size A.context_length A.embedding_length A.block_count A.feed_forward_length A.expert_feed_forward_length A.expert_count
+general.architecture general.alignment general.name split.count tokenizer.ggml.model tokenizer.ggml.pre tokenizer.ggml.tokens
+tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id
+tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id tokenizer.ggml.unknown_token_id tokenizer.ggml.padding_token_id
+tokenizer.ggml.fim_pad_token_id tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id tokenizer.ggml.add_bos_token
+tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix tokenizer.chat_template tokenizer.chat_templates A.vocab_size
+A.context_length A.embedding_length A.block_count A.feed_forward_length A.expert_feed_forward_length A.expert_count
 A.expert_used_count A.attn_logit_softcapping A.final_logit_softcapping A.attention.head_count A.attention.head_count_kv
 A.attention.key_length A.attention.value_length A.attention.layer_norm_epsilon A.attention.layer_norm_rms_epsilon
 A.attention.sliding_window A.attention.sliding_window_pattern A.attention.scale A.rope.dimension_count A.rope.freq_base
@@ -81,8 +80,8 @@ REFUSED: dict[Any, str] = {
     ): "tokenizer.ggml.precompiled_charsmap tokenizer.ggml.suppress_tokens A.rope.dimension_sections A.swiglu_clamp_exp",
     2.5: """A.logit_scale A.residual_scale A.embedding_scale A.expert_weights_scale A.expert_group_scale
         A.router_logit_softcapping A.attention.output_scale A.attention.value_scale A.attention.clamp_kqv
-        A.attention.max_alibi_bias A.attention.temperature_scale A.attention.group_norm_epsilon A.rope.scaling.attn_factor A.rope.scaling.alpha
-        A.swiglu_clamp_shexp""",
+        A.attention.max_alibi_bias A.attention.temperature_scale A.attention.group_norm_epsilon A.rope.scaling.attn_factor
+        A.rope.scaling.alpha A.swiglu_clamp_shexp""",
     2: """A.attention.shared_kv_layers A.attention.temperature_length A.attention.q_lora_rank A.attention.kv_lora_rank
         A.attention.key_length_mla A.attention.value_length_mla A.attention.key_length_swa A.attention.value_length_swa
         A.attention.group_norm_groups A.rope.dimension_count_swa A.moe_latent_size A.expert_shared_count A.expert_group_count

@@ -316,6 +316,17 @@ def test_the_ids_are_those_of_sentencepiece(tmp_path: Path, family: str, pieces:
     assert found is not None and found.ends == (model.eos_id(), end)  # llama.cpp's default 2, and a name
 
 
+def test_a_file_without_types_or_scores(tmp_path: Path) -> None:
+    """Older files: the first three tokens are llama.cpp's defaults, and listed merges replace scores."""
+    path = write_vocabulary(
+        tmp_path / "a.gguf", ["<unk>", "<s>", "</s>", "▁", "a", "▁a"], model="llama", merges=[("▁", "a")]
+    )
+    tokenizer = load_tokenizer(path)
+    assert tokenizer("a</s>a").input_ids == [1, 5, 2, 5]
+    found = read_vocabulary(read_header(path))
+    assert found is not None and found.ends == (2,)
+
+
 def test_other_scores_give_other_ids(tmp_path: Path, pieces: tuple[Any, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: merges in the order of ids reversed."""
     model, prefix = pieces
@@ -326,7 +337,16 @@ def test_other_scores_give_other_ids(tmp_path: Path, pieces: tuple[Any, bool], m
     assert [load_tokenizer(path)(text).input_ids for text in texts(50)] != sound
 
 
-def test_merges_over_marked_spaces(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "pre", "first"),
+    [
+        ("gemma4", "default", [1]),
+        ("gpt2", "gemma4", [1]),
+        ("gpt2", "granite-embed-multi-311m", [1]),
+        ("gpt2", "sarvam-moe", []),
+    ],
+)
+def test_merges_over_marked_spaces(tmp_path: Path, model: str, pre: str, first: list[int]) -> None:
     """Gemma 4's kind: listed merges over whole texts, and bytes for unknown characters."""
     tokens = [
         "<unk>",
@@ -344,11 +364,11 @@ def test_merges_over_marked_spaces(tmp_path: Path) -> None:
     types = [2, 3, *[1] * 7, *[6] * 256, 3]
     merges = [("h", "i"), ("▁", "hi"), ("\n", "\n")]
     path = write_vocabulary(
-        tmp_path / "a.gguf", tokens, types, model="gemma4", merges=merges, bos_token_id=1, unknown_token_id=0
+        tmp_path / "a.gguf", tokens, types, model=model, pre=pre, merges=merges, bos_token_id=1, unknown_token_id=0
     )
     tokenizer = load_tokenizer(path)
-    assert tokenizer("hi hi\n\n<turn|> é").input_ids == [1, 5, 6, 8, len(tokens) - 1, 4, 9 + 0xC3, 9 + 0xA9]
-    assert tokenizer.decode(tokenizer("hi é").input_ids[1:]) == "hi é"
+    assert tokenizer("hi hi\n\n<turn|> é").input_ids == [*first, 5, 6, 8, len(tokens) - 1, 4, 9 + 0xC3, 9 + 0xA9]
+    assert tokenizer.decode(tokenizer("hi é", add_special_tokens=False).input_ids) == "hi é"
 
 
 @pytest.mark.parametrize(("name", "ids"), [("Phi 3 mini", [7, 0]), ("phi-3-mini", [0]), ("Phi3", [0])])
