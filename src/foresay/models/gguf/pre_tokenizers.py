@@ -56,6 +56,8 @@ _DEEPSEEK3 = (_THREE, _CHINESE, rf"{_AFTER_PUNCTUATION}| ?[\p{{P}}\p{{S}}]+[\r\n
 _PUNCTUATION = r"[\p{P}$+<=>^~|]+"
 _ENDS_IN_THREES = (_DIGITS, r"\A\p{N}{1,2}(?=(?:\p{N}{3})*\z)", r"\p{N}{3}")
 """Groups of three counted from the right, in time linear in the number of digits."""
+_MOST_THREES = 100
+"""Groups of digits that a pattern looks ahead. The published ones have no bound, and take a quadratic time for long numbers."""
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _CASED_LETTERS = (
     r"A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
@@ -130,11 +132,11 @@ _RULES: dict[str, PreTokenizer] = {
     ),
     "gpt-4o llama4 kanana2 talkie minimax-m2": _pre(*_GPT4O),
     "granite-embed-multi-97m": _pre(*_GPT4O, ignore_merges=True),
-    "tiny_aya cohere2moe": _pre(r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O),
+    "tiny_aya cohere2moe": _pre(rf"\d{{1,3}}(?=(?:\d{{3}}){{0,{_MOST_THREES}}}\b)", *_GPT4O),
     "kimi-k2": _pre(
         r"[\p{Han}]+|" + _cased(_THREE, suffix=f"{_SUFFIX}?", line_ends=r"[\r\n]*", without=r"&&[^\p{Han}]")
     ),
-    "superbpe": _pre(_DIGITS, r"(?=(\d{3})+(?!\d))"),
+    "superbpe": _pre(_DIGITS, rf"(?=(\d{{3}}){{1,{_MOST_THREES}}}(?!\d))"),
     "bailingmoe bailingmoe2 llada-moe": _pre(
         _words(_DIGIT, before="'(?i:[sdmt]|ll|ve|re)|", spaces=r"\s*[\r\n]|\s+(?!\S)|\s+")
     ),

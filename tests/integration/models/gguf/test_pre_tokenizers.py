@@ -231,6 +231,15 @@ def test_the_texts_tell_the_rules_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert ids_of(tmp_path, "gpt-2") != wanted
 
 
+@pytest.mark.parametrize("names", PUBLISHED)
+def test_the_number_of_steps_is_linear(tmp_path: Path, names: str) -> None:
+    """Long runs of one kind: an expression that looks at the rest of a text from each character would take minutes."""
+    path = write_vocabulary(tmp_path / "a.gguf", pre=names.split()[0], add_bos_token=False)
+    backend = load_tokenizer(path).backend_tokenizer
+    for text in ("1" * 100_000 + "a", " " * 100_000 + "a", "Aa" * 50_000, "!" * 100_000, "\n" * 100_000 + "a"):
+        assert sum(len(piece) for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)) == len(text)
+
+
 def test_an_issue_of_people(tmp_path: Path) -> None:
     """The digits and signs of "1234(a" under DeepSeek's rules."""
     for name, pieces in (("deepseek-v3", ["123", "4", "(a"]), ("deepseek-coder", ["1", "2", "3", "4", "(", "a"])):
