@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from foresay.files import cache_dir
-from foresay.models.sources.packaged import ALIASES
+from foresay.models.sources.packaged import conversion_folder
 
 ALIAS = "smollm2-135m"
 _NEVER = 20
@@ -22,7 +22,7 @@ def cache_with_small_model(folder: Path, original: Path) -> Path:
 
     original: the conversion of the real model, whose tokenizer and number of layers and heads the small one has.
     """
-    place = folder / "models" / f"{ALIAS}-{ALIASES[ALIAS].version}"
+    place = folder / "models" / conversion_folder(ALIAS).name
     config = AutoConfig.from_pretrained(original)
     for name, value in {
         "hidden_size": 72,

@@ -14,7 +14,7 @@ from foresay import __version__
 from foresay.errors import ModelNotFoundError
 from foresay.files import cache_dir
 from foresay.models.cpu import build
-from foresay.models.sources.packaged import ALIASES, damage, packaged_file
+from foresay.models.sources.packaged import ALIASES, conversion_folder, damage, packaged_file
 from foresay.records.provenance import machine
 
 _OPTIONAL = ("fastapi", "llama-cpp-python", "lm-eval", "matplotlib", "ray", "vllm")
@@ -62,7 +62,7 @@ def _size(folder: Path) -> str:
 
 
 def _state(alias: str) -> str:
-    folder = cache_dir() / "models" / f"{alias}-{ALIASES[alias].version}"
+    folder = conversion_folder(alias)
     try:
         packaged_file(alias)
     except ModelNotFoundError as error:

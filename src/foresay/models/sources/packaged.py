@@ -20,6 +20,8 @@ import torch
 
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 from foresay.files import cache_dir, work_folder
+from foresay.models.gguf.tokenizer import tokenizer_of
+from foresay.models.gguf.values import checked_header
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 
@@ -58,6 +60,8 @@ ALIASES: dict[str, PackagedModel] = {
 }
 
 
+_CONVERSION = 2
+"""Number of the conversion, which changes if its results do."""
 DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false, nodes=15))"}
 """The default drafter of an alias whose draft head is installed."""
 
@@ -115,13 +119,18 @@ def packaged_file(alias: str) -> Path:
     return path
 
 
+def conversion_folder(alias: str) -> Path:
+    """Return the folder of an alias's dequantized copy, which may not exist."""
+    return cache_dir() / "models" / f"{alias}-{ALIASES[alias].version}-{_CONVERSION}"
+
+
 def converted(alias: str, options: LoadOptions) -> Path:
     """Return the dequantized copy of an alias, converted on first use. A damaged copy is converted again.
 
     Raises ModelNotFoundError as `packaged_file` does, ModelLoadError as `convert` does.
     """
     source = packaged_file(alias)
-    folder = cache_dir() / "models" / f"{alias}-{ALIASES[alias].version}"
+    folder = conversion_folder(alias)
     if folder.exists():
         problem = damage(folder)
         if problem is None:
@@ -165,12 +174,12 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _write_conversion(source: Path, work: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     with quiet_transformers(), load_errors(str(source), False):
         extra = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **dequantize(), **extra)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **extra)
+        tokenizer = tokenizer_of(checked_header(source))
     with quiet_transformers():
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)

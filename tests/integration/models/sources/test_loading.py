@@ -102,7 +102,7 @@ def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, li
         made.append(folder)
 
     monkeypatch.setattr(packaged, "convert", convert)
-    return tmp_path / "models" / f"{ALIAS}-{ALIASES[ALIAS].version}", made
+    return packaged.conversion_folder(ALIAS), made
 
 
 def test_a_conversion_is_made_once(converted: tuple[Path, list[Path]]) -> None:
