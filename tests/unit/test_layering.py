@@ -90,7 +90,7 @@ INSIDE = {
         {"blocks"},
     ],
     "models/sources": [
-        {"load_options", "transformers_errors"},
+        {"load_options", "transformers_errors", "generation_settings"},
         {"packaged", "config_checks", "llama_cpp"},
         {"location", "wrapping"},
         {"reading"},

@@ -143,6 +143,11 @@ def _opened(
 ) -> list[Peer]:
     """Start other engines on the target's weights; they are closed with the stack."""
     engines = []
+    own = target.target.generation.described().get("generation config")
+    if names and own:
+        raise ConfigError(
+            f"--against: other engines do not apply the model's generation config ({own}); remove it there"
+        )
     native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
     chosen_by_us = (machine.dtype, machine.weights, target.target.weights) == ("auto", "auto", "")
     if chosen_by_us and target.target.dtype not in native and any(not name.startswith("llama.cpp") for name in names):

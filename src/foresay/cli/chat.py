@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.common import load_generator
+from foresay.cli.common import load_generator, sampled
 from foresay.cli.console.commands import FLAGS, handle, words
 from foresay.cli.console.input import LineReader, reader
 from foresay.cli.console.screen import Screen
@@ -20,6 +20,7 @@ from foresay.cli.options import (
     ModelChoice,
     ModelOptions,
     SamplingOptions,
+    SamplingSourceOption,
     TraceOption,
 )
 from foresay.cli.typed_errors import as_typed
@@ -34,7 +35,8 @@ def run(
     draft: DraftOption = None,
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
-    sampling: SamplingOptions,
+    options: SamplingOptions,
+    sampling: SamplingSourceOption = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     trace: TraceOption = False,
     no_history: Annotated[bool, typer.Option("--no-history", help="Do not store what is entered.")] = False,
@@ -44,8 +46,9 @@ def run(
 
     /help lists the commands of the console.
     """
-    params = sampling.params()
-    generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine)
+    params = options.params(sampling)
+    generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine, sampling=sampling)
+    params = sampled(params, generator)
     interactive = sys.stdin is not None and sys.stdin.isatty()
     rule = to_expression(generator.rule, RULES)
     session = ChatSession(generator, params, Screen(), interactive, system, rule=rule, length=methods.length)

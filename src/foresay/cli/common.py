@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from foresay.cli.options import DEFAULT_MODEL, MachineOptions, MethodOptions, ModelOptions
+from foresay.cli.options import DEFAULT_MODEL, MachineOptions, MethodOptions, ModelOptions, refuse_idle
 from foresay.cli.progress import loading
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
@@ -61,6 +62,13 @@ def load_generator(
     arguments = load_arguments(models, drafter, methods, machine, **more)
     with loading(f"Loading {arguments['target']}") as progress:
         return load(**arguments, progress=progress)
+
+
+def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:
+    """Return the parameters with the model's own sampling, if it was loaded for it. Raises as `refuse_idle` does."""
+    merged = generator.target.generation.sampled(params)
+    refuse_idle(merged)
+    return merged
 
 
 def load_arguments(

@@ -11,7 +11,7 @@ import typer
 
 from foresay.cli import generate_lines
 from foresay.cli.colours import coloured, console, legend, notes
-from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt
+from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled
 from foresay.cli.options import (
     DrafterOption,
     FileOption,
@@ -23,6 +23,7 @@ from foresay.cli.options import (
     PromptArgument,
     RawOption,
     SamplingOptions,
+    SamplingSourceOption,
     TraceOption,
 )
 from foresay.cli.sharing import SharingOptions
@@ -43,7 +44,8 @@ def run(
     models: ModelOptions,
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
-    sampling: SamplingOptions,
+    options: SamplingOptions,
+    sampling: SamplingSourceOption = None,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and those of the N most likely tokens.")
     ] = None,
@@ -62,7 +64,7 @@ def run(
 
     The output is the same as without speculation, unless the rule is lossy. A seed reproduces a sampled output.
     """
-    params = sampling.params(logprobs=logprobs)
+    params = options.params(sampling, logprobs=logprobs)
     _refuse_contradictions(
         {
             "--trace": trace,
@@ -74,23 +76,31 @@ def run(
     )
     if batch_size is not None and not lines:
         raise ConfigError("--batch-size needs --lines")
-    if compare and not params.greedy and not read_rule(methods.rule_name).needs.shares_noise:
-        raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
+    if compare:
+        _check_compared(params, methods)
     text = read_prompt(prompt, file)
     prompts = generate_lines.split_lines(text) if lines else []
     if sharing.wanted:
         if not lines:
             raise ConfigError("--workers distributes many prompts; add --lines")
-        load = load_arguments(models, drafter, methods, machine, max_batch_size=batch_size)
+        load = load_arguments(models, drafter, methods, machine, max_batch_size=batch_size, sampling=sampling)
         setup = {"kind": "generate", "load": load, "params": plain_params(params), "raw": raw}
         with sharing.pool(setup, machine) as pool:
             return generate_lines.run_shared(pool, prompts, as_json=as_json)
-    generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size)
+    generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size, sampling=sampling)
+    params = sampled(params, generator)
+    if compare:
+        _check_compared(params, methods)
     if lines:
         return generate_lines.run(generator, prompts, params, raw=raw, as_json=as_json)
     return _one(
         generator, as_chat(text, generator.tokenizer, raw=raw), params, trace=trace, compare=compare, as_json=as_json
     )
+
+
+def _check_compared(params: SamplingParams, methods: MethodOptions) -> None:
+    if not params.greedy and not read_rule(methods.rule_name).needs.shares_noise:
+        raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
 
 
 def _one(

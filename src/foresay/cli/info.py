@@ -80,6 +80,7 @@ def _shared(loaded: LoadedModel) -> dict[str, str]:
         "vocabulary": f"{loaded.model.vocab_size} embeddings, {tokens} tokens in the tokenizer",
         "chat template": "yes" if getattr(loaded.tokenizer, "chat_template", None) else "no",
         "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
+        **loaded.generation.described(),
     }
 
 
@@ -201,6 +202,7 @@ def run(
     try:
         with loading(f"Loading {model}") as progress:
             loaded = load_model(model, replace(options, progress=progress))
+            loaded.generation.check(model)
             scorer = loaded.model
             if isinstance(scorer, LlamaCppModel):
                 lines = _of_llama_cpp(loaded, scorer, batch_size, context)

@@ -79,6 +79,15 @@ BatchSizesOption = Annotated[
 ]
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result here.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
+SamplingSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--sampling",
+        metavar="SOURCE",
+        rich_help_panel=SAMPLING,
+        help="Defaults of sampling options: foresay (greedy), or model, those of its generation config.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
 TraceOption = Annotated[
@@ -188,30 +197,48 @@ class SamplingOptions:
     """Sampling parameters of a request."""
 
     PANEL: ClassVar[str] = SAMPLING
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Generate at most N tokens.")] = 256
-    min_new_tokens: Annotated[int, typer.Option(help="Generate at least N tokens.")] = 0
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample from the N most likely tokens; 0 is all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", help="Generate at most N tokens.  [default: 256]")
+    ] = None
+    min_new_tokens: Annotated[int | None, typer.Option(help="Generate at least N tokens.  [default: 0]")] = None
+    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.  [default: 0]")] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the N most likely tokens; 0 is all.  [default: 0]")] = (
+        None
+    )
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens of this total probability.  [default: 1]"),
+    ] = None
     min_p: Annotated[
-        float, typer.Option(help="Sample from tokens at least this fraction as likely as the most likely.")
-    ] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0
+        float | None,
+        typer.Option(help="Sample from tokens at least this fraction as likely as the most likely.  [default: 0]"),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 discourages repetition.  [default: 1, or the model's]")
+    ] = None
     presence_penalty: Annotated[float, typer.Option(help="Subtracted once from tokens already generated.")] = 0.0
     frequency_penalty: Annotated[float, typer.Option(help="Subtracted per occurrence already generated.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="Make a sampled output reproducible.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.")] = False
 
-    def params(self, **more: Any) -> SamplingParams:
-        """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output."""
+    def params(self, source: str | None = None, **more: Any) -> SamplingParams:
+        """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output.
+
+        source: "model" leaves that check to `sampled`, which knows the model's own sampling.
+        """
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), **more})
-        if params.greedy:  # a forgotten --temperature
-            for flag, used in idle(params).items():
-                if used:
-                    raise ConfigError(f"--{flag} has no effect at temperature 0; add --temperature, or drop it")
+        params = SamplingParams(**{name: value for name, value in given.items() if value is not None}, **more)
+        if source != "model":
+            refuse_idle(params)
         return params
+
+
+def refuse_idle(params: SamplingParams) -> None:
+    """Raise ConfigError for an option that has no effect on greedy output."""
+    for flag, used in idle(params).items() if params.greedy else ():  # a forgotten --temperature
+        if used:
+            raise ConfigError(f"--{flag} has no effect at temperature 0; add --temperature, or drop it")
 
 
 def idle(params: SamplingParams) -> dict[str, bool]:

@@ -13,6 +13,7 @@ import typer
 
 from foresay.cli.common import load_generator, memory_size
 from foresay.cli.options import (
+    SAMPLING,
     DrafterOption,
     DraftOption,
     MachineOptions,
@@ -139,6 +140,14 @@ def run(
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
     serving: ServingOptions,
+    sampling: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE",
+            rich_help_panel=SAMPLING,
+            help="Defaults of requests that leave sampling fields out: model (its generation config), or foresay.",
+        ),
+    ] = "model",
     batch_size: MaxBatchOption = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Decode a little before the first request.")] = False,
     log_requests: Annotated[
@@ -170,6 +179,7 @@ def run(
             max_batch_size=batch_size,
             memory=serving.memory,
             memory_prompts=serving.memory_prompts,
+            sampling=sampling,
         )
         if limit is not None:
             limit_memory(limit)

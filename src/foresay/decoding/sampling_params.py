@@ -18,6 +18,23 @@ LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MAX_SEED = 2**63 - 1
 
 
+class _Int(int):
+    """An integer that no caller gave."""
+
+    __slots__ = ()
+
+
+class _Float(float):
+    """A number that no caller gave."""
+
+    __slots__ = ()
+
+
+def not_given(value: Any) -> Any:
+    """Return a number that is equal, and that the model's generation config may replace: see `SamplingParams.given`."""
+    return _Int(value) if isinstance(value, int) else _Float(value)
+
+
 class _TokenIds(tuple[int, ...]):
     """Token ids that were checked, which may be many."""
 
@@ -39,19 +56,19 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 class SamplingParams:
     """Sampling parameters of one request. Raises ConfigError, which names the field, the value and the bound."""
 
-    max_new_tokens: int = 256
+    max_new_tokens: int = _Int(256)
     """Maximum number of tokens to generate; the context limit may end the request earlier."""
-    min_new_tokens: int = 0
+    min_new_tokens: int = _Int(0)
     """No stop token, and no stop string, ends the output before this many tokens."""
-    temperature: float = 0.0
+    temperature: float = _Float(0.0)
     """0 is greedy; otherwise logits are divided by it."""
-    top_k: int = 0
+    top_k: int = _Int(0)
     """Keep the k likeliest tokens (ties with the k-th stay); 0 keeps all."""
-    top_p: float = 1.0
+    top_p: float = _Float(1.0)
     """Keep the smallest set of likeliest tokens whose mass reaches this share."""
-    min_p: float = 0.0
+    min_p: float = _Float(0.0)
     """Keep tokens at least this share as likely as the likeliest."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = _Float(1.0)
     """Logits of tokens in prompt or output: divided by it when positive, multiplied when negative."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of each token already in the output."""
@@ -162,6 +179,19 @@ class SamplingParams:
             or self.banned_token_ids
             or self.processors
         )
+
+    def given(self, name: str) -> bool:
+        """True unless the field's number is the default, which the model's generation config may replace."""
+        return not isinstance(getattr(self, name), _Int | _Float)
+
+    @property
+    def given_numbers(self) -> dict[str, int | float]:
+        """The numbers that were given, of those that the model's generation config may replace."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if isinstance(f.default, _Int | _Float) and self.given(f.name)
+        }
 
     @classmethod
     def of(cls, params: SamplingParams | None = None, **changes: Any) -> SamplingParams:

@@ -5,6 +5,7 @@ Owns the choice of drafter, rule and length, and their change on a loaded model.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Unpack, cast
@@ -46,6 +47,7 @@ def load(
     share_prefixes: bool = True,
     memory: str | os.PathLike[str] | None = None,
     memory_prompts: bool = True,
+    sampling: str | None = None,
     **options: Unpack[LoadKeywords],
 ) -> Generator:
     """Load a target model with its drafter.
@@ -60,6 +62,8 @@ def load(
     max_batch_size: maximum number of rows decoded at once, by default 32. eos_token_ids: by default the model's.
     share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
     memory: a folder, created if missing, that keeps outputs, and prompts if memory_prompts; the drafter also copies from them.
+    sampling: defaults of parameters that a request leaves out: "foresay" (greedy, the default) or "model", those of the model's
+    generation config. That config's constraints, such as a repetition penalty, always apply, as in transformers' `generate`.
     options: fields of LoadOptions, for target and draft alike.
 
     Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
@@ -84,7 +88,11 @@ def load(
     policy = _policy(name, num_draft_tokens, length)
     _check_draft_weights(settings, draft, recipe, name)
     size = check_int("max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE)
-    resources = Resources(resolve(target, settings, tokenizer, eos_token_ids), settings)
+    resolved = resolve(target, settings, tokenizer, eos_token_ids)
+    resolved.generation.check(resolved.name)
+    resources = Resources(
+        dataclasses.replace(resolved, generation=resolved.generation.with_sampling(sampling)), settings
+    )
     if is_auto and drafter == "suffix" and resources.has_mtp():
         recipe, name = _recipe(None, WITH_MTP, {})
         policy = _policy(name, num_draft_tokens, length)
@@ -189,7 +197,7 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
     """Return the recipe and its name; no recipe for a draft model that is not loaded yet."""
     if draft is not None and drafter not in ("auto", "model"):
         raise ConfigError(
-            f"drafter={drafter!r} does not use a draft model, but draft={str(draft)!r} was given; drop one"
+            f"drafter={drafter!r} does not use a draft model, but draft={_shown(draft)} was given; drop one"
         )
     if drafter == "model" and draft is None:
         raise ConfigError("drafter='model' needs a draft model; pass draft=")
@@ -210,6 +218,11 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
     if callable(drafter):
         return own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), _name_of(drafter)
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
+
+
+def _shown(draft: Any) -> str:
+    """Return a name as it was given, and the type of anything else."""
+    return repr(os.fspath(draft)) if isinstance(draft, str | os.PathLike) else f"({type(draft).__name__})"
 
 
 def _name_of(maker: Any) -> str:

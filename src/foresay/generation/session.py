@@ -119,7 +119,9 @@ class Session:
                 f"{self.engine.num_waiting} requests are queued, and max_waiting={self.max_waiting}; try again later"
             )
         ids = encode(prompt, self.target.tokenizer)
-        prepared = self.target.model.prepare_prompt(ids, SamplingParams.of(params, **changes))
+        given = self.target.generation.sampled(SamplingParams.of(params, **changes))
+        prepared = self.target.model.prepare_prompt(ids, given)
+        prepared = self.target.generation.constrained(prepared, self.target.model, self.target.eos_token_ids)
         request = _Request(ids, prepared, self.target.tokenizer, text=text)
         number = self.engine.submit(
             prepared.prompt,

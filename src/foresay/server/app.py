@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
 from foresay.server import generating
 from foresay.server.adapters import message_fields, response_fields
@@ -31,6 +32,7 @@ from foresay.server.fields import read
 from foresay.server.guards import App, Guards
 from foresay.server.message_kind import MessageKind
 from foresay.server.requests import (
+    DEFAULT_TEMPERATURE,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -143,7 +145,8 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
             chat = await service.prepare(request.chat)  # validates the whole conversation
-            form = ResponsesFormat(request.echoed(chat), service.names[0])
+            default = service.generator.target.generation.sampled(SamplingParams(temperature=DEFAULT_TEMPERATURE))
+            form = ResponsesFormat(request.echoed(chat, default), service.names[0])
             return await generating.generate(service, chat, ChatShape(), raw_request, form)
 
     @app.post("/v1/messages")

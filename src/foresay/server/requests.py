@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, m
 from pydantic_core import PydanticCustomError
 
 from foresay.checks import check_float
-from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.sampling_params import SamplingParams, not_given
 from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count, limit_parts
 from foresay.server.option_fields import (
@@ -34,6 +34,8 @@ TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), at_mo
 _RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 """OpenAI's ranges, which are narrower than the library's."""
 _MAX_BIAS = 100.0
+DEFAULT_TEMPERATURE: float = not_given(1.0)
+"""OpenAI's default, where the model's generation config has none."""
 
 _BOTH_NEUTRAL: Neutral = {
     "top_k": (-1,),
@@ -163,7 +165,7 @@ class _Sampled(Fields):
         given = {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
@@ -175,7 +177,7 @@ class _Sampled(Fields):
             "logprobs": logprobs,
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        values.setdefault("max_new_tokens", default_max_tokens)
+        values.setdefault("max_new_tokens", not_given(default_max_tokens))
         return SamplingParams(
             **values, logit_bias=bias, stop=self.stops, stop_token_ids=tuple(self.stop_token_ids or ())
         )
@@ -293,7 +295,8 @@ class CompletionRequest(_Sampled):
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. The API generates 16 tokens by default, regardless of the context's length."""
-        return self.sampling(min(16, default_max_tokens), self.logprobs, 1 if self.only_prompt else self.max_tokens)
+        limit = min(16, default_max_tokens) if self.max_tokens is None else self.max_tokens
+        return self.sampling(default_max_tokens, self.logprobs, 1 if self.only_prompt else limit)
 
     used_tools: ClassVar[Sequence[Any]] = ()
     """The API has no tools here."""

@@ -10,7 +10,7 @@ from typing import Any
 import foresay.errors
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError
-from foresay.lab.data.requests import recorded_params_of
+from foresay.lab.data.requests import changed_params
 
 Plain = dict[str, Any]
 """A JSON object."""
@@ -48,7 +48,7 @@ def plain_params(params: SamplingParams) -> Plain:
         raise ConfigError(
             f"processors={params.processors!r} are functions, which cannot be sent to other processes; leave them out"
         )
-    return recorded_params_of(params)
+    return {**changed_params(params), **params.given_numbers}
 
 
 def read_params(plain: Plain) -> SamplingParams:

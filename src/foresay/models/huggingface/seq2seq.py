@@ -16,31 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    EncoderDecoderCache,
-    ForcedEOSTokenLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PreTrainedModel,
-)
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, Move, PreparedPrompt
 from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
-from foresay.errors import ConfigError, PromptError, UnsupportedModelError
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import PromptError, UnsupportedModelError
 from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import TransformersCache
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
-
-_NEUTRAL: dict[str, object] = {
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-}
-"""Unsupported settings of a generation config that change greedy output, each with its neutral value."""
 
 
 class Seq2SeqCache(SlotCache):
@@ -172,22 +157,12 @@ class Seq2SeqModel(TransformersModel):
         return super().release()
 
     def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
-        """Return the decoder start tokens, the parameters merged with the generation config, and the prompt as source.
+        """Return the decoder start tokens, the parameters, and the prompt as source.
 
-        A forced first token belongs to the start tokens, not to the output. Raises ConfigError for a setting of the generation
-        config that changes greedy output and is not supported.
+        A forced first token belongs to the start tokens, not to the output.
         """
-        config = self.model.generation_config
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(config, name, None)
-            if value is not None and value != neutral:
-                raise ConfigError(
-                    f"the model's generation config has {name}={value!r}, which is not supported; set it to {neutral!r}"
-                )
-        forced = config.forced_bos_token_id
-        start_tokens = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
-        merged = SamplingParams.of(params, **_from_config(config, params, len(start_tokens), self.max_length))
-        return PreparedPrompt(start_tokens, merged, prompt)
+        forced = self.model.generation_config.forced_bos_token_id
+        return PreparedPrompt([self.decoder_start_token_id, *([] if forced is None else [int(forced)])], params, prompt)
 
     def new_cache(self) -> Seq2SeqCache:
         """Return a cache without rows."""
@@ -277,36 +252,6 @@ class Seq2SeqModel(TransformersModel):
             return None, {layer: out.hidden_states[layer] for layer in hidden}
         out = self.model(decoder_input_ids=token_ids, encoder_outputs=(states,), attention_mask=mask, **common)
         return out.logits, {layer: out.decoder_hidden_states[layer] for layer in hidden}
-
-
-def _from_config(config: Any, params: SamplingParams, num_start: int, max_length: int) -> dict[str, Any]:
-    """Return the fields of SamplingParams that a generation config changes, as in transformers' `generate`.
-
-    num_start: number of decoder start tokens.
-    """
-    eos = [] if config.eos_token_id is None else np.atleast_1d(config.eos_token_id).tolist()
-    words = [list(word) for word in config.bad_words_ids or () if list(word) not in [[token] for token in eos]]
-    banned = [word[0] for word in words if len(word) == 1] + list(config.suppress_tokens or ())
-    phrases = [word for word in words if len(word) > 1]
-    processors: list[LogitsProcessor] = []
-    if config.no_repeat_ngram_size:
-        processors.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-    if phrases:
-        processors.append(NoBadWordsLogitsProcessor(phrases))
-    if config.forced_eos_token_id is not None:
-        end = min(num_start + params.max_new_tokens, max_length)
-        processors.append(ForcedEOSTokenLogitsProcessor(end, config.forced_eos_token_id))
-    least = config.min_new_tokens or max(0, (config.min_length or 0) - num_start)
-    changes: dict[str, Any] = {}
-    if banned:
-        changes["banned_token_ids"] = (*params.banned_token_ids, *banned)
-    if processors:
-        changes["processors"] = (*processors, *params.processors)
-    if least and not params.min_new_tokens:
-        changes["min_new_tokens"] = min(least, params.max_new_tokens)
-    if config.repetition_penalty and params.repetition_penalty == 1.0:
-        changes["repetition_penalty"] = float(config.repetition_penalty)
-    return changes
 
 
 def _embeds_positions(module: nn.Module) -> bool:

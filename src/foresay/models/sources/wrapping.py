@@ -16,6 +16,7 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
 from foresay.models.huggingface import linears
+from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
 from foresay.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("foresay")
@@ -34,6 +35,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     weights: str = ""
     """"int8" or "int4" for rounded weights, "GGUF" for weights in the blocks of such a file, "llama.cpp" for that backend."""
+    generation: GenerationSettings = UNCHANGED
+    """The model's generation config."""
 
     @property
     def precision(self) -> str:
@@ -79,7 +82,8 @@ def wrap(
     except BaseException:
         model.release()
         raise
-    loaded = LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
+    settings = GenerationSettings(weights.generation_config if weights.can_generate() else None)
+    loaded = LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer), generation=settings)
     if model.is_shared:  # by processes, each with a part of every product
         return loaded
     if optimise and bits is not None:

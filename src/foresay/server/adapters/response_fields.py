@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
 
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, limit_parts, validated
@@ -263,15 +264,15 @@ class ResponsesRequest(Fields):
         more = {name: getattr(self, name) for name in same}
         return validated(ChatRequest, {**given, **more, "foresay": self.foresay and self.foresay.model_dump()})
 
-    def echoed(self, chat: ChatRequest) -> Mapping[str, Any]:
-        """Return the request's fields that a response repeats. chat: the chat request."""
+    def echoed(self, chat: ChatRequest, default: SamplingParams) -> Mapping[str, Any]:
+        """Return the request's fields that a response repeats. chat: the chat request. default: for fields left out."""
         text = {"type": "text"} if self.text is None or self.text.format is None else _dumped(self.text.format)
         choice = self.tool_choice
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "temperature": default.temperature if self.temperature is None else self.temperature,
+            "top_p": default.top_p if self.top_p is None else self.top_p,
             "tools": [{"strict": None, **_dumped(one)} for one in self.tools or ()],
             "tool_choice": _dumped(choice) if isinstance(choice, ChosenFunction) else choice or "auto",
             "parallel_tool_calls": chat.calls_in_parallel,

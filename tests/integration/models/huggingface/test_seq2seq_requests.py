@@ -24,6 +24,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forced_bos": {"forced_bos_token_id": 40},
     "forced_eos": {"forced_eos_token_id": 1},
     "a banned word": {"bad_words_ids": [["first"], [1]]},
+    "least new tokens after a forced one": {"forced_bos_token_id": 40, "min_new_tokens": 12},
+    "a decay": {"forced_bos_token_id": 40, "exponential_decay_length_penalty": (4, 2.0)},
+    "a bias": {"sequence_bias": [[[7], 5.0], [[9, 11], -5.0]], "repetition_penalty": 1.3},
+    "suppressed at the beginning": {"begin_suppress_tokens": ["first", 9]},
     "all together": {
         "forced_bos_token_id": 40,
         "forced_eos_token_id": 1,
@@ -43,6 +47,8 @@ def test_what_a_generation_config_asks_is_honoured(family: str, settings: dict[s
     plain = [greedy(weights, source, 30, eos_token_id=1) for source in some_sources()]
     if settings.get("bad_words_ids") == [["first"], [1]]:
         settings = {"bad_words_ids": [[plain[0][0]], [1]]}
+    if "begin_suppress_tokens" in settings:
+        settings = {"begin_suppress_tokens": [plain[0][0], 9]}
     weights.generation_config.update(**settings)
     wanted = [greedy(weights, source, 30, eos_token_id=1) for source in some_sources()]
     assert wanted != plain, "settings that change nothing prove nothing"

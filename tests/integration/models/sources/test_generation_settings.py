@@ -1,0 +1,257 @@
+"""A model's generation_config.json: constraints as in transformers' `generate`, sampling where it is requested."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+import foresay
+from foresay import ConfigError, SamplingParams
+from foresay.models.sources import generation_settings
+from foresay.models.sources.generation_settings import TREATMENTS, GenerationSettings, Kind
+from helpers import tiny
+
+PROMPT = tiny.tokenizer()("hello world, hello").input_ids
+NEW = 24
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "suppress_tokens": {"suppress_tokens": [43, 39, 20]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": "first"},
+    "bad_words_ids": {"bad_words_ids": [[43], [39, 20]]},
+    "min_new_tokens": {"min_new_tokens": 20, "eos_token_id": "fifth"},
+    "min_length": {"min_length": len(PROMPT) + 17, "eos_token_id": "fifth"},
+    "forced_eos_token_id": {"forced_eos_token_id": 0},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": [2, 3.0], "eos_token_id": 50},
+    "sequence_bias": {"sequence_bias": [[[43], -50.0], [[20, 17], 20.0]]},
+    "eos_token_id": {"eos_token_id": ["fifth", 0]},
+    "all together": {
+        "repetition_penalty": 1.3,
+        "sequence_bias": [[[43], 2.5], [[20, 17], 3.0]],
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[39, 20], [41]],
+        "suppress_tokens": [44],
+        "begin_suppress_tokens": [39],
+        "min_new_tokens": 9,
+        "forced_eos_token_id": 0,
+    },
+}
+DRAFTERS = ("none", "suffix", "prompt_lookup(min_ngram=1)", "max_gram", "self(1)")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+def _saved(folder: Path, **settings: Any) -> tuple[Path, PreTrainedModel]:
+    """A model's folder with these generation settings, and the model as transformers reads it."""
+    tiny.save(folder)
+    stored = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0, **settings}
+    (folder / "generation_config.json").write_text(json.dumps(stored), encoding="utf-8")
+    return folder, AutoModelForCausalLM.from_pretrained(folder)
+
+
+def _generated(model: PreTrainedModel, **settings: Any) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
+    tail: list[int] = out[0, len(PROMPT) :].tolist()
+    return tail
+
+
+def _concrete(settings: dict[str, Any], plain: list[int]) -> dict[str, Any]:
+    """The settings with tokens of the unconstrained output in place of their names."""
+    named = {"first": plain[0], "fifth": plain[4]}
+
+    def of(value: Any) -> Any:
+        return [of(one) for one in value] if isinstance(value, list) else named.get(value, value)
+
+    concrete = {name: of(value) for name, value in settings.items()}
+    if "begin_suppress_tokens" in concrete and not isinstance(concrete["begin_suppress_tokens"], list):
+        concrete["begin_suppress_tokens"] = [concrete["begin_suppress_tokens"]]
+    return concrete
+
+
+@pytest.mark.parametrize("settings", CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_constraints_of_the_file_are_those_of_generate(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Greedy outputs equal transformers' `generate` token for token, whatever drafts, also with parameters of the caller."""
+    plain = _generated(_saved(tmp_path / "plain")[1], do_sample=False)
+    folder, model = _saved(tmp_path / "model", **_concrete(settings, plain))
+    wanted = _generated(model, do_sample=False)
+    assert wanted != plain, "a setting without effect proves nothing"
+    loaded = foresay.load(folder, dtype="fp32")
+    for drafter in DRAFTERS:
+        generator = foresay.change(loaded, drafter=drafter)
+        assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted, drafter
+        assert generator.generate(PROMPT, SamplingParams(max_new_tokens=NEW)).token_ids == wanted, drafter
+    without = GenerationSettings()
+    object.__setattr__(loaded.target, "generation", without)  # the negative control: a merge that does nothing
+    kept = "eos_token_id" in settings and len(settings) == 1
+    assert (loaded.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted) is kept
+
+
+def test_a_forced_first_token(tmp_path: Path) -> None:
+    """transformers forces it after a single token only."""
+    folder, model = _saved(tmp_path, forced_bos_token_id=77, begin_suppress_tokens=[40, 41, 42])
+    ids = torch.tensor([[40]])
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    ours = foresay.load(folder, dtype="fp32").generate([40], max_new_tokens=NEW).token_ids
+    assert ours[0] == 77
+    assert ours == wanted[0, 1:].tolist()
+
+
+def test_stop_strings_of_the_file(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    plain = tokenizer.decode(_generated(_saved(tmp_path / "plain")[1], do_sample=False))
+    folder, model = _saved(tmp_path / "model", stop_strings=[plain[6:9]])
+    wanted = _generated(model, do_sample=False, tokenizer=tokenizer)
+    generator = foresay.load(folder, dtype="fp32")
+    ours = generator.generate(PROMPT, max_new_tokens=NEW)
+    assert ours.token_ids == wanted != _generated(model, do_sample=False, stop_strings=["\0"], tokenizer=tokenizer)
+    assert ours.stop_string == plain[6:9]
+    assert generator.generate(PROMPT, max_new_tokens=NEW, stop="\0").stop_string is None
+
+
+def test_parameters_that_are_given_replace_the_files(tmp_path: Path) -> None:
+    plain = _generated(_saved(tmp_path / "plain")[1], do_sample=False)
+    changes = {"repetition_penalty": 1.7, "min_new_tokens": 20, "eos_token_id": plain[4]}
+    generator = foresay.load(_saved(tmp_path / "model", **changes)[0], dtype="fp32")
+    own = generator.generate(PROMPT, max_new_tokens=NEW, repetition_penalty=1.0, min_new_tokens=0)
+    assert own.token_ids == plain[:5]
+    whole = SamplingParams(max_new_tokens=NEW, repetition_penalty=1.0, min_new_tokens=0)
+    assert generator.generate(PROMPT, whole).token_ids == plain[:5]
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+SAMPLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all fields": (
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    ),
+    "do_sample alone: temperature 1, and no top_k of 50": ({"do_sample": True}, {"temperature": 1.0, "top_k": 0}),
+    "without do_sample": ({"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.7, "top_p": 0.8}),
+    "do_sample=false": ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+    "nothing": ({}, {"temperature": 0.0}),
+    "a limit": ({"max_new_tokens": 7}, {"temperature": 0.0, "max_new_tokens": 7}),
+}
+
+
+@pytest.mark.parametrize(("stored", "wanted"), SAMPLED.values(), ids=SAMPLED)
+def test_sampling_of_the_file_is_a_default_where_it_is_requested(
+    stored: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    own = GenerationSettings(GenerationConfig(**stored))
+    assert own.sampled(SamplingParams()) == SamplingParams()
+    model = own.with_sampling("model")
+    assert model.sampled(SamplingParams()) == SamplingParams(**wanted)
+    given = SamplingParams(temperature=0.0, top_k=3, top_p=1.0, min_p=0.0, max_new_tokens=256)
+    assert model.sampled(given) == given
+
+
+def test_sampling_model_samples_with_a_seed(tmp_path: Path) -> None:
+    folder, _ = _saved(tmp_path, do_sample=True, temperature=3.0, top_k=20)
+    own = foresay.load(folder, dtype="fp32", sampling="model")
+    same = foresay.load(folder, dtype="fp32")
+    sampled = own.generate(PROMPT, max_new_tokens=NEW, seed=5)
+    assert sampled.seed == 5
+    assert sampled.token_ids == same.generate(PROMPT, max_new_tokens=NEW, seed=5, temperature=3.0, top_k=20).token_ids
+    assert sampled.token_ids != same.generate(PROMPT, max_new_tokens=NEW).token_ids
+    assert (
+        own.generate(PROMPT, max_new_tokens=NEW, temperature=0.0).token_ids
+        == same.generate(PROMPT, max_new_tokens=NEW).token_ids
+    )
+    for kept in (own.plain(), foresay.change(own, drafter="max_gram"), own.with_settings(max_batch_size=2)):
+        assert kept.generate(PROMPT, max_new_tokens=NEW).seed is not None
+    with pytest.raises(foresay.errors.UnknownNameError, match="unknown sampling 'vllm'"):
+        foresay.load(folder, sampling="vllm")
+
+
+@pytest.mark.parametrize("name", ["typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"])
+def test_warpers_without_a_parameter_of_their_own(name: str, tmp_path: Path) -> None:
+    """The first token's distribution is that of `generate`: 400 draws, false alarm below 1e-6."""
+    stored = {"do_sample": True, "temperature": 2.0, "top_k": 60, name: 0.03 if "cutoff" in name else 0.5}
+    folder, model = _saved(tmp_path, **stored)
+    ids = torch.tensor([PROMPT])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, output_scores=True, return_dict_in_generate=True
+    )
+    distribution = out.scores[0][0].float().softmax(-1)
+    generator = foresay.load(folder, dtype="fp32", drafter="none", sampling="model")
+    ours = generator.generate([PROMPT] * 400, max_new_tokens=1, seed=3)
+    counts = torch.bincount(torch.tensor([one.token_ids[0] for one in ours]), minlength=len(distribution)).float()
+    assert 1 < int((distribution > 0).sum()) < 60
+    assert counts[distribution == 0].sum() == 0
+    assert float((counts / 400 - distribution).abs().sum() / 2) < 0.25
+    assert (
+        generator.generate(PROMPT, max_new_tokens=1, temperature=0.0).token_ids
+        == _generated(model, do_sample=False)[:1]
+    )
+
+
+# -- the whole table -------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_generation_config_has_a_treatment() -> None:
+    assert set(vars(GenerationConfig())) - set(TREATMENTS) == {"_from_model_config"}
+    for name, treatment in TREATMENTS.items():
+        assert bool(treatment.reason) == (treatment.kind is Kind.IRRELEVANT), name
+    constrained = {name for name, one in TREATMENTS.items() if one.kind is Kind.CONSTRAINT}
+    elsewhere = {"forced_bos_token_id", "stop_strings", "decoder_start_token_id"}  # tested on their own
+    assert constrained - elsewhere == set(CONSTRAINTS) - {"all together"}
+    read = Path(generation_settings.__file__).read_text(encoding="utf-8")
+    for name in constrained - {"eos_token_id", "decoder_start_token_id"}:
+        assert f"config.{name}" in read, name
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "encoder_no_repeat_ngram_size": 3,
+    "encoder_repetition_penalty": 1.5,
+    "guidance_scale": 1.5,
+    "watermarking_config": {"greenlist_ratio": 0.5},
+    "token_healing": True,
+    "constraints": ["a"],
+    "force_words_ids": [[5]],
+    "max_time": 1.0,
+}
+
+
+def test_the_cases_of_unsupported_fields_are_complete() -> None:
+    assert set(UNSUPPORTED) == {name for name, one in TREATMENTS.items() if one.kind is Kind.UNSUPPORTED}
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED.items(), ids=UNSUPPORTED)
+def test_fields_that_cannot_be_honoured_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    folder, _ = _saved(tmp_path, **{name: value})
+    with pytest.raises(ConfigError, match=rf"generation config has {name}=.*, which is not supported; set it to"):
+        foresay.load(folder)
+
+
+def test_other_methods_and_unknown_fields_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, model = _saved(tmp_path, num_beams=3, max_window_size=6144, chat_format="chatml", use_cache=True)
+    generator = foresay.load(folder, dtype="fp32")
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line for line in lines if "num_beams=3, which foresay does not have" in line] == lines[:1]
+    assert lines[1:] == [
+        f"unknown fields in the generation config of {folder} are ignored: chat_format, max_window_size"
+    ]
+    wanted = _generated(model, do_sample=False, num_beams=1)
+    assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted
+
+
+def test_a_file_without_effect_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every field at a neutral value, or irrelevant."""
+    neutral = {name: one.neutral[0] for name, one in TREATMENTS.items() if one.neutral}
+    neutral |= {"max_length": 9, "early_stopping": False, "num_return_sequences": 1, "length_penalty": 1.0}
+    refused_there = ("sequence_bias", "bad_words_ids", "stop_strings")  # by transformers itself, as empty lists
+    folder, model = _saved(tmp_path, **{k: v for k, v in neutral.items() if k not in refused_there})
+    ours = foresay.load(folder, dtype="fp32").generate(PROMPT, max_new_tokens=NEW)
+    assert ours.token_ids == _generated(model, do_sample=False)
+    assert not [one for one in caplog.records if one.name == "foresay" and one.levelno >= logging.WARNING]
