@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -24,34 +25,25 @@ from transformers import (
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from foresay.decoding.processors import check_processors
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.generation.load import load
+from foresay.models.sources.generation_settings import UNCHANGED, Kind, fields_set
 from foresay.models.sources.wrapping import LoadedModel, wrap
 
-_UNSUPPORTED: dict[str, Any] = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "guidance_scale": None,
-    "watermarking_config": None,
-    "token_healing": False,
-    "prompt_lookup_num_tokens": None,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "prefill_chunk_size": None,
-}
-"""Unsupported settings of GenerationConfig, with the value (besides None) that has no effect."""
+_UNSEEN = ("streamer", "assistant_model", "synced_gpus", "tokenizer", "assistant_tokenizer")
+"""Arguments of transformers' `generate` that it does not pass to a callable."""
+_WITHOUT_EFFECT = frozenset({"attention_mask", "use_cache", "logits_to_keep", "cache_position"})
+"""Arguments of the model's forward that are honoured, or that change no output."""
 
 _WARPERS: dict[type, str] = {
     TemperatureLogitsWarper: "temperature",
@@ -75,23 +67,38 @@ def generate(
     length: Any = None,
     rule: str = "speculative",
     seed: int | None = None,
+    streamer: BaseStreamer | None = None,
+    assistant_model: Any = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode with foresay inside transformers' `generate`; pass this function as `custom_generate`.
 
     draft, drafter, num_draft_tokens, length, rule and seed: as in `foresay.load` and SamplingParams; without a seed one is drawn
     from PyTorch's generator, so `torch.manual_seed` works. input_ids: [B, L], left-padded with an attention mask.
+    streamer: receives the prompt, each token of one row once it is fixed, and the end, also after an error. assistant_model:
+    another name of draft. stop_strings, with their tokenizer: end a row. transformers does not pass streamer, assistant_model and
+    tokenizer to a callable, so they are read from its call; elsewhere `functools.partial` binds them.
     Return [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput if the configuration requests it.
     """
-    config = generation_config or model.generation_config
-    _refuse(config, model, model_kwargs)
-    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
-    padded = any(len(prompt) < input_ids.shape[1] for prompt in prompts)
-    eos = _eos(config, stopping_criteria)
-    params = _params(config, logits_processor, stopping_criteria, eos, input_ids.shape[1], padded)
-    stops = [c for c in stopping_criteria or () if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    unseen = _unseen()
+    own_streamer, streamer = streamer, unseen.get("streamer") if streamer is None else streamer
     with contextlib.ExitStack() as borrowed:
-        target = dataclasses.replace(_borrow(model, borrowed), eos_token_ids=eos)
+        if streamer is not None:
+            borrowed.callback(streamer.end)  # a consumer on another thread waits for it
+        config = generation_config or model.generation_config
+        _refuse(config, model, model_kwargs, unseen, rows=len(input_ids) if streamer is not None else 1)
+        if own_streamer is not None and own_streamer is not unseen.get("streamer"):  # else transformers did
+            own_streamer.put(input_ids.cpu())
+        draft = _drafted(draft, unseen.get("assistant_model") if assistant_model is None else assistant_model)
+        prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+        padded = any(len(prompt) < input_ids.shape[1] for prompt in prompts)
+        eos = _eos(config, stopping_criteria)
+        params = _params(config, logits_processor, stopping_criteria, eos, input_ids.shape[1], padded)
+        stops = [c for c in stopping_criteria or () if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        stops += _on_strings(stop_strings, unseen.get("tokenizer") if tokenizer is None else tokenizer)
+        target = dataclasses.replace(_borrow(model, borrowed), eos_token_ids=eos, generation=UNCHANGED)
         assistant = _borrow(draft, borrowed) if isinstance(draft, PreTrainedModel) else draft
         options = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "length": length, "rule": rule}
         session = load(target, assistant, max_batch_size=len(prompts), **options).session()
@@ -107,6 +114,8 @@ def generate(
                 if chunk.error is not None:
                     raise chunk.error.__cause__ or chunk.error  # an error of the caller's processor is raised unchanged
                 outputs[chunk.index].extend(chunk.step.token_ids)
+                for token in chunk.step.token_ids if streamer is not None else ():
+                    streamer.put(torch.tensor([token]))
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
@@ -120,21 +129,62 @@ def _borrow(model: PreTrainedModel, borrowed: contextlib.ExitStack) -> LoadedMod
     return loaded
 
 
-def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+def _unseen() -> dict[str, Any]:
+    """Return the arguments of the surrounding call of transformers' `generate` that it does not pass on, without None.
+
+    They are in the call's frame, or among the keywords of the wrapper that turns gradients off.
+    """
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return {}
+    wrapper = {} if frame.f_back is None else frame.f_back.f_locals.get("kwargs", {})
+    found = {name: frame.f_locals.get(name, wrapper.get(name)) for name in _UNSEEN}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _drafted(draft: Any, assistant: Any) -> Any:
+    """Return the draft model. Raises ConfigError if it is given under both names."""
+    if draft is not None and assistant is not None and draft is not assistant:
+        raise ConfigError("assistant_model and draft contradict; give one of them")
+    return assistant if draft is None else draft
+
+
+def _on_strings(strings: str | list[str] | None, tokenizer: Any) -> list[Any]:
+    if not strings:
+        return []
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={strings!r} need the model's tokenizer; pass tokenizer=")
+    return [StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)]
+
+
+def _refuse(
+    config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any], unseen: dict[str, Any], rows: int
+) -> None:
+    """Raise an error for what cannot be honoured. rows: number of rows of a stream."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; foresay.generate supports decoder-only models"
         )
-    for name, neutral in _UNSUPPORTED.items():
-        value = getattr(config, name, neutral)
-        if value is not None and value != neutral:
+    refused = fields_set(config, Kind.METHOD, Kind.DRAFTING, Kind.RETURNED, Kind.UNSUPPORTED)
+    for name, value in refused.items():
+        if name != "max_time":  # a stopping criterion
             raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; remove it")
+    for name in ("assistant_tokenizer", "synced_gpus"):
+        if unseen.get(name):
+            raise ConfigError(f"{name} is not supported by foresay.generate; remove it")
+    if rows > 1:
+        raise ConfigError(f"streamer receives one row, and {rows} are decoded; give one prompt and one output")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ConfigError("inputs_embeds is not supported by foresay.generate; pass input_ids")
-    _refuse_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
-    cache = model_kwargs.get("past_key_values")
+    _refuse_positions(model_kwargs.pop("position_ids", None), model_kwargs.get("attention_mask"))
+    cache = model_kwargs.pop("past_key_values", None)
     if cache is not None and cache.get_seq_length() > 0:
         raise ConfigError("a filled past_key_values is not supported by foresay.generate; pass the whole input_ids")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _WITHOUT_EFFECT:
+            raise ConfigError(f"the model's argument {name} is not supported by foresay.generate; remove it")
 
 
 def _refuse_positions(positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:

@@ -251,7 +251,7 @@ def test_a_time_limit_ends_the_output(model: PreTrainedModel) -> None:
 
 
 def test_stop_strings(model: PreTrainedModel) -> None:
-    """As a criterion: transformers takes `tokenizer=` away before a custom_generate is called, and refuses stop_strings."""
+    """As a criterion; as an argument: test_transformers_arguments."""
     tokenizer = tiny.tokenizer()
     whole = tokenizer.decode(model.generate(**_one(), do_sample=False)[0, -24:])
     plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=[StopStringCriteria(tokenizer, [whole[6:9]])])

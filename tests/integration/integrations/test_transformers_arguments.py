@@ -1,0 +1,244 @@
+"""Every argument of transformers' `generate`: honoured by foresay.generate, refused by name, or without effect."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import foresay
+from foresay import ConfigError
+from foresay.integrations import transformers as integration
+from foresay.models.sources.generation_settings import TREATMENTS, Kind
+from helpers import tiny
+
+ARGUMENTS = {
+    "inputs": "honoured: the prompt",
+    "generation_config": "see TREATMENTS",
+    "logits_processor": "honoured: called in order",
+    "stopping_criteria": "honoured: evaluated after each token",
+    "prefix_allowed_tokens_fn": "refused: its processor needs the row's number",
+    "synced_gpus": "refused",
+    "assistant_model": "honoured: the draft model",
+    "streamer": "honoured for one row",
+    "negative_prompt_ids": "without effect: read with guidance_scale, which is refused",
+    "negative_prompt_attention_mask": "without effect: read with guidance_scale, which is refused",
+    "custom_generate": "this function",
+    "kwargs": "see TREATMENTS, POPPED, and the arguments of the model's forward",
+}
+POPPED = {
+    "tokenizer": "honoured: read by stop_strings",
+    "assistant_tokenizer": "refused",
+    "trust_remote_code": "without effect: read with the name of a repository as custom_generate",
+}
+"""Keywords that `generate` takes out of kwargs before it calls a callable."""
+SETTINGS: dict[str, Any] = {
+    "num_beams": 2,
+    "num_beam_groups": 2,
+    "penalty_alpha": 0.6,
+    "dola_layers": "low",
+    "use_mtp": True,
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 1,
+    "is_assistant": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5,
+    "guidance_scale": 1.5,
+    "watermarking_config": {"greenlist_ratio": 0.5},
+    "token_healing": True,
+    "constraints": ["a"],
+    "force_words_ids": [[5]],
+}
+"""Settings that are refused in a call."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = tiny.llama()
+    model.generation_config = GenerationConfig(eos_token_id=0, bos_token_id=1, pad_token_id=1, max_new_tokens=24)
+    return model
+
+
+IDS = torch.tensor([tiny.tokenizer()("hello world, hello").input_ids])
+
+
+def _generate(model: PreTrainedModel, custom_generate: Any = foresay.generate, **arguments: Any) -> list[list[int]]:
+    out: list[list[int]] = model.generate(
+        **{"inputs": IDS, "do_sample": False, "custom_generate": custom_generate, **arguments}
+    ).tolist()
+    return out
+
+
+def test_the_tables_are_complete() -> None:
+    assert set(ARGUMENTS) == set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
+    source = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs) + inspect.getsource(
+        GenerationMixin.generate
+    )
+    assert set(re.findall(r'(?<!_)kwargs\.pop\("(\w+)"', source)) == set(POPPED)
+    refused = (Kind.METHOD, Kind.DRAFTING, Kind.RETURNED, Kind.UNSUPPORTED)
+    assert set(SETTINGS) | {"max_time"} == {name for name, one in TREATMENTS.items() if one.kind in refused}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_refused_by_name(model: PreTrainedModel, name: str) -> None:
+    more = {"top_k": 4} if name == "penalty_alpha" else {}
+    more |= {"num_beams": 2} if name == "num_beam_groups" else {}
+    named = {"num_beam_groups": "num_beams", "token_healing": "token healing"}.get(
+        name, name
+    )  # the latter by transformers
+    with pytest.raises((ConfigError, ValueError), match=named):
+        _generate(model, **{name: SETTINGS[name]}, **more)
+
+
+def test_other_arguments_are_refused_by_name(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="PrefixConstrainedLogitsProcessor"):
+        _generate(model, prefix_allowed_tokens_fn=lambda _, ids: [40])
+    for name, value in {"synced_gpus": True, "assistant_tokenizer": tiny.tokenizer()}.items():
+        with pytest.raises(ConfigError, match=f"{name} is not supported by foresay.generate; remove it"):
+            _generate(model, **{name: value})
+    with pytest.raises(ConfigError, match="assistant_model and draft contradict"):
+        _generate(model, assistant_model=tiny.llama(seed=1), draft=tiny.llama(seed=2))
+
+
+def test_arguments_of_the_models_forward_are_refused_by_name() -> None:
+    """GPT-2 adds an embedding for each token type."""
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=0)
+    gpt = GPT2LMHeadModel(config).eval()
+    assert _generate(gpt, max_new_tokens=4, pad_token_id=0) == _generate(gpt, None, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ConfigError, match="the model's argument token_type_ids is not supported"):
+        _generate(gpt, max_new_tokens=4, pad_token_id=0, token_type_ids=torch.zeros_like(IDS))
+
+
+def test_arguments_without_effect(model: PreTrainedModel) -> None:
+    plain = _generate(model, None)
+    without = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": torch.ones_like(IDS)}
+    assert _generate(model, **without, trust_remote_code=False, use_cache=True, num_assistant_tokens=3) == plain
+
+
+# -- streaming -------------------------------------------------------------------------------------------------------
+
+
+class _Recorded(BaseStreamer):
+    def __init__(self) -> None:
+        self.puts: list[list[int]] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.ends
+        self.puts.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("ours", [{}, {"drafter": "none"}, {"draft": "itself"}], ids=str)
+def test_a_streamer_receives_what_transformers_sends(model: PreTrainedModel, ours: dict[str, Any]) -> None:
+    ours = {"draft": tiny.llama()} if ours.get("draft") else ours
+    wanted, got, bound = _Recorded(), _Recorded(), _Recorded()
+    _generate(model, None, streamer=wanted)
+    out = _generate(model, streamer=got, **ours)
+    _generate(model, functools.partial(foresay.generate, streamer=bound), **ours)
+    assert got.puts == bound.puts == wanted.puts
+    assert list(itertools.chain(*got.puts)) == out[0]
+    assert got.ends == bound.ends == wanted.ends == 1
+
+
+def test_an_iterator_over_the_text(model: PreTrainedModel) -> None:
+    """A consumer waits on another thread, also where the call is refused."""
+    tokenizer = tiny.tokenizer()
+    for arguments, wanted in (({}, tokenizer.decode(_generate(model)[0][IDS.shape[1] :])), ({"num_beams": 2}, "")):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        failures: list[Exception] = []
+
+        def decode(streamer: Any = streamer, arguments: Any = arguments, failures: list[Exception] = failures) -> None:
+            try:
+                _generate(model, functools.partial(foresay.generate, streamer=streamer), **arguments)
+            except ConfigError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=decode)
+        thread.start()
+        assert "".join(streamer) == wanted
+        thread.join()
+        assert len(failures) == len(arguments)
+
+
+def test_a_stream_has_one_row(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="batch size 1"):
+        _generate(model, inputs=IDS.repeat(2, 1), streamer=TextStreamer(tiny.tokenizer()))
+    with pytest.raises(ConfigError, match="streamer receives one row, and 2 are decoded"):
+        _generate(model, inputs=IDS.repeat(2, 1), streamer=_Recorded())
+
+
+# -- other arguments that a callable does not receive ----------------------------------------------------------------
+
+
+def test_an_assistant_model_is_the_draft_model(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts: list[Any] = []
+    load = integration.load
+    monkeypatch.setattr(
+        integration, "load", lambda target, draft, **kw: drafts.append(draft) or load(target, draft, **kw)
+    )
+    assistant = tiny.llama(seed=1)
+    assert _generate(model, assistant_model=assistant) == _generate(model, None)
+    assert drafts[0].model.model is assistant
+
+
+def test_stop_strings_with_their_tokenizer(model: PreTrainedModel) -> None:
+    tokenizer = tiny.tokenizer()
+    whole = tokenizer.decode(_generate(model)[0][IDS.shape[1] :])
+    for strings in (whole[6:9], [whole[12:14], whole[6:9]]):
+        wanted = _generate(model, None, stop_strings=strings, tokenizer=tokenizer)
+        assert _generate(model, stop_strings=strings, tokenizer=tokenizer) == wanted != _generate(model)
+        bound = functools.partial(foresay.generate, tokenizer=tokenizer)
+        assert _generate(model, bound, stop_strings=strings) == wanted
+    with pytest.raises(ConfigError, match="stop_strings='end' need the model's tokenizer; pass tokenizer="):
+        _generate(model, stop_strings="end")
+
+
+def test_what_is_not_passed_on_is_read_from_the_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails where a transformers version names or passes these arguments differently."""
+    tokenizer, streamer, assistant = tiny.tokenizer(), _Recorded(), tiny.llama(seed=1)
+    given = {
+        "streamer": streamer,
+        "assistant_model": assistant,
+        "synced_gpus": True,
+        "tokenizer": tokenizer,
+        "assistant_tokenizer": tokenizer,
+    }
+    seen: list[dict[str, Any]] = []
+
+    def custom(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        assert not set(kwargs) & set(given)
+        seen.append(integration._unseen())
+        return input_ids
+
+    _generate(model, custom, **given)
+    assert seen == [given] and set(given) == set(integration._UNSEEN)
+    assert integration._unseen() == {}
