@@ -67,7 +67,8 @@ def load_generator(
 def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:
     """Return the parameters with the model's own sampling, if it was loaded for it. Raises as `refuse_idle` does."""
     merged = generator.target.generation.sampled(params)
-    refuse_idle(merged)
+    if merged.greedy:
+        refuse_idle(params)
     return merged
 
 

@@ -114,8 +114,9 @@ def generate(
                 if chunk.error is not None:
                     raise chunk.error.__cause__ or chunk.error  # an error of the caller's processor is raised unchanged
                 outputs[chunk.index].extend(chunk.step.token_ids)
-                for token in chunk.step.token_ids if streamer is not None else ():
-                    streamer.put(torch.tensor([token]))
+                if streamer is not None:
+                    for token in chunk.step.token_ids:
+                        streamer.put(torch.tensor([token]))
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)

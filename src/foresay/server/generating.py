@@ -272,6 +272,8 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     source = schema if schema is not None else message.grammar_source()
     param = "tools" if schema is None else "response_format"
     grammar = None if source is None else await service.grammar(source, param=param)
+    if grammar is not None and not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
+        params = replace(params, min_new_tokens=0)
     return PreparedRequest(ids, params, n, n, drafting, grammar, message.parser)
 
 

@@ -169,7 +169,10 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions) -> 
 
 def _require(tokenizer: Any, purpose: str) -> Any:
     if tokenizer is None:
-        raise PromptError(f"{purpose} needs a tokenizer, and this model was loaded without one; pass token ids")
+        raise PromptError(
+            f"{purpose} needs a tokenizer, and this model was loaded without one (tokenizer.json, tokenizer.model, ...); "
+            "pass token ids, or tokenizer="
+        )
     return tokenizer
 
 

@@ -40,6 +40,13 @@ class Location:
         """True unless the files are on the hub."""
         return Path(self.folder).is_dir()
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """False for a local folder without a file that may contain a tokenizer's vocabulary."""
+        names = [file.name for file in Path(self.folder).iterdir()] if self.is_local else ["tokenizer.json"]
+        described = ("tokenizer_config", "chat_template", "special_tokens_map")
+        return any(name.startswith(_TOKENIZER_FILES) and not name.startswith(described) for name in names)
+
     def arguments(self, options: LoadOptions) -> dict[str, Any]:
         """Arguments by which every from_pretrained of transformers finds the files."""
         found: dict[str, Any] = {

@@ -5,6 +5,7 @@ Owns the choice of dtype and device, and transformers' arguments. Knows nothing 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -19,11 +20,13 @@ from foresay.models.gguf.shapes import dense_config
 from foresay.models.gguf.tokenizer import config_of, tokenizer_of
 from foresay.models.gguf.values import ARCHITECTURES
 from foresay.models.huggingface import linears
-from foresay.models.sources.config_checks import check_config, check_size
+from foresay.models.sources.config_checks import check_config, check_size, report_unknown, report_unread
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.location import Location
 from foresay.models.sources.packaged import dequantize
 from foresay.text.tokenizer import check_usable
+
+logger = logging.getLogger("foresay")
 
 _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 
@@ -91,21 +94,33 @@ def read_blocks(location: Location, options: LoadOptions, device: torch.device) 
     return model_of_blocks(header, config, torch.bfloat16), tokenizer_of(header)
 
 
-def read_tokenizer(location: Location, options: LoadOptions) -> Any:
-    """Return the tokenizer. Raises ModelLoadError if it cannot be used."""
+def read_tokenizer(location: Location, options: LoadOptions, *, required: bool = True) -> Any:
+    """Return the tokenizer. Raises ModelLoadError if it cannot be used.
+
+    required: False to return None for a folder without a vocabulary, and to log that its model takes token ids only.
+    """
     from transformers import AutoTokenizer
 
     header = location.header
     if header is not None:
         return tokenizer_of(header)
-    tokenizer = AutoTokenizer.from_pretrained(location.folder, **location.arguments(options))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location.folder, **location.arguments(options))
+    except Exception:  # some tokenizers need no file
+        if required or location.has_vocabulary:
+            raise
+        logger.warning(
+            "%s has no tokenizer (tokenizer.json, tokenizer.model, ...): it takes token ids only", location.name
+        )
+        return None
     check_usable(tokenizer)
+    report_unknown(location.name, tokenizer)
     return tokenizer
 
 
 def read_weights(location: Location, options: LoadOptions, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
     folder, common = location.folder, location.arguments(options)
     arguments = {"dtype": dtype, **common, **_placement(location, options, device)}
@@ -116,12 +131,14 @@ def read_weights(location: Location, options: LoadOptions, dtype: torch.dtype, d
             arguments.update(dequantize())
         tokenizer = read_tokenizer(location, options)
     else:
-        tokenizer = read_tokenizer(location, options)
+        tokenizer = read_tokenizer(location, options, required=False)
         config = AutoConfig.from_pretrained(folder, **common)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
         if location.is_local:
             check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **arguments)
+    if location.header is None:
+        report_unread(location.name, PreTrainedConfig.get_config_dict(folder, **common)[0], model.config)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if absent:
         raise ModelLoadError(

@@ -29,7 +29,8 @@ def load_errors(name: str, owned: bool) -> Iterator[None]:
             not isinstance(error, Exception) and type(error).__name__ != "PanicException"
         ):  # of the tokenizers' Rust code
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        first = lines[0] if not lines[0].rstrip().endswith(":") else " ".join(" ".join(lines).split())
         if not Path(name).expanduser().exists() and not owned and isinstance(error, OSError):
             raise ModelNotFoundError(
                 f"{name!r} is neither a file nor a folder here, and the hub did not give it: {first} "

@@ -268,14 +268,6 @@ def test_weights_that_are_missing_from_a_file(folder: Path) -> None:
         load_model(folder, LoadOptions(dtype="fp32"))
 
 
-def test_a_folder_without_a_tokenizer(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-    with pytest.raises(ModelLoadError) as caught:
-        load_model(folder, LoadOptions(dtype="fp32"))
-    assert "tokenizer" in _one_line(caught.value).lower()
-
-
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(b"x")

@@ -1,0 +1,118 @@
+"""`--sampling model`: the sampling of a model's generation config, and what `info` shows of that file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foresay
+from foresay.cli import serve
+from helpers import tiny
+from helpers.tiny import Shell
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny.llama()
+    model.generation_config.update(do_sample=True, temperature=3.0, top_k=20, suppress_tokens=list(range(40, 60)))
+    model.generation_config.repetition_penalty = 1.25
+    return tiny.save(tmp_path_factory.mktemp("model"), model)
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def _generated(shell: Shell, folder: Path, *options: str) -> dict[str, Any]:
+    code, out, err = shell(
+        "generate", "hello", "--model", str(folder), "--dtype", "fp32", "--json", "-n", "8", *options
+    )
+    assert code == 0, err
+    record: dict[str, Any] = json.loads(out)
+    return record
+
+
+def test_generate_samples_as_the_model_does(folder: Path, shell: Shell) -> None:
+    own = foresay.load(folder, dtype="fp32")
+    greedy = own.generate("hello", max_new_tokens=8).text
+    sampled = own.generate("hello", max_new_tokens=8, temperature=3.0, top_k=20, seed=5)
+    assert _generated(shell, folder)["text"] == _generated(shell, folder, "--sampling", "foresay")["text"] == greedy
+    assert _generated(shell, folder, "--sampling", "model", "--seed", "5")["text"] == sampled.text != greedy
+    assert _generated(shell, folder, "--sampling", "model", "-t", "0")["text"] == greedy
+    narrow = own.generate("hello", max_new_tokens=8, temperature=3.0, top_k=2, seed=5).text
+    assert _generated(shell, folder, "--sampling", "model", "--seed", "5", "--top-k", "2")["text"] == narrow
+    compared = ("--sampling", "model", "--rule", "coupled", "--compare")
+    assert _generated(shell, folder, *compared)["identical"] is True
+
+
+def test_wrong_options(folder: Path, shell: Shell) -> None:
+    common = ("generate", "hello", "--model", str(folder))
+    assert "vllm" in shell.refused(*common, "--sampling", "vllm")
+    assert "--top-k has no effect at temperature 0" in shell.refused(*common, "--top-k", "3")
+    assert "--top-k has no effect" in shell.refused(*common, "--sampling", "model", "-t", "0", "--top-k", "3")
+    assert "--compare needs --temperature 0" in shell.refused(*common, "--sampling", "model", "--compare")
+
+
+def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
+    lines = (
+        "generate",
+        "--lines",
+        "--model",
+        str(folder),
+        "--dtype",
+        "fp32",
+        "-n",
+        "6",
+        "--sampling",
+        "model",
+        "--seed",
+        "3",
+    )
+    alone = shell(*lines, stdin=b"hello\nworld\n")
+    shared = shell(*lines, "--workers", "1", stdin=b"hello\nworld\n")
+    assert alone[0] == shared[0] == 0, shared[2]
+    assert alone[1] == shared[1]
+    greedy = shell(*lines[:-2], "-t", "0", "--workers", "1", stdin=b"hello\nworld\n")
+    assert greedy[1] == shell(*lines[:-2], "-t", "0", stdin=b"hello\nworld\n")[1] != alone[1]
+
+
+def test_the_console_shows_the_models_sampling(folder: Path, shell: Shell) -> None:
+    given = ("chat", str(folder), "--no-history")
+    settings = b"/settings\n/quit\n"
+    assert "temperature: greedy" in shell(*given, stdin=settings)[1]
+    shown = shell(*given, "--sampling", "model", stdin=settings)[1]
+    assert "temperature: 3" in shown and "top-k: 20" in shown
+
+
+def test_info_shows_the_generation_config(folder: Path, shell: Shell, tmp_path: Path) -> None:
+    code, out, _ = shell("info", str(folder))
+    assert code == 0
+    assert "  generation config: repetition_penalty=1.25, suppress_tokens=(20 entries)\n" in out
+    assert "  model's own sampling: temperature=3.0, top_k=20\n" in out
+    refused = tiny.llama()
+    refused.generation_config.encoder_repetition_penalty = 1.5
+    tiny.save(tmp_path, refused)
+    assert "encoder_repetition_penalty=1.5" in shell.refused("info", str(tmp_path))
+
+
+def test_a_server_samples_as_the_model_does(folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded.append(kwargs["sampling"])
+        raise foresay.ConfigError("that is enough")
+
+    monkeypatch.setattr(serve, "load_generator", load)
+    for options in ((), ("--sampling", "foresay")):
+        assert shell.refused("serve", str(folder), "--port", "0", *options) == "that is enough"
+    assert loaded == ["model", "foresay"]
