@@ -34,9 +34,9 @@ from foresay.models.sources.wrapping import LoadedModel, check_scores, wrap
 def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None) -> LoadedModel:
     """Load a model by alias, hub id, local folder or GGUF file.
 
-    Raises ModelNotFoundError if there is no such model, ModelLoadError if its files cannot be read or lack weights,
-    and UnsupportedModelError if it cannot be decoded exactly; never transformers' own errors. The generation config is checked where a
-    model becomes a target.
+    Raises ModelNotFoundError if there is no such model, ModelLoadError if its files cannot be read or lack weights, and
+    UnsupportedModelError if it cannot be decoded exactly; never transformers' own errors. The generation config is checked where
+    a model becomes a target.
     """
     options = options or LoadOptions()
     if options.backend == LLAMA_CPP and not is_gguf(name):
