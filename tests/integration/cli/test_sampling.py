@@ -116,3 +116,14 @@ def test_a_server_samples_as_the_model_does(folder: Path, shell: Shell, monkeypa
     for options in ((), ("--sampling", "foresay")):
         assert shell.refused("serve", str(folder), "--port", "0", *options) == "that is enough"
     assert loaded == ["model", "foresay"]
+
+
+def test_other_engines_do_not_apply_the_models_constraints(
+    folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n", encoding="utf-8")
+    said = shell.refused(
+        "bench", "b.jsonl", "--model", str(folder), "--prompts", "p.jsonl", "--against", "transformers"
+    )
+    assert "other engines do not apply the model's generation config (repetition_penalty=1.25" in said

@@ -87,7 +87,8 @@ def test_constraints_of_the_file_are_those_of_generate(settings: dict[str, Any],
     wanted = _generated(model, do_sample=False)
     assert wanted != plain, "a setting without effect proves nothing"
     loaded = foresay.load(folder, dtype="fp32")
-    for drafter in DRAFTERS:
+    draft = tiny.save(tmp_path / "draft", tiny.llama(seed=1))
+    for drafter in (*DRAFTERS, f"model({draft})"):
         generator = foresay.change(loaded, drafter=drafter)
         assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted, drafter
         assert generator.generate(PROMPT, SamplingParams(max_new_tokens=NEW)).token_ids == wanted, drafter
