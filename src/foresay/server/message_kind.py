@@ -113,7 +113,7 @@ class MessageKind:
         if self.format is None and not self.reasons:
             return None
         schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
-        calls = None if self.format is None or self.format.parser is None else self.format.parser(schemas)
+        calls = None if self.format is None or self.format.parser is None else self.format.parser(schemas, False)
         return MessageParser(
             calls,
             reasons=self.reasons,

@@ -17,7 +17,7 @@ from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
 from foresay.text.tool_calls.calls import OutputParser, Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, HarmonyParser
-from foresay.text.tool_calls.parsers import FirstParser, MarkedParser, MistralReader, ObjectReader, WholeParser
+from foresay.text.tool_calls.parsers import EitherReader, MarkedParser, NamedReader, ObjectReader, Reader
 from foresay.text.tool_calls.pythonic import PythonReader
 from foresay.text.tool_calls.tagged import TaggedReader, rules_of
 
@@ -34,8 +34,10 @@ class ToolFormat:
     name: str
     is_in: Callable[[str], bool]
     """True for a chat template of this format."""
-    parser: Callable[[Schemas], Parser] | None
-    """Returns a parser of calls for the tools, by the schemas of their arguments; None for a format of whole messages."""
+    parser: Callable[[Schemas, bool], Parser] | None
+    """Returns a parser of calls for the tools, by the schemas of their arguments; None for a format of whole messages.
+
+    Its second argument is True if the output may be an answer in JSON, so that an object without a mark is no call."""
     around: tuple[str, str, str]
     """Texts before the first call, between calls and after the last."""
     call: tuple[str, str, str]
@@ -60,19 +62,52 @@ def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, 
     return f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}"
 
 
-def _tagged(schemas: Schemas) -> Parser:
-    """Return a parser of calls with tagged arguments, around which the model may leave out the first mark."""
-    whole, begun = partial(TaggedReader, schemas=schemas), partial(TaggedReader, schemas=schemas, begun=True)
-    return MarkedParser({"<tool_call>": whole, "<function=": begun})
+_AROUND = ("```json", "```", "}", "[", "]", ",")
+"""Texts around the object of a call that models add: fences of code, a list, and brackets that are too many."""
+Readers = dict[str, Callable[[int], Reader]]
 
 
-def _hermes(schemas: Schemas) -> Parser:
-    """Return a parser of Hermes' calls. Some Qwen models write them in blocks of code or alone: then the name is a tool's."""
-    in_code = partial(ObjectReader, end="```", names=schemas)
-    marked = MarkedParser(
-        {"<tool_call>": partial(ObjectReader, end="</tool_call>"), "```json\n": in_code, "```\n": in_code}
+def _in_code(schemas: Schemas) -> Readers:
+    """Return the readers of calls in blocks of code: then the name is a tool's."""
+    reader = partial(ObjectReader, separators=_AROUND[2:], end="```", names=schemas)
+    return {"```json\n": reader, "```\n": reader}
+
+
+def _marked(schemas: Schemas, is_answer: bool) -> Parser:
+    """Return a parser of the calls of Hermes and Qwen3-Coder, which models of both mix.
+
+    They may leave out the first mark, or write an object alone or in a block of code: then the name is a tool's.
+    """
+    tagged = partial(TaggedReader, schemas=schemas)
+    objects = partial(ObjectReader, separators=_AROUND, end="</tool_call>")
+    marked: Readers = {
+        "<tool_call>": partial(EitherReader, readers={"<": tagged}, other=objects),
+        "<function=": partial(tagged, begun=True),
+    }
+    alone = partial(ObjectReader, separators=_AROUND, names=schemas)
+    return (
+        MarkedParser(marked) if is_answer else MarkedParser({**marked, **_in_code(schemas)}, {"{": alone, "[": alone})
     )
-    return FirstParser("{", WholeParser("{", ObjectReader(0, names=schemas)), marked)
+
+
+def _mistral(schemas: Schemas, is_answer: bool) -> Parser:
+    objects = partial(ObjectReader, separators=("[", ","), end="]")
+    return MarkedParser(
+        {"[TOOL_CALLS]": partial(EitherReader, readers={"[": objects, "{": objects}, other=NamedReader)}
+    )
+
+
+def _python(schemas: Schemas, is_answer: bool) -> Parser:
+    reader = partial(PythonReader, end="<|python_end|>")
+    return MarkedParser({"<|python_start|>": reader}, {"[": reader})
+
+
+def _llama(schemas: Schemas, is_answer: bool) -> Parser:
+    reader = partial(ObjectReader, separators=(";", *_AROUND[2:], "<|eom_id|>", "<|eot_id|>"))
+    tagged = partial(TaggedReader, schemas=schemas, begun=True)
+    return MarkedParser(
+        {"<|python_tag|>": reader, "<function=": tagged, **_in_code(schemas)}, {"{": reader, "[": reader}
+    )
 
 
 FORMATS = {
@@ -81,7 +116,7 @@ FORMATS = {
         ToolFormat(
             "mistral_named",
             lambda template: "[TOOL_CALLS]" in template and ("[ARGS]" in template or "[CALL_ID]" in template),
-            lambda _: MarkedParser({"[TOOL_CALLS]": MistralReader}),
+            _mistral,
             ("", "", ""),
             ("[TOOL_CALLS]", "[ARGS]", ""),
             ("[TOOL_CALLS]", "[ARGS]"),
@@ -89,7 +124,7 @@ FORMATS = {
         ToolFormat(
             "mistral",
             lambda template: "[TOOL_CALLS]" in template,
-            lambda _: MarkedParser({"[TOOL_CALLS]": MistralReader}),
+            _mistral,
             ("[TOOL_CALLS] [", ", ", "]"),
             _json_call("arguments"),
             ("[TOOL_CALLS]",),
@@ -108,7 +143,7 @@ FORMATS = {
         ToolFormat(
             "qwen3_coder",
             lambda template: "<function=" in template,
-            _tagged,
+            _marked,
             ("", "\n", ""),
             ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
             ("<tool_call>", "</tool_call>"),
@@ -117,7 +152,7 @@ FORMATS = {
         ToolFormat(
             "hermes",
             lambda template: "<tool_call>" in template,
-            _hermes,
+            _marked,
             ("", "\n", ""),
             _json_call("arguments", "<tool_call>\n", "\n</tool_call>"),
             ("<tool_call>", "</tool_call>"),
@@ -125,7 +160,7 @@ FORMATS = {
         ToolFormat(
             "pythonic",
             lambda template: "<|python_start|>" in template or "func_name1(params_name1" in template,
-            lambda _: WholeParser("[", PythonReader(0), ("<|python_start|>", "<|python_end|>")),
+            _python,
             ("[", ", ", "]"),
             ("", "(", ")"),
             ("<|python_start|>", "<|python_end|>"),
@@ -134,7 +169,7 @@ FORMATS = {
         ToolFormat(
             "llama3_json",
             lambda template: "<|python_tag|>" in template or '"parameters": dictionary of argument' in template,
-            lambda _: WholeParser("{", ObjectReader(0, separators=";"), ("<|python_tag|>",)),
+            _llama,
             ("", "; ", ""),
             _json_call("parameters"),
             ("<|python_tag|>",),

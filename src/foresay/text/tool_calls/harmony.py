@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.loose_json import LooseJson
 from foresay.text.tool_calls.parsers import has_surrogates, overlap
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
@@ -29,6 +30,8 @@ class HarmonyParser:
         self._is_call = self._is_reasoning = False
         self._name: str | None = None
         """The called function, until its first piece is sent."""
+        self._object: LooseJson | None = None
+        """The arguments, until they have ended; None for a body that is no object."""
 
     def push(self, text: str) -> Pieces:
         """Return what the next text adds to the message."""
@@ -50,6 +53,7 @@ class HarmonyParser:
         out, text = Pieces(), self._text
         self._text = ""
         self._take(text, out)
+        self._end_call(out)
         if self._header and not self._header.startswith(("assistant", "analysis", "commentary", "final")):
             self._add_content(self._header, out)  # no header at all: a model that writes plain text
         return out
@@ -58,7 +62,7 @@ class HarmonyParser:
         if marker == MESSAGE:
             self._begin(self._header or "", out)
         elif marker in (END, CALL, RETURN, START):
-            self._flush_call(out)
+            self._end_call(out)
             self._header, self._is_call, self._is_reasoning = "", False, False
         elif self._header is not None:
             if marker == CHANNEL and self._header.strip() and "assistant" not in self._header:
@@ -68,6 +72,7 @@ class HarmonyParser:
 
     def _begin(self, header: str, out: Pieces) -> None:
         """Begin the body after a header such as "analysis" or "commentary to=functions.f json"."""
+        self._end_call(out)
         self._header = None
         recipient = _RECIPIENT.search(header)
         self._is_reasoning = recipient is None and "analysis" in header
@@ -75,6 +80,7 @@ class HarmonyParser:
         self._name = recipient[1] if recipient is not None and self._is_call else None
         if self._is_call:
             self.num_calls += 1
+            self._object = LooseJson()
 
     def _take(self, text: str, out: Pieces) -> None:
         """Add a piece of a header or body."""
@@ -83,17 +89,38 @@ class HarmonyParser:
         if self._header is not None:
             self._header += text
         elif self._is_call:
-            self._flush_call(out, text)
+            self._add_arguments(text, out)
         elif self._is_reasoning:
             out.reasoning += text
         else:
             self._add_content(text, out)
 
-    def _flush_call(self, out: Pieces, text: str = "") -> None:
-        if not self._is_call or (not text and self._name is None):
+    def _add_arguments(self, text: str, out: Pieces) -> None:
+        found = self._object
+        if found is None:
+            self._add_piece(text, out)
             return
+        before, rest = len(found.json), found.push(text)
+        if found.broken and not found.json:
+            self._object = None
+            self._add_piece(found.text + rest, out)
+            return
+        if found.broken:
+            found.close()
+        self._add_piece(found.json[before:], out)
+        self._add_content(rest, out)
+
+    def _end_call(self, out: Pieces) -> None:
+        """Close the arguments; none are an empty object."""
+        if self._is_call and self._object is not None:
+            before = len(self._object.json)
+            self._object.close()
+            self._add_piece(self._object.json[before:] if self._object.json else "{}", out)
+        self._is_call = False
+
+    def _add_piece(self, text: str, out: Pieces) -> None:
         index = self.num_calls - 1
-        if self._most is None or index < self._most:
+        if (text or self._name is not None) and (self._most is None or index < self._most):
             out.calls.append(CallPiece(index, self._name, text))
         self._name = None
 

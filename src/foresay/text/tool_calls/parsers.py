@@ -6,11 +6,11 @@ A parser looks for the marker before a call, reads the call, and continues after
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces, Start
-from foresay.text.tool_calls.json_object import JsonObject
+from foresay.text.tool_calls.loose_json import LooseJson, repaired
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = {*_ARGUMENTS, "name", "function", "type", "id"}
@@ -22,16 +22,13 @@ class _Call:
 
     def __init__(self, index: int, names: Collection[str] | None) -> None:
         """names: possible names; None for any."""
-        self.object, self._index, self._names = JsonObject(), index, names
+        self.object, self._index, self._names = LooseJson(), index, names
         self._name: str | None = None
-        self._key: str | None = None
+        self._arguments: str | None = None
         """The member that has the arguments, once it is known."""
         self._sent = 0
-
-    @property
-    def is_known(self) -> bool:
-        """True once the name was read, so that the call was announced."""
-        return self._name is not None
+        self.is_known = False
+        """True once the name and the beginning of the arguments were read, so that the call was announced."""
 
     @property
     def may_be_one(self) -> bool:
@@ -40,51 +37,69 @@ class _Call:
 
     def pieces(self) -> list[CallPiece]:
         """Return what the object adds to the call since the last time."""
-        first = not self.is_known
-        if first and not self._read_name():
+        arguments = self._read_arguments()
+        if arguments is None or not (self._name or (self._begins_as_one() and self._read_name())):
             return []
-        new = self._new_arguments()
+        first, self.is_known = not self.is_known, True
+        new, self._sent = arguments[self._sent :], max(self._sent, len(arguments))
         return [CallPiece(self._index, self._name if first else None, new)] if first or new else []
+
+    def _begins_as_one(self) -> bool:
+        """True if an object has only members of calls up to name and arguments."""
+        missing = [{"name", "function"}, set(_ARGUMENTS)]
+        for key in self.object.members:
+            missing = [names for names in missing if key not in names]
+            if key not in _KEYS or not missing:
+                return key in _KEYS
+        return True
 
     def _read_name(self) -> bool:
         for key in ("name", "function"):
-            if key in self.object.complete:
-                try:
-                    name = self.object.value(key)
-                except (ValueError, RecursionError):
-                    name = None
-                is_one = isinstance(name, str) and name and not has_surrogates(name)
-                is_one = is_one and (self._names is None or name in self._names)
-                self._name = name if is_one else None
-        return self.is_known
+            name = self._value(key)
+            name = name.get("name") if isinstance(name, dict) else name
+            is_one = isinstance(name, str) and name and not has_surrogates(name)
+            if is_one and (self._names is None or name in self._names):
+                self._name = name
+                return True
+        return False
 
-    def _new_arguments(self) -> str:
-        key = self._key = self._key or next((key for key in self.object.members if key in _ARGUMENTS), None)
-        if key is None:
-            text = "{}" if self.object.done else ""
-        else:
-            text = self.object.members[key]
-            if not text.startswith("{"):  # some models write the object as a string
-                text = self._as_object(key) if key in self.object.complete else ""
-        new, self._sent = text[self._sent :], max(self._sent, len(text))
-        return new
-
-    def _as_object(self, key: str) -> str:
+    def _value(self, key: str) -> Any:
+        """Return a complete member's value, None for one that is missing or too deep."""
         try:
-            value = self.object.value(key)
-            value = json.loads(value) if isinstance(value, str) else value
-            return as_json(value) if isinstance(value, dict) else "{}"
-        except (ValueError, RecursionError):
-            return "{}"
+            return self.object.value(key) if key in self.object.complete else None
+        except RecursionError:
+            return None
+
+    def _read_arguments(self) -> str | None:
+        """Return the arguments so far, as the text of an object. None if they have not begun, or are no arguments."""
+        members = self.object.members
+        self._arguments = self._arguments or next((key for key in members if key in _ARGUMENTS), None)
+        if self._arguments is None:
+            inner = self._value("function")  # OpenAI's form: an object that contains name and arguments
+            inner = next((inner[key] for key in _ARGUMENTS if key in inner), {}) if isinstance(inner, dict) else None
+            return as_json(inner) if isinstance(inner, dict) else "{}" if self.object.done else None
+        if members[self._arguments].startswith("{"):
+            return members[self._arguments]
+        if self._arguments not in self.object.complete:
+            return None
+        value = self._value(self._arguments)  # some models write the object as a string
+        return repaired(value or "{}") if isinstance(value, str) else "{}"
 
 
 class MarkedParser:
     """Calls after a marker, such as Hermes' <tool_call>: text before and between them is content."""
 
-    def __init__(self, readers: Mapping[str, Callable[[int], Reader]]) -> None:
-        """readers: for each marker a function from the number of calls so far to the reader of what follows."""
+    def __init__(
+        self,
+        readers: Mapping[str, Callable[[int], Reader]],
+        first: Mapping[str, Callable[[int], Reader]] | None = None,
+    ) -> None:
+        """readers: for each marker a function from the number of calls so far to the reader of what follows.
+
+        first: the same for characters that begin calls without a marker if they begin the output.
+        """
         self.num_calls = 0
-        self._readers = readers
+        self._readers, self._first = readers, first or {}
         self._text = self._begin = ""
         self._start = Start(trims=False)
         """The beginning of the content; white space after a call is dropped."""
@@ -95,15 +110,9 @@ class MarkedParser:
         out = Pieces()
         self._text += text
         while self._text:
-            if self._reader is None:
-                found = [(at, marker) for marker in self._readers if (at := self._text.find(marker)) >= 0]
-                rest = max(overlap(self._text, marker) for marker in self._readers)
-                end, self._begin = min(found, default=(len(self._text) - rest, ""))
-                out.content += self._start.trimmed(self._text[:end])
-                self._text = self._text[end + len(self._begin) :]
-                if not found:
-                    break
-                self._reader = self._readers[self._begin](self.num_calls)
+            if self._reader is None and not self._find(out):
+                break
+            assert self._reader is not None
             self._text, pieces = self._reader.push(self._text)
             out.calls += pieces
             if not self._reader.ended:
@@ -111,13 +120,38 @@ class MarkedParser:
             self._end(out)
         return out
 
+    def _find(self, out: Pieces) -> bool:
+        """Add the content before the next calls, and begin to read them. Returns False if none begin."""
+        if self._first:
+            start = self._text.lstrip()
+            make = self._first.get(start[:1])
+            if not start:
+                return False
+            self._first = {}
+            if make is not None:
+                self._begin, self._text = self._text[: -len(start)], start
+                self._reader = make(self.num_calls)
+                return True
+        found = [(at, marker) for marker in self._readers if (at := self._text.find(marker)) >= 0]
+        rest = max(overlap(self._text, marker) for marker in self._readers)
+        end, self._begin = min(found, default=(len(self._text) - rest, ""))
+        out.content += self._start.trimmed(self._text[:end])
+        self._text = self._text[end + len(self._begin) :]
+        if found:
+            self._reader = self._readers[self._begin](self.num_calls)
+        return bool(found)
+
     def finish(self) -> Pieces:
         """See Parser."""
-        out, text = Pieces(), self._text
-        self._text = ""
-        if self._reader is not None:
+        out = Pieces()
+        while self._reader is not None:
+            rest, pieces = self._reader.finish()
+            out.calls += pieces
+            self._text = rest if self._reader.num_calls else ""
             self._end(out)
-        out.content += self._start.trimmed(text)
+            out.add(self.push(""))
+        out.content += self._start.trimmed(self._text)
+        self._text = ""
         return out
 
     def _end(self, out: Pieces) -> None:
@@ -145,19 +179,24 @@ class Reader:
         """Read text; return the rest after the last call, and what was read. All text is read until `ended`."""
         raise NotImplementedError
 
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """End what was begun, at the end of the output. Returns the rest that belongs to no call, and what was read."""
+        return "", []
+
 
 class ObjectReader(Reader):
     """JSON objects of a name and arguments, with separators around them, up to `end`, or to the first other text."""
 
     def __init__(
-        self, first: int, *, separators: str = "", end: str = "", names: Collection[str] | None = None
+        self, first: int, *, separators: Collection[str] = "", end: str = "", names: Collection[str] | None = None
     ) -> None:
-        """separators: characters besides white space around objects. end: the marker after the last call, if there is one.
+        """separators: texts besides white space around objects. end: the marker after the last call, if there is one.
 
         names: possible names of calls; None for any.
         """
         super().__init__(first)
-        self._separators, self._end, self._names = separators, end, names
+        self._separators = sorted(separators, key=len, reverse=True)
+        self._marks, self._end, self._names = [*self._separators, *([end] if end else [])], end, names
         self._call: _Call | None = None
         self._unread = ""
 
@@ -170,30 +209,51 @@ class ObjectReader(Reader):
             if self._call is None and not self._find_object():
                 break
             assert self._call is not None
-            was_known = self._call.is_known
-            self._unread = self._call.object.push(self._unread)
-            out += self._call.pieces()
-            self.num_calls += self._call.is_known and not was_known
-            if not self._call.is_known and (self._call.object.broken or not self._call.may_be_one):
-                self.ended, self._unread = True, self._call.object.text + self._unread
-            elif self._call.object.broken:
-                self.ended = True
-            elif self._call.object.done:
+            call = self._call
+            self._unread = call.object.push(self._unread)
+            out += self._read(call)
+            if not call.is_known and (call.object.broken or not call.may_be_one):
+                self.ended, self._unread = True, call.object.text + self._unread
+            elif call.object.broken:  # what is wrong with it may be a missing bracket
+                out += self._close(call)
+            if call.object.done:
                 self._call = None
         rest, self._unread = (self._unread, "") if self.ended else ("", self._unread)
         self.text = self.text[: len(self.text) - len(rest)]
         return rest, out
 
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        if self._call is None:
+            return "", []
+        return ("", self._close(self._call)) if self._call.is_known else (self._call.object.text, [])
+
+    def _read(self, call: _Call) -> list[CallPiece]:
+        was_known, pieces = call.is_known, call.pieces()
+        self.num_calls += call.is_known and not was_known
+        return pieces
+
+    def _close(self, call: _Call) -> list[CallPiece]:
+        call.object.close()
+        return self._read(call)
+
     def _find_object(self) -> bool:
         """Skip what is around objects; return True at the beginning of one. Ends at the marker or at other text."""
-        text = self._unread.lstrip(" \t\r\n" + self._separators)
+        text = self._unread.lstrip()
+        while not any(len(text) < len(one) and one.startswith(text) for one in self._marks):
+            found = next((one for one in self._separators if text.startswith(one)), None)
+            if found is None:
+                break
+            text = text[len(found) :].lstrip()
+        else:
+            return False
         if self._end and text.startswith(self._end):
             self.ended, self._unread = True, text[len(self._end) :]
-        elif text and not (self._end and self._end.startswith(text)):
-            if text[0] == "{":
-                self._unread, self._call = text, _Call(self.first + self.num_calls, self._names)
-                return True
-            self.ended = True
+        elif text.startswith("{"):
+            self._unread, self._call = text, _Call(self.first + self.num_calls, self._names)
+            return True
+        elif text:
+            self.ended, self._unread = True, text if self.num_calls else self._unread
         return False
 
 
@@ -202,131 +262,79 @@ class NamedReader(Reader):
 
     def __init__(self, first: int) -> None:
         super().__init__(first)
-        self._head, self._object, self._sent = "", JsonObject(), 0
+        self._head, self._object, self._sent = "", LooseJson(), 0
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """See Reader."""
         self.text += text
-        if not self.num_calls:
+        if not self._object.text:
             head, brace, text = text.partition("{")
             self._head += head
             if not brace:
                 return "", []
             text = brace + text
         rest = self._object.push(text)
-        name = self._head.partition("[")[0].strip() if not self.num_calls else None
-        self.ended = self._object.done or self._object.broken
+        if self._object.broken:
+            self._object.close()
+        self.ended = self._object.done
         self.text = self.text[: len(self.text) - len(rest)]
-        new, self._sent = self._object.text[self._sent :], len(self._object.text)
-        if not new or name == "" or (name and has_surrogates(name)):
-            return rest, []
-        self.num_calls = 1
-        return rest, [CallPiece(self.first, name, new)]
+        return rest, self._pieces()
+
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        self._object.close()
+        return "", self._pieces()
+
+    def _pieces(self) -> list[CallPiece]:
+        name = self._head.partition("[")[0].strip()
+        new, self._sent = self._object.json[self._sent :], len(self._object.json)
+        if not new or not name or has_surrogates(name):
+            return []
+        is_first, self.num_calls = not self.num_calls, 1
+        return [CallPiece(self.first, name if is_first else None, new)]
 
 
-class MistralReader(Reader):
-    """A list of objects, or the newer form: the first character decides."""
+class EitherReader(Reader):
+    """One of several readers: the first character decides."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(
+        self, first: int, readers: Mapping[str, Callable[[int], Reader]], other: Callable[[int], Reader]
+    ) -> None:
+        """readers: by first character. other: for every other character."""
         super().__init__(first)
+        self._readers, self._other = readers, other
         self._inner: Reader | None = None
+        self._before = ""
+        """White space at the beginning."""
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """See Reader."""
         if self._inner is None:
-            text = (self.text + text).lstrip()
-            self.text = ""
+            self.text += text
+            text = self.text.lstrip()
             if not text:
                 return "", []
-            is_list = text[0] in "[{"
-            self._inner = ObjectReader(self.first, separators="[,", end="]") if is_list else NamedReader(self.first)
+            self._before = self.text[: -len(text)]
+            self._inner = self._readers.get(text[0], self._other)(self.first)
         rest, pieces = self._inner.push(text)
-        self.text, self.num_calls, self.ended = self._inner.text, self._inner.num_calls, self._inner.ended
+        self._update()
         return rest, pieces
 
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        if self._inner is None:
+            return "", []
+        rest, pieces = self._inner.finish()
+        self._update()
+        return rest, pieces
 
-class WholeParser:
-    """An output that is all calls or all content: the first characters decide, after an optional marker."""
-
-    def __init__(self, opening: str, reader: Reader, markers: Sequence[str] = ()) -> None:
-        """opening: the character that begins calls. markers: texts before or after calls that are dropped."""
-        self.num_calls = 0
-        self._opening, self._reader, self._markers = opening, reader, markers
-        self._text = ""
-        self._is_content = False
-        self._start = Start(trims=True)
-
-    def push(self, text: str) -> Pieces:
-        """See Parser."""
-        if self._is_content:
-            return Pieces(text)
-        if self._reader.ended:
-            return Pieces(self._behind(text))
-        self._text += text
-        start = self._text.lstrip()
-        for marker in self._markers:
-            start = start.removeprefix(marker).lstrip()
-        if not start or any(marker.startswith(start) for marker in self._markers):
-            return Pieces()
-        if start[0] != self._opening:
-            return self._as_content()
-        rest, pieces = self._reader.push(text if self._reader.text else start)
-        self.num_calls = self._reader.num_calls
-        if self._reader.ended and not self.num_calls:
-            return self._as_content()
-        if self._reader.ended:
-            self._text = ""
-            return Pieces(self._behind(rest), calls=pieces)
-        return Pieces(calls=pieces)
-
-    def _behind(self, text: str) -> str:
-        """Return text after the calls, without markers."""
-        self._text += text
-        for marker in self._markers:
-            self._text = self._text.replace(marker, "")
-        end = len(self._text) - max((overlap(self._text, marker) for marker in self._markers), default=0)
-        out, self._text = self._start.trimmed(self._text[:end]), self._text[end:]
-        return out
-
-    def finish(self) -> Pieces:
-        """See Parser."""
-        if self._reader.ended and self.num_calls:
-            return Pieces(self._start.trimmed(self._text))
-        return Pieces() if self._is_content or self.num_calls else self._as_content()
-
-    def _as_content(self) -> Pieces:
-        text, self._text, self._is_content = self._text, "", True
-        return Pieces(text)
-
-
-class FirstParser:
-    """One of two parsers: the first character decides."""
-
-    def __init__(self, opening: str, whole: WholeParser, other: MarkedParser) -> None:
-        """opening: the character of outputs for `whole`; `other` parses the rest."""
-        self._opening, self._whole, self._other = opening, whole, other
-        self._chosen: WholeParser | MarkedParser | None = None
-        self._text = ""
-
-    @property
-    def num_calls(self) -> int:
-        """Calls so far."""
-        return 0 if self._chosen is None else self._chosen.num_calls
-
-    def push(self, text: str) -> Pieces:
-        """See Parser."""
-        if self._chosen is not None:
-            return self._chosen.push(text)
-        self._text += text
-        start = self._text.lstrip()
-        if not start:
-            return Pieces()
-        self._chosen = self._whole if start[0] == self._opening else self._other
-        return self._chosen.push(self._text)
-
-    def finish(self) -> Pieces:
-        """See Parser."""
-        return Pieces(self._text) if self._chosen is None else self._chosen.finish()
+    def _update(self) -> None:
+        assert self._inner is not None
+        self.text, self.num_calls, self.ended = (
+            self._before + self._inner.text,
+            self._inner.num_calls,
+            self._inner.ended,
+        )
 
 
 def as_json(value: Any) -> str:

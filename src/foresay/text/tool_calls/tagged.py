@@ -6,19 +6,31 @@ A value is a plain text; the tool's schema decides whether it is a string or JSO
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls.calls import CallPiece, Tool
+from foresay.text.tool_calls.loose_json import LooseJson
 from foresay.text.tool_calls.parsers import Reader, as_json, has_surrogates, overlap
+from foresay.text.tool_calls.schema_types import Allowed
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_PARAMETER, _END_FUNCTION, _END = "</parameter>", "</function>", "</tool_call>"
 _BOUNDS = frozenset({"pattern", "format", "minLength", "maxLength"})
 """Keywords of strings that the grammar does not express."""
+_HEAD = re.compile(r"<(?:function|parameter)=([^<>\n]*)(?:>|(?=[<\n]))")
+"""The tag before a call or a value. Models forget its last character."""
+_UNFINISHED = re.compile(r"<(?:function|parameter)=[^<>\n]*")
+_TAG = re.compile(rf"{_END_PARAMETER}|{_END_FUNCTION}|{_END}|{_HEAD.pattern}")
+_AFTER = {
+    _END_PARAMETER: (_PARAMETER, _END_FUNCTION, _END),
+    _END_FUNCTION: (_END, "<tool_call>", _FUNCTION),
+    _END: ("<tool_call>", _FUNCTION),
+}
+"""What follows a closing tag that ends a value; before other text, the tag belongs to the value."""
 
 
 class TaggedReader(Reader):
@@ -28,9 +40,17 @@ class TaggedReader(Reader):
         """schemas: of each tool's arguments. begun: True after "<function=" instead of "<tool_call>"."""
         super().__init__(first)
         self._schemas, self._unread = schemas, _FUNCTION if begun else ""
+        self._names = schemas if begun else None
+        """Names that a call may have, None for any."""
         self._schema: Mapping[str, Any] = {}
-        self._count = 0
-        self._is_closed = False
+        self._keys = set[str]()
+        self._key: str | None = None
+        """The parameter whose value is read."""
+        self._scanned = 0
+        """Characters of the value that contain no tag that may end it."""
+        self._object: LooseJson | None = None
+        """Arguments that are written as an object instead of parameters."""
+        self._is_last = self._is_closed = False
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """See Reader."""
@@ -41,68 +61,114 @@ class TaggedReader(Reader):
             if piece.name is not None or piece.arguments:
                 out.append(piece)
         rest = self._unread if self.ended else ""
+        if self._names is not None and not self.num_calls:
+            rest = rest[len(_FUNCTION) :]  # it was read before
         self.text = self.text[: len(self.text) - len(rest)]
         return rest, out
 
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """See Reader. Closes the value and the call."""
+        self._is_last = True
+        _, out = self.push("")
+        if self.num_calls and not self._is_closed:
+            out.append(self._close())
+        return self._unread if self.ended else "", out
+
     def _next(self) -> CallPiece | None:
         """Read the next complete part. Returns None if more text is needed, or at the end of the call."""
+        if self._key is not None:
+            return self._read_value(self._key)
+        if self._object is not None and not self._object.done:
+            return self._read_object(self._object)
         text = self._unread.lstrip()
         if not self.num_calls:
             return self._read_name(text)
-        if self._is_closed:
-            is_open = not text or (overlap(text, _END) == len(text))
-            self.ended, self._unread = not is_open, text.removeprefix(_END)
-            return None
-        if text.startswith(_END_FUNCTION):
-            self._is_closed, self._unread = True, text[len(_END_FUNCTION) :]
-            return CallPiece(self.first, None, "}" if self._count else "{}")
-        head, closes, rest = text.partition(">")
-        value, ends, after = rest.partition(_END_PARAMETER)
-        if text.startswith(_PARAMETER) and closes:
-            if not ends:
-                return None
-            self._unread = after
-            return CallPiece(self.first, None, self._member(head[len(_PARAMETER) :], value))
-        if not any(one.startswith(text[: len(one)]) for one in (_END_FUNCTION, _PARAMETER)):
+        for tag in (_END_FUNCTION, _END) if not self._is_closed else (_END,):
+            if text.startswith(tag):
+                self._unread = text[len(tag) :]
+                self.ended = tag == _END
+                return self._close() if not self._is_closed else None
+        takes = not self._is_closed and self._object is None
+        if takes and (found := _HEAD.match(text)) and text.startswith(_PARAMETER):
+            self._key, self._unread, self._scanned = found[1].strip(), text[found.end() :], 0
+            return CallPiece(self.first, None, "")
+        if takes and text.startswith("{") and not self._keys:
+            self._unread, self._object = text, LooseJson()
+            return CallPiece(self.first, None, "")
+        begins = (_END, *(() if self._is_closed else (_END_FUNCTION,)), *((_PARAMETER,) if takes else ()))
+        if not any(one.startswith(text[: len(one)]) for one in begins):
             self.ended = True  # text that no call has
+            return None if self._is_closed else self._close()
         return None
 
     def _read_name(self, text: str) -> CallPiece | None:
-        head, closes, rest = text.partition(">")
-        name = head.removeprefix(_FUNCTION).strip()
-        if not text.startswith(_FUNCTION[: len(text)]) or (closes and (not name or has_surrogates(name))):
+        found = _HEAD.match(text) if text.startswith(_FUNCTION) else None
+        name = found[1].strip() if found else ""
+        if found is None and (
+            _FUNCTION.startswith(text[: len(_FUNCTION)]) and (_UNFINISHED.fullmatch(text) or len(text) < 10)
+        ):
+            return None
+        if found is None or not name or has_surrogates(name) or (self._names and name not in self._names):
             self.ended = True
             return None
-        if not closes:
-            return None
-        self._unread, self.num_calls = rest, 1
+        self._unread, self.num_calls = text[found.end() :], 1
         self._schema = self._schemas.get(name) or {}
         return CallPiece(self.first, name, "")
 
-    def _member(self, key: str, text: str) -> str:
-        """Return a parameter as a member of the object of arguments."""
-        text = text.removeprefix("\n").removesuffix("\n")
+    def _read_object(self, found: LooseJson) -> CallPiece | None:
+        sent, text = len(found.json), self._unread
+        self._unread = found.push(text)
+        if found.broken or (self._is_last and not self._unread):
+            found.close()
+        return CallPiece(self.first, None, found.json[sent:]) if text or found.done else None
+
+    def _close(self) -> CallPiece:
+        """Close the arguments."""
+        self._is_closed = True
+        if self._object is not None and self._object.json:
+            return CallPiece(self.first, None, "")
+        return CallPiece(self.first, None, "}" if self._keys else "{}")
+
+    def _read_value(self, key: str) -> CallPiece | None:
+        found = self._end_of_value()
+        if found is None:
+            return None
+        value, self._unread, self._key = self._unread[: found[0]], self._unread[found[1] :], None
+        opening = ", " if self._keys else "{"
+        self._keys.add(key)
+        value = value.removeprefix("\n").removesuffix("\n")
         properties = self._schema.get("properties")
-        value: Any = text
-        if not is_string((properties if isinstance(properties, Mapping) else {}).get(key)):
-            with suppress(ValueError, RecursionError):
-                value = json.loads(text)
-        opening = "{" if self._count == 0 else ", "
-        self._count += 1
-        try:
-            return f"{opening}{as_json(key)}: {as_json(value)}"
-        except ValueError:  # NaN, which JSON does not have
-            return f"{opening}{as_json(key)}: {as_json(text)}"
+        schema = (properties if isinstance(properties, Mapping) else {}).get(key)
+        return CallPiece(self.first, None, f"{opening}{as_json(key)}: {Allowed(schema, self._schema).json_of(value)}")
 
+    def _end_of_value(self) -> tuple[int, int] | None:
+        """Return where the value ends and where the text goes on. None if that is not known yet."""
+        text = self._unread
+        cut = max(overlap(text, one) for one in _AFTER)
+        last = (len(text) - cut if cut > 1 else len(text), len(text))
+        for found in _TAG.finditer(text, self._scanned):
+            if found[1] is not None:  # the next parameter: the closing tag is missing
+                if found[0].startswith(_PARAMETER) and self._may_be_next(found[1].strip()):
+                    return found.start(), found.start()
+                continue
+            ends = found.start(), found.end() if found[0] == _END_PARAMETER else found.start()
+            after = text[found.end() :].lstrip()
+            if after.startswith(_AFTER[found[0]]) or (self._is_last and not after):
+                return ends
+            last = ends
+            if not self._is_last and any(one.startswith(after) for one in _AFTER[found[0]]):
+                self._scanned = found.start()
+                return None
+        if self._is_last:
+            return last
+        self._scanned = max(self._scanned, text.rfind("<")) if "<" in text[self._scanned :] else len(text)
+        return None
 
-def is_string(schema: Any) -> bool:
-    """True if a schema's values are strings alone."""
-    if not isinstance(schema, Mapping):
-        return False
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return isinstance(values, list) and all(isinstance(one, str) for one in values)
-    return schema.get("type") == "string"
+    def _may_be_next(self, key: str) -> bool:
+        properties = self._schema.get("properties")
+        return key not in self._keys | {self._key} and (
+            not isinstance(properties, Mapping) or not properties or key in properties
+        )
 
 
 def rules_of(rule: str, tool: Tool) -> list[str]:
@@ -126,14 +192,15 @@ def rules_of(rule: str, tool: Tool) -> list[str]:
 
 
 def _value(rule: str, opening: str, ending: str, schema: Any, shared: Mapping[str, Any], tool: str) -> list[str]:
-    if not is_string(schema):
+    allowed = Allowed(schema, shared)
+    if not allowed.has_strings:
         whole = {**shared, **schema} if isinstance(schema, Mapping) else {}
         return [f"{rule}: {opening} {rule}_json {json.dumps(ending)}", f"{rule}_json: {json_rule(whole)}"]
-    if bounds := sorted(_BOUNDS & schema.keys()):
+    if bounds := sorted(_BOUNDS & allowed.keywords):
         raise ConfigError(
             f"{tool!r} has a string with {bounds[0]!r}, which calls of this model do not express; use tool_choice='auto'"
         )
-    if "enum" in schema or "const" in schema:
-        texts = " | ".join(json.dumps(one) for one in schema.get("enum", [schema.get("const")]))
+    if allowed.texts is not None:
+        texts = " | ".join(map(json.dumps, allowed.texts))
         return [f"{rule}: {opening} ({texts}) {json.dumps(ending)}"]
     return [f"{rule}: {opening} {rule}_text", f"{rule}_text[suffix={json.dumps(ending)}]: /(.|\\n)*/"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foresay.text.tool_calls.json_object import JsonObject
+from foresay.text.tool_calls.loose_json import LooseJson
 
 
 def anything(chance: random.Random, depth: int = 0) -> Any:
@@ -26,7 +26,7 @@ def test_members_of_any_object_cut_anywhere(seed: int) -> None:
     chance = random.Random(seed)
     value = {f"k{i}": anything(chance) for i in range(chance.randrange(5))}
     text = " \n" + json.dumps(value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])) + " rest {"
-    found, at, grown = JsonObject(), 0, dict.fromkeys(value, "")
+    found, at, grown = LooseJson(), 0, dict.fromkeys(value, "")
     rest = ""
     while at < len(text):
         step = chance.randrange(1, 9)
@@ -45,12 +45,12 @@ def test_members_of_any_object_cut_anywhere(seed: int) -> None:
 
 @pytest.mark.parametrize("text", ["x", "[1]", '"a"', "{1: 2}", "{a: 1}", '{"a" "b": 1}'])
 def test_what_is_no_object(text: str) -> None:
-    found = JsonObject()
+    found = LooseJson()
     found.push(text)
     assert found.broken and not found.done
 
 
 def test_an_object_that_is_cut_short() -> None:
-    found = JsonObject()
+    found = LooseJson()
     assert found.push('{"a": "x}", "b": [1, {') == ""
     assert not found.done and found.complete == {"a"} and found.members["b"] == "[1, {"

@@ -1,0 +1,327 @@
+"""Calls as models write them, by public reports on parsers of other servers: read where one reading exists, else content."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from foresay.text.tool_calls.calls import Pieces
+from foresay.text.tool_calls.formats import FORMATS
+from foresay.text.tool_calls.message import MessageParser
+
+TOOLS: dict[str, Any] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string"},
+            "text": {"type": "string"},
+            "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "count": {"type": "integer"},
+            "flag": {"type": "boolean"},
+            "map": {"$ref": "#/$defs/map"},
+            "list": {"type": "array"},
+        },
+        "$defs": {"map": {"type": "object"}},
+    },
+    "g": {},
+}
+Call = tuple[str, dict[str, Any]]
+X: Call = ("f", {"path": "x"})
+INNER = '"name": "f", "arguments": {"path": "x"}'
+CODER, HERMES, LLAMA, PYTHON, MISTRAL = "qwen3_coder", "hermes", "llama3_json", "pythonic", "mistral_named"
+
+
+def tagged(inner: str, end: str = "\n</function>\n</tool_call>") -> str:
+    return f"<tool_call>\n<function=f>\n{inner}{end}"
+
+
+def hermes(arguments: str) -> str:
+    return f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+
+
+A, B = "<parameter=path>\nx\n</parameter>\n", "<parameter=text>\ny\n</parameter>"
+LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
+    "an optional string of digits": (CODER, tagged("<parameter=name>\n5\n</parameter>"), "", [("f", {"name": "5"})]),
+    "an optional string that is null": (
+        CODER,
+        tagged("<parameter=name>\nnull\n</parameter>"),
+        "",
+        [("f", {"name": None})],
+    ),
+    "Python's None": (CODER, tagged("<parameter=name>\nNone\n</parameter>"), "", [("f", {"name": None})]),
+    "a string that is JSON": (
+        CODER,
+        tagged('<parameter=path>\n{"a": 1}\n</parameter>'),
+        "",
+        [("f", {"path": '{"a": 1}'})],
+    ),
+    "Python's True": (CODER, tagged("<parameter=flag>\nTrue\n</parameter>"), "", [("f", {"flag": True})]),
+    "Python's mapping": (
+        CODER,
+        tagged("<parameter=map>\n{'a': [1, None,]}\n</parameter>"),
+        "",
+        [("f", {"map": {"a": [1, None]}})],
+    ),
+    "Python's list": (
+        CODER,
+        tagged("<parameter=list>['python', 'it''s']</parameter>"),
+        "",
+        [("f", {"list": "['python', 'it''s']"})],
+    ),
+    "a whole number with a point": (CODER, tagged("<parameter=count>\n5.0\n</parameter>"), "", [("f", {"count": 5})]),
+    "text for a number": (CODER, tagged("<parameter=count>\nmany\n</parameter>"), "", [("f", {"count": "many"})]),
+    "no closing tag before the next one": (
+        CODER,
+        tagged(f"<parameter=path>\nx\n{B}"),
+        "",
+        [("f", {"path": "x", "text": "y"})],
+    ),
+    "no closing tag of the last one": (CODER, tagged("<parameter=path>\nx"), "", [X]),
+    "no closing tag of the function": (CODER, tagged(A, "</tool_call>"), "", [X]),
+    "no closing tag at all": (CODER, tagged("<parameter=path>\nx\n", ""), "", [X]),
+    "no closing tag, and text": (CODER, tagged("<parameter=path>\nx\n", "</function>\nDone."), "Done.", [X]),
+    "a closing tag cut": (CODER, tagged("<parameter=path>\nx\n</para", ""), "", [X]),
+    "an opening tag cut": (CODER, tagged(f"{A}<parameter=te", ""), "", [X]),
+    "a tag without its last character": (CODER, tagged("<parameter=path\nx\n</parameter>"), "", [X]),
+    "a closing tag in a value": (
+        CODER,
+        tagged("<parameter=text>\na </parameter> b </function> c\n</parameter>") + "Done.",
+        "Done.",
+        [("f", {"text": "a </parameter> b </function> c"})],
+    ),
+    "an opening tag in a value": (
+        CODER,
+        tagged("<parameter=text>\n<parameter=x> is a tag\n</parameter>"),
+        "",
+        [("f", {"text": "<parameter=x> is a tag"})],
+    ),
+    "an end of calls in a value": (
+        CODER,
+        tagged("<parameter=text>\n</tool_call> ends\n</parameter>"),
+        "",
+        [("f", {"text": "</tool_call> ends"})],
+    ),
+    "two functions in one mark": (
+        CODER,
+        tagged(A, "</function>\n<function=g>\n</function>\n</tool_call>"),
+        "",
+        [X, ("g", {})],
+    ),
+    "no first mark, and a last": (CODER, f"I look.\n<function=f>\n{A}</function>\n</tool_call>", "I look.\n", [X]),
+    "an object in the tagged format": (CODER, f"<tool_call>\n{{{INNER}}}\n</tool_call>", "", [X]),
+    "arguments as an object in a tag": (CODER, '<function=f>{"path": "x"}</function>', "", [X]),
+    "a parameter that no schema has": (
+        CODER,
+        tagged(f"{A}<parameter=z>\n1\n</parameter>"),
+        "",
+        [("f", {"path": "x", "z": 1})],
+    ),
+    "tags in the format of objects": (HERMES, tagged(A), "", [X]),
+    "single quotes": (HERMES, "<tool_call>{'name': 'f', 'arguments': {'path': 'x'}}</tool_call>", "", [X]),
+    "an apostrophe": (
+        HERMES,
+        """<tool_call>{'name': 'f', 'arguments': {'path': "it's"}}</tool_call>""",
+        "",
+        [("f", {"path": "it's"})],
+    ),
+    "Python's words": (
+        HERMES,
+        "<tool_call>{'name': 'f', 'arguments': {'a': True, 'b': None}}</tool_call>",
+        "",
+        [("f", {"a": True, "b": None})],
+    ),
+    "trailing commas": (HERMES, hermes('{"path": "x",},'), "", [X]),
+    "a bracket too few": (HERMES, f"<tool_call>{{{INNER}</tool_call>ok", "ok", [X]),
+    "two brackets too few": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x"</tool_call>', "", [X]),
+    "a bracket too many": (HERMES, f"<tool_call>{{{INNER}}}}}</tool_call>ok", "ok", [X]),
+    "no last mark": (HERMES, f"<tool_call>\n{{{INNER}}}\n", "", [X]),
+    "no last mark before the next call": (
+        HERMES,
+        f"<tool_call>{{{INNER}}}<tool_call>{{{INNER}}}</tool_call>",
+        "",
+        [X, X],
+    ),
+    "a raw line break": (HERMES, hermes('{"text": "a\n\tb"}'), "", [("f", {"text": "a\n\tb"})]),
+    "an escape that JSON lacks": (HERMES, hermes(r'{"text": "\d\'\x41\u"}'), "", [("f", {"text": r"\d'A\u"})]),
+    "a unicode escape": (HERMES, hermes(r'{"path": "\u00fc"}'), "", [("f", {"path": "ü"})]),
+    "brackets in strings": (HERMES, hermes('{"text": "}}]{"}'), "", [("f", {"text": "}}]{"})]),
+    "the last mark in a string": (HERMES, hermes('{"text": "</tool_call>"}'), "", [("f", {"text": "</tool_call>"})]),
+    "arguments as a text": (HERMES, hermes(r'"{\"path\": \"x\"}"'), "", [X]),
+    "no arguments as a text": (HERMES, hermes('""'), "", [("f", {})]),
+    "arguments that are a text without an object": (HERMES, hermes('"Rome"'), hermes('"Rome"'), []),
+    "the other word for arguments": (
+        HERMES,
+        '<tool_call>{"name": "f", "parameters": {"path": "x"}}</tool_call>',
+        "",
+        [X],
+    ),
+    "OpenAI's form": (HERMES, f'<tool_call>{{"type": "function", "function": {{{INNER}}}}}</tool_call>', "", [X]),
+    "a list in a mark": (HERMES, f"<tool_call>[{{{INNER}}}, {{{INNER}}}]</tool_call>", "", [X, X]),
+    "code in a mark": (HERMES, f"<tool_call>\n```json\n{{{INNER}}}\n```\n</tool_call>", "", [X]),
+    "code alone": (HERMES, f"So:\n```json\n{{{INNER}}}\n```", "So:\n", [X]),
+    "a list alone": (HERMES, f"[{{{INNER}}}]", "", [X]),
+    "a list alone that names no tool": (
+        HERMES,
+        '[{"name": "Bob", "arguments": {}}]',
+        '[{"name": "Bob", "arguments": {}}]',
+        [],
+    ),
+    "words without quotes": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": x}}</tool_call>', "", [X]),
+    "two texts in a row": (HERMES, hermes('{"path": "x" "y"}'), '"y"}}</tool_call>', [X]),
+    "cut in a string": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x', "", [X]),
+    "cut in a key": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x", "te', "", [X]),
+    "cut in an escape": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x\\u00', "", [X]),
+    "cut before the arguments": (HERMES, '<tool_call>{"name": "f", "ar', '<tool_call>{"name": "f", "ar', []),
+    "the prefix for code": (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"path": "x"}}', "", [X]),
+    "text before the prefix": (
+        LLAMA,
+        'I look.<|python_tag|>{"name": "f", "parameters": {"path": "x"}}',
+        "I look.",
+        [X],
+    ),
+    "a mark of the end": (LLAMA, '{"type": "function", "name": "f", "parameters": {"path": "x"}}<|eom_id|>', "", [X]),
+    "arguments in place of parameters": (LLAMA, f"{{{INNER}}}", "", [X]),
+    "code of Llama": (LLAMA, '```json\n{"name": "f", "parameters": {"path": "x"}}\n```', "", [X]),
+    "a list of Llama": (LLAMA, '[{"name": "f", "parameters": {"path": "x"}}]', "", [X]),
+    "a tag of Llama": (LLAMA, '<function=f>{"path": "x"}</function>', "", [X]),
+    "code that is no object": (LLAMA, '<|python_tag|>print("x")', '<|python_tag|>print("x")', []),
+    "a raw line break in Python": (
+        PYTHON,
+        "[f(text='cat << EOF\nx\nEOF')]",
+        "",
+        [("f", {"text": "cat << EOF\nx\nEOF"})],
+    ),
+    "names that Python forbids": (
+        PYTHON,
+        "[class(from='x', a-b=1), m.get-w()]",
+        "",
+        [("class", {"from": "x", "a-b": 1}), ("m.get-w", {})],
+    ),
+    "triple quotes": (PYTHON, "[f(text='''a 'b'\nc''')]", "", [("f", {"text": "a 'b'\nc"})]),
+    "a raw string": (PYTHON, r"[f(text=r'\d+')]", "", [("f", {"text": r"\d+"})]),
+    "a tuple": (PYTHON, "[f(list=(1, -2.5))]", "", [("f", {"list": [1, -2.5]})]),
+    "no last bracket": (PYTHON, "[f(path='x')", "", [X]),
+    "a trailing comma in Python": (PYTHON, "[f(path='x',),]", "", [X]),
+    "text before a mark of Python": (PYTHON, "I look. <|python_start|>[f(path='x')]<|python_end|>", "I look. ", [X]),
+    "cut in Python": (PYTHON, "[f(path='x'), g(a=", "[f(path='x'), g(a=", []),
+    "code that calls": (PYTHON, "[f(path=open('x'))]", "[f(path=open('x'))]", []),
+    "an object in single quotes": (MISTRAL, "[TOOL_CALLS]f[ARGS]{'path': 'x'}", "", [X]),
+    "an object that is cut": (MISTRAL, '[TOOL_CALLS]f[ARGS]{"path": "x', "", [X]),
+    "the body of a message in single quotes": (
+        "harmony",
+        "<|channel|>commentary to=functions.f<|message|>{'path': 'x'}<|call|>",
+        "",
+        [X],
+    ),
+    "no body of a message": ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", "", [("f", {})]),
+}
+
+
+def read(name: str, text: str, cuts: random.Random | None = None) -> Pieces:
+    """The message that a text becomes, cut anywhere."""
+    one = FORMATS[name]
+    calls = None if one.parser is None else one.parser(TOOLS, False)
+    parser: Any = MessageParser(calls) if one.message is None else one.message(None, False)
+    out, at = Pieces(), 0
+    while at < len(text):
+        step = len(text) if cuts is None else cuts.randrange(1, 9)
+        out.add(parser.push(text[at : at + step]))
+        at += step
+    out.add(parser.finish())
+    return out
+
+
+def calls_of(pieces: Pieces) -> list[tuple[str | None, str]]:
+    whole: list[tuple[str | None, str]] = []
+    for one in pieces.calls:
+        if one.index == len(whole):
+            whole.append((one.name, ""))
+        whole[one.index] = (whole[one.index][0], whole[one.index][1] + one.arguments)
+    return whole
+
+
+@pytest.mark.parametrize("case", LOOSE)
+def test_loose_calls(case: str) -> None:
+    name, text, content, calls = LOOSE[case]
+    for seed in range(8):
+        found = read(name, text, random.Random(seed) if seed else None)
+        assert [(one, json.loads(arguments)) for one, arguments in calls_of(found)] == calls
+        assert (found.content, found.reasoning) == (content, "")
+
+
+PARTS = (
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "<parameter=path>",
+        "</parameter>",
+        "</function>",
+        "\n",
+        " ",
+        "x",
+        "```json\n",
+    ),
+    *(
+        "```",
+        f"{{{INNER}}}",
+        '{"name": "f"',
+        ', "arguments": ',
+        '{"path": ',
+        '"x"',
+        "'y'",
+        "\\",
+        '"',
+        "'",
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+    ),
+    *(
+        ",",
+        ":",
+        "1",
+        "True",
+        "nul",
+        "[f(",
+        "path=",
+        "<|python_tag|>",
+        "<|python_start|>",
+        "<|python_end|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+    ),
+    *("f", ";", "é", "<", "<|channel|>commentary to=functions.f", "<|message|>", "<|end|>"),
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_text(name: str, seed: int) -> None:
+    """However it is cut: the same message, arguments that are objects in JSON, and content that is in the text."""
+    chance = random.Random(f"{name} {seed}")
+    for _ in range(150):
+        text = "".join(chance.choice(PARTS) for _ in range(chance.randrange(1, 25)))
+        if chance.random() < 0.5:
+            loose = chance.choice([one[1] for one in LOOSE.values() if one[0] == name] or [text])
+            at = chance.randrange(len(loose))
+            text = loose[:at] + chance.choice(["", chance.choice(PARTS)]) + loose[at + chance.randrange(3) :]
+        whole = read(name, text)
+        for _ in range(3):
+            cut = read(name, text, chance)
+            assert (cut.content, cut.reasoning, calls_of(cut)) == (whole.content, whole.reasoning, calls_of(whole)), (
+                text
+            )
+        for _, arguments in calls_of(whole):
+            is_raw = name == "harmony" and not arguments.lstrip().startswith("{")
+            assert is_raw or isinstance(json.loads(arguments), dict), text
+        if name != "harmony":
+            assert whole.calls or whole.content == text, "a text without calls is content, whole"
+            rest = iter(text)
+            assert all(char in rest for char in whole.content), text
