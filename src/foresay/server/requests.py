@@ -95,7 +95,7 @@ class ChatMessage(Fields):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
         calls = [one.plain() for one in self.tool_calls or ()]
         more = {
             "name": self.name,

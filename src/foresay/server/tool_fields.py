@@ -5,10 +5,8 @@ Owns the fields' names and rules. Knows no engine and no format of a model.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictStr, field_validator
@@ -90,15 +88,8 @@ class SentCall(Fields):
     function: SentFunction
 
     def plain(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates read: its arguments as an object, or as the text that a model wrote."""
-        given = self.function.arguments
-        arguments: Any = given
-        if isinstance(given, str):
-            with suppress(ValueError, RecursionError):
-                arguments = json.loads(given or "{}")
-            arguments = arguments if isinstance(arguments, dict) else given
-        identity = {} if self.id is None else {"id": self.id}
-        return {**identity, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        """Return the call in the form that prompts have."""
+        return self.model_dump(include={"id", "type", "function"}, exclude_none=True)
 
 
 class ToolFields(Fields):

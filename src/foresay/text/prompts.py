@@ -19,6 +19,7 @@ from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foresay.errors import PromptError
+from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
@@ -157,11 +158,21 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions) -> 
         more["tools"] = list(options.tools)
     if options.continue_final_message:
         more["continue_final_message"] = True
-    try:
-        out = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=options.add_generation_prompt, return_dict=True, **more
+    more["add_generation_prompt"] = options.add_generation_prompt
+
+    def applied(form: Sequence[Message], **how: Any) -> Any:
+        has_none = any(one.get("content", "") is None for one in form)
+        template = (
+            {"chat_template": KEEPS_NONE + tokenizer.get_chat_template(tools=more.get("tools"))} if has_none else {}
         )
+        return tokenizer.apply_chat_template(list(form), **more, **template, **how)
+
+    messages = fitted(messages, lambda form: str(applied(form, tokenize=False)))
+    try:
+        out = applied(messages, return_dict=True)
     except Exception as error:  # a template is a program and may raise anything
+        if (wrong := unread_arguments(messages)) is not None:
+            raise PromptError(f"{wrong} is no JSON object, and the chat template refused it: {error}") from error
         raise PromptError(f"the chat template refused the messages: {error}") from error
     ids: list[int] = out["input_ids"]
     return ids

@@ -106,7 +106,7 @@ def test_one_call_at_most(chain: Running) -> None:
 def test_an_output_that_is_cut_within_a_call(chain: Running) -> None:
     choice = post(chain, temperature=0, tools=[WEATHER], max_tokens=11).json()["choices"][0]
     assert choice["finish_reason"] == "length"
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"ci'}
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
 
 
 def test_each_output_has_its_own_calls(chain: Running) -> None:
@@ -195,6 +195,42 @@ def test_arguments_that_a_model_wrote_badly_come_back(arguments: str, server: Ru
     answer = post(server, messages=[*TALK, sent], max_tokens=2)
     assert answer.status_code in (200, 400) and "traceback" not in answer.text.lower(), answer.text
     assert answer.status_code == 200 or answer.json()["error"]["param"] == "messages"
+
+
+NEEDS_NONE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is none %}NONE{% else %}{{ m.content }}{% endif %}"
+    "{% for t in m.tool_calls or [] %}{% for k, v in t.function.arguments.items() %}{{ k }}={{ v }};{% endfor %}{% endfor %}"
+    "{% endfor %}<assistant>"
+)
+
+
+def test_a_history_of_calls_without_content(tmp_path: Path) -> None:
+    """The template finds None in all three APIs, and the object of arguments that were cut off; other arguments are named."""
+    running = Running(foresay.load(str(chains.save(tmp_path, ["ok"], NEEDS_NONE))))
+    try:
+        prompts = list[str]()
+        encode = running.service._encoded
+        decode = running.service.tokenizer.decode
+        running.service._encoded = lambda *given: [prompts.append(decode(ids := encode(*given))), ids][1]  # type: ignore[method-assign]
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome'}}
+        talk: list[Any] = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        result = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
+        assert post(running, messages=[*talk, result]).status_code == 200
+        items = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"city": "Rome'}]
+        output = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+        body: dict[str, Any] = {"input": [*TALK, *items, output]}
+        assert httpx.post(f"{running.url}/v1/responses", json=body, timeout=60).status_code == 200
+        used = {"type": "tool_use", "id": "c", "name": "f", "input": {"city": "Rome"}}
+        answer = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "sunny"}]}
+        body = {"max_tokens": 4, "messages": [*TALK, {"role": "assistant", "content": [used]}, answer]}
+        assert httpx.post(f"{running.url}/v1/messages", json=body, timeout=60).status_code == 200
+        assert len(prompts) == 3 and len(set(prompts)) == 1
+        assert "<assistant>NONEcity=Rome;<tool>sunny<assistant>" in prompts[0]
+        call["function"]["arguments"] = "Rome"  # type: ignore[index]
+        error = post(running, messages=[*talk, result]).json()["error"]
+        assert error["param"] == "messages" and "messages[1].tool_calls[0].function.arguments" in error["message"]
+    finally:
+        running.close()
 
 
 SENT = "messages.0.tool_calls.0.function.arguments"
