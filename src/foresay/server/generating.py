@@ -262,15 +262,17 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
             raise ApiError(400, text, param="suffix")
         ids = await service.encoded(prompts)
         return PreparedRequest(ids, _params(service, request, ids), n, request.returned, drafting)
-    message = MessageKind.of(service, request)
+    message = MessageKind.of(service, request, schema)
     ids = await service.encoded(prompts, message.options)
     predicted = await service.encoded_prediction(request.prediction.text) if request.prediction else ()
     params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
+    if request.must_call:
+        params = replace(params, stop=())  # stop strings end content, which such an output does not have
     drafting = service.with_lookup(drafting) if predicted else drafting
     before = message
     message = await service.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
-    source = schema if schema is not None else message.grammar_source()
-    param = "tools" if schema is None else "response_format"
+    source = message.grammar_source()
+    param = "tools" if schema is None or request.must_call else "response_format"
     grammar = None if source is None else await service.grammar(source, param=param)
     if grammar is not None and not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
         params = replace(params, min_new_tokens=0)

@@ -5,7 +5,7 @@ Owns the link between the request's tool fields and the formats of tool calls. K
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from foresay.errors import ConfigError
 from foresay.server.errors import ApiError
 from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
-from foresay.text.grammar import checked
+from foresay.text.grammar import Source, checked
 from foresay.text.prompts import ChatOptions
 from foresay.text.tool_calls.calls import OutputParser, Tool
 from foresay.text.tool_calls.formats import (
@@ -25,7 +25,7 @@ from foresay.text.tool_calls.formats import (
     message_format,
     visible_ids,
 )
-from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_open
+from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_closed, is_open
 from foresay.text.tool_calls.template_parser import TemplateParser, has_response_template
 
 
@@ -44,16 +44,23 @@ class MessageKind:
     parallel: bool | None
     """False for at most one call; None for the default, which is one where calls are required."""
     reasons: bool
+    schema: Mapping[str, Any] | None = None
+    """Schema of an output without calls, if one is requested."""
     is_open: bool = False
-    """True if the prompt ends inside reasoning."""
+    is_closed: bool = False
+    """True if the prompt ends inside reasoning, or after it."""
     template_ids: tuple[int, ...] | None = None
     """Special tokens that a response template reads; None if the tokenizer has no such template, or a format was chosen."""
     prefix: str = ""
     """Text of the prompt, for a response template."""
 
     @staticmethod
-    def of(service: Service, request: ChatRequest | TokenizeRequest) -> MessageKind:
-        """Return the kind of a request's messages. Raises ApiError for tools that the model or the server does not support."""
+    def of(
+        service: Service, request: ChatRequest | TokenizeRequest, schema: Mapping[str, Any] | None = None
+    ) -> MessageKind:
+        """Return the kind of a request's messages. schema: see MessageKind.
+
+        Raises ApiError for tools that the model or the server does not support."""
         tools, tokenizer = request.used_tools, service.generator.tokenizer
         assert request.messages is not None
         chosen = message_format(tokenizer)
@@ -74,13 +81,17 @@ class MessageKind:
             request.must_call,
             request.parallel_tool_calls,
             has_reasoning(tokenizer),
+            schema,
             template_ids=_special_ids(tokenizer, service.generator.target.eos_token_ids) if templated else None,
         )
 
     def after(self, prompt: list[int]) -> MessageKind:
         """Return the kind of the output after a prompt."""
         prefix = "" if self.template_ids is None else str(self.tokenizer.decode(prompt))
-        return replace(self, is_open=self.reasons and is_open(self.tokenizer, prompt), prefix=prefix)
+        if not self.reasons:
+            return replace(self, prefix=prefix)
+        opened, closed = is_open(self.tokenizer, prompt), is_closed(self.tokenizer, prompt)
+        return replace(self, is_open=opened, is_closed=closed, prefix=prefix)
 
     @property
     def visible_ids(self) -> tuple[int, ...]:
@@ -89,19 +100,34 @@ class MessageKind:
             return self.template_ids
         return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
 
-    def grammar_source(self) -> str | None:
-        """Return the grammar of an output that must call a tool, else None. Raises ApiError for tools that have none."""
-        if not self.must_call:
+    def grammar_source(self) -> Source | None:
+        """Return the schema or grammar of the output: a call if one is required, else a call or an answer by the schema.
+
+        None if the output is free. Raises ApiError for tools that have no grammar.
+        """
+        answer, param = (None, "tool_choice") if self.must_call else (self.schema, "response_format")
+        if not self.must_call and answer is None:
             return None
-        if self.format is None:
-            text = "required calls need a format that is known; choose it by --tool-format, or send tool_choice='auto'"
-            raise ApiError(400, text, param="tool_choice")
+        has_thought = self.format is not None and self.format.thought is not None
+        if not self.callable and not self.reasons and not has_thought:
+            return answer
+        if self.callable and self.format is None:
+            text = f"{param} with tools needs a format of calls that is known; choose it by --tool-format"
+            raise ApiError(400, f"{text}, or send tool_choice={'auto' if self.must_call else 'none'!r}", param=param)
         try:
+            if answer is not None:
+                checked(answer)
             return grammar_of(
-                self.format, self.callable, self.tokenizer, parallel=bool(self.parallel), after_reasoning=self.is_open
+                self.format,
+                self.callable,
+                self.tokenizer,
+                parallel=not self.must_call if self.parallel is None else self.parallel,
+                after_reasoning=self.is_open,
+                may_reason=self.reasons and not self.is_closed,
+                answer=answer,
             )
         except ConfigError as error:
-            raise ApiError(400, str(error), param="tool_choice") from None
+            raise ApiError(400, str(error), param=param) from None
 
     def parser(self) -> OutputParser | None:
         """Return the parser of one output; None if all of its text is content."""
@@ -113,11 +139,16 @@ class MessageKind:
         if self.format is None and not self.reasons:
             return None
         schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
-        calls = None if self.format is None or self.format.parser is None else self.format.parser(schemas, False)
+        calls = (
+            None
+            if self.format is None or self.format.parser is None
+            else self.format.parser(schemas, self.schema is not None)
+        )
         return MessageParser(
             calls,
             reasons=self.reasons,
             is_open=self.is_open,
+            is_closed=self.is_closed,
             most=most,
             only_calls=self.must_call,
         )

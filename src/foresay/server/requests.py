@@ -246,9 +246,6 @@ class ChatRequest(TemplateFields, _Sampled):
         if (schema is not None or self.must_call) and self.min_tokens:
             text = "min_tokens cannot be combined with a schema, whose output ends once it is complete"
             raise ApiError(400, text, param="min_tokens")
-        if schema is not None and self.used_tools:
-            text = "response_format cannot be combined with tools; send tool_choice='none' for an output by the schema"
-            raise ApiError(400, text, param="response_format")
         return schema
 
     def prompts(self) -> list[Any]:

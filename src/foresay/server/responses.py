@@ -40,6 +40,8 @@ class Message:
             new = self._parser.push(text)
             if ended:
                 new.add(self._parser.finish())
+        if new.ends_reasoning:
+            self.reasoning, self.content = self.reasoning + self.content, ""
         self.content += new.content
         self.reasoning += new.reasoning
         for one in new.calls:
@@ -204,7 +206,7 @@ class Output:
         out, before = Pieces(), self.num_tokens - len(chunk.step.token_ids)
         for i, piece in enumerate(chunk.pieces):
             new = self._message.add(piece.text, ended=False)
-            if new.reasoning:
+            if new.reasoning or new.ends_reasoning:
                 self.num_reasoning_tokens = before + i + 1
             out.add(new)
         out.add(self._message.add("", ended=ended))

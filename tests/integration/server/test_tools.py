@@ -160,6 +160,130 @@ def test_drafts_do_not_change_a_required_call(server: Running) -> None:
     assert arguments[0] == arguments[1] and plain["foresay"]["drafted"] == 0
 
 
+@pytest.mark.parametrize("stop", ["city", '"', ["e", "}"]])
+def test_a_stop_string_does_not_cut_a_required_call(stop: Any, server: Running) -> None:
+    body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 200}
+    choice = post(server, stop=stop, **body).json()["choices"][0]
+    assert choice == post(server, **body).json()["choices"][0] | {"message": choice["message"]}, (
+        "the stop string changes nothing"
+    )
+    (call,) = choice["message"]["tool_calls"]
+    assert (
+        set(json.loads(call["function"]["arguments"])) == {"city", "days"} and choice["finish_reason"] == "tool_calls"
+    )
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ANSWERS = ('{"a": ', "1", "}")
+OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>")
+MARKS = ("<think>", "</think>", "<tool_call>")
+
+
+def answers_of(running: Running, tools: list[Any]) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """Reasoning, text and calls of an output by a schema in chat, whole and as a stream, in Responses and in Messages."""
+    schema = {"name": "answer", "schema": ANSWER}
+    body: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 60}
+    chat = {**body, "messages": TALK, "tools": tools, "response_format": {"type": "json_schema", "json_schema": schema}}
+    whole: Any = client(running).chat.completions.create(**chat).choices[0].message
+    with client(running).chat.completions.stream(**chat) as stream:
+        final: Any = stream.get_final_completion().choices[0].message
+    found = [
+        (getattr(one, "reasoning_content", None) or "", one.content or "", calls)
+        for one in (whole, final)
+        for calls in [[(call.function.name, call.function.arguments) for call in one.tool_calls or ()]]
+    ]
+    flat = [{"type": "function", **one["function"]} for one in tools]
+    body = {"temperature": 0, "max_output_tokens": 60, "input": TALK, "tools": flat}
+    body["text"] = {"format": {"type": "json_schema", **schema}}
+    output = httpx.post(f"{running.url}/v1/responses", json=body, timeout=60).json()["output"]
+    parts = {kind: [one for one in output if one["type"] == kind] for kind in ("reasoning", "message", "function_call")}
+    texts = [
+        "".join(part["text"] for one in parts[kind] for part in one["content"]) for kind in ("reasoning", "message")
+    ]
+    found.append((texts[0], texts[1], [(one["name"], one["arguments"]) for one in parts["function_call"]]))
+    named = [{"name": one["function"]["name"], "input_schema": one["function"]["parameters"]} for one in tools]
+    body = {"temperature": 0, "max_tokens": 60, "messages": TALK, "tools": named}
+    body["output_config"] = {"format": {"type": "json_schema", "schema": ANSWER}}
+    blocks = httpx.post(f"{running.url}/v1/messages", json=body, timeout=60).json()["content"]
+    thoughts, texts = ("".join(one.get(key, "") for one in blocks) for key in ("thinking", "text"))  # type: ignore[assignment]
+    uses = [(one["name"], json.dumps(one["input"])) for one in blocks if one["type"] == "tool_use"]
+    return [*found, (str(thoughts), str(texts), uses)]
+
+
+@pytest.mark.parametrize(
+    ("template", "pieces", "others", "tools", "wanted"),
+    [
+        (OPENS + "{# </think> #}", ["x"], [("<think>", "hm", "</think>", *ANSWERS)], [], ("hm", '{"a": 1}', [])),
+        (TEMPLATE + "{# </think> #}", ["<think>", "hm", "</think>", *ANSWERS], (), [], ("hm", '{"a": 1}', [])),
+        (TEMPLATE + "{# </think> #}", ANSWERS, (), [], ("", '{"a": 1}', [])),
+        (TEMPLATE, ANSWERS, (), [WEATHER], ("", '{"a": 1}', [])),
+        (
+            TEMPLATE,
+            ["<tool_call>", '\n{"name": "weather", "arguments": ', '{"city": "rome", "days": ', "2", "}}", "\n</tool_call>"],
+            (),
+            [WEATHER],
+            ("", "", [("weather", '{"city": "rome", "days": 2}')]),
+        ),
+    ],
+    ids=["open", "opens itself", "no reasoning", "an answer with tools", "a call with a schema"],
+)  # fmt: skip
+def test_an_answer_by_a_schema_after_reasoning_or_a_call(
+    template: str, pieces: Any, others: Any, tools: list[Any], wanted: Any, tmp_path: Path
+) -> None:
+    special = [one for one in MARKS if one in (*pieces, *(part for other in others for part in other))]
+    folder = chains.save(tmp_path, pieces, template, special=special, others=others)
+    running = Running(foresay.load(str(folder), num_draft_tokens=3))
+    try:
+        assert answers_of(running, tools) == [wanted] * 4
+    finally:
+        running.close()
+
+
+def test_reasoning_whose_beginning_is_missing(tmp_path: Path) -> None:
+    """A stream has sent it as content before its end is known."""
+    pieces = ["so", " it", " is", "</think>", "\n\n", "Yes", "."]
+    folder = chains.save(tmp_path, pieces, TEMPLATE + "{# </think> #}", special=["</think>"])
+    running = Running(foresay.load(str(folder), num_draft_tokens=3))
+    try:
+        message = post(running, temperature=0).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("so it is", "Yes.")
+        with client(running).chat.completions.create(model="tiny", messages=TALK, temperature=0, stream=True) as stream:
+            deltas: list[Any] = [one.choices[0].delta for one in stream]
+        texts = ["".join(getattr(one, key, None) or "" for one in deltas) for key in ("reasoning_content", "content")]
+        assert "".join(texts).replace(" ", "") in ("soitisYes.", "itissoYes.", "issoitYes.") and texts[1].endswith(
+            "Yes."
+        )
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_noise_is_a_call_or_an_answer(temperature: float, random_model: Path) -> None:
+    for tool_format in ("auto", "llama3_json", "mistral", "pythonic", "qwen3_coder"):
+        generator = foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3)
+        running = Running(generator, tool_format=tool_format)
+        try:
+            form = {"type": "json_schema", "json_schema": {"schema": ANSWER}}
+            tools = [TIME] if tool_format == "qwen3_coder" else [WEATHER, TIME]
+            body = {"tools": tools, "response_format": form, "temperature": temperature, "max_tokens": 300}
+            for seed in range(2):
+                choice = post(running, seed=seed, parallel_tool_calls=False, **body).json()["choices"][0]
+                message = choice["message"]
+                if choice["finish_reason"] == "length":
+                    continue
+                is_answer = not message.get("tool_calls")
+                assert choice["finish_reason"] == ("stop" if is_answer else "tool_calls")
+                assert not is_answer or set(json.loads(message["content"])) == {"a"}
+                assert is_answer or not message["content"]
+        finally:
+            running.close()
+
+
 def test_a_talk_goes_on_after_calls(server: Running) -> None:
     """Messages as a client sends them back: without content, with results; their order and ids reach the template."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -253,7 +377,7 @@ def function(**changes: Any) -> dict[str, Any]:
         ({"tools": [function(parameters={"properties": {"a": {"pattern": "("}}})], "tool_choice": "required"}, "tools", "schema"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": function(name="g"), "tools": [function()]}, "tool_choice", "no tool is named 'g'"),
-        ({"tools": [function()], "response_format": {"type": "json_object"}}, "response_format", "tool_choice='none'"),
+        ({"tools": [function()], "response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", "schema"),
         ({"tools": [function()], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "schema"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0", "content"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [function()]}]}, "messages.0", "assistant"),

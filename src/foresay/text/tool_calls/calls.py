@@ -38,12 +38,16 @@ class Pieces:
     content: str = ""
     reasoning: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    ends_reasoning: bool = False
+    """True if the earlier content was reasoning: its end came without its beginning."""
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.content or self.reasoning or self.calls or self.ends_reasoning)
 
     def add(self, other: Pieces) -> None:
         """Add what follows. Pieces of one call become one piece: some clients read only the first of an event."""
+        if other.ends_reasoning:
+            self.reasoning, self.content, self.ends_reasoning = self.reasoning + self.content, "", True
         self.content += other.content
         self.reasoning += other.reasoning
         for one in other.calls:

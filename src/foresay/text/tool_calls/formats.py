@@ -52,6 +52,8 @@ class ToolFormat:
     """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too.
 
     Its arguments are `most` and `only_calls` of MessageParser."""
+    answer: str = ""
+    """Text before an answer without calls."""
     thought: tuple[str, str] | None = None
     """Texts around reasoning that may precede calls, where it is not a matter of the chat template's own marks."""
     parallel: bool = True
@@ -138,6 +140,7 @@ FORMATS = {
             MARKERS,
             parallel=False,
             message=lambda most, only_calls: HarmonyParser(most=most, only_calls=only_calls),
+            answer=f"{CHANNEL}final{MESSAGE}",
             thought=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
         ),
         ToolFormat(
@@ -245,26 +248,45 @@ def _ids(tokenizer: Any, markers: Sequence[str]) -> dict[str, int]:
 
 
 def grammar_of(
-    chosen: ToolFormat, tools: Sequence[Tool], tokenizer: Any, *, parallel: bool, after_reasoning: bool = False
+    chosen: ToolFormat | None,
+    tools: Sequence[Tool],
+    tokenizer: Any,
+    *,
+    parallel: bool = False,
+    after_reasoning: bool = False,
+    may_reason: bool = False,
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the grammar, in Lark's syntax, of an output that calls one of the tools, or several if `parallel`.
 
-    after_reasoning: True if the output begins inside reasoning. Raises ConfigError for tools that the format cannot express.
+    chosen: None without tools. after_reasoning: True if the output begins inside reasoning. may_reason: True if it may begin with
+    reasoning. answer: schema of an output without calls. Raises ConfigError for tools that the format cannot express.
     """
+    terminal = partial(_terminals, _ids(tokenizer, () if chosen is None else chosen.markers))
+    outputs, before, rules = list[str](), "", list[str]()
+    if chosen is not None and tools:
+        begin, between, end = map(terminal, chosen.around)
+        more = f"({between} call)*" if parallel and chosen.parallel else ""
+        outputs.append(f"{begin} call {more} {end}")
+        rules += _calls(chosen, tools, terminal)
+    if answer is not None:
+        outputs.append(f"{'' if chosen is None else terminal(chosen.answer)} answer")
+        rules.append(f"answer: {json_rule(answer)}")
+    if chosen is not None and chosen.thought is not None:
+        before = f"({terminal(chosen.thought[0])} thought)?"
+        rules.append(_up_to("thought", chosen.thought[1], terminal))
+    if after_reasoning or may_reason:
+        marks = partial(_terminals, _ids(tokenizer, (message.BEGIN, message.END)))
+        before += " reasoning /\\n*/" if after_reasoning else f" ({marks(message.BEGIN)} reasoning /\\n*/)?"
+        rules.append(_up_to("reasoning", message.END, marks))
+    return "\n".join([f"start: {before} output", f"output: {' | '.join(outputs)}", *rules]) + "\n"
 
+
+def _calls(chosen: ToolFormat, tools: Sequence[Tool], terminal: Terminal) -> list[str]:
+    """Return the rules of a call of one of the tools."""
     if chosen.is_python:
         _check_python(tools)
-    terminal = partial(_terminals, _ids(tokenizer, chosen.markers))
-    begin, between, end = map(terminal, chosen.around)
-    more = f"({between} call)*" if parallel and chosen.parallel else ""
-    rules = [f"start: {begin} call {more} {end}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-    if chosen.thought is not None:
-        before, after = chosen.thought
-        rules[0] = f"start: ({terminal(before)} thought)? {begin} call {more} {end}"
-        rules.append(_up_to("thought", after, terminal))
-    if after_reasoning:
-        rules[0] = f"start: reasoning /\\n*/ {begin} call {more} {end}"
-        rules.append(_up_to("reasoning", message.END, partial(_terminals, _ids(tokenizer, (message.END,)))))
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         before, middle, after = chosen.call
         rules.append(f"call_{i}: {terminal(before + tool.name + middle)} args_{i} {terminal(after)}")
@@ -274,7 +296,7 @@ def grammar_of(
             rules += _keywords(f"args_{i}", tool.parameters)
         else:
             rules.append(f"args_{i}: {json_rule({'type': 'object', **tool.parameters})}")
-    return "\n".join(rules) + "\n"
+    return rules
 
 
 def _up_to(rule: str, ending: str, terminal: Terminal) -> str:

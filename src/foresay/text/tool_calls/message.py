@@ -18,7 +18,16 @@ def has_reasoning(tokenizer: Any) -> bool:
 
 def is_open(tokenizer: Any, prompt: list[int]) -> bool:
     """True if a prompt ends inside reasoning, so that the output begins there."""
-    return str(tokenizer.decode(prompt[-_LAST_TOKENS:])).rstrip().endswith(BEGIN)
+    return _end(tokenizer, prompt).endswith(BEGIN)
+
+
+def is_closed(tokenizer: Any, prompt: list[int]) -> bool:
+    """True if a prompt ends after reasoning, so that the output has none."""
+    return _end(tokenizer, prompt).endswith(END)
+
+
+def _end(tokenizer: Any, prompt: list[int]) -> str:
+    return str(tokenizer.decode(prompt[-_LAST_TOKENS:])).rstrip()
 
 
 class MessageParser:
@@ -30,10 +39,11 @@ class MessageParser:
         *,
         reasons: bool = False,
         is_open: bool = False,
+        is_closed: bool = False,
         most: int | None = None,
         only_calls: bool = False,
     ) -> None:
-        """calls: parser of tool calls, if there are tools. reasons, is_open: see `has_reasoning` and `is_open`.
+        """calls: parser of tool calls, if there are tools. reasons, is_open, is_closed: see `has_reasoning` etc.
 
         most: number of calls after which further ones are dropped; None for no limit. only_calls: True if the output has no
         content, so that the beginning of a call that is cut is none.
@@ -43,6 +53,8 @@ class MessageParser:
         self._start = Start(trims=True)
         """The beginning of reasoning or content."""
         self._reasons = reasons
+        self._may_end = reasons and not is_closed
+        """True while reasoning may end whose beginning the model left out."""
 
     @property
     def num_calls(self) -> int:
@@ -61,6 +73,7 @@ class MessageParser:
                 return Pieces()
             self._is_first, self._is_inside = False, start.startswith(BEGIN)
             self._text = start.removeprefix(BEGIN) if self._is_inside else self._text
+            self._may_end = self._may_end and not self._is_inside
             self._start = Start(trims=self._is_inside)
         out = Pieces()
         if self._is_inside:
@@ -70,9 +83,29 @@ class MessageParser:
             if at < 0:
                 return out
             self._is_inside, self._start, self._text = False, Start(trims=True), self._text[len(END) :]
+            self._may_end = False
+        if self._may_end and not self.num_calls:
+            self._read_to_end(out)
+            if not out.ends_reasoning:
+                return out
         text, self._text = self._start.trimmed(self._text), ""
         out.add(self._content(text))
         return out
+
+    def _read_to_end(self, out: Pieces) -> None:
+        """Add content up to the end of reasoning that had no beginning, if it comes: then the content was reasoning."""
+        at = self._text.find(END)
+        end = at if at >= 0 else len(self._text) - overlap(self._text, END)
+        out.add(self._content(self._start.trimmed(self._text[:end])))
+        self._text = self._text[end:]
+        if at >= 0 and not self.num_calls:
+            out.add(self._limited(self._calls.finish()) if self._calls is not None else Pieces())
+        if at >= 0 and not self.num_calls:
+            out.add(Pieces(ends_reasoning=True))
+            self._may_end, self._start, self._text = False, Start(trims=True), self._text[len(END) :]
+        elif self.num_calls:
+            out.add(self._content(self._text))
+            self._may_end, self._text = False, ""
 
     def finish(self) -> Pieces:
         """Return what is left at the end of the output."""

@@ -26,11 +26,11 @@ CALLS = [
 ]
 
 
-def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, is_open: bool = False) -> Found:
+def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, **more: bool) -> Found:
     """Content, reasoning and calls of an output."""
     chosen = FORMATS[name] if name else None
     calls_of = chosen.parser(SCHEMAS, False) if chosen is not None and chosen.parser is not None else None
-    parser: Any = MessageParser(calls_of, reasons=reasons, is_open=is_open)
+    parser: Any = MessageParser(calls_of, reasons=reasons, **more)
     if chosen is not None and chosen.message is not None:
         parser = chosen.message(None, False)
     content = reasoning = ""
@@ -40,6 +40,8 @@ def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = F
         step = cuts if isinstance(cuts, int) else cuts.randrange(1, 12)
         ended = at >= len(text)
         pieces = parser.finish() if ended else parser.push(text[at : at + step])
+        if pieces.ends_reasoning:
+            content, reasoning = "", reasoning + content
         content, reasoning, at = content + pieces.content, reasoning + pieces.reasoning, at + step
         for one in pieces.calls:
             if one.name is not None:
@@ -234,11 +236,17 @@ def test_reasoning(step: int) -> None:
     for text, is_open, wanted in (
         (f"<think>\nhm <b>\n</think>\n\nyes {HERMES}", False, ("yes ", "hm <b>\n", [("w", '{"a": 1}')])),
         (f"hm\n</think>\n\n{HERMES}", True, ("", "hm\n", [("w", '{"a": 1}')])),
-        (" plain </think> text", False, (" plain </think> text", "", [])),
+        (" plain </think> text", False, ("text", " plain ", [])),
+        (" plain </thi", False, (" plain </thi", "", [])),
+        (f"[hm </think> {HERMES}", False, ("", "[hm ", [("w", '{"a": 1}')])),
+        (f"{HERMES} </think> x", False, ("</think> x", "", [("w", '{"a": 1}')])),
+        ("<think>a</think> b </think> c", False, ("b </think> c", "a", [])),
         ("<think> for ever </thin", False, ("", "for ever </thin", [])),
         ("<thi", False, ("<thi", "", [])),
     ):
         assert parsed("hermes", text, step, reasons=True, is_open=is_open) == wanted
+    assert parsed("", "a </think> b", step, reasons=True, is_closed=True) == ("a </think> b", "", [])
+    assert parsed("", "a </think> b", step, reasons=True) == ("b", "a ", [])
     assert parsed("", "<think>a</think>\nb", step, reasons=True) == ("b", "a", [])
     assert parsed("", "<think>a</think>\nb", step) == ("<think>a</think>\nb", "", []), (
         "control: a model without reasoning"
