@@ -110,7 +110,9 @@ INSIDE = {
     ],
     "text": [
         {"tokenizer", "text_files", "formatting", "grammar_library"},
-        {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
+        {"stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
+        {"chat_messages"},
+        {"prompts"},
         {"schema_compiler"},
     ],
     "spec": [

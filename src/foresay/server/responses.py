@@ -31,6 +31,8 @@ class Message:
         """Name and pieces of the arguments of each call."""
         self.ids: list[str] = []
         """Id of each call."""
+        self.is_cut = False
+        """True if the output ended within a call, which was closed."""
 
     def add(self, text: str, *, ended: bool) -> Pieces:
         """Add text; return what it adds. ended: True if no more follows."""
@@ -39,7 +41,9 @@ class Message:
         else:
             new = self._parser.push(text)
             if ended:
-                new.add(self._parser.finish())
+                rest = self._parser.finish()
+                self.is_cut = bool(rest.calls)
+                new.add(rest)
         if new.ends_reasoning:
             self.reasoning, self.content = self.reasoning + self.content, ""
         self.content += new.content
@@ -224,7 +228,8 @@ class Output:
     ) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else self._shape.logprobs(entries)
         reason = None if ended is None else _REASONS[ended]
-        if ended is FinishReason.STOP and self._message.calls:
+        is_cut = self._message.is_cut and self.generation is not None and self.generation.stop_string is not None
+        if ended is FinishReason.STOP and self._message.calls and not is_cut:
             reason = "tool_calls"
         stopped = {}
         if ended is not None and self.generation is not None:

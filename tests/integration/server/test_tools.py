@@ -173,6 +173,21 @@ def test_a_stop_string_does_not_cut_a_required_call(stop: Any, server: Running) 
     )
 
 
+def test_a_call_that_a_stop_string_cuts_is_no_whole_one(chain: Running) -> None:
+    choice = post(chain, temperature=0, tools=[WEATHER, TIME], stop="Rome").json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Rome")
+    assert [json.loads(one["function"]["arguments"]) for one in choice["message"]["tool_calls"]] == [{"city": ""}]
+    with httpx.stream(
+        "POST",
+        f"{chain.url}/v1/chat/completions",
+        json={"messages": TALK, "temperature": 0, "tools": [WEATHER], "stop": "Rome", "stream": True},
+    ) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "stop"
+    after = post(chain, temperature=0, tools=[WEATHER, TIME], stop="\n </tool").json()["choices"][0]
+    assert after["finish_reason"] == "tool_calls" and after["stop_reason"] == "\n </tool", "both calls are whole"
+
+
 ANSWER: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},

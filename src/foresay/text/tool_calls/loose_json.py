@@ -40,7 +40,7 @@ class LooseJson:
         self._opening, self._stack = opening, list[tuple[str, str]]()
         """Closing characters of the open parts: in the text, and in JSON."""
         self._wants = "value"
-        """What comes next: "value" after a colon, "item" of a list, "key", "colon", or "comma"."""
+        """The next part: "value" after a colon, "item" of a list, "key", "colon", or "comma"."""
         self._new, self._length = list[str](), 0
         self._held = ""
         """White space, comma and key that are written with the next value."""

@@ -30,7 +30,7 @@ _AFTER = {
     _END_FUNCTION: (_END, "<tool_call>", _FUNCTION),
     _END: ("<tool_call>", _FUNCTION),
 }
-"""What follows a closing tag that ends a value; before other text, the tag belongs to the value."""
+"""Tags that follow a closing tag that ends a value; before other text, the tag belongs to the value."""
 
 
 class TaggedReader(Reader):
