@@ -246,14 +246,16 @@ class ObjectReader(Reader):
                 break
             text = text[len(found) :].lstrip()
         else:
+            self._unread = text
             return False
+        self._unread = text
         if self._end and text.startswith(self._end):
             self.ended, self._unread = True, text[len(self._end) :]
         elif text.startswith("{"):
-            self._unread, self._call = text, _Call(self.first + self.num_calls, self._names)
+            self._call = _Call(self.first + self.num_calls, self._names)
             return True
         elif text:
-            self.ended, self._unread = True, text if self.num_calls else self._unread
+            self.ended = True
         return False
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.loose_json import repaired
 from foresay.text.tool_calls.parsers import as_json
 
 logger = logging.getLogger("foresay")
@@ -89,6 +90,6 @@ class TemplateParser:
         name, arguments = function.get("name"), function.get("arguments", {})
         if not isinstance(name, str) or not name or (self._most is not None and self.num_calls >= self._most):
             return
-        text = arguments if isinstance(arguments, str) else as_json(arguments)
+        text = repaired(arguments or "{}") or arguments if isinstance(arguments, str) else as_json(arguments)
         out.calls.append(CallPiece(self.num_calls, name, text))
         self.num_calls += 1

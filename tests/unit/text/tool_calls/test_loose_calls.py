@@ -325,3 +325,35 @@ def test_any_text(name: str, seed: int) -> None:
             assert whole.calls or whole.content == text, "a text without calls is content, whole"
             rest = iter(text)
             assert all(char in rest for char in whole.content), text
+
+
+@pytest.mark.parametrize("case", [case for case, one in LOOSE.items() if one[0] == CODER])
+def test_calls_come_back_as_history(case: str) -> None:
+    """A template as Qwen3-Coder's writes the arguments, sent back as text, so that they are read as the same again."""
+    _, text, _, calls = LOOSE[case]
+    (sent, *_) = [arguments for _, arguments in calls_of(read(CODER, text))]
+    again = ""
+    for key, value in json.loads(sent).items():
+        shown = json.dumps(value) if isinstance(value, dict | list) else str(value)
+        again += f"<parameter={key}>\n{shown}\n</parameter>\n"
+    found = calls_of(read(CODER, tagged(again)))
+    assert [(one, json.loads(arguments)) for one, arguments in found] == calls[:1]
+
+
+def test_control_of_the_property() -> None:
+    """A reader that decides by what happens to have arrived differs between cuts."""
+
+    class Hasty(MessageParser):
+        def push(self, text: str) -> Pieces:
+            return super().push(text) if "<tool_call>" in text else Pieces(text)
+
+    calls = FORMATS[HERMES].parser
+    assert calls is not None
+    text, found = LOOSE["single quotes"][1], list[bool]()
+    for step in (5, len(text)):
+        parser, out = Hasty(calls(TOOLS, False)), Pieces()
+        for at in range(0, len(text), step):
+            out.add(parser.push(text[at : at + step]))
+        out.add(parser.finish())
+        found.append(out.content == text)
+    assert found == [True, False]
