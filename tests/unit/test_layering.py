@@ -109,7 +109,7 @@ INSIDE = {
         {"block_distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "control_tokens"},
         {"stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"chat_messages"},
         {"prompts"},

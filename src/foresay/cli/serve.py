@@ -66,6 +66,10 @@ class ServingOptions:
             metavar="NAME", help=f"Format of the model's tool calls: auto (by its chat template), {', '.join(FORMATS)}."
         ),
     ] = DEFAULTS.tool_format
+    control_tokens: Annotated[
+        bool,
+        typer.Option("--control-tokens", help="Let control tokens in messages open turns; by default they are text."),
+    ] = False
     memory: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +128,7 @@ class ServingOptions:
             cors=tuple(self.cors or ()),
             hosts=tuple(self.allow_host or ()),
             tool_format=self.tool_format,
+            control_tokens=self.control_tokens,
             memory_shared=self.memory_shared,
             share_prefixes=self.share_prefixes,
             max_waiting=self.max_waiting,

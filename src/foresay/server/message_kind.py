@@ -62,6 +62,7 @@ class MessageKind:
 
         Raises ApiError for tools that the model or the server does not support."""
         tools, tokenizer = request.used_tools, service.generator.tokenizer
+        control_tokens = service.settings.control_tokens
         assert request.messages is not None
         chosen = message_format(tokenizer)
         templated = service.settings.tool_format == "auto" and has_response_template(tokenizer)
@@ -75,7 +76,7 @@ class MessageKind:
                 raise ApiError(400, str(error), param="tools") from None
         return MessageKind(
             tokenizer,
-            request.chat_options(service.tokenizer, request.messages[-1].role),
+            replace(request.chat_options(service.tokenizer, request.messages[-1].role), control_tokens=control_tokens),
             request.callable_tools(),
             chosen,
             request.must_call,

@@ -35,6 +35,8 @@ class ServerSettings:
     """Further host names of a server without keys, such as the name of a reverse proxy."""
     tool_format: str = "auto"
     """Format of the model's tool calls, a name in FORMATS; "auto": by its chat template."""
+    control_tokens: bool = False
+    """True if a control token in a message is one, so that a message can open turns."""
     memory_shared: bool = False
     """True if requests of all keys draft from each other's texts."""
     share_prefixes: str = "key"

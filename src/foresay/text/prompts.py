@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foresay.errors import PromptError
 from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments
+from foresay.text.control_tokens import encode_marked, marked
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
@@ -77,6 +78,8 @@ class ChatOptions:
     """True to end the prompt with the beginning of the assistant's message."""
     continue_final_message: bool = False
     """True to end the prompt with the last message, which the output continues. Excludes add_generation_prompt."""
+    control_tokens: bool = False
+    """True if control tokens in messages and tools are control tokens; by default they are text."""
 
 
 @lru_cache(maxsize=8)
@@ -156,26 +159,38 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions) -> 
     more: dict[str, Any] = dict(options.variables)
     if options.tools:
         more["tools"] = list(options.tools)
+    found = None if options.control_tokens else marked([list(messages), more], tokenizer)
+    if found is None:
+        out = _applied(messages, tokenizer, options, more, return_dict=True)
+        ids: list[int] = out["input_ids"]
+        return ids
+    (messages, more), mark = found
+    return encode_marked(str(_applied(messages, tokenizer, options, more, tokenize=False)), mark, tokenizer)
+
+
+def _applied(
+    messages: Sequence[Message], tokenizer: Any, options: ChatOptions, more: Mapping[str, Any], **how: Any
+) -> Any:
+    """Return the result of `apply_chat_template`. more: tools and variables. how: further arguments, such as tokenize.
+
+    Raises PromptError for messages that the template refuses.
+    """
+    ending: dict[str, Any] = {"add_generation_prompt": options.add_generation_prompt}
     if options.continue_final_message:
-        more["continue_final_message"] = True
-    more["add_generation_prompt"] = options.add_generation_prompt
+        ending["continue_final_message"] = True
 
     def applied(form: Sequence[Message], **how: Any) -> Any:
         has_none = any(one.get("content", "") is None for one in form)
-        template = (
-            {"chat_template": KEEPS_NONE + tokenizer.get_chat_template(tools=more.get("tools"))} if has_none else {}
-        )
-        return tokenizer.apply_chat_template(list(form), **more, **template, **how)
+        own = {"chat_template": KEEPS_NONE + tokenizer.get_chat_template(tools=more.get("tools"))} if has_none else {}
+        return tokenizer.apply_chat_template(list(form), **more, **ending, **own, **how)
 
     messages = fitted(messages, lambda form: str(applied(form, tokenize=False)))
     try:
-        out = applied(messages, return_dict=True)
+        return applied(messages, **how)
     except Exception as error:  # a template is a program and may raise anything
         if (wrong := unread_arguments(messages)) is not None:
             raise PromptError(f"{wrong} is no JSON object, and the chat template refused it: {error}") from error
         raise PromptError(f"the chat template refused the messages: {error}") from error
-    ids: list[int] = out["input_ids"]
-    return ids
 
 
 def _require(tokenizer: Any, purpose: str) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foresay.errors import PromptError
-from foresay.text.prompts import FillIn, encode, is_batch
+from foresay.text.prompts import ChatOptions, FillIn, encode, is_batch
 from helpers.making import byte_level
 
 USER = {"role": "user", "content": "the cat"}
@@ -165,7 +165,7 @@ def test_messages_need_a_chat_template() -> None:
 @pytest.mark.parametrize(("prompt", "what"), [("text", "a text prompt"), ([USER], "chat messages")])
 def test_text_and_messages_need_a_tokenizer(prompt: Any, what: str) -> None:
     with pytest.raises(
-        PromptError, match=f"{what} needs a tokenizer, and this model was loaded without one; pass token"
+        PromptError, match=rf"{what} needs a tokenizer, and this model was loaded without one \(.*\); pass token ids"
     ):
         encode(prompt, None)
 
@@ -191,3 +191,12 @@ def test_a_model_that_fills_no_gaps(tokenizer: Any) -> None:
     tokenizer.add_tokens(["<fim_prefix>", "<fim_middle>"], special_tokens=True)
     with pytest.raises(PromptError, match="no tokens for filling in"):
         encode(FillIn("a", "b"), tokenizer)
+
+
+def test_control_tokens_of_messages_are_text_unless_asked_for(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "a<eos>b"}]
+    special = tokenizer.convert_tokens_to_ids("<eos>")
+    text, control = encode(messages, tokenizer), encode(messages, tokenizer, ChatOptions(control_tokens=True))
+    assert special not in text and special in control
+    assert tokenizer.decode(text) == tokenizer.decode(control)
+    assert special in encode("a<eos>", tokenizer), "a text prompt is encoded as it is"
