@@ -196,8 +196,8 @@ class Simulation:
             self._check_call(call)
         self.problems += self.loop.failures
         service = self.service
-        if service._open_limits or service._preparing:
-            self.problems.append(f"{len(service._open_limits)} open requests, {service._preparing} being prepared")
+        if service._open_limits or service.lanes.open:
+            self.problems.append(f"{len(service._open_limits)} open requests, {service.lanes.open} being prepared")
         thread = service._thread
         if thread._listeners or thread._calls:
             self.problems.append(f"{len(thread._listeners)} listeners and {len(thread._calls)} calls are left")

@@ -110,7 +110,7 @@ INSIDE = {
     ],
     "text": [
         {"tokenizer", "text_files", "formatting", "grammar_library", "control_tokens"},
-        {"stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
+        {"excess", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"chat_messages"},
         {"prompts"},
         {"schema_compiler"},
@@ -125,7 +125,7 @@ INSIDE = {
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "acceptance", "settings"},
-        {"metrics"},
+        {"metrics", "lanes"},
         {"fields", "logprobs", "guards", "connections", "events"},
         {"tool_fields"},
         {"option_fields"},

@@ -30,6 +30,7 @@ from foresay.server.adapters.response_format import ResponsesFormat
 from foresay.server.errors import ApiError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.guards import App, Guards
+from foresay.server.lanes import LONG
 from foresay.server.message_kind import MessageKind
 from foresay.server.requests import (
     DEFAULT_TEMPERATURE,
@@ -49,8 +50,6 @@ _SECURITY_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_LARGE = 1 << 16
-"""Body size in bytes from which a body is parsed on a thread."""
 
 
 def make_app(service: Service, *, warm: bool = False) -> App:
@@ -91,7 +90,7 @@ def _json_route(service: Service) -> type[APIRoute]:
             async def handle(raw_request: Request) -> Response:
                 _check_type(raw_request.headers.get("content-type"))
                 body = await raw_request.body()
-                request = read(kind, body) if len(body) < _LARGE else await service.prepare(lambda: read(kind, body))
+                request = read(kind, body) if len(body) < LONG else await service.prepare(lambda: read(kind, body))
                 return await handler(_ParsedRequest(raw_request.scope, raw_request.receive, body, request))
 
             return handle

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from foresay.server.errors import CLIENT_CLOSED, ApiError
+from foresay.server.lanes import SENDER, Sender
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -59,7 +60,8 @@ class Guards:
 
         try:
             scope["state"]["owner"] = self._check(scope, headers)
-            body = await self._read_body(receive)
+            body, size = await self._read_body(receive)
+            SENDER.set(Sender(scope["state"]["owner"] or str((scope.get("client") or [""])[0]), size))
         except ApiError as error:
             await _refuse(error, scope["path"], send_response)
         else:
@@ -108,8 +110,8 @@ class Guards:
         if self._settings.host in LOOPBACK and name.lower() not in names:
             raise ApiError(421, f"unknown host {name!r}; allow it with --allow-host", code="unknown_host")
 
-    async def _read_body(self, receive: Receive) -> Receive:
-        """Return a `receive` that replays the body in one piece before later messages.
+    async def _read_body(self, receive: Receive) -> tuple[Receive, int]:
+        """Return a `receive` that replays the body in one piece before later messages, and the body's size in bytes.
 
         Raises ApiError for a body that is too large, too slow or incomplete.
         """
@@ -129,7 +131,8 @@ class Guards:
             raise ApiError(
                 408, f"the body was not complete after {self._settings.body_s:g} s", code="timeout"
             ) from None
-        return _replayed({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
+        body = b"".join(parts)
+        return _replayed({"type": "http.request", "body": body, "more_body": False}, receive), len(body)
 
 
 def _replayed(first: MutableMapping[str, Any], receive: Receive) -> Receive:

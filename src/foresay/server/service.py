@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,10 +32,12 @@ from foresay.models.huggingface.linears import resident_bytes
 from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
+from foresay.server.lanes import SENDER, Lanes
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
+from foresay.text.excess import beginning
 from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import ChatOptions, encode
 from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
@@ -69,11 +71,9 @@ class Service:
         self._thread = SessionThread(
             self._new_session, idle_s=5.0, max_sessions=settings.max_methods, main=DraftingChoice()
         )
-        self._text_workers = ThreadPoolExecutor(1, "foresay-texts")
+        self.lanes = Lanes(settings.max_waiting + generator.max_batch_size)
         self._schema_workers = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
         self._compiler: SchemaCompiler | None = None
-        self._preparing = 0
-        """Requests whose bodies, texts or schemas are being parsed, tokenized, scored or compiled."""
         self._open_limits: set[_TimeLimit] = set()
 
     def _new_session(self, drafting: DraftingChoice) -> Session:
@@ -129,7 +129,8 @@ class Service:
         return await self.prepare(lambda: [self._encoded(one, options) for one in prompts])
 
     def _encoded(self, prompt: Any, options: ChatOptions | None) -> list[int]:
-        ids, context_length = encode(prompt, self.generator.tokenizer, options), self.generator.target.model.max_length
+        context_length = self.generator.target.model.max_length
+        ids = encode(prompt, self.generator.tokenizer, options, most=context_length - 1)
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids
@@ -139,7 +140,8 @@ class Service:
         tokenizer, most = self.tokenizer, self.generator.target.model.max_length
 
         def encoded() -> tuple[int, ...]:
-            return tuple(tokenizer(text, add_special_tokens=False).input_ids[:most])
+            ids = beginning(tokenizer, text, most) or tokenizer(text, add_special_tokens=False).input_ids
+            return tuple(ids[:most])
 
         return await self.prepare(encoded)
 
@@ -161,7 +163,11 @@ class Service:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
         compiler, cancelled = self._compiler, threading.Event()
         try:
-            return await self._run_on(self._schema_workers, lambda: compiler.compile(source, cancelled))
+            loop = asyncio.get_running_loop()
+            with self._preparation():
+                return await self._in_time(
+                    loop.run_in_executor(self._schema_workers, lambda: compiler.compile(source, cancelled))
+                )
         except ConfigError as error:
             raise ApiError(400, str(error), param=param) from None
         except ForesayError:
@@ -187,28 +193,21 @@ class Service:
 
         Raises ApiError if too many requests wait, and after the request's time limit.
         """
-        return await self._run_on(self._text_workers, work)
-
-    async def _run_on(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """Run work on a thread of `worker`, so that streams continue. Raises ApiError if too many requests wait."""
+        sender = SENDER.get()
         with self._preparation():
-            try:
-                async with asyncio.timeout(self.settings.timeout_s):
-                    return await asyncio.get_running_loop().run_in_executor(worker, work)
-            except TimeoutError:
-                raise self._timeout_error() from None
+            return await self._in_time(self.lanes.of(sender).run(sender.client, work))
 
-    @contextmanager
-    def _preparation(self) -> Iterator[None]:
-        """Count a request that is not yet in the engine's queue. Raises ApiError if there are too many."""
-        if self._preparing >= self.settings.max_waiting:
-            text = f"{self._preparing} requests are queued for preparation; try again later"
-            raise ApiError(429, text, code="queue_full", retry_after=1)
-        self._preparing += 1
+    async def _in_time(self, result: Awaitable[T]) -> T:
         try:
-            yield
-        finally:
-            self._preparing -= 1
+            async with asyncio.timeout(self.settings.timeout_s):
+                return await result
+        except TimeoutError:
+            raise self._timeout_error() from None
+
+    def _preparation(self) -> AbstractContextManager[None]:
+        """Count a request that is not yet in the engine's queue. Raises ApiError if there are too many."""
+        sender = SENDER.get()
+        return self.lanes.of(sender).admitted(sender.client)
 
     @contextmanager
     def _time_limit(self) -> Iterator[_TimeLimit]:

@@ -18,9 +18,10 @@ import torch
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from foresay.errors import PromptError
+from foresay.errors import ContextLengthError, PromptError
 from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments
 from foresay.text.control_tokens import encode_marked, marked
+from foresay.text.excess import lower_bound
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
@@ -98,17 +99,21 @@ def template_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
     return frozenset(found - reserved - set(tokenizer.special_tokens_map) - _OF_TEMPLATES)
 
 
-def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None) -> list[int]:
+def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None, *, most: int | None = None) -> list[int]:
     """Return one prompt's token ids. A text is encoded unchanged, messages use the chat template, token ids are [T] integers.
 
-    options: those of the template, for messages. Raises PromptError for an empty prompt, ids of another shape or type, messages
-    that are malformed or that the template refuses, and texts or messages without a tokenizer or template.
+    options: those of the template, for messages. most: tokens that a caller takes. Raises PromptError for an empty prompt, ids of
+    another shape or type, messages that are malformed or that the template refuses, and texts or messages without a tokenizer or
+    template; ContextLengthError for a text that certainly has more than `most` tokens. Other results may have more as well.
     """
     if isinstance(prompt, FillIn):
+        for one in (prompt.prefix, prompt.suffix):
+            _check_length(one, tokenizer, most)
         return _fill_in(prompt, _require(tokenizer, "a text prompt"))
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
+        _check_length(prompt, tokenizer, most)
         ids: list[int] = _require(tokenizer, "a text prompt")(prompt).input_ids
         return ids
     if isinstance(prompt, torch.Tensor | np.ndarray):
@@ -123,11 +128,16 @@ def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None) -> l
     if not items:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
     if all(isinstance(item, Mapping) for item in items):
-        return _chat(items, _require(tokenizer, "chat messages"), options or ChatOptions())
+        return _chat(items, _require(tokenizer, "chat messages"), options or ChatOptions(), most)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
     return [int(item) for item in items]
+
+
+def _check_length(text: str, tokenizer: Any, most: int | None) -> None:
+    if most is not None and tokenizer is not None and (count := lower_bound(tokenizer, text, most)):
+        raise ContextLengthError(f"the prompt has at least {count} tokens, and the model's context is {most + 1}")
 
 
 def fill_in_marks(tokenizer: Any) -> tuple[int, ...] | None:
@@ -148,7 +158,7 @@ def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
     return [before, *prefix, after, *suffix, middle]
 
 
-def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions) -> list[int]:
+def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, most: int | None) -> list[int]:
     for i, message in enumerate(messages):
         if "role" not in message or "content" not in message:
             raise PromptError(f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'")
@@ -159,13 +169,18 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions) -> 
     more: dict[str, Any] = dict(options.variables)
     if options.tools:
         more["tools"] = list(options.tools)
-    found = None if options.control_tokens else marked([list(messages), more], tokenizer)
-    if found is None:
-        out = _applied(messages, tokenizer, options, more, return_dict=True)
-        ids: list[int] = out["input_ids"]
-        return ids
-    (messages, more), mark = found
-    return encode_marked(str(_applied(messages, tokenizer, options, more, tokenize=False)), mark, tokenizer)
+    found, mark = None if options.control_tokens else marked([list(messages), more], tokenizer), ""
+    if found is not None:
+        (messages, more), mark = found
+    text = None
+    if mark or (most is not None and sum(len(str(one["content"])) for one in messages) > most):
+        text = str(_applied(messages, tokenizer, options, more, tokenize=False))
+        if most is not None:
+            _check_length(text.replace(mark, ""), tokenizer, most)
+    if text is not None and mark:
+        return encode_marked(text, mark, tokenizer)
+    ids: list[int] = _applied(messages, tokenizer, options, more, return_dict=True)["input_ids"]
+    return ids
 
 
 def _applied(

@@ -64,8 +64,8 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
         return (" " * stripped + text).encode("utf-8", "replace")
     if len(name) == 6 and name.startswith("<0x"):
         return bytes([int(name[3:5], 16)])
-    if all(character in _BYTES for character in name):
-        return bytes(_BYTES[character] for character in name)
+    if all(character in NAMED_BYTES for character in name):
+        return bytes(NAMED_BYTES[character] for character in name)
     return text.encode("utf-8", "replace")
 
 
@@ -77,7 +77,8 @@ def _named_bytes() -> dict[str, int]:
 
 
 _REPLACEMENT, _SPACE_MARK = "\ufffd", "\u2581"
-_BYTES = _named_bytes()
+NAMED_BYTES = _named_bytes()
+"""Characters of byte-level token names -> bytes."""
 
 
 def check_usable(tokenizer: Tokenizer) -> None:

@@ -25,6 +25,7 @@ from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
 from helpers import families, tiny
 from helpers.serving import TALK, TEXT, Running
+from helpers.waiting import wait_until
 
 LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
 
@@ -89,33 +90,103 @@ class TestTime:
             assert b" 408 " in held.recv(4096).split(b"\r\n")[0]
 
 
-class TestBeforeTheQueue:
-    def test_texts_that_wait_to_be_read_are_bounded(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        running = serve(max_waiting=1)
-        encoding, go_on = threading.Event(), threading.Event()
-        honest = service.encode
+def after(event: threading.Event, honest: Any) -> Any:
+    """A function that waits for the event first."""
 
-        def slowly(*args: Any) -> Any:
-            encoding.set()
-            assert go_on.wait(30)
-            return honest(*args)
+    def call(*given: Any, **named: Any) -> Any:
+        assert event.wait(60)
+        return honest(*given, **named)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
+    """Two rows."""
+    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("narrow"), chat=True)), max_batch_size=2)
+
+
+class TestBeforeTheQueue:
+    def test_as_many_as_there_are_rows_and_waiting_ones_are_answered(
+        self, serve: Any, narrow: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """2 rows and 4 that wait: of 10 requests that come at once, 6 are answered."""
+        running = serve(narrow, max_waiting=4)
+        go_on = threading.Event()
+        monkeypatch.setattr(service, "encode", after(go_on, service.encode))
+        said: list[httpx.Response] = []
+        body = {"prompt": TEXT, "max_tokens": 2}
+        threads = [threading.Thread(target=lambda: said.append(post(running, body))) for _ in range(10)]
+        for one in threads:
+            one.start()
+        wait_until(lambda: len(said) == 4, "those without a place are refused at once")
+        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "nobody else waits for it"
+        go_on.set()
+        for one in threads:
+            one.join(30)
+        assert sorted(one.status_code for one in said) == [200] * 6 + [429] * 4
+        refused = said[0]
+        assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
+        assert "requests are queued" in refused.json()["error"]["message"]
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages/count_tokens"])
+    def test_short_texts_do_not_wait_for_long_ones(
+        self, path: str, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor does one client's second long text keep that of another out."""
+        running, go_on, honest = serve(keys=frozenset({"a", "b"})), threading.Event(), service.encode
+        begun: list[str] = []
+
+        def slowly(prompt: Any, *given: Any, **named: Any) -> Any:
+            content = prompt if isinstance(prompt, str) else prompt[0]["content"]
+            if len(content) > 100:
+                begun.append(content[0])
+                assert go_on.wait(60)
+            return honest(prompt, *given, **named)
 
         monkeypatch.setattr(service, "encode", slowly)
         said: list[httpx.Response] = []
-        first = threading.Thread(target=lambda: said.append(post(running, {"prompt": TEXT, "max_tokens": 2})))
-        first.start()
-        assert encoding.wait(30)
-        late = post(running, {"prompt": TEXT})
-        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "nobody else waits for it"
+
+        def ask(content: str, key: str) -> None:
+            messages = {"messages": [{"role": "user", "content": content}], "model": "tiny"}
+            more = {} if path != "/v1/chat/completions" else {"max_tokens": 2}
+            said.append(post(running, {**messages, **more}, path, headers={"Authorization": f"Bearer {key}"}))
+
+        longs = [threading.Thread(target=ask, args=(name * 70_000, key)) for name, key in ("1a", "2a", "3a", "4b")]
+        for one, waiting in zip(longs, (1, 2, 3, 4), strict=True):
+            one.start()
+            wait_until(lambda waiting=waiting: running.service.lanes.open == waiting, "it is being prepared")
+        ask("hello", "a")
+        assert said[0].status_code == 200 and begun == ["1"]
         go_on.set()
-        first.join(30)
-        assert late.status_code == 429 and late.json()["error"]["code"] == "queue_full" and late.headers["retry-after"]
-        assert "requests are queued" in late.json()["error"]["message"]
-        assert said[0].status_code == 200
+        for one in longs:
+            one.join(60)
+        assert begun[:2] == ["1", "4"] or begun.index("4") == 2, "after at most one more of the other client"
+        assert [one.json()["error"]["message"].startswith("the prompt has at least") for one in said[1:]] == [True] * 4
+
+    def test_long_texts_of_one_client_leave_room_for_others(
+        self, serve: Any, narrow: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        running, go_on = serve(narrow, max_waiting=2, keys=frozenset({"a", "b"})), threading.Event()
+        monkeypatch.setattr(service, "encode", after(go_on, service.encode))
+        said: dict[str, list[int]] = {"a": [], "b": []}
+
+        def ask(key: str) -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            said[key].append(post(running, {"prompt": "x" * 70_000}, headers=headers).status_code)
+
+        threads = [threading.Thread(target=ask, args=key) for key in "aaab"]
+        for one in threads:
+            one.start()
+        wait_until(lambda: said["a"] == [429], "half of four are its own")
+        go_on.set()
+        for one in threads:
+            one.join(60)
+        assert sorted(said["a"]) == [400, 400, 429] and said["b"] == [400]
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         running, go_on = serve(timeout_s=0.2), threading.Event()
-        monkeypatch.setattr(service, "encode", lambda *_: go_on.wait(30))
+        monkeypatch.setattr(service, "encode", lambda *_, **__: go_on.wait(30))
         answer = post(running, {"prompt": TEXT})
         go_on.set()
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
