@@ -92,7 +92,11 @@ class ServingOptions:
     ] = DEFAULTS.share_prefixes
     memory_limit: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Most resident memory, such as 6GB; requests beyond it wait."),
+        typer.Option(
+            metavar="SIZE",
+            help="Resident memory, such as 6GB, up to which caches grow and bodies of 64 KiB and more are read. Beyond it "
+            "requests wait, or are answered with 503.",
+        ),
     ] = None
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; further ones are answered with status 429.")

@@ -5,6 +5,7 @@ Owns the table of routes. Reaches the engine only through the service.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -60,7 +61,9 @@ def make_app(service: Service, *, warm: bool = False) -> App:
         if warm:
             await service.warm()
         service.ready = True
+        trimming = asyncio.create_task(service.trim_memory())
         yield
+        trimming.cancel()
         service.ready = False
         await service.drain()
 

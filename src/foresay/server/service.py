@@ -28,11 +28,12 @@ from foresay.generation.result import Chunk
 from foresay.generation.scoring import PromptScorer
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
+from foresay.models.cache.memory import Trimmer, check_limit
 from foresay.models.huggingface.linears import resident_bytes
 from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
-from foresay.server.lanes import SENDER, Lanes
+from foresay.server.lanes import LONG, SENDER, Lanes
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
 from foresay.spec.expressions import parse
@@ -45,6 +46,10 @@ from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
 T = TypeVar("T")
 FLUSH_S = 10.0
 """Longest wait for kept texts to be written at the end."""
+TRIM_S = 1.0
+"""Time between two measurements of the allocator's slack."""
+TEXT_BYTES = 32
+"""Memory that reading a long body takes, for each of its bytes."""
 
 
 def served_name(name: str) -> str:
@@ -191,9 +196,12 @@ class Service:
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.
 
-        Raises ApiError if too many requests wait, and after the request's time limit.
+        Raises ApiError if too many requests wait, and after the request's time limit; OutOfMemoryError for a long text that would
+        pass the memory limit.
         """
         sender = SENDER.get()
+        if sender.size >= LONG:
+            check_limit(TEXT_BYTES * sender.size)
         with self._preparation():
             return await self._in_time(self.lanes.of(sender).run(sender.client, work))
 
@@ -262,6 +270,14 @@ class Service:
         first = [self.generator.target.model.vocab_size // 2] * 8
         async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
             pass
+
+    async def trim_memory(self) -> None:
+        """Return freed memory to the system for as long as the server runs."""
+        trimmer = Trimmer()
+        while True:
+            await asyncio.sleep(TRIM_S)
+            idle = not self._open_limits and not self.lanes.open
+            await asyncio.to_thread(trimmer.check, idle=idle)
 
     async def drain(self) -> None:
         """Accept no more requests; wait for the open ones up to the drain limit, then end them."""

@@ -205,3 +205,54 @@ def test_the_allocators_slack_is_freed_memory() -> None:
     after = memory.slack_bytes()
     assert after == before == 0 or after > before, "0 without glibc"
     assert len(last) == 4000
+
+
+def scattered() -> list[bytearray]:
+    """64 MB in small pieces, with one at the end that keeps the heap from shrinking."""
+    return [bytearray(4000) for _ in range(16_000)]
+
+
+def test_freed_memory_is_returned_once_it_is_much() -> None:
+    """The C library counts returned pages on as free; they are not returned again and again."""
+    trimmer = memory.Trimmer()
+    trimmer.check(idle=True)
+    pieces = scattered()
+    last = bytearray(4000)
+    before = memory.resident_bytes()
+    pieces.clear()
+    returned = trimmer.check(idle=True)
+    assert returned or memory.slack_bytes() == 0, "0 without glibc"
+    assert not returned or memory.resident_bytes() < before - (32 << 20)
+    assert not trimmer.check(idle=True) and len(last) == 4000
+
+
+def test_a_busy_process_keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    slack, trims = [0], list[int]()
+    monkeypatch.setattr(memory, "slack_bytes", lambda: slack[0])
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(memory, "trim", lambda: trims.append(slack[0]))
+    trimmer = memory.Trimmer()
+    found = []
+    for slack[0], idle in (
+        (20 << 20, True),
+        (40 << 20, False),
+        (40 << 20, True),
+        (60 << 20, True),
+        (300 << 20, False),
+        (0, True),
+        (40 << 20, True),
+    ):
+        found.append(trimmer.check(idle=idle))
+    assert found == [False, False, True, False, True, False, True] and len(trims) == 3
+
+
+def test_a_limit_refuses_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = memory.resident_bytes()
+    memory.check_limit(1 << 60)
+    try:
+        memory.limit_memory(used + (256 << 20))
+        memory.check_limit(1 << 20)
+        with pytest.raises(OutOfMemoryError, match=r"may take 512 MB, and [\d,]+ of [\d,]+ MB are in use; try again"):
+            memory.check_limit(512 * 10**6)
+    finally:
+        memory.limit_memory(None)

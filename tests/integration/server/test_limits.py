@@ -19,6 +19,7 @@ import pytest
 import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
 from foresay.drafters import SuffixDrafter
+from foresay.models.cache import memory
 from foresay.server import service
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
@@ -190,6 +191,30 @@ class TestBeforeTheQueue:
         answer = post(running, {"prompt": TEXT})
         go_on.set()
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+
+
+class TestMemory:
+    def test_an_idle_server_returns_freed_memory(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[bool] = []
+        monkeypatch.setattr(service, "TRIM_S", 0.01)
+        monkeypatch.setattr(service.Trimmer, "check", lambda self, *, idle: seen.append(idle))
+        running = serve()
+        wait_until(lambda: True in seen, "nothing is under way")
+        with streaming(running) as held:
+            assert held.recv(10)
+            seen.clear()
+            wait_until(lambda: False in seen, "a request is under way")
+
+    def test_a_long_text_beyond_the_limit(self, serve: Any) -> None:
+        running = serve()
+        memory.limit_memory(memory.resident_bytes() + (64 << 20))
+        try:
+            answer = post(running, {"prompt": "x" * (4_000_000)})
+            assert post(running, {"prompt": TEXT, "max_tokens": 2}).status_code == 200
+        finally:
+            memory.limit_memory(None)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory"
+        assert answer.headers["retry-after"]
 
 
 @contextmanager

@@ -13,11 +13,15 @@ from typing import Any
 import psutil
 import torch
 
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, OutOfMemoryError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _RESERVED_SHARE = 0.1
 """Share of the free memory that caches may not use: a forward pass needs room for its activations."""
+
+_MIN_SLACK = 16 << 20
+_IDLE_SHARE, _BUSY_SHARE = 32, 4
+"""Parts of the resident memory that the allocator may keep: trimming delays threads that allocate."""
 
 
 def kv_bytes(config: Any, dtype: torch.dtype) -> int:
@@ -30,7 +34,8 @@ def kv_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def limit_memory(limit: int | None) -> None:
-    """Bound this process's memory on the CPU: caches grow only as far as the resident memory stays below it. None: no bound.
+    """Bound this process's memory on the CPU: caches grow, and long texts are read (`check_limit`), only as far as the resident
+    memory stays below it. None: no bound.
 
     limit: bytes. Raises ConfigError if the process already takes more.
     """
@@ -43,6 +48,15 @@ def limit_memory(limit: int | None) -> None:
 
 
 _limit: int | None = None
+
+
+def check_limit(needed: int) -> None:
+    """Raise OutOfMemoryError if less than `needed` bytes are left below the limit of `limit_memory`."""
+    if _limit is not None and (used := resident_bytes()) + needed > _limit:
+        trim()
+        if resident_bytes() + needed > _limit:
+            text = f"the request may take {needed / 1e6:,.0f} MB, and {used / 1e6:,.0f} of {_limit / 1e6:,.0f} MB are in use"
+            raise OutOfMemoryError(f"{text}; try again later")
 
 
 def resident_bytes() -> int:
@@ -91,6 +105,25 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):
         return
+
+
+class Trimmer:
+    """Trims the allocator's heaps when their free memory has grown: most of it stays with the process otherwise."""
+
+    def __init__(self) -> None:
+        self._rest = 0
+        """Slack that trimming has left: free pages are returned, but the C library counts them on."""
+
+    def check(self, *, idle: bool) -> bool:
+        """Trim if the slack has passed a bound, which is low for an idle process; return True if it has."""
+        slack = slack_bytes()
+        self._rest = min(self._rest, slack)
+        bound = max(_MIN_SLACK, resident_bytes() // (_IDLE_SHARE if idle else _BUSY_SHARE))
+        if slack - self._rest <= bound:
+            return False
+        trim()
+        self._rest = slack_bytes()
+        return True
 
 
 def _container_left() -> int | None:
