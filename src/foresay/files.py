@@ -110,19 +110,22 @@ def usual_modes(folder: Path) -> None:
         path.chmod(mode)
 
 
-def remove_stale(parent: Path, prefix: str = ".") -> None:
-    """Remove this user's work folders in `parent`, with names that begin so, that no process has locked."""
+def remove_stale(parent: Path, prefix: str = ".", age_s: float = _STALE_S) -> None:
+    """Remove this user's work folders in `parent`, with names that begin so, that no process has locked.
+
+    age_s: those that were changed since are kept, unless the caller knows that no other process writes to `parent`.
+    """
     if fcntl is None:
         return
     for entry in os.scandir(parent):
         if entry.name.startswith(prefix) and entry.name.endswith(_WORK) and entry.is_dir(follow_symlinks=False):
             with suppress(OSError):  # another user's, locked or already removed
-                _remove_unlocked(entry)
+                _remove_unlocked(entry, age_s)
 
 
-def _remove_unlocked(entry: os.DirEntry[str]) -> None:
+def _remove_unlocked(entry: os.DirEntry[str], age_s: float) -> None:
     found = entry.stat(follow_symlinks=False)
-    if found.st_uid != os.geteuid() or time() - found.st_mtime < _STALE_S:
+    if found.st_uid != os.geteuid() or time() - found.st_mtime < age_s:
         return
     lock = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import signal
@@ -204,6 +205,60 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
     assert kept(one) == TEXTS * 3, "they are in memory"
     assert first(one, [0, 1, 2]) == (3, [3, 4, 5])
     one.close()
+
+
+@pytest.mark.parametrize("failing", ["append", "write", "replace_list"])
+def test_writing_is_resumed_when_the_disk_has_room_again(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*given: Any, **named: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "RETRY_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Files, failing, full)
+        one = filled(tmp_path / "m", TEXTS * 2)
+        assert one.problem is not None and kept(one) == TEXTS * 2
+    one.add("", ids([50, 51]))
+    one.flush()
+    assert one.problem is None and kept(one) == [*TEXTS * 2, [50, 51]]
+    assert caplog.text.count("no longer keeps texts") == 1 and "keeps texts on the disk again" in caplog.text
+    one.close()
+    again = Memory(tmp_path / "m")
+    assert kept(again) == [*TEXTS * 2, [50, 51]]
+    again.close()
+
+
+def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
+    filled(tmp_path / "m").close()
+    (owner,) = (tmp_path / "m" / "owners").iterdir()
+    left = [owner / ".7.segment-a.work", owner / ".segments.json-b.work", tmp_path / "m" / ".memory.json-c.work"]
+    for folder in left:
+        folder.mkdir()
+        (folder / "part").write_bytes(b"x")
+    in_use = os.open(left[1], os.O_RDONLY)
+    fcntl.flock(in_use, fcntl.LOCK_EX)
+    reader = Memory(tmp_path / "m", reads_only=True)
+    assert all(folder.exists() for folder in left), "a reader changes nothing"
+    reader.close()
+    again = Memory(tmp_path / "m")
+    assert [folder.exists() for folder in left] == [False, True, False] and kept(again) == TEXTS
+    os.close(in_use)
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder"), [(".", False), ("owners", False), ("memory.json", True), ("lock", True)]
+)
+def test_files_for_folders_and_folders_for_files_are_named(name: str, is_folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "m" / name
+    if name != ".":
+        (tmp_path / "m").mkdir()
+    path.mkdir() if is_folder else path.touch()
+    with pytest.raises(ConfigError, match="cannot use the memory") as refused:
+        Memory(tmp_path / "m")
+    kinds = "is a folder and must be a file" if is_folder else "is a file and must be a folder"
+    assert f"{str(path)!r} {kinds}" in str(refused.value)
 
 
 def test_a_partly_written_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

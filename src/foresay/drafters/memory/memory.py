@@ -24,7 +24,7 @@ from foresay.decoding.rows import IntArray
 from foresay.drafters.memory.segment import pattern
 from foresay.drafters.memory.store import Store
 from foresay.errors import ConfigError, VocabularyMismatchError
-from foresay.files import atomic_write
+from foresay.files import atomic_write, remove_stale
 from foresay.json_files import Schema, read_limited
 
 try:
@@ -39,7 +39,7 @@ _REFRESH_S = 1.0
 _MAX_QUEUED = 1024
 """Texts that may wait to be written."""
 _FORMAT = 1
-_FACTS = "memory.json"
+_FACTS, _OWNERS, _LOCK = "memory.json", "owners", "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,16 @@ class Memory:
         return found
 
     def _open(self, folder: Path, fingerprint: str) -> None:
+        for path, is_folder in (
+            (folder, True),
+            (folder / _OWNERS, True),
+            (folder / _FACTS, False),
+            (folder / _LOCK, False),
+        ):
+            if path.exists() and path.is_dir() != is_folder:
+                kinds = ("a file", "a folder") if is_folder else ("a folder", "a file")
+                text = f"cannot use the memory {str(folder)!r}: {str(path)!r} is {kinds[0]} and must be {kinds[1]}"
+                raise ConfigError(f"{text}; move it away")
         if self.writes:
             self._lock_folder(folder)
         try:
@@ -137,8 +147,16 @@ class Memory:
             if not (folder / _FACTS).is_file():
                 raise ConfigError(f"cannot use the memory {str(folder)!r}: {why}") from None
         self.writes = self._lock_file is not None
-        if not self.writes:
+        if self.writes:
+            self._sweep(folder)
+        else:
             logger.warning("the memory %s is only read: %s", folder, why)
+
+    def _sweep(self, folder: Path) -> None:
+        """Remove what killed processes have left: this process alone writes to the folder."""
+        with suppress(OSError):
+            for one in (folder, *(folder / _OWNERS).glob("*/")):
+                remove_stale(one, age_s=0.0)
 
     def _check(self, folder: Path, fingerprint: str) -> None:
         if fingerprint and self.fingerprint and self.fingerprint != fingerprint:
@@ -242,7 +260,7 @@ class Memory:
     def _named(self, name: str) -> Store:
         store = self._stores.get(name)
         if store is None:
-            folder = None if self.folder is None else self.folder / "owners" / name
+            folder = None if self.folder is None else self.folder / _OWNERS / name
             with self._lock:
                 store = self._stores.get(name) or Store(folder, self.max_tokens, writes=self.writes)
                 self._stores[name] = store
@@ -272,6 +290,7 @@ class Memory:
             self._lock_file = _locked(self.folder)
         if self._lock_file is not None:
             logger.warning("this process writes to the memory %s now", self.folder)
+            self._sweep(self.folder)
             with self._lock:
                 self.writes, self._stores = True, {}
 
@@ -288,9 +307,13 @@ class Memory:
             self._take_over()
         if self.writes:
             store = self._store(owner)
+            before = store.problem
             store.add(tokens)
             if store.problem is not None:
                 self._has_problem(store.problem)
+            elif before is not None and all(one.problem is None for one in self._stores.values()):
+                logger.warning("the memory keeps texts on the disk again")
+                self.problem = None
         elif monotonic() > self._refreshed + _REFRESH_S:
             self._refreshed = monotonic()
             for store in list(self._stores.values()):
@@ -308,7 +331,7 @@ _opening = threading.Lock()
 
 def _locked(folder: Path) -> int | None:
     """Return a descriptor with the folder's lock, None if another process has it. Raises OSError."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     if fcntl is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from foresay.errors import ConfigError
 
 SPILL = 1 << 15
 """Tokens of recent texts that become a file."""
+RETRY_S = 10.0
+"""Pause after a failed write."""
 _GROWTH = 2
 """Segments are merged while the older one is at most this many times the newer."""
 
@@ -34,7 +37,11 @@ class Store:
         self._max_tokens = max_tokens
         self._writes, self._spill_tokens = writes, min(SPILL, max(1, max_tokens // 4))
         self.problem: str | None = None
-        """Why texts are no longer written to the folder."""
+        """Why texts are not written to the folder now."""
+        self._folder = folder
+        self._unwritten: list[Tokens] = []
+        """Texts that the folder lacks, the oldest first; written once that succeeds."""
+        self._retry_at = 0.0
         self._files: Files | None = None
         self._seen = 0
         """Size of the log when it was read, in bytes."""
@@ -55,14 +62,20 @@ class Store:
         return sum(one.size for one in self.segments)
 
     def add(self, tokens: IntArray) -> None:
-        """Add a text. If it cannot be written, see `problem`, this text and later ones are kept in memory only."""
+        """Add a text. While it cannot be written, see `problem`, this text and later ones are kept in memory."""
         assert self._writes
         text = ended(tokens)
+        if self._files is None and self._folder is not None and monotonic() >= self._retry_at:
+            self._write_again(self._folder)
         if self._files is not None:
             try:
                 self._files.append(text)
             except OSError as error:
                 self._stop_writing(error)
+        if self._files is None and self._folder is not None:
+            self._unwritten.append(text)
+            while sum(map(len, self._unwritten)) > self._max_tokens:
+                del self._unwritten[0]
         self._keep_recent(text)
         self._publish()
         if sum(one.size for one in self._recent) >= self._spill_tokens:
@@ -85,7 +98,7 @@ class Store:
 
     def close(self) -> None:
         """Drop the texts, and write no more."""
-        self._files, self._stored, self._recent = None, [], []
+        self._files, self._folder, self._stored, self._recent = None, None, [], []
         self._publish()
 
     def _read(self) -> None:
@@ -128,7 +141,21 @@ class Store:
         self._publish()
 
     def _stop_writing(self, error: Exception) -> None:
-        self.problem, self._files = str(error), None
+        self.problem, self._files, self._retry_at = str(error), None, monotonic() + RETRY_S
+
+    def _write_again(self, folder: Path) -> None:
+        """Write what the folder lacks; it has every text that was added before the first failure."""
+        try:
+            files = Files(folder, writes=True)
+            while self._unwritten:
+                files.append(self._unwritten[0])
+                del self._unwritten[0]
+            self._files = files
+            self._read()
+            self.problem = None
+        except (OSError, ConfigError) as error:
+            self._stop_writing(error)
+            self._publish()
 
     def _publish(self) -> None:
         self.segments = (*self._stored, *self._recent)
