@@ -69,12 +69,15 @@ class Connection(HttpToolsProtocol):
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > MAX_HEAD_BYTES:
-            self.refuse(ApiError(431, f"the request's head exceeds {MAX_HEAD_BYTES} bytes", code="head_too_large"))
+            self._refuse_head()
 
     def on_headers_complete(self) -> None:
-        """Stop the timer, and select the response class for HTTP/1.0."""
+        """Refuse a head that is too large although it came in one piece. Stop the timer, and select the class for HTTP/1.0."""
         self._stop_timer()
         self._unparsed = 0
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refuse_head()
+            return
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and isinstance(self.cycle, RequestResponseCycle):
             self.cycle.__class__ = _Http10Cycle
@@ -82,12 +85,14 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Reset the count of unparsed bytes."""
         self._unparsed = 0
-        super().on_body(body)
+        if not self.transport.is_closing():
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Reset the count of unparsed bytes."""
         self._unparsed = 0
-        super().on_message_complete()
+        if not self.transport.is_closing():
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Note that the client is next to send."""
@@ -109,6 +114,9 @@ class Connection(HttpToolsProtocol):
             lines += [f"{name.lower()}: {value}" for name, value in error.headers.items()]
             self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
+
+    def _refuse_head(self) -> None:
+        self.refuse(ApiError(431, f"the request's head exceeds {MAX_HEAD_BYTES} bytes", code="head_too_large"))
 
     def _await_head(self) -> None:
         self._stop_timer()

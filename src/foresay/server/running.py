@@ -48,8 +48,9 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain the server, then stop it. Until then it listens, and /ready answers 503. A second signal stops it at once."""
         if self._service.draining:
-            super().handle_exit(sig, frame)
-            self.force_exit = sig == signal.SIGINT
+            # as without a handler: tasks that are torn down one by one would report it
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
             return
         self._service.draining = True  # load balancers send later requests elsewhere
         asyncio.run_coroutine_threadsafe(self._drain(sig, frame), self._loop)

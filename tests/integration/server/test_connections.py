@@ -99,6 +99,27 @@ class TestTheHeadOfARequest:
                 return
         assert answer == b"" or b" 431 " in answer.split(b"\r\n")[0]
 
+    @pytest.mark.parametrize("body", [b"", b"{}"])
+    def test_one_that_is_too_large_and_comes_at_once(self, body: bytes, serve: Any) -> None:
+        lines = [
+            b"POST /predict HTTP/1.1",
+            b"Host: localhost",
+            b"Content-Length: %d" % len(body),
+            b"X: " + b"y" * 70_000,
+        ]
+        with connected(serve()) as held:
+            held.sendall(b"\r\n".join([*lines, b"", body]))
+            answer = until_closed(held)
+        assert b" 431 " in answer.split(b"\r\n")[0] and answer.count(b"HTTP/1.1") == 1
+
+    @pytest.mark.parametrize("path", ["/health", "/ready"])
+    def test_a_load_balancer_that_names_no_host(self, path: str, serve: Any) -> None:
+        """HTTP/1.0 has no Host; pages of browsers always send one."""
+        for version, host, status in (("1.0", "", 200), ("1.0", "Host: evil.example\r\n", 421), ("1.1", "", 421)):
+            with connected(serve()) as held:
+                held.sendall(f"GET {path} HTTP/{version}\r\n{host}Connection: close\r\n\r\n".encode())
+                assert f" {status} ".encode() in until_closed(held).split(b"\r\n")[0]
+
     def test_what_is_not_http(self, serve: Any) -> None:
         with connected(serve()) as held:
             held.sendall(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
@@ -265,6 +286,16 @@ class TestWhereItListens:
         assert child.returncode == -signal.SIGTERM and "Traceback" not in said, said
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{root}/ready")
+
+    @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+    def test_a_second_signal_ends_it_at_once_and_quietly(self, sig: signal.Signals, tmp_path: Path) -> None:
+        child, url = started("--model", str(tiny.save(tmp_path / "model", chat=True)))
+        with unread_stream(int(url.removesuffix("/v1").rpartition(":")[2])):
+            child.send_signal(sig)
+            wait_for(lambda: httpx.get(url.removesuffix("/v1") + "/ready").status_code == 503)
+            child.send_signal(sig)
+            _, said = child.communicate(timeout=20)
+        assert child.returncode == -sig and said == ""
 
 
 @contextmanager
