@@ -124,6 +124,7 @@ INSIDE = {
     ],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
+        {"hints"},
         {"errors", "acceptance", "settings"},
         {"metrics", "lanes"},
         {"fields", "logprobs", "guards", "connections", "events"},

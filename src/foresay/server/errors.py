@@ -22,6 +22,7 @@ from foresay.errors import (
     QueueFullError,
     RequestError,
 )
+from foresay.server.hints import NAMES
 
 CLIENT_CLOSED = 499
 """Status logged for a client that disconnected before its response."""
@@ -127,7 +128,8 @@ def as_api_errors(field: str, log: logging.Logger) -> Iterator[None]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameter of an ApiError, which may be a path of names. names: new names of parameters."""
+    """Rename the parameter of an ApiError, which may be a path of names, and ignored hints. names: new names of parameters."""
+    before = NAMES.set(names)
     try:
         yield
     except ApiError as error:
@@ -137,6 +139,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
             error.message = names[first] + error.message[len(first) :]
         error.param = names.get(error.param or "", renamed_path) or None
         raise
+    finally:
+        NAMES.reset(before)
 
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Vali
 from pydantic_core import PydanticCustomError, from_json
 
 from foresay.server.errors import ApiError
+from foresay.server.hints import ignore
 
 T = TypeVar("T", bound=BaseModel)
 Neutral = Mapping[str, Sequence[Any]]
@@ -37,6 +38,8 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     neutral: ClassVar[Neutral] = {}
+    hints: ClassVar[Mapping[str, str]] = {}
+    """Fields that are accepted with any value, ignored and reported -> their names in reports."""
 
     @model_validator(mode="before")
     @classmethod
@@ -44,6 +47,10 @@ class Fields(BaseModel):
         """Return the object without neutral values, and with the first unknown field only, since one error is enough."""
         if not isinstance(data, dict):
             return data
+        for name in cls.hints.keys() & data.keys():
+            if not cls._is_neutral(name, data[name]):
+                ignore(cls.hints[name])
+        data = {name: value for name, value in data.items() if name not in cls.hints} if cls.hints else data
         known = _names(cls)
         unknown = next((name for name in data if name not in known and not cls._is_neutral(name, data[name])), None)
         given = {name: data[name] for name in known if name in data and not cls._is_neutral(name, data[name])}

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from foresay.server.errors import CLIENT_CLOSED, ApiError
+from foresay.server.hints import HEADER, IGNORED
 from foresay.server.lanes import SENDER, Sender
 from foresay.server.settings import LOOPBACK, ServerSettings
 
@@ -46,6 +47,8 @@ class Guards:
         headers = {name.lower(): value for name, value in scope["headers"]}
         request_id, start, status = f"req-{uuid4().hex[:16]}", perf_counter(), [0]
         scope.setdefault("state", {})["request_id"] = request_id
+        ignored: dict[str, None] = {}
+        IGNORED.set(ignored)
         method, head = scope["method"], scope["method"] == "HEAD"
         if head:  # the response of GET without its body
             scope = {**scope, "method": "GET"}
@@ -54,6 +57,8 @@ class Guards:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
                 message["headers"] = [*map(_with_head, message["headers"]), (b"x-request-id", request_id.encode())]
+                if ignored:
+                    message["headers"].append((HEADER, ", ".join(ignored).encode()))
             elif head:
                 message = {**message, "body": b""}
             await send(message)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -70,7 +70,8 @@ class Lane:
         """Run work on the thread. A client has one piece of work in the queue at a time."""
         turn = self._turns.setdefault(client, asyncio.Lock())
         async with turn:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+            run = copy_context().run
+            return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: run(work))
 
 
 class Lanes:

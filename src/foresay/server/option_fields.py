@@ -13,6 +13,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most
+from foresay.server.hints import ignore
 from foresay.server.tool_fields import ToolFields
 from foresay.text.grammar import ANY_OBJECT
 from foresay.text.prompts import ChatOptions, template_variables
@@ -109,7 +110,9 @@ class TemplateFields(ToolFields):
     chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
     """Variables of the chat template."""
     reasoning_effort: StrictStr | None = None
-    """Variable of the chat template of the same name."""
+    """Variable of the chat template of the same name: a hint, but for "none"."""
+    enable_thinking: StrictBool | None = None
+    """Variable `enable_thinking` or `thinking` of the chat template: true is a hint, false as reasoning_effort "none"."""
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     """True if the output continues the last message."""
@@ -125,17 +128,24 @@ class TemplateFields(ToolFields):
         begins = self.add_generation_prompt and not self.continue_final_message
         options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
         given = {**(self.chat_template_kwargs or {})}
-        known = template_variables(tokenizer, options) if given or self.reasoning_effort else frozenset()
-        if self.reasoning_effort == "none" and "enable_thinking" in known:
-            given.setdefault("enable_thinking", False)
-        elif self.reasoning_effort == "none" and "reasoning_effort" not in known and not has_reasoning(tokenizer):
+        effort = "none" if self.enable_thinking is False else self.reasoning_effort
+        known = template_variables(tokenizer, options) if given or effort or self.enable_thinking else frozenset()
+        switch = next((name for name in ("enable_thinking", "thinking") if name in known), None)
+        if effort == "none" and switch is not None:
+            given.setdefault(switch, False)
+        elif effort == "none" and "reasoning_effort" not in known and not has_reasoning(tokenizer):
             pass  # there is nothing to turn off
-        elif self.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", self.reasoning_effort)
+        elif effort is not None and (effort == "none" or "reasoning_effort" in known):
+            given.setdefault("reasoning_effort", effort)
+        elif effort is not None:
+            ignore("reasoning_effort")
+        if self.enable_thinking and switch is not None:
+            given.setdefault(switch, True)
+        elif self.enable_thinking and not has_reasoning(tokenizer):
+            ignore("enable_thinking")
         for name in given:
             if name not in known:
                 text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
-                raise ApiError(
-                    400, text, param="reasoning_effort" if name == "reasoning_effort" else "chat_template_kwargs"
-                )
+                hint = "reasoning_effort" if self.enable_thinking is None else "enable_thinking"
+                raise ApiError(400, text, param=hint if name == "reasoning_effort" else "chat_template_kwargs")
         return replace(options, variables=given)

@@ -222,6 +222,7 @@ class ChatRequest(TemplateFields, _Sampled):
     """POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, **_CHAT_NEUTRAL}
+    hints: ClassVar[Mapping[str, str]] = {"verbosity": "verbosity", "prompt_cache_retention": "prompt_cache_retention"}
     prompt_field = "messages"
 
     messages: Messages

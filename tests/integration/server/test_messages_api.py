@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 import foresay
+from foresay.server import hints
 from helpers import tiny
 from helpers.serving import Running, named_events
 from helpers.tool_chats import TALK, TEMPLATE, WEATHER
@@ -185,7 +186,7 @@ def test_the_last_message_of_the_assistant_is_continued(server: Running) -> None
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "always"}}, "thinking"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0"),
         ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
@@ -224,7 +225,8 @@ def test_variables_of_the_chat_template(tmp_path: Path) -> None:
     """Known ones reach the template, others are refused; disabled thinking is one of them."""
     folder = tiny.save(tmp_path)
     tokenizer = tiny.tokenizer()
-    extra = "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}{{ reasoning_effort or '' }}"
+    extra = "{% if enable_thinking is defined %}{{ 'long' if enable_thinking else 'quick' }}{% endif %}"
+    extra += "{{ reasoning_effort or '' }}"
     tokenizer.chat_template = extra + TEMPLATE
     tokenizer.save_pretrained(folder)
     running = Running(foresay.load(str(folder)))
@@ -246,9 +248,15 @@ def test_variables_of_the_chat_template(tmp_path: Path) -> None:
         assert prompt_tokens(chat_template_kwargs={"enable_thinking": False}) == base + encoded("quick")
         counts = [
             post(running, "/count_tokens", **more).json()["input_tokens"]
-            for more in ({}, {"thinking": {"type": "disabled"}}, {"thinking": {"type": "adaptive"}})
+            for more in (
+                {},
+                {"thinking": {"type": "disabled"}},
+                {"thinking": {"type": "adaptive"}},
+                {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+                {"output_config": {"effort": "max"}},
+            )
         ]
-        assert counts == [base, base + encoded("quick"), base]
+        assert counts == [base, base + encoded("quick"), base, base + encoded("long"), base + encoded("max")]
         for name in ("mood", "messages", "tokenize", "bos_token"):
             answer = httpx.post(
                 f"{running.url}/v1/chat/completions",
@@ -263,8 +271,40 @@ def test_variables_of_the_chat_template(tmp_path: Path) -> None:
         running.close()
 
 
-def test_a_model_without_variables_refuses_them(server: Running) -> None:
-    answer = httpx.post(
-        f"{server.url}/v1/chat/completions", json={"messages": TALK, "reasoning_effort": "low"}, timeout=60
-    )
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "reasoning_effort"
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens, thinking"),
+        ("messages", {"thinking": {"type": "adaptive", "display": "summarized"}}, "thinking.display"),
+        ("messages", {"output_config": {"effort": "high"}}, "output_config.effort"),
+        ("messages", {"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
+        ("messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
+        ("messages", {"thinking": {"type": "disabled"}, "metadata": {"user_id": "x"}}, None),
+        ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("chat/completions", {"reasoning_effort": "none", "verbosity": "medium", "store": True}, None),
+        (
+            "chat/completions",
+            {"verbosity": "low", "prompt_cache_retention": "24h"},
+            "verbosity, prompt_cache_retention",
+        ),
+        ("responses", {"reasoning": {"effort": "xhigh", "summary": "detailed"}}, "reasoning.summary, reasoning.effort"),
+        ("responses", {"text": {"verbosity": "low"}, "client_metadata": {"a": "b"}}, "client_metadata, text.verbosity"),
+        ("responses", {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}, None),
+    ],
+)
+def test_hints_are_ignored_by_name(
+    path: str, fields: dict[str, Any], ignored: str | None, server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Efforts and budgets of Claude Code and Codex: the answer is that without them, and a header names them."""
+    hints._log.cache_clear()
+    given = {"input": "hello"} if path == "responses" else {"messages": [{"role": "user", "content": "hello"}]}
+    limit = {"max_output_tokens": 16} if path == "responses" else {"max_tokens": 3}
+    for _ in range(2):
+        answer = httpx.post(f"{server.url}/v1/{path}", json={**given, **limit, **fields}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        named = answer.headers.get("x-foresay-ignored")
+        assert sorted((named or "").split(", ")) == sorted((ignored or "").split(", "))
+    for name in (ignored or "").split(", ") if ignored else ():
+        assert len([one for one in caplog.messages if f"the hint {name}," in one]) == 1, "once in the log"
+    plain = httpx.post(f"{server.url}/v1/{path}", json={**given, **limit}, timeout=60)
+    assert "x-foresay-ignored" not in plain.headers

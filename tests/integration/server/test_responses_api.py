@@ -198,7 +198,7 @@ def test_log_probabilities(server: Running) -> None:
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": "x", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"input": "x", "tools": [{**TIME_TOOL, "name": "a b"}]}, "tools.0.name"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),

@@ -22,7 +22,8 @@ CHAT_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
     "max_completion_tokens": "max_tokens",
-    "reasoning_effort": "thinking",
+    "reasoning_effort": "output_config.effort",
+    "enable_thinking": "thinking",
     "continue_final_message": "messages",
 }
 """Names in this API of a chat request's fields."""
@@ -196,17 +197,25 @@ class OutputFormat(Fields):
 class OutputConfig(Fields):
     """Options of the output."""
 
+    hints: ClassVar[Mapping[str, str]] = {"task_budget": "output_config.task_budget"}
+
     format: OutputFormat | None = None
+    effort: StrictStr | None = None
+    """For chat templates that read reasoning_effort; else a hint that is ignored."""
 
 
 class Thinking(Fields):
-    """Reasoning. "disabled" turns it off if the chat template can; "adaptive" leaves it to the model."""
+    """Reasoning. "disabled" turns it off if the chat template can, "enabled" on; "adaptive" leaves it to the model."""
 
-    type: Literal["disabled", "adaptive"]
+    hints: ClassVar[Mapping[str, str]] = {name: f"thinking.{name}" for name in ("budget_tokens", "display")}
+
+    type: Literal["disabled", "adaptive", "enabled"]
 
 
 class CountRequest(Label):
     """POST /v1/messages/count_tokens."""
+
+    hints: ClassVar[Mapping[str, str]] = {name: name for name in ("context_management", "speed", "inference_geo")}
 
     model: StrictStr | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
@@ -214,6 +223,7 @@ class CountRequest(Label):
     tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages of a chat."""
@@ -232,9 +242,9 @@ class CountRequest(Label):
 
     def chat(self) -> ChatRequest:
         """Return the chat request. A last message of the assistant is continued."""
-        more = {}
-        if self.thinking is not None and self.thinking.type == "disabled":
-            more["reasoning_effort"] = "none"
+        thinking = {"disabled": False, "enabled": True}.get("" if self.thinking is None else self.thinking.type)
+        effort = None if self.output_config is None else self.output_config.effort
+        more = {"enable_thinking": thinking, "reasoning_effort": effort}
         return validated(ChatRequest, {**self.chat_fields(), **more})
 
     def chat_fields(self) -> dict[str, Any]:
@@ -264,7 +274,6 @@ class MessagesRequest(CountRequest):
     top_k: StrictInt | None = None
     stop_sequences: Annotated[list[StrictStr], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
     stream: StrictBool | None = None
-    output_config: OutputConfig | None = None
     metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
     service_tier: StrictStr | None = None
     """These two fields label a request. Any value is accepted and ignored."""

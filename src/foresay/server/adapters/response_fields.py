@@ -161,6 +161,7 @@ class TextOptions(Fields):
     """Options of the output's text."""
 
     neutral: ClassVar[Neutral] = {"verbosity": ("medium",)}
+    hints: ClassVar[Mapping[str, str]] = {"verbosity": "text.verbosity"}
 
     format: TextFormat | None = None
 
@@ -169,6 +170,9 @@ class ReasoningOptions(Fields):
     """Options of reasoning."""
 
     neutral: ClassVar[Neutral] = {"summary": ("auto",), "generate_summary": ("auto",)}
+    hints: ClassVar[Mapping[str, str]] = {
+        name: f"reasoning.{name}" for name in ("summary", "generate_summary", "context")
+    }
 
     effort: StrictStr | None = None
 
@@ -183,6 +187,9 @@ class ResponsesRequest(Fields):
     """POST /v1/responses. Nothing is stored, so that a request contains the whole conversation."""
 
     neutral: ClassVar[Neutral] = {"background": (False,), "truncation": ("disabled",)}
+    hints: ClassVar[Mapping[str, str]] = {
+        name: name for name in ("client_metadata", "prompt_cache_options", "context_management")
+    }
 
     input: Annotated[
         StrictStr | Annotated[list[Item], Field(min_length=1, fail_fast=True)],

@@ -290,7 +290,6 @@ FIELDS = [
         "a budget of thinking tokens",
         message(thinking={"type": "enabled", "budget_tokens": 50}, max_tokens=100),
         ok(equals("type", "message")),
-        refused("thinking.type"),
     ),
     Case("metadata", message(metadata={"user_id": "test_user_123"}), ok(*BLOCK)),
     Case(
