@@ -1,4 +1,4 @@
-"""Hints: fields of a request that ask for more or less of something, and without which the answer is still an answer.
+"""Hints: fields of a request that want more or less of something, and without which the answer is still an answer.
 
 A hint that this model or server cannot follow is ignored and named, in a header of the response and once in the log. Knows no
 field.
