@@ -109,9 +109,9 @@ INSIDE = {
         {"block_distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "control_tokens"},
+        {"tokenizer", "text_files", "formatting", "grammar_library"},
         {"excess", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
-        {"chat_messages"},
+        {"chat_messages", "control_tokens"},
         {"prompts"},
         {"schema_compiler"},
     ],

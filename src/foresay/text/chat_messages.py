@@ -17,7 +17,7 @@ Message: TypeAlias = Mapping[str, Any]
 KEEPS_NONE = (
     "{%- set kept = namespace(messages=[]) -%}{%- for one in messages -%}"
     "{%- set kept.messages = kept.messages + [one if one.content is defined else dict(one, content=none)] -%}"
-    "{%- endfor -%}{%- set messages = kept.messages -%}"
+    "{%- endfor -%}{%- set messages = kept.messages %}{{ '' }}"
 )
 """The beginning of a template whose messages may have a content of None, which transformers removes."""
 Render: TypeAlias = Callable[[Sequence[Message]], str]

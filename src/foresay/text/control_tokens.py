@@ -1,8 +1,8 @@
-"""Texts that users insert into a chat template: a control token in them stays text, and opens no turn.
+"""Chat prompts in which only the template's own control tokens are control tokens: one in a message is text, and opens no turn.
 
-Texts are marked before the template inserts them, which separates control tokens of the template from those of a message. The
-rendered text is encoded by a copy of the tokenizer whose control tokens have random names. Owns the marks and the copy; knows no
-message format.
+The template is rendered with random names in place of its control tokens. What looks like a control token afterwards came from
+a message, wherever and however the template wrote it, and the text is encoded by a copy of the tokenizer to which only the
+random names are control tokens. Knows no message format.
 """
 
 from __future__ import annotations
@@ -10,104 +10,114 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tokenizers import Tokenizer
+
 from foresay.errors import PromptError
+from foresay.text.tool_calls.message import BEGIN, END
 
-_MARKS = range(0xF0000, 0xF1000)
-"""Private characters of Unicode, one of which is the mark."""
-_NAME = chr(0xF1000)
-_known: WeakKeyDictionary[Any, _ControlTokens] = WeakKeyDictionary()
+_PRIVATE = chr(0xF1000)
+"""First and last character of a random name."""
+_LOGIC = frozenset({BEGIN, END})
+"""Marks that templates search in messages; they open no turn."""
+_WORD = re.compile(r"[\w .-]*")
+"""Texts that form no control token; templates compare roles and variables with their own words."""
+_NAMES = (
+    "role content reasoning_content tool_calls tool_call_id id type text function name description parameters arguments "
+    "properties required tools"
+)
+_FIELDS = frozenset(_NAMES.split())
+"""Names of the fields of messages and tools."""
+_known: WeakKeyDictionary[Any, ControlTokens] = WeakKeyDictionary()
 
 
-def marked(values: Any, tokenizer: Any) -> tuple[Any, str] | None:
-    """Return messages, tools or other plain data with a mark inside every control token of its texts, and the mark.
-
-    None if no text contains a control token or could form one with what follows it. Raises PromptError for a tokenizer that
-    cannot encode a control token as text.
-    """
-    tokens, texts = _of(tokenizer), list(_texts(values))
-    first = next((found for text in texts if (found := tokens.first_in(text)) is not None), None)
-    if first is None:
+def control_tokens_of(tokenizer: Any) -> ControlTokens | None:
+    """Return the control tokens of a tokenizer; None if it is not one of the library `tokenizers`."""
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         return None
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        kind = type(tokenizer).__name__
-        raise PromptError(
-            f"a message contains {first!r} of a control token, which this tokenizer ({kind}) cannot encode as text; remove it"
-        )
-    every = "".join(texts)
-    mark = next(chr(code) for code in _MARKS if chr(code) not in every)
-    return _mapped(values, lambda text: tokens.marked(text, mark)), mark
-
-
-def encode_marked(text: str, mark: str, tokenizer: Any) -> list[int]:
-    """Return the token ids of a rendered template, in which control tokens with a mark are text."""
-    return _of(tokenizer).encode(text, mark)
-
-
-def _of(tokenizer: Any) -> _ControlTokens:
     found = _known.get(tokenizer)
-    if found is None:
-        found = _known[tokenizer] = _ControlTokens(tokenizer)
+    if found is None or found.size != len(tokenizer):
+        found = _known[tokenizer] = ControlTokens(tokenizer)
     return found
 
 
-class _ControlTokens:
-    """The control tokens of a tokenizer, and a copy of it to which they are private names."""
+class ControlTokens:
+    """The control tokens of a tokenizer with their random names, and a copy of the tokenizer that knows only these names.
+
+    Marks such as <|im_start|> count whether or not the tokenizer calls them special.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self.names = tuple(sorted({one.content for one in added if one.special and one.content}, key=len, reverse=True))
-        self._begins = {name[:2] for name in self.names}
-        self._prefixes = {name[:size] for name in self.names for size in range(1, len(name))}
-        self._longest = max(map(len, self.names), default=0)
+        added = [one for one in tokenizer.added_tokens_decoder.values() if one.content and not one.single_word]
+        names = {one.content for one in added if one.special or re.fullmatch(r"<\|.+\|>", one.content)} - _LOGIC
+        secret = f"{_PRIVATE}{secrets.token_hex(16)}"
+        self._private = {name: f"{secret}.{i}{_PRIVATE}" for i, name in enumerate(sorted(names, key=len, reverse=True))}
+        self._shown = {private: name for name, private in self._private.items()}
+        self._backend, self.size = tokenizer.backend_tokenizer, len(tokenizer)
+        self._normalized = any(one.normalized for one in added if one.content in names)
+        self._begins = {name[:2] for name in names}
+        self._own = re.compile("|".join(map(re.escape, self._private)) or r"(?!)")
+        self._hidden = re.compile(f"{secret}\\.\\d+{_PRIVATE}")
 
-    def first_in(self, text: str) -> str | None:
-        """Return a control token in a text, or the beginning of one at its end."""
-        ends: Iterator[str] = (text[-size:] for size in range(1, self._longest))
-        inside = self.names if any(begin in text for begin in self._begins) else ()
-        found = [name for name in inside if name in text] or [end for end in ends if end in self._prefixes]
-        return found[0] if found else None
+    def hidden(self, text: str) -> str:
+        """Return a text with random names in place of control tokens."""
+        return self._own.sub(lambda found: self._private[found.group()], text)
 
-    def marked(self, text: str, mark: str) -> str:
-        """Return a text with marks inside its control tokens, and after the beginning of one at its end."""
-        cuts = {found.start() + 1 for name in self.names for found in re.finditer(f"(?={re.escape(name)})", text)}
-        if any(text[-size:] in self._prefixes for size in range(1, self._longest)):
-            cuts.add(len(text))
-        ends = [0, *sorted(cuts), len(text)]
-        return mark.join(text[begin:end] for begin, end in pairwise(ends))
+    def shown(self, text: str) -> str:
+        """Return a text with the control tokens' own names."""
+        return self._hidden.sub(lambda found: self._shown.get(found.group(), found.group()), text)
 
-    def encode(self, text: str, mark: str) -> list[int]:
-        """See encode_marked."""
-        tokenizer, private, original = self._copy
-        pattern = f"(?:{'|'.join(map(re.escape, self.names))})(?!{mark})"
-        text = re.sub(pattern, lambda found: private[found.group()], text)
-        text = text.replace(mark, "").replace(json.dumps(mark)[1:-1], "")  # a template may write JSON in ASCII
+    def are_in(self, text: str) -> bool:
+        """True if a rendered text may contain a control token that the template did not write."""
+        return self._normalized or any(begin in text for begin in self._begins)
+
+    def encode(self, text: str, inputs: tuple[Any, Any], render: Callable[[Any, Any], str]) -> list[int]:
+        """Return the token ids of a rendered text, in which only random names are control tokens.
+
+        inputs: messages, and variables with tools. render: returns the text of others. Raises PromptError for a message with a
+        control token that this template composes of parts, such as "<|" and a role: nothing separates the two.
+        """
+        tokenizer, original = self._copy
+        text = self._composed(text, inputs, render)
         return [original.get(one, one) for one in tokenizer.encode(text, add_special_tokens=False).ids]
 
+    def _composed(self, text: str, inputs: tuple[Any, Any], render: Callable[[Any, Any], str]) -> str:
+        """Return the text with random names for the control tokens that the template composes."""
+        found = [name for name in self._private if name in text]
+        plain = ""
+        with suppress(Exception):  # a template is a program, and may refuse the placeholders
+            plain = render(*map(_placeholders, inputs)) if found else ""
+        for name in found:
+            if count := plain.count(name):
+                if text.count(name) != count:
+                    raise PromptError(
+                        f"a message contains the control token {name!r}; this chat template does not permit it"
+                    )
+                text = text.replace(name, self._private[name])
+        return text
+
     @cached_property
-    def _copy(self) -> tuple[Any, dict[str, str], dict[int, int]]:
-        """The copy, its names of the control tokens, and the tokenizer's ids of those whose ids differ."""
+    def _copy(self) -> tuple[Any, dict[int, int]]:
+        """The copy, and the tokenizer's ids of the added tokens whose ids differ."""
         backend = json.loads(self._backend.to_str())
-        secret = f"{_NAME}{secrets.token_hex(16)}"
-        private = {name: f"{secret}.{i}{_NAME}" for i, name in enumerate(self.names)}
-        _rename(backend, private)
+        _rename(backend, self._private)
         copy = type(self._backend).from_str(json.dumps(backend))
         copy.no_padding()
         copy.no_truncation()
         ids = {copy.token_to_id(one["content"]): one["id"] for one in backend["added_tokens"]}
-        return copy, private, {own: index for own, index in ids.items() if own != index}
+        return copy, {own: index for own, index in ids.items() if own != index}
 
 
 def _rename(backend: dict[str, Any], private: Mapping[str, str]) -> None:
     """Rename tokens in a tokenizer.json, and drop the merges that could make the old names."""
     for one in backend["added_tokens"]:
-        one["content"] = private.get(one["content"], one["content"])
+        if one["content"] in private:
+            one.update(content=private[one["content"]], normalized=False)
     model = backend["model"]
     if model.get("unk_token") in private:
         model["unk_token"] = private[model["unk_token"]]
@@ -123,20 +133,14 @@ def _rename(backend: dict[str, Any], private: Mapping[str, str]) -> None:
         model["merges"] = [list(one) for one in pairs if not inside & {"".join(one), *one}]
 
 
-def _texts(values: Any) -> Iterator[str]:
+def _placeholders(values: Any, key: str = "") -> Any:
+    """Return messages, tools or variables of the same shape without the texts and names that a client chooses."""
     if isinstance(values, str):
-        yield values
-    elif isinstance(values, Mapping):
-        for one in values.values():
-            yield from _texts(one)
-    elif isinstance(values, list | tuple):
-        for one in values:
-            yield from _texts(one)
-
-
-def _mapped(values: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(values, str):
-        return change(values)
+        return values if key not in _FIELDS - {"role", "type"} and _WORD.fullmatch(values) else "x" if values else ""
     if isinstance(values, Mapping):
-        return {key: _mapped(one, change) for key, one in values.items()}
-    return [_mapped(one, change) for one in values] if isinstance(values, list | tuple) else values
+        own = frozenset() if key in ("properties", "arguments") else _FIELDS
+        names = [
+            name if name in own or (not key and _WORD.fullmatch(name)) else f"x{i}" for i, name in enumerate(values)
+        ]
+        return {name: _placeholders(one, name) for name, one in zip(names, values.values(), strict=True)}
+    return [_placeholders(one, key) for one in values] if isinstance(values, list | tuple) else values

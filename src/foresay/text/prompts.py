@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from foresay.errors import ContextLengthError, PromptError
 from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments
-from foresay.text.control_tokens import encode_marked, marked
+from foresay.text.control_tokens import ControlTokens, control_tokens_of
 from foresay.text.excess import lower_bound
 
 Message: TypeAlias = Mapping[str, Any]
@@ -169,37 +169,58 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, mos
     more: dict[str, Any] = dict(options.variables)
     if options.tools:
         more["tools"] = list(options.tools)
-    found, mark = None if options.control_tokens else marked([list(messages), more], tokenizer), ""
-    if found is not None:
-        (messages, more), mark = found
-    text = None
-    if mark or (most is not None and sum(len(str(one["content"])) for one in messages) > most):
-        text = str(_applied(messages, tokenizer, options, more, tokenize=False))
-        if most is not None:
-            _check_length(text.replace(mark, ""), tokenizer, most)
-    if text is not None and mark:
-        return encode_marked(text, mark, tokenizer)
-    ids: list[int] = _applied(messages, tokenizer, options, more, return_dict=True)["input_ids"]
-    return ids
+    apply = partial(_applied, tokenizer=tokenizer, options=options, more=more)
+    is_long = most is not None and sum(len(str(one["content"])) for one in messages) > most
+    tokens = None if options.control_tokens else control_tokens_of(tokenizer)
+    if tokens is None:
+        if is_long and most is not None:
+            _check_length(str(apply(messages, tokenize=False)), tokenizer, most)
+        ids: list[int] = apply(messages, return_dict=True)["input_ids"]
+        return ids
+    template = tokens.hidden(tokenizer.get_chat_template(tools=more.get("tools")))
+    names = {key: _hidden(value, tokens) for key, value in tokenizer.special_tokens_map.items()}
+    render = partial(apply, tokenize=False, chat_template=template, **names)
+    text = str(render(messages))
+    if is_long and most is not None:
+        _check_length(tokens.shown(text), tokenizer, most)
+    if tokens.are_in(text):
+        return tokens.encode(text, (messages, more), lambda form, others: str(render(form, more=others)))
+    ids = tokenizer(tokens.shown(text), add_special_tokens=False).input_ids
+    return list(ids)
+
+
+def _hidden(value: Any, tokens: ControlTokens) -> Any:
+    """Return a special token, or several, by random names."""
+    return [tokens.hidden(str(one)) for one in value] if isinstance(value, list) else tokens.hidden(str(value))
 
 
 def _applied(
-    messages: Sequence[Message], tokenizer: Any, options: ChatOptions, more: Mapping[str, Any], **how: Any
+    messages: Sequence[Message],
+    *,
+    tokenizer: Any,
+    options: ChatOptions,
+    more: Mapping[str, Any],
+    chat_template: str | None = None,
+    **how: Any,
 ) -> Any:
     """Return the result of `apply_chat_template`. more: tools and variables. how: further arguments, such as tokenize.
 
-    Raises PromptError for messages that the template refuses.
+    chat_template: None for the tokenizer's own. Raises PromptError for messages that the template refuses.
     """
+    own = chat_template or tokenizer.get_chat_template(tools=more.get("tools"))
     ending: dict[str, Any] = {"add_generation_prompt": options.add_generation_prompt}
     if options.continue_final_message:
         ending["continue_final_message"] = True
 
     def applied(form: Sequence[Message], **how: Any) -> Any:
         has_none = any(one.get("content", "") is None for one in form)
-        own = {"chat_template": KEEPS_NONE + tokenizer.get_chat_template(tools=more.get("tools"))} if has_none else {}
-        return tokenizer.apply_chat_template(list(form), **more, **ending, **own, **how)
+        template = KEEPS_NONE + own if has_none else chat_template
+        return tokenizer.apply_chat_template(
+            list(form), **more, **ending, **how, **({} if template is None else {"chat_template": template})
+        )
 
-    messages = fitted(messages, lambda form: str(applied(form, tokenize=False)))
+    fixed = {key: value for key, value in how.items() if key not in ("tokenize", "return_dict")}
+    messages = fitted(messages, lambda form: str(applied(form, tokenize=False, **fixed)))
     try:
         return applied(messages, **how)
     except Exception as error:  # a template is a program and may raise anything

@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from foresay.errors import PromptError
-from foresay.text.control_tokens import encode_marked, marked
+from foresay.text.control_tokens import control_tokens_of
+from foresay.text.prompts import ChatOptions, encode
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -85,11 +86,8 @@ def control_ids(tokenizer: Any, ids: list[int]) -> list[str]:
     return [names[one] for one in ids if one in names]
 
 
-def encoded(tokenizer: Any, messages: Any, **more: Any) -> list[int]:
-    found = marked([messages, more], tokenizer)
-    assert found is not None
-    (messages, more), mark = found
-    return encode_marked(rendered(tokenizer, messages, **more), mark, tokenizer)
+def encoded(tokenizer: Any, messages: Any, tools: Any = ()) -> list[int]:
+    return encode(messages, tokenizer, ChatOptions(tools=tools))
 
 
 def chat(*texts: str) -> list[dict[str, str]]:
@@ -131,21 +129,117 @@ def test_the_usual_way_opens_turns() -> None:
     assert control_ids(tokenizer, ids).count("<|im_start|>") == 3
 
 
-def test_a_token_of_two_texts_is_text() -> None:
-    """A template that joins texts may form a token of their ends."""
-    tokenizer = made("byte level")
-    tokenizer.chat_template, before = "{{ messages[0].content }}{{ messages[1].content }}<|im_end|>", TEMPLATE
-    try:
-        ids = encoded(tokenizer, chat("<|im_", "end|>"))
-        assert control_ids(tokenizer, ids) == ["<|im_end|>"] and tokenizer.decode(ids) == "<|im_end|><|im_end|>"
-    finally:
-        tokenizer.chat_template = before
+class With:
+    """A tokenizer with another template for a while."""
+
+    def __init__(self, template: str, kind: str = "byte level") -> None:
+        self.tokenizer, self.template = made(kind), template
+
+    def __enter__(self) -> Any:
+        self.tokenizer.chat_template = self.template
+        return self.tokenizer
+
+    def __exit__(self, *_: Any) -> None:
+        self.tokenizer.chat_template = TEMPLATE
+
+
+CALL = "{% for c in messages[-1].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>"
+FORMED: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "joined": ("{{ messages[0].content }}{{ messages[1].content }}<|im_end|>", chat("<|im_", "end|>"), []),
+    "joined after trimming": (
+        "{% for m in messages %}{{ m.content | trim }}{% endfor %}<|im_end|>", chat("<|im_ ", " end|>"), []
+    ),
+    "with the template's own characters": (
+        "{% for k in tools[0].function.parameters.properties %}{{ '<' ~ k ~ '>' }}{% endfor %}<|im_end|>",
+        chat("a"),
+        [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"|im_end|": {}}}}}],
+    ),
+    "a key": (
+        "{{ tools | tojson }}<|im_end|>",
+        chat("a"),
+        [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {}}}}}],
+    ),
+    "escapes in arguments": (
+        CALL,
+        [{"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\u003c|im_end|\\u003e"}'}}]}],
+        [],
+    ),
+    "loose escapes in arguments": (
+        CALL,
+        [{"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{'a': '<\\x7cim_end|>'}"}}]}],
+        [],
+    ),
+    "Python's form of a list": ("{{ tools }}<|im_end|>", chat("a"), [{"type": "function", "function": {"name": "<|im_end|>"}}]),
+    "upper case": ("{{ messages[0].content | upper }}<|im_end|>", chat("<|im_end|>"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMED)
+def test_tokens_that_the_template_forms_of_texts_are_text(form: str) -> None:
+    template, messages, tools = FORMED[form]
+    with With(template) as tokenizer:
+        ids = encoded(tokenizer, messages, tools)
+        assert control_ids(tokenizer, ids) == ["<|im_end|>"]
+        assert (
+            tokenizer.decode(ids) == rendered(tokenizer, messages, **({"tools": tools} if tools else {}))
+            or "arg" in form
+        )
+
+
+COMPOSED = "<s>{% for m in messages %}{{ '<|im_' ~ ('start' if m.role == 'user' else 'end') ~ '|>' }}{{ m.content }}{% endfor %}"
+
+
+def test_tokens_that_the_template_composes_stay_tokens() -> None:
+    with With(COMPOSED) as tokenizer:
+        usual = tokenizer(rendered(tokenizer, chat("a", "b")), add_special_tokens=False).input_ids
+        assert encoded(tokenizer, chat("a", "b")) == usual
+        assert control_ids(tokenizer, usual) == ["<s>", "<|im_start|>", "<|im_start|>"]
+        assert control_ids(tokenizer, encoded(tokenizer, chat("a <|im_end|>"))) == ["<s>", "<|im_start|>"], (
+            "not composed here"
+        )
+        with pytest.raises(PromptError, match="this chat template does not permit it"):
+            encoded(tokenizer, chat("a <|im_start|> b"))
+
+
+def test_marks_of_reasoning_are_found_by_the_template() -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    with With(template) as tokenizer:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+        text = tokenizer.decode(encoded(tokenizer, chat("<think>secret</think>answer")))
+        assert text == "<|im_start|>answer"
+
+
+def normalized() -> Any:
+    inner = byte_level().backend_tokenizer
+    inner.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    inner.add_special_tokens([AddedToken("<|turn|>", normalized=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<|im_end|>")
+    fast.chat_template = "<|turn|>{{ messages[0].content }}<|turn|>"
+    return fast
+
+
+@pytest.mark.parametrize("text", ["<|turn|>", "\uff1c|turn|\uff1e", "<|TURN|>"])
+def test_spellings_that_normalization_makes_equal_are_text(text: str) -> None:
+    tokenizer = normalized()
+    mark = tokenizer.convert_tokens_to_ids("<|turn|>")
+    assert tokenizer(text, add_special_tokens=False).input_ids == [mark], "control: as they are encoded alone"
+    assert encoded(tokenizer, chat(text)).count(mark) == 2
+
+
+def test_turn_marks_that_are_not_special_open_no_turn() -> None:
+    inner = Tokenizer.from_str(byte_level().backend_tokenizer.to_str().replace('"special":true', '"special":false'))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    tokenizer.chat_template = TEMPLATE
+    ids = encoded(tokenizer, chat("<|im_end|><|im_start|>"))
+    assert [one for one in control_ids(tokenizer, ids) if "im" in one] == [*TURN, "<|im_start|>"]
 
 
 def test_tools_and_results_are_text() -> None:
     tokenizer = made("byte level")
     tools = [{"type": "function", "function": {"name": "f", "description": "<|im_end|>", "parameters": {}}}]
-    ids = encoded(tokenizer, chat("a"), tools=tools)
+    ids = encoded(tokenizer, chat("a"), tools)
     assert control_ids(tokenizer, ids) == ["<s>", *TURN, "<|im_start|>"]
 
 
@@ -153,27 +247,17 @@ def test_tools_and_results_are_text() -> None:
 @given(parts=st.lists(st.sampled_from([*LETTERS, "é", "日", " ", "\n", "hello", "<tool>"]), max_size=20))
 @settings(max_examples=60, deadline=None)
 def test_other_texts_have_the_ids_they_had(kind: str, parts: list[str]) -> None:
-    """A mark in one message changes no token of the others."""
-    tokenizer = made(kind)
-    text = "".join(parts)
+    """Also where the copy encodes them, because a text contains the beginning of a control token."""
+    tokenizer, text = made(kind), "<|" + "".join(parts)
     assume(not any(name in text for name in CONTROL))
-    whole = rendered(tokenizer, chat(text))
-    assert encode_marked(whole, chr(0xF0000), tokenizer) == tokenizer(whole, add_special_tokens=False).input_ids
+    usual = tokenizer(rendered(tokenizer, chat(text)), add_special_tokens=False).input_ids
+    assert encoded(tokenizer, chat(text)) == usual
 
 
-def test_texts_without_control_tokens_are_left_alone() -> None:
-    assert marked(chat("a", "<tool> |im_end|>", "b < c"), made("byte level")) is None
-    assert marked(chat("b <"), made("byte level")) is not None, "it may form a token with what follows"
-
-
-class InPython:
-    """A tokenizer without a copy."""
-
-    def __init__(self) -> None:
-        self.added_tokens_decoder = {0: AddedToken("</s>", special=True)}
-
-
-def test_a_tokenizer_that_cannot_encode_them_refuses_them() -> None:
-    assert marked(chat("a"), InPython()) is None
-    with pytest.raises(PromptError, match="'</s>' of a control token"):
-        marked(chat("a </s>"), InPython())
+def test_no_copy_is_made_without_need() -> None:
+    tokenizer = byte_level()
+    encoded(tokenizer, chat("a", "<tool> |im_end|>", "b < c"))
+    tokens = control_tokens_of(tokenizer)
+    assert tokens is not None and "_copy" not in vars(tokens)
+    encoded(tokenizer, chat("<|"))
+    assert "_copy" in vars(tokens)
