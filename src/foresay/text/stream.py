@@ -51,9 +51,13 @@ class Detokenizer:
         """
         self._tokenizer, self._visible = tokenizer, frozenset(visible)
         self._without_text = _special_ids(tokenizer) - self._visible
-        before = [token for token in context[-4 * _CONTEXT :] if token not in self._without_text][-_CONTEXT:]
-        self._ids: list[int] = [int(token) for token in before]
+        before = [int(token) for token in context[-4 * _CONTEXT :] if token not in self._without_text]
+        start = max(0, len(before) - _CONTEXT)
+        self._ids: list[int] = before[start:]
         """The last tokens: those before `_read` are context, the others are withheld."""
+        while start and self._decode(len(self._ids)).startswith(_INCOMPLETE):  # it begins inside a character
+            start -= 1
+            self._ids = before[start:]
         self._read = len(self._ids)
 
     def _decode(self, end: int) -> str:
@@ -71,11 +75,12 @@ class Detokenizer:
             return before + str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         self._ids.append(token_id)
         known, text = self._decode(self._read), self._decode(len(self._ids))
+        first = self._read
         if not text.startswith(known):  # the token completes a character that the context ends with
-            known = known.rstrip(_INCOMPLETE)
+            first, known = 0, known.rstrip(_INCOMPLETE)
         if len(text) <= len(known) or text.endswith(_INCOMPLETE):
             return self._release(known, text)
-        return self._moved(len(self._ids), self._read, text[len(known) :])
+        return self._moved(len(self._ids), first, text[len(known) :])
 
     def _release(self, known: str, text: str) -> str:
         """Return the text of the oldest withheld tokens if there are many: their bytes never complete a character."""

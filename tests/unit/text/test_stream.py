@@ -131,6 +131,24 @@ def test_a_character_that_a_prompt_begins_comes_whole() -> None:
     assert Detokenizer(byte_level(), context=ids[:3]).all(ids[3:]) == "𝕏b"
 
 
+@pytest.mark.parametrize("prompt", ["龘龘龘", "a😀😀😀", "龘" * 40, "é" * 9])
+@pytest.mark.parametrize("output", ["\n the", "靐龖齾.", "😀\n1.", "x"])
+def test_a_context_of_bytes_begins_with_a_character(prompt: str, output: str) -> None:
+    """Bytes are decoded in runs: a run that begins inside a character would have no character at all."""
+    tokenizer = byte_fallback()
+    before, whole = encoded(tokenizer, prompt), encoded(tokenizer, prompt + output)
+    assert Detokenizer(tokenizer, context=before).all(whole[len(before) :]) == output
+    stop = StopStrings(tokenizer, (output[0],), context=before)
+    assert stop(whole[len(before) :]) is not None and stop.cut_at == 0
+
+
+@TOKENIZERS
+def test_a_prompt_that_ends_inside_a_character(make: Any) -> None:
+    ids = encoded(make(), "abé" + "fg é")
+    cut = len(encoded(make(), "abé")) - 1
+    assert Detokenizer(make(), context=ids[:cut]).all(ids[cut:]) == "éfg é"
+
+
 class Counting:
     """A tokenizer that counts the ids it decodes."""
 
