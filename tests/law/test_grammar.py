@@ -116,6 +116,6 @@ class Blind(JsonMask):
 @pytest.mark.parametrize("broken", [Forgetful, Blind])
 def test_the_comparison_sees_a_broken_mask(broken: type[JsonMask]) -> None:
     def mask(length: int) -> JsonMask:
-        return broken(SCHEMA.mask_after(length)._matcher, SIZE, length)
+        return broken(SCHEMA.mask_after(length)._matcher, SIZE, length, "")
 
     assert sample(Mixed(SIZE), "speculative", mask) < ALPHA

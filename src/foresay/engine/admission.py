@@ -38,10 +38,7 @@ def check_request(
         raise PromptError("the prompt is empty; give at least one token")
     if np.asarray(prompt).dtype.kind not in "iu":
         raise PromptError("the prompt contains something other than integer token ids")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= target.vocab_size:
-        bad = int(low if low < 0 else high)
-        raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {target.vocab_size - 1})")
+    check_prompt_ids(prompt, target.vocab_size)
     if len(prompt) >= target.max_length:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens; the model's context is {target.max_length}, which must also "
@@ -54,6 +51,14 @@ def check_request(
         )
     _check_source(target, source)
     return min(len(prompt) + params.max_new_tokens, target.max_length)
+
+
+def check_prompt_ids(prompt: Sequence[int] | IntArray, vocab_size: int) -> None:
+    """Raise PromptError for ids outside the vocabulary. prompt: at least one token id."""
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        bad = int(low if low < 0 else high)
+        raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {vocab_size - 1})")
 
 
 def _check_source(target: LanguageModel, source: Sequence[int] | IntArray | None) -> None:

@@ -8,7 +8,7 @@ fixed size. Knows no requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Protocol, runtime_checkable
 
@@ -80,7 +80,7 @@ class ChunkedPrefill:
         self._budget_s = max(self.wait_s - (step_s if decoding else 0.0), _MIN_SHARE * self.wait_s)
         while decoding < len(items):
             rows = Rows(items)
-            waiting = frozenset[int]() if self._prefixes is None else self._prefixes.copy_into(cache, rows, decoding)
+            waiting = {} if self._prefixes is None else self._prefixes.copy_into(cache, rows, decoding)
             index, until = self._arrange(cache, items, decoding, waiting)
             count = self._prefill(cache, Rows(items), index, hidden_layers, until, done if decoding else 0)
             before, decoding = decoding, self._join(cache, items, decoding)
@@ -98,11 +98,13 @@ class ChunkedPrefill:
             return _MAX_CHUNK
         return int(min(max(self._tokens_per_s * self._budget_s, _MIN_CHUNK), _MAX_CHUNK))
 
-    def _arrange(self, cache: KVCache, items: list[Row], first: int, waiting: frozenset[int]) -> tuple[int, int | None]:
+    def _arrange(
+        self, cache: KVCache, items: list[Row], first: int, waiting: Mapping[int, int | None]
+    ) -> tuple[int, int | None]:
         """Move the rows that are next to index `first`, in order; return the index of the first, and the end of those that may
         share its pass.
 
-        waiting: indices of rows that wait for a common prefix.
+        waiting: rows that wait for a common prefix, with the row that prefills it, which is as urgent as they are.
         """
         rows = Rows(items)
         ready = [i for i in range(first, len(items)) if i not in waiting and pending(rows, cache, i) > 0]
@@ -110,7 +112,13 @@ class ChunkedPrefill:
             return first, min((i for i in waiting if i > first), default=None)
         seen = self._since
         self._since = {row.request_id: seen.get(row.request_id, self._total) for row in items[first:]}
-        best = sorted(ready, key=lambda i: (self._left(rows, cache, i), items[i].request_id))
+        left = {i: self._left(rows, cache, i) for i in range(first, len(items))}
+        for i in waiting:
+            awaited = waiting[i]
+            while awaited is not None:
+                left[awaited] = min(left[awaited], left[i])
+                awaited = waiting.get(awaited)
+        best = sorted(ready, key=lambda i: (left[i], items[i].request_id))
         if not self._target.capabilities.prefill_together:
             return best[0], None
         chosen, size = list[Row](), 0

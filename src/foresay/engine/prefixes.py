@@ -108,38 +108,38 @@ class PrefixStore:
         while self._saved and self.nbytes > least:
             self._drop(next(iter(self._saved)))
 
-    def copy_into(self, cache: KVCache, rows: Rows, first: int) -> frozenset[int]:
+    def copy_into(self, cache: KVCache, rows: Rows, first: int) -> dict[int, int | None]:
         """Copy the longest known prefix into each empty row from index `first` on.
 
-        Returns the indices of rows that should wait, because an earlier row is about to prefill a longer common prefix, and of
-        rows that were not examined yet.
+        Returns the indices of rows that should wait with that of the row that they wait for, because it is about to prefill a
+        longer common prefix; None for rows that were not examined yet.
         """
         if not isinstance(cache, SharesPrefixes):
-            return frozenset()
+            return {}
         incomplete = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
         by_start: dict[_Key, list[int]] = {}  # rows in different groups share fewer than MIN_TOKENS tokens, or nothing
         for i, row in enumerate(rows):
             by_start.setdefault(_key(row, MIN_TOKENS), []).append(i)
-        examined, waiting = 0, set[int]()
+        examined, waiting = 0, dict[int, int | None]()
         for i in incomplete:
             if examined == _AT_ONCE:
-                waiting.update(range(i, len(rows)))
+                waiting |= dict.fromkeys(range(i, len(rows)))
                 break
             if not cache.lengths[i] and rows[i].source is None:
                 similar = [j for j in by_start[_key(rows[i], MIN_TOKENS)] if j != i]
                 earlier = [
                     j for j in similar if j >= first and (cache.lengths[j] or rows[j].request_id < rows[i].request_id)
                 ]
-                if self._copy_or_wait(cache, rows, i, similar, earlier):
-                    waiting.add(i)
+                if (awaited := self._copy_or_wait(cache, rows, i, similar, earlier)) is not None:
+                    waiting[i] = awaited
                     continue
             examined += cache.lengths[i] < rows[i].size - 1
-        return frozenset(waiting)
+        return waiting
 
     def _copy_or_wait(
         self, cache: SharesPrefixes, rows: Rows, index: int, similar: Sequence[int], earlier: Sequence[int]
-    ) -> bool:
-        """Copy the longest known prefix into a row; return True if the row should wait for an earlier row instead.
+    ) -> int | None:
+        """Copy the longest known prefix into a row, or return the index of the earlier row that it should wait for instead.
 
         similar: rows with the same salt and first tokens. earlier: those of them that are being prefilled or arrived first.
         """
@@ -156,11 +156,11 @@ class PrefixStore:
             if one.salt == rows[index].params.cache_salt
         ]
         saved, key = max(own, default=(0, _NO_KEY))
-        upcoming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in earlier), default=0)
+        upcoming, awaited = max(((common_prefix(rows[i].tokens[:-1], wanted), i) for i in earlier), default=(0, -1))
         if upcoming >= MIN_TOKENS and upcoming > max(length, saved):
-            return True
+            return awaited
         if max(length, saved) < MIN_TOKENS:
-            return False
+            return None
         if saved > length:
             length = saved
             self._saved.move_to_end(key)
@@ -171,7 +171,7 @@ class PrefixStore:
             hidden = rows[source].prompt_hidden
         rows[index].prompt_hidden = {layer: hidden[layer][:length] for layer in self.hidden_layers}
         rows[index].num_cached = length
-        return False
+        return None
 
     def save(self, cache: KVCache, row: Row, index: int) -> None:
         """Store the prefix of a row that ends."""

@@ -37,7 +37,8 @@ class _Request:
         self.ids, self.prepared, self._tokenizer = list(ids), prepared, tokenizer
         visible = params.visible_token_ids
         stops, before = params.stop, prepared.prompt
-        self.stop = StopStrings(tokenizer, stops, params.min_new_tokens, visible, before) if stops else None
+        least = params.min_new_tokens if params.given("min_new_tokens") else 0
+        self.stop = StopStrings(tokenizer, stops, least, visible, before) if stops else None
         self._stream = TextStream(tokenizer, stops, visible, context=before) if text and tokenizer is not None else None
         self.steps: list[Step] = []
         self.seed: int | None = None

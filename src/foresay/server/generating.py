@@ -243,7 +243,7 @@ async def count_tokens(service: Service, request: ChatRequest) -> int:
 async def predict(service: Service, request: PredictRequest, raw_request: Request) -> str:
     """Handle POST /predict: return the continuation of a prompt."""
     (ids,) = await service.encoded([request.prompt])
-    params = service.owned(SamplingParams(max_new_tokens=request.max_tokens), raw_request.state)
+    params = service.owned(SamplingParams(max_new_tokens=request.max_tokens, temperature=0.0), raw_request.state)
     prepared = PreparedRequest([ids], params)
     output = Output(0, CompletionShape(), Drafting(), None)
     await _collect(service.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)

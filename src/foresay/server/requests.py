@@ -38,7 +38,6 @@ DEFAULT_TEMPERATURE: float = not_given(1.0)
 """OpenAI's default, where the model's generation config has none."""
 
 _BOTH_NEUTRAL: Neutral = {
-    "top_k": (-1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1,),
@@ -167,7 +166,7 @@ class _Sampled(Fields):
             "min_new_tokens": self.min_tokens,
             "temperature": DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,

@@ -21,6 +21,7 @@ from foresay import __version__
 from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory
+from foresay.engine.admission import check_prompt_ids
 from foresay.errors import ConfigError, ContextLengthError, ForesayError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
@@ -136,6 +137,8 @@ class Service:
     def _encoded(self, prompt: Any, options: ChatOptions | None) -> list[int]:
         context_length = self.generator.target.model.max_length
         ids = encode(prompt, self.generator.tokenizer, options, most=context_length - 1)
+        if ids:
+            check_prompt_ids(ids, self.generator.target.model.vocab_size)
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids

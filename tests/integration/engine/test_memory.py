@@ -246,6 +246,20 @@ def test_a_busy_process_keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [False, False, True, False, True, False, True] and len(trims) == 3
 
 
+def test_memory_that_was_used_between_two_checks_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills pages that were returned and are counted as free all the time: only resident memory shows it."""
+    resident = [200 << 20]
+    monkeypatch.setattr(memory, "slack_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(memory, "trim", lambda: resident.__setitem__(0, 200 << 20))
+    trimmer = memory.Trimmer()
+    trimmer.check(idle=True)
+    for _ in range(3):
+        resident[0] = 500 << 20
+        assert trimmer.check(idle=True) and resident[0] == 200 << 20
+        assert not trimmer.check(idle=True)
+
+
 def test_a_limit_refuses_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     used = memory.resident_bytes()
     memory.check_limit(1 << 60)

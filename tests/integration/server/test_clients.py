@@ -132,7 +132,7 @@ class TestFieldsThatChangeNothing:
         [
             ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
             ("best_of", True), ("echo", True), ("top_k", -2), ("use_beam_search", True),
-            ("modalities", ["text", "audio"]), ("skip_special_tokens", False), ("verbosity", "high"), ("reasoning_effort", "low"),
+            ("modalities", ["text", "audio"]), ("skip_special_tokens", False),
         ],
     )  # fmt: skip
     def test_a_value_that_would_change_something_is_refused_by_name(

@@ -56,7 +56,16 @@ def test_fields_of_the_request_come_first(served: tuple[Running, foresay.Generat
     constrained = generator.generate(TALK, max_new_tokens=12, temperature=0.0).text
     assert _text(running, max_tokens=12, temperature=0) == constrained != plain
     sampled = generator.generate(TALK, max_new_tokens=12, temperature=0.7, top_k=0, seed=3).text
-    assert _text(running, max_tokens=12, temperature=0.7, top_k=0, seed=3) == sampled
+    for off in (0, -1):
+        assert _text(running, max_tokens=12, temperature=0.7, top_k=off, seed=3) == sampled
+
+
+def test_predict_is_greedy(served: tuple[Running, foresay.Generator]) -> None:
+    running, generator = served
+    wanted = generator.generate(TEXT, max_new_tokens=12, temperature=0.0).text
+    for _ in range(2):
+        answer = httpx.post(f"{running.url}/predict", json={"prompt": TEXT, "max_tokens": 12}, timeout=60).json()
+        assert answer["text"] == wanted
 
 
 def test_a_response_reports_what_was_used(served: tuple[Running, foresay.Generator]) -> None:
@@ -72,3 +81,12 @@ def test_a_schema_ends_where_it_ends(served: tuple[Running, foresay.Generator]) 
     """The config's least number of tokens does not forbid the end of a short value."""
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [7]}}}
     assert _text(served[0], response_format=schema, temperature=0) == "7"
+
+
+@pytest.mark.parametrize("prompt", [[-1], [1 << 40], [[5], [-3]]])
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"echo": True, "logprobs": 1}])
+def test_ids_outside_the_vocabulary_are_named(
+    prompt: Any, more: dict[str, Any], served: tuple[Running, foresay.Generator]
+) -> None:
+    answer = httpx.post(f"{served[0].url}/v1/completions", json={"prompt": prompt, **more}, timeout=60)
+    assert answer.status_code == 400 and "is not in the vocabulary" in answer.text

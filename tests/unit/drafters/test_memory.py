@@ -24,6 +24,7 @@ from foresay.drafters.memory import files, memory, store
 from foresay.drafters.memory.segment import SEPARATOR, Segment, pattern
 from foresay.drafters.memory.store import Store, ended
 from foresay.errors import ConfigError, VocabularyMismatchError
+from helpers.waiting import wait_until
 
 TEXTS = [[1, 2, 3], [7, 8], [1, 2, 4, 5, 6], list(range(30)), [9], [4, 5, 4, 5, 4, 5, 8]]
 
@@ -229,6 +230,36 @@ def test_writing_is_resumed_when_the_disk_has_room_again(
     again.close()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_writing_is_resumed_for_owners_that_write_no_more(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while, or when the memory is closed."""
+
+    def full(*given: Any, **named: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module in (store, memory):
+        monkeypatch.setattr(module, "RETRY_S", 0.05 if waits else 10.0)
+    one = Memory(tmp_path / "m")
+    with monkeypatch.context() as patched:
+        patched.setattr(files.Files, "append", full)
+        for owner in ("a", "b"):
+            one.add(owner, ids(TEXTS[0]))
+        one.flush()
+        assert one.problem is not None
+    if waits:
+        wait_until(lambda: one.problem is None, "texts to be written")
+    one.close()
+    again = Memory(tmp_path / "m")
+    for owner in ("a", "b"):
+        again.prepare(owner)
+    again.flush()
+    texts = [text.tolist() for _, kept_texts in again.owners() for text in kept_texts.texts()]
+    assert texts == [TEXTS[0]] * 2
+    again.close()
+
+
 def test_leftovers_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     filled(tmp_path / "m").close()
     (owner,) = (tmp_path / "m" / "owners").iterdir()
@@ -303,7 +334,7 @@ def test_zeros_at_the_end_of_a_log_are_no_texts(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_opened_now_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many open files, say: the texts are then kept in memory, and nothing is removed."""
+    """Too many open files, say: the texts are then kept in memory until they can be written, and nothing is removed."""
     filled(tmp_path / "m").close()
     before = {path.name: path.read_bytes() for path in (tmp_path / "m").rglob("*.segment")}
 
@@ -318,7 +349,7 @@ def test_a_file_that_cannot_be_opened_now_is_kept(tmp_path: Path, monkeypatch: p
         one.close()
     assert {path.name: path.read_bytes() for path in (tmp_path / "m").rglob("*.segment")} == before
     again = Memory(tmp_path / "m")
-    assert kept(again) == TEXTS
+    assert kept(again) == [*TEXTS, *[[50, 51]] * 20], "they were written when the memory was closed"
     again.close()
 
 

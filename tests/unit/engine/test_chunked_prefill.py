@@ -122,6 +122,19 @@ def test_short_prompts_beside_a_long_one_are_hardly_later() -> None:
     assert beside[0] < 1.3 * alone[0] + 0.3 and beside[1] < 1.3 * alone[1] + 0.3
 
 
+def test_a_short_prompt_is_not_delayed_by_a_long_one_that_begins_alike() -> None:
+    """The row that prefills the common beginning is as urgent as the one that waits for it."""
+    target, common = timed(), [1, 2, 3, 4] * 5
+    decoder = engine(target, 0.3, prefixes=PrefixStore())
+    decoder.submit([*common, *[5, 4, 3] * 1000], SamplingParams(max_new_tokens=1))
+    short = decoder.submit([*common, *[6, 5] * 15], SamplingParams(max_new_tokens=1))
+    done: float | None = None
+    for _ in range(60):  # other prompts come before each step
+        decoder.submit([2, 6] * 60, SamplingParams(max_new_tokens=1))
+        done = done or next((target.now for step in decoder.step() if step.request_id == short), None)
+    assert done is not None and done < 2.0
+
+
 def test_several_short_prompts_share_a_pass() -> None:
     target = timed()
     rows: list[int] = []

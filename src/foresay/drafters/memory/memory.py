@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
 from foresay.checks import check_int
 from foresay.decoding.rows import IntArray
 from foresay.drafters.memory.segment import pattern
-from foresay.drafters.memory.store import Store
+from foresay.drafters.memory.store import RETRY_S, Store
 from foresay.errors import ConfigError, VocabularyMismatchError
 from foresay.files import atomic_write, remove_stale
 from foresay.json_files import Schema, read_limited
@@ -216,6 +216,7 @@ class Memory:
         self.flush()
         self.closed = True
         for store in self._stores.values():
+            store.retry(now=True)
             store.close()
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -274,14 +275,27 @@ class Memory:
 
     def _work(self) -> None:
         while True:
-            item = self._queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             try:
-                self._add(*item)
+                item = self._queue.get(timeout=RETRY_S if self.problem is not None else None)
+                if isinstance(item, threading.Event):
+                    item.set()
+                else:
+                    self._add(*item)
+            except Empty:
+                for store in list(self._stores.values()):
+                    self._changed(store, store.retry)
             except Exception as error:  # a thread that ends would keep every later text in the queue
                 self._has_problem(f"{type(error).__name__}: {error}")
+
+    def _changed(self, store: Store, change: Callable[[], None]) -> None:
+        """Change an owner's store, and note whether its texts are written."""
+        before = store.problem
+        change()
+        if store.problem is not None:
+            self._has_problem(store.problem)
+        elif before is not None and all(one.problem is None for one in self._stores.values()):
+            logger.warning("the memory keeps texts on the disk again")
+            self.problem = None
 
     def _take_over(self) -> None:
         """Become the process that writes if the one that did has ended."""
@@ -307,13 +321,7 @@ class Memory:
             self._take_over()
         if self.writes:
             store = self._store(owner)
-            before = store.problem
-            store.add(tokens)
-            if store.problem is not None:
-                self._has_problem(store.problem)
-            elif before is not None and all(one.problem is None for one in self._stores.values()):
-                logger.warning("the memory keeps texts on the disk again")
-                self.problem = None
+            self._changed(store, lambda: store.add(tokens))
         elif monotonic() > self._refreshed + _REFRESH_S:
             self._refreshed = monotonic()
             for store in list(self._stores.values()):

@@ -65,8 +65,7 @@ class Store:
         """Add a text. While it cannot be written, see `problem`, this text and later ones are kept in memory."""
         assert self._writes
         text = ended(tokens)
-        if self._files is None and self._folder is not None and monotonic() >= self._retry_at:
-            self._write_again(self._folder)
+        self.retry()
         if self._files is not None:
             try:
                 self._files.append(text)
@@ -80,6 +79,11 @@ class Store:
         self._publish()
         if sum(one.size for one in self._recent) >= self._spill_tokens:
             self._spill()
+
+    def retry(self, *, now: bool = False) -> None:
+        """Write what the folder lacks if that failed some time ago, or now."""
+        if self._writes and self._files is None and self._folder is not None and (now or monotonic() >= self._retry_at):
+            self._write_again(self._folder)
 
     def texts(self) -> Iterator[Tokens]:
         """Yield the texts, oldest first, each without its separator."""

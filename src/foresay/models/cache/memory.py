@@ -113,16 +113,18 @@ class Trimmer:
     def __init__(self) -> None:
         self._rest = 0
         """Slack that trimming has left: free pages are returned, but the C library counts them on."""
+        self._resident = resident_bytes()
+        """Resident memory after the last trim: memory that was used and freed again fills the slack that is counted on."""
 
     def check(self, *, idle: bool) -> bool:
         """Trim if the slack has passed a bound, which is low for an idle process; return True if it has."""
-        slack = slack_bytes()
-        self._rest = min(self._rest, slack)
-        bound = max(_MIN_SLACK, resident_bytes() // (_IDLE_SHARE if idle else _BUSY_SHARE))
-        if slack - self._rest <= bound:
+        slack, resident = slack_bytes(), resident_bytes()
+        self._rest, self._resident = min(self._rest, slack), min(self._resident, resident)
+        bound = max(_MIN_SLACK, resident // (_IDLE_SHARE if idle else _BUSY_SHARE))
+        if max(slack - self._rest, min(slack, resident - self._resident)) <= bound:
             return False
         trim()
-        self._rest = slack_bytes()
+        self._rest, self._resident = slack_bytes(), resident_bytes()
         return True
 
 

@@ -158,9 +158,10 @@ def count_parameters(model: nn.Module) -> int:
             bias = product.out_features if product.bias is not None else 0
             sizes[id(product)] = product.in_features * product.out_features + bias
     inner: Any = model
-    head, table = inner.get_output_embeddings(), getattr(inner.get_input_embeddings(), "product", None)
-    if inner.config.get_text_config(decoder=True).tie_word_embeddings and isinstance(head, FrozenLinear):
-        sizes.pop(id(head.product) if head.product is not table else 0, None)
+    head, table = inner.get_output_embeddings(), inner.get_input_embeddings()
+    if inner.config.get_text_config(decoder=True).tie_word_embeddings and head is not None:
+        own, first = (getattr(one, "product", None) or getattr(one, "weight", None) for one in (head, table))
+        sizes.pop(id(own) if own is not first else 0, None)
     return sum(sizes.values())
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from foresay.decoding.protocols import LanguageModel, PreparedPrompt
-from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
+from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams, not_given
 from foresay.errors import ConfigError, UnknownNameError
 
 logger = logging.getLogger("foresay")
@@ -231,7 +230,8 @@ class GenerationSettings:
             changes["repetition_penalty"] = float(config.repetition_penalty)
         least = start + config.min_new_tokens if config.min_new_tokens else config.min_length or 0
         if least > length and not params.given("min_new_tokens"):
-            changes["min_new_tokens"] = min(least - length, params.max_new_tokens)
+            # not as if it were given: `generate` delays the end token by it, not stop strings
+            changes["min_new_tokens"] = not_given(min(least - length, params.max_new_tokens))
         words = [list(word) for word in config.bad_words_ids or () if list(word) not in [[token] for token in eos]]
         banned = [*(word[0] for word in words if len(word) == 1), *(config.suppress_tokens or ())]
         if banned := [token for token in banned if 0 <= token < model.vocab_size]:
@@ -319,6 +319,8 @@ def _with_warpers(params: SamplingParams, further: dict[str, Any]) -> SamplingPa
 def _shown(fields: dict[str, Any]) -> str:
     """Return fields as text; of a long list only its length."""
     return ", ".join(
-        f"{name}=({len(value)} entries)" if np.ndim(value) and len(value) > 8 else f"{name}={value}"
+        f"{name}=({len(value)} entries)"
+        if isinstance(value, list | tuple | dict) and len(value) > 8
+        else f"{name}={value}"
         for name, value in fields.items()
     )

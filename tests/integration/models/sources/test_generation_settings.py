@@ -98,6 +98,30 @@ def test_constraints_of_the_file_are_those_of_generate(settings: dict[str, Any],
     assert (loaded.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted) is kept
 
 
+def test_a_minimum_of_the_file_delays_no_stop_string(tmp_path: Path) -> None:
+    """In `generate` it delays the end token alone; a minimum of the request delays both, as in vLLM."""
+    names = tiny.tokenizer()
+    plain = _generated(_saved(tmp_path / "plain")[1], do_sample=False)
+    stop = names.decode(plain[2:4])
+    folder, model = _saved(tmp_path / "model", min_new_tokens=NEW - 1, stop_strings=[stop])
+    ids = torch.tensor([PROMPT])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, tokenizer=names)
+    wanted = out[0, len(PROMPT) :].tolist()
+    assert len(wanted) < NEW - 1
+    generator = foresay.load(folder, dtype="fp32")
+    assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted
+    assert len(generator.generate(PROMPT, max_new_tokens=NEW, min_new_tokens=NEW - 1).token_ids) >= NEW - 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"bad_words_ids": [[2], [4, 5]]}, {"sequence_bias": [[[1, 2], -1.0]]}, {"suppress_tokens": list(range(9))}],
+)
+def test_settings_are_described(settings: dict[str, Any]) -> None:
+    [text] = GenerationSettings(GenerationConfig(**settings)).described().values()
+    assert next(iter(settings)) in text and ("(9 entries)" in text) == ("suppress_tokens" in settings)
+
+
 def test_a_forced_first_token(tmp_path: Path) -> None:
     """transformers forces it after a single token only."""
     folder, model = _saved(tmp_path, forced_bos_token_id=77, begin_suppress_tokens=[40, 41, 42])
