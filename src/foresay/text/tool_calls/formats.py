@@ -71,7 +71,7 @@ Readers = dict[str, Callable[[int], Reader]]
 
 def _in_code(schemas: Schemas) -> Readers:
     """Return the readers of calls in blocks of code: then the name is a tool's."""
-    reader = partial(ObjectReader, separators=_AROUND[2:], end="```", names=schemas)
+    reader = partial(ObjectReader, separators=_AROUND[2:], end="```", names=schemas, stops=("```",))
     return {"```json\n": reader, "```\n": reader}
 
 
@@ -81,22 +81,23 @@ def _marked(schemas: Schemas, is_answer: bool) -> Parser:
     They may leave out the first mark, or write an object alone or in a block of code: then the name is a tool's.
     """
     tagged = partial(TaggedReader, schemas=schemas)
-    objects = partial(ObjectReader, separators=_AROUND, end="</tool_call>")
+    stops = ("</tool_call>", "<tool_call>", "```")
+    objects = partial(ObjectReader, separators=_AROUND, end="</tool_call>", stops=stops)
     marked: Readers = {
         "<tool_call>": partial(EitherReader, readers={"<": tagged}, other=objects),
         "<function=": partial(tagged, begun=True),
     }
-    alone = partial(ObjectReader, separators=_AROUND, names=schemas)
+    alone = partial(ObjectReader, separators=_AROUND, names=schemas, stops=stops)
     return (
         MarkedParser(marked) if is_answer else MarkedParser({**marked, **_in_code(schemas)}, {"{": alone, "[": alone})
     )
 
 
 def _mistral(schemas: Schemas, is_answer: bool) -> Parser:
-    objects = partial(ObjectReader, separators=("[", ","), end="]")
-    return MarkedParser(
-        {"[TOOL_CALLS]": partial(EitherReader, readers={"[": objects, "{": objects}, other=NamedReader)}
-    )
+    mark = "[TOOL_CALLS]"
+    objects = partial(ObjectReader, separators=("[", ","), end="]", stops=(mark,))
+    named = partial(NamedReader, stop=mark)
+    return MarkedParser({mark: partial(EitherReader, readers={"[": objects, "{": objects}, other=named)})
 
 
 def _python(schemas: Schemas, is_answer: bool) -> Parser:
@@ -105,11 +106,11 @@ def _python(schemas: Schemas, is_answer: bool) -> Parser:
 
 
 def _llama(schemas: Schemas, is_answer: bool) -> Parser:
-    reader = partial(ObjectReader, separators=(";", *_AROUND[2:], "<|eom_id|>", "<|eot_id|>"))
+    ends = ("<|eom_id|>", "<|eot_id|>")
+    reader = partial(ObjectReader, separators=(";", *_AROUND[2:], *ends), stops=(*ends, "<|python_tag|>"))
+    alone = partial(reader, names=schemas)
     tagged = partial(TaggedReader, schemas=schemas, begun=True)
-    return MarkedParser(
-        {"<|python_tag|>": reader, "<function=": tagged, **_in_code(schemas)}, {"{": reader, "[": reader}
-    )
+    return MarkedParser({"<|python_tag|>": reader, "<function=": tagged, **_in_code(schemas)}, {"{": alone, "[": alone})
 
 
 FORMATS = {

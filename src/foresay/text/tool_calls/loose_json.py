@@ -1,15 +1,15 @@
 """JSON as models write it, in pieces: where it ends, and the same value as valid JSON so far.
 
 Valid JSON passes unchanged. Python's constants, numbers, quotes and tuples, raw line breaks, wrong escapes, trailing commas,
-words without quotes and keyword arguments in parentheses have one reading, which is written as JSON; other text is a fault.
-Nothing is evaluated.
+words without quotes, quotes within strings and keyword arguments in parentheses have one reading, which is written as JSON;
+other text is a fault. Nothing is evaluated.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +24,11 @@ _HEX_DIGITS: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
 class LooseJson:
     """Reader of one value, which writes it as JSON."""
 
-    def __init__(self, opening: str = "{") -> None:
-        """opening: characters that may begin the value, "" for any; "(" begins keyword arguments, which become an object."""
+    def __init__(self, opening: str = "{", ends: Collection[str] = ()) -> None:
+        """opening: characters that may begin the value, "" for any; "(" begins keyword arguments, which become an object.
+
+        ends: texts that end the value if they follow a string.
+        """
         self.text = ""
         """The text that was read so far."""
         self.json = ""
@@ -37,7 +40,7 @@ class LooseJson:
         self.done = False
         self.broken = False
         """True if the text is no such value."""
-        self._opening, self._stack = opening, list[tuple[str, str]]()
+        self._opening, self._ends, self._stack = opening, ends, list[tuple[str, str]]()
         """Closing characters of the open parts: in the text, and in JSON."""
         self._wants = "value"
         """The next part: "value" after a colon, "item" of a list, "key", "colon", or "comma"."""
@@ -48,6 +51,8 @@ class LooseJson:
         self._name: str | None = None
         """The member of the whole object that is read."""
         self._word = self._quote = self._escape = ""
+        self._after = ""
+        """The quote that may end a string, and what follows it."""
         self._is_empty = self._is_triple = self._is_raw = False
         self._quotes = 0
         """Quotes in a row that may end a string in triple quotes, or begin one."""
@@ -58,7 +63,7 @@ class LooseJson:
         for i, char in enumerate(text):
             if self.done or not self._read(char):
                 self.broken = not self.done
-                rest = self._word + text[i:]
+                rest = self._after + self._word + text[i:]
                 break
         self.text = (self.text + text)[: len(self.text) + len(text) - len(rest)]
         self._flush()
@@ -67,7 +72,7 @@ class LooseJson:
     def close(self) -> None:
         """End what was begun: the value is complete. A key without a value is left out."""
         if self._quote:
-            self._escape = ""
+            self._escape = self._after = ""
             self._end_string()
         elif self._word:
             self._end_word()
@@ -135,11 +140,15 @@ class LooseJson:
             self._write("{" if is_object else "[")
             self._stack.append((_CLOSING[char], "}" if is_object else "]"))
             self._wants = "key" if is_object else "item"
-        elif char not in _NO_WORD and (is_name or self._wants != "key"):
+        elif char not in _NO_WORD and (is_name or self._wants != "key" or self._may_begin_key(char)):
             self._word = char
         else:
             return False
         return True
+
+    def _may_begin_key(self, char: str) -> bool:
+        """True if a character may begin a key without quotes; in Python such a key is a variable."""
+        return self._opening != "(" and (char.isalpha() or char in "_$")
 
     def _close(self, char: str) -> bool:
         if not self._stack or char != self._stack[-1][0]:
@@ -202,6 +211,8 @@ class LooseJson:
     def _read_in_string(self, char: str) -> bool:
         if self._escape:
             return self._read_escape(char)
+        if self._after:
+            return self._read_after(char)
         if char == self._quote:
             self._quotes += 1
             if self._is_triple or self._is_empty:
@@ -210,10 +221,11 @@ class LooseJson:
                 elif self._quotes == 2 and not self._is_triple:
                     self._is_triple, self._is_empty, self._quotes = True, False, 0
             else:
-                self._end_string()
+                self._may_end(char)
             return True
         if self._quotes and not self._is_triple:  # the string was empty
-            self._end_string()
+            self._is_empty = False
+            self._may_end(self._quote)
             return not self.done and self._read(char)
         self._write(('\\"' if self._quote == '"' else "'") * self._quotes)
         self._is_empty, self._quotes = False, 0
@@ -221,6 +233,36 @@ class LooseJson:
             self._escape = char
         else:
             self._write(char if char >= " " and char not in '"\\' else json.dumps(char)[1:-1])
+        return True
+
+    def _may_end(self, quote: str) -> None:
+        """Read a quote that ends the string, or is a part of it: what follows decides. It ends a key, and a text of Python."""
+        self._quotes = 0
+        if self._opening == "(" or not self._stack or self._wants == "key":
+            self._end_string()
+        else:
+            self._after = quote
+
+    def _read_after(self, char: str) -> bool:
+        """Read what follows a quote in a string: a sign that JSON has after strings, one of `ends`, or more of the string."""
+        before, after = self._after, self._after[1:].lstrip() + char
+        if after.isspace():
+            self._after += char
+        elif after in (",", ":", "}", "]") or after == self._stack[-1][0]:
+            self._after = ""
+            self._end_string()
+            return all(map(self._read, before[1:] + char))
+        elif after in self._ends:
+            self._after = ""
+            self._end_string()
+            self._after = before[1:].lstrip()
+            return False
+        elif any(one.startswith(after) for one in self._ends):
+            self._after += char
+        else:
+            self._after = ""
+            self._write('\\"' if before[0] == '"' else before[0])
+            return all(map(self._read_in_string, before[1:] + char))
         return True
 
     def _read_escape(self, char: str) -> bool:

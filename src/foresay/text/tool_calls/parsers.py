@@ -6,12 +6,15 @@ A parser looks for the marker before a call, reads the call, and continues after
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces, Start
 from foresay.text.tool_calls.loose_json import LooseJson, repaired
 
+_NAMED = re.compile(r"\s*([^\s\[{]{1,256})\s*(?:\Z|[\[{])")
+"""A name without white space, before a marker or an object."""
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = {*_ARGUMENTS, "name", "function", "type", "id"}
 """Members of an object that is a call."""
@@ -20,9 +23,12 @@ _KEYS = {*_ARGUMENTS, "name", "function", "type", "id"}
 class _Call:
     """A call that is read from a JSON object of a name and arguments."""
 
-    def __init__(self, index: int, names: Collection[str] | None) -> None:
-        """names: possible names; None for any."""
-        self.object, self._index, self._names = LooseJson(), index, names
+    def __init__(self, index: int, names: Collection[str] | None, ends: Collection[str]) -> None:
+        """names: possible names, where no marker tells a call from an answer: then an object with other members has arguments.
+
+        ends: see LooseJson.
+        """
+        self.object, self._index, self._names = LooseJson(ends=ends), index, names
         self._name: str | None = None
         self._arguments: str | None = None
         """The member that has the arguments, once it is known."""
@@ -76,14 +82,18 @@ class _Call:
         self._arguments = self._arguments or next((key for key in members if key in _ARGUMENTS), None)
         if self._arguments is None:
             inner = self._value("function")  # OpenAI's form: an object that contains name and arguments
-            inner = next((inner[key] for key in _ARGUMENTS if key in inner), {}) if isinstance(inner, dict) else None
-            return as_json(inner) if isinstance(inner, dict) else "{}" if self.object.done else None
+            whole = inner if isinstance(inner, dict) else dict.fromkeys(members) if self.object.done else None
+            if whole is None or (self._names is not None and not {"name", *_ARGUMENTS} >= whole.keys()):
+                return None
+            inner = next((whole[key] for key in _ARGUMENTS if key in whole), {})
+            return as_json(inner) if isinstance(inner, dict) else None
         if members[self._arguments].startswith("{"):
             return members[self._arguments]
         if self._arguments not in self.object.complete:
             return None
         value = self._value(self._arguments)  # some models write the object as a string
-        return repaired(value or "{}") if isinstance(value, str) else "{}"
+        is_none = members[self._arguments] == "null"
+        return repaired(value or "{}") if isinstance(value, str) else "{}" if is_none else None
 
 
 class MarkedParser:
@@ -185,16 +195,28 @@ class Reader:
 
 
 class ObjectReader(Reader):
-    """JSON objects of a name and arguments, with separators around them, up to `end`, or to the first other text."""
+    """JSON objects of a name and arguments, with separators around them, up to `end`, or to the first other text.
+
+    An object with a fault that was announced as a call is closed there, and the text up to the next of `stops` is lost: its
+    beginning was sent, so that the whole cannot become content.
+    """
 
     def __init__(
-        self, first: int, *, separators: Collection[str] = "", end: str = "", names: Collection[str] | None = None
+        self,
+        first: int,
+        *,
+        separators: Collection[str] = "",
+        end: str = "",
+        names: Collection[str] | None = None,
+        stops: Collection[str] = (),
     ) -> None:
         """separators: texts besides white space around objects. end: the marker after the last call, if there is one.
 
-        names: possible names of calls; None for any.
+        names: possible names of calls; None for any. stops: markers that end an object, even one that lacks brackets.
         """
         super().__init__(first)
+        self._stops, self._drops = stops, False
+        """_drops: True in the rest of an object with a fault."""
         self._separators = sorted(separators, key=len, reverse=True)
         self._marks, self._end, self._names = [*self._separators, *([end] if end else [])], end, names
         self._call: _Call | None = None
@@ -206,7 +228,9 @@ class ObjectReader(Reader):
         self._unread += text
         out: list[CallPiece] = []
         while self._unread and not self.ended:
-            if self._call is None and not self._find_object():
+            if self._drops:
+                self._unread, self._drops = after_fault(self._unread, self._stops)
+            if self._drops or (self._call is None and not self._find_object()):
                 break
             assert self._call is not None
             call = self._call
@@ -216,6 +240,7 @@ class ObjectReader(Reader):
                 self.ended, self._unread = True, call.object.text + self._unread
             elif call.object.broken:  # what is wrong with it may be a missing bracket
                 out += self._close(call)
+                self._drops = not self._unread.startswith(("{", "]"))
             if call.object.done:
                 self._call = None
         rest, self._unread = (self._unread, "") if self.ended else ("", self._unread)
@@ -252,7 +277,7 @@ class ObjectReader(Reader):
         if self._end and text.startswith(self._end):
             self.ended, self._unread = True, text[len(self._end) :]
         elif text.startswith("{"):
-            self._call = _Call(self.first + self.num_calls, self._names)
+            self._call = _Call(self.first + self.num_calls, self._names, self._stops)
             return True
         elif text:
             self.ended = True
@@ -260,27 +285,44 @@ class ObjectReader(Reader):
 
 
 class NamedReader(Reader):
-    """Mistral's newer form: a name, optional markers, and an object of arguments."""
+    """Mistral's newer form: a name, optional markers, and an object of arguments.
 
-    def __init__(self, first: int) -> None:
+    The rest of an object with a fault is lost up to `stop` if its beginning was sent.
+    """
+
+    def __init__(self, first: int, stop: str) -> None:
+        """stop: the marker of the next call."""
         super().__init__(first)
-        self._head, self._object, self._sent = "", LooseJson(), 0
+        self._head, self._object, self._sent, self._stop = "", LooseJson(ends=[stop]), 0, stop
+        self._unread, self._drops = "", False
+        """_drops: True in the rest of an object with a fault."""
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """See Reader."""
         self.text += text
+        pieces: list[CallPiece] = []
         if not self._object.text:
-            head, brace, text = text.partition("{")
-            self._head += head
-            if not brace:
+            self._head += text
+            at = self._head.find("{")
+            if self._head.strip() and not _NAMED.match(self._head):
+                self.ended, self.text = True, self.text[: -len(self._head)]
+                return self._head, []
+            if at < 0:
                 return "", []
-            text = brace + text
-        rest = self._object.push(text)
-        if self._object.broken:
-            self._object.close()
-        self.ended = self._object.done
-        self.text = self.text[: len(self.text) - len(rest)]
-        return rest, self._pieces()
+            text, self._head = self._head[at:], self._head[:at]
+        if not self._drops:
+            text = self._object.push(text)
+            pieces, is_broken = self._pieces(), self._object.broken
+            self._drops = is_broken and self.num_calls > 0
+            self.ended = self._object.done or (is_broken and not self._drops)
+            if self._drops:
+                self._object.close()
+                pieces += self._pieces()
+        if self._drops:
+            self._unread, self._drops = after_fault(self._unread + text, [self._stop])
+            text, self.ended = "" if self._drops else self._unread, not self._drops
+        self.text = self.text[: len(self.text) - len(text)]
+        return text, pieces
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """See Reader."""
@@ -288,12 +330,13 @@ class NamedReader(Reader):
         return "", self._pieces()
 
     def _pieces(self) -> list[CallPiece]:
-        name = self._head.partition("[")[0].strip()
-        new, self._sent = self._object.json[self._sent :], len(self._object.json)
-        if not new or not name or has_surrogates(name):
+        found, name = self._object, _NAMED.match(self._head + "{")
+        new = found.json[self._sent :] if found.done or len(found.json) > 1 else ""
+        if not new or name is None or has_surrogates(name[1]):
             return []
+        self._sent += len(new)
         is_first, self.num_calls = not self.num_calls, 1
-        return [CallPiece(self.first, name if is_first else None, new)]
+        return [CallPiece(self.first, name[1] if is_first else None, new)]
 
 
 class EitherReader(Reader):
@@ -337,6 +380,13 @@ class EitherReader(Reader):
             self._inner.num_calls,
             self._inner.ended,
         )
+
+
+def after_fault(text: str, stops: Collection[str]) -> tuple[str, bool]:
+    """Return a text from the first of the stops on; without one, what may begin one, and True."""
+    found = [at for one in stops if (at := text.find(one)) >= 0]
+    cut = min(found, default=len(text) - max((overlap(text, one) for one in stops), default=0))
+    return text[cut:], not found
 
 
 def as_json(value: Any) -> str:

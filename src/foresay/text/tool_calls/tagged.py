@@ -14,16 +14,20 @@ from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls.calls import CallPiece, Tool
 from foresay.text.tool_calls.loose_json import LooseJson
-from foresay.text.tool_calls.parsers import Reader, as_json, has_surrogates, overlap
+from foresay.text.tool_calls.parsers import Reader, after_fault, as_json, has_surrogates, overlap
 from foresay.text.tool_calls.schema_types import Allowed
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _END_PARAMETER, _END_FUNCTION, _END = "</parameter>", "</function>", "</tool_call>"
+_STOPS = (_END_FUNCTION, _END, "<tool_call>")
+"""Tags that end a call whose arguments are an object, even one that lacks brackets."""
 _BOUNDS = frozenset({"pattern", "format", "minLength", "maxLength"})
 """Keywords of strings that the grammar does not express."""
-_HEAD = re.compile(r"<(?:function|parameter)=([^<>\n]*)(?:>|(?=[<\n]))")
+_HEAD = re.compile(r"<(?:function|parameter)=([^<>\n]{0,256})(?:>|(?=[<\n]))")
 """The tag before a call or a value. Models forget its last character."""
-_UNFINISHED = re.compile(r"<(?:function|parameter)=[^<>\n]*")
+_UNFINISHED = re.compile(r"<(?:function|parameter)=[^<>\n]{0,256}")
+_LONGEST = 300
+"""Characters of any tag, with a margin."""
 _TAG = re.compile(rf"{_END_PARAMETER}|{_END_FUNCTION}|{_END}|{_HEAD.pattern}")
 _AFTER = {
     _END_PARAMETER: (_PARAMETER, _END_FUNCTION, _END),
@@ -50,7 +54,8 @@ class TaggedReader(Reader):
         """Characters of the value that contain no tag that may end it."""
         self._object: LooseJson | None = None
         """Arguments that are written as an object instead of parameters."""
-        self._is_last = self._is_closed = False
+        self._is_last = self._is_closed = self._drops = False
+        """_drops: True in the rest of an object with a fault, which is lost, because its beginning was sent."""
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """See Reader."""
@@ -80,6 +85,10 @@ class TaggedReader(Reader):
             return self._read_value(self._key)
         if self._object is not None and not self._object.done:
             return self._read_object(self._object)
+        if self._drops:
+            self._unread, self._drops = after_fault(self._unread, _STOPS)
+            if self._drops:
+                return None
         text = self._unread.lstrip()
         if not self.num_calls:
             return self._read_name(text)
@@ -90,11 +99,13 @@ class TaggedReader(Reader):
                 return self._close() if not self._is_closed else None
         takes = not self._is_closed and self._object is None
         if takes and (found := _HEAD.match(text)) and text.startswith(_PARAMETER):
-            self._key, self._unread, self._scanned = found[1].strip(), text[found.end() :], 0
+            self._key, self._unread, self._scanned = _name(found), text[found.end() :], 0
             return CallPiece(self.first, None, "")
         if takes and text.startswith("{") and not self._keys:
-            self._unread, self._object = text, LooseJson()
+            self._unread, self._object = text, LooseJson(ends=_STOPS)
             return CallPiece(self.first, None, "")
+        if text.startswith(_PARAMETER) and not _UNFINISHED.fullmatch(text):
+            text = "-"  # no tag: a name is short
         begins = (_END, *(() if self._is_closed else (_END_FUNCTION,)), *((_PARAMETER,) if takes else ()))
         if not any(one.startswith(text[: len(one)]) for one in begins):
             self.ended = True  # text that no call has
@@ -103,7 +114,7 @@ class TaggedReader(Reader):
 
     def _read_name(self, text: str) -> CallPiece | None:
         found = _HEAD.match(text) if text.startswith(_FUNCTION) else None
-        name = found[1].strip() if found else ""
+        name = _name(found) if found else ""
         if found is None and (
             _FUNCTION.startswith(text[: len(_FUNCTION)]) and (_UNFINISHED.fullmatch(text) or len(text) < 10)
         ):
@@ -118,6 +129,7 @@ class TaggedReader(Reader):
     def _read_object(self, found: LooseJson) -> CallPiece | None:
         sent, text = len(found.json), self._unread
         self._unread = found.push(text)
+        self._drops = found.broken
         if found.broken or (self._is_last and not self._unread):
             found.close()
         return CallPiece(self.first, None, found.json[sent:]) if text or found.done else None
@@ -134,6 +146,8 @@ class TaggedReader(Reader):
         if found is None:
             return None
         value, self._unread, self._key = self._unread[: found[0]], self._unread[found[1] :], None
+        if key in self._keys:  # a repeated parameter: the first was sent
+            return CallPiece(self.first, None, "")
         opening = ", " if self._keys else "{"
         self._keys.add(key)
         value = value.removeprefix("\n").removesuffix("\n")
@@ -148,7 +162,7 @@ class TaggedReader(Reader):
         last = (len(text) - cut if cut > 1 else len(text), len(text))
         for found in _TAG.finditer(text, self._scanned):
             if found[1] is not None:  # the next parameter: the closing tag is missing
-                if found[0].startswith(_PARAMETER) and self._may_be_next(found[1].strip()):
+                if found[0].startswith(_PARAMETER) and self._may_be_next(_name(found)):
                     return found.start(), found.start()
                 continue
             ends = found.start(), found.end() if found[0] == _END_PARAMETER else found.start()
@@ -161,7 +175,8 @@ class TaggedReader(Reader):
                 return None
         if self._is_last:
             return last
-        self._scanned = max(self._scanned, text.rfind("<")) if "<" in text[self._scanned :] else len(text)
+        at = text.rfind("<", max(self._scanned, len(text) - _LONGEST))
+        self._scanned = at if at >= 0 else len(text)
         return None
 
     def _may_be_next(self, key: str) -> bool:
@@ -169,6 +184,11 @@ class TaggedReader(Reader):
         return key not in self._keys | {self._key} and (
             not isinstance(properties, Mapping) or not properties or key in properties
         )
+
+
+def _name(head: re.Match[str]) -> str:
+    """Return the name of a tag, without quotes around it."""
+    return head[1].strip().strip("\"'")
 
 
 def rules_of(rule: str, tool: Tool) -> list[str]:

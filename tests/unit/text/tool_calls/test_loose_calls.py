@@ -69,7 +69,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         CODER,
         tagged("<parameter=list>['python', 'it''s']</parameter>"),
         "",
-        [("f", {"list": "['python', 'it''s']"})],
+        [("f", {"list": ["python", "it''s"]})],
     ),
     "a whole number with a point": (CODER, tagged("<parameter=count>\n5.0\n</parameter>"), "", [("f", {"count": 5})]),
     "text for a number": (CODER, tagged("<parameter=count>\nmany\n</parameter>"), "", [("f", {"count": "many"})]),
@@ -170,7 +170,53 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         [],
     ),
     "words without quotes": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": x}}</tool_call>', "", [X]),
-    "two texts in a row": (HERMES, hermes('{"path": "x" "y"}'), '"y"}}</tool_call>', [X]),
+    "two texts in a row": (HERMES, hermes('{"path": "x" "y"}'), "", [("f", {"path": 'x" "y'})]),
+    "quotes in a text": (HERMES, hermes('{"path": "He said "hi" ok"}'), "", [("f", {"path": 'He said "hi" ok'})]),
+    "a fault in the arguments": (HERMES, hermes('{"path": "x", 7: "y"}') + "ok", "ok", [X]),
+    "a fault before the next call": (
+        HERMES,
+        f'<tool_call>{{"name": "f", "arguments": {{"path": "x" ,, 1<tool_call>{{{INNER}}}</tool_call>ok',
+        "ok",
+        [X, X],
+    ),
+    "a fault before the name": (
+        HERMES,
+        '<tool_call>{"name" "f"}</tool_call>',
+        '<tool_call>{"name" "f"}</tool_call>',
+        [],
+    ),
+    "a fault in a tag": (CODER, '<function=f>{"path": "x",, 1}</function>ok', "ok", [X]),
+    "words as keys": (HERMES, '<tool_call>{name: "f", arguments: {path: "x"}}</tool_call>', "", [X]),
+    "words as keys of a value": (CODER, tagged("<parameter=map>{a: 1}</parameter>"), "", [("f", {"map": {"a": 1}})]),
+    "arguments that are a list": (HERMES, hermes("[1]"), hermes("[1]"), []),
+    "arguments that are null": (HERMES, hermes("null"), "", [("f", {})]),
+    "an answer in code with a tool's name": (
+        HERMES,
+        'Here:\n```json\n{"name": "f", "id": "x"}\n```\nok',
+        'Here:\n```json\n{"name": "f", "id": "x"}\n```\nok',
+        [],
+    ),
+    "no arguments in code": (HERMES, '```json\n{"name": "f"}\n```\nok', "ok", [("f", {})]),
+    "an answer of Llama with a tool's name": (LLAMA, '{"name": "f", "id": "x"}', '{"name": "f", "id": "x"}', []),
+    "an answer of Llama": (
+        LLAMA,
+        '{"name": "my-package", "parameters": {}}',
+        '{"name": "my-package", "parameters": {}}',
+        [],
+    ),
+    "an unknown name after the prefix": (LLAMA, '<|python_tag|>{"name": "z", "id": "x"}', "", [("z", {})]),
+    "quotes around names": (
+        CODER,
+        '<tool_call><function="f"><parameter="path">x</parameter></function></tool_call>',
+        "",
+        [X],
+    ),
+    "a repeated parameter": (
+        CODER,
+        tagged(f"{A}<parameter=path>\nz\n</parameter>\n{B}"),
+        "",
+        [("f", {"path": "x", "text": "y"})],
+    ),
     "cut in a string": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x', "", [X]),
     "cut in a key": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x", "te', "", [X]),
     "cut in an escape": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x\\u00', "", [X]),
@@ -209,6 +255,20 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "cut in Python": (PYTHON, "[f(path='x'), g(a=", "[f(path='x'), g(a=", []),
     "code that calls": (PYTHON, "[f(path=open('x'))]", "[f(path=open('x'))]", []),
     "an object in single quotes": (MISTRAL, "[TOOL_CALLS]f[ARGS]{'path': 'x'}", "", [X]),
+    "an answer after the mark": (
+        MISTRAL,
+        "[TOOL_CALLS]I cannot. Sorry {see below}",
+        "[TOOL_CALLS]I cannot. Sorry {see below}",
+        [],
+    ),
+    "a word before braces": (MISTRAL, "[TOOL_CALLS]Sorry {see below}", "[TOOL_CALLS]Sorry {see below}", []),
+    "a fault in Mistral's object": (
+        MISTRAL,
+        '[TOOL_CALLS]f{"path": "x", 7: 1}[TOOL_CALLS]f{"path": "x"}ok',
+        "ok",
+        [X, X],
+    ),
+    "quotes in Mistral's text": (MISTRAL, '[TOOL_CALLS]f{"path": "a "b" c"}', "", [("f", {"path": 'a "b" c'})]),
     "an object that is cut": (MISTRAL, '[TOOL_CALLS]f[ARGS]{"path": "x', "", [X]),
     "the body of a message in single quotes": (
         "harmony",
@@ -338,6 +398,18 @@ def test_calls_come_back_as_history(case: str) -> None:
         again += f"<parameter={key}>\n{shown}\n</parameter>\n"
     found = calls_of(read(CODER, tagged(again)))
     assert [(one, json.loads(arguments)) for one, arguments in found] == calls[:1]
+
+
+@pytest.mark.parametrize("tag", ["<tool_call><function=", "<tool_call><function=f><parameter="])
+def test_a_name_that_never_ends_is_content(tag: str) -> None:
+    """No more than a short text is withheld, so that a push reads no more either."""
+    calls = FORMATS[CODER].parser
+    assert calls is not None
+    parser, out, words = MessageParser(calls(TOOLS, False)), Pieces(), 500
+    out.add(parser.push(tag))
+    for i in range(words):
+        out.add(parser.push("word "))
+        assert len("word ") * (i + 1) - len(out.content) < 400
 
 
 def test_control_of_the_property() -> None:

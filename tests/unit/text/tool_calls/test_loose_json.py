@@ -43,7 +43,7 @@ def test_members_of_any_object_cut_anywhere(seed: int) -> None:
     assert found.complete == set(value)
 
 
-@pytest.mark.parametrize("text", ["x", "[1]", '"a"', "{1: 2}", "{a: 1}", '{"a" "b": 1}'])
+@pytest.mark.parametrize("text", ["x", "[1]", '"a"', "{1: 2}", "{a b}", "{a}", '{"a" "b": 1}'])
 def test_what_is_no_object(text: str) -> None:
     found = LooseJson()
     found.push(text)
@@ -54,3 +54,40 @@ def test_an_object_that_is_cut_short() -> None:
     found = LooseJson()
     assert found.push('{"a": "x}", "b": [1, {') == ""
     assert not found.done and found.complete == {"a"} and found.members["b"] == "[1, {"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": "He said "hi" ok"}', {"a": 'He said "hi" ok'}),
+        ('{"a": "He said "hi"", "b": 1}', {"a": 'He said "hi"', "b": 1}),
+        ('{"a": [""x" y" ]}', {"a": ['"x" y']}),
+        ('{"a": "" , "b": ""}', {"a": "", "b": ""}),
+        ("{'a': 'it's', 'b': ['x' 'y']}", {"a": "it's", "b": ["x' 'y"]}),
+        ('{"a": "x" </en y"}', {"a": 'x" </en y'}),
+        ('{a: "x", b_2 : {$c: [y]}}', {"a": "x", "b_2": {"$c": ["y"]}}),
+    ],
+)
+def test_quotes_in_texts_and_words_as_keys(text: str, value: Any) -> None:
+    for step in range(1, len(text) + 1):
+        found = LooseJson(ends=["</end>"])
+        rest = "".join(found.push(text[at : at + step]) for at in range(0, len(text), step))
+        assert (json.loads(found.json), rest, found.done) == (value, "", True)
+
+
+@pytest.mark.parametrize("text", ["(a='x' y')", "(a={b: 1})", "(a='x' if y else 'z')"])
+def test_python_has_no_such_texts_and_keys(text: str) -> None:
+    found = LooseJson("(")
+    found.push(text)
+    assert found.broken
+
+
+def test_the_end_after_a_text() -> None:
+    text = '{"a": "x"\n</end>}'
+    for step in range(1, len(text) + 1):
+        found, rest = LooseJson(ends=["</end>"]), ""
+        for at in range(0, len(text), step):
+            rest += text[at : at + step] if found.broken else found.push(text[at : at + step])
+        assert found.broken and rest == "</end>}" and found.text + rest == text
+        found.close()
+        assert json.loads(found.json) == {"a": "x"}

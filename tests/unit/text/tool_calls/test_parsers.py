@@ -16,6 +16,7 @@ Found = tuple[str, str, list[tuple[str, str]]]
 SCHEMAS: dict[str, Any] = {
     "w": {},
     "v": {},
+    "m.time_now": {},
     "find": {"type": "object", "properties": {"what": {"type": "string"}}},
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
 }
@@ -85,6 +86,7 @@ CODER = "<tool_call>\n<function=w>\n<parameter=a>\n1\n</parameter>\n</function>\
 THINKS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 HARMONY = '<|channel|>commentary to=functions.w <|constrain|>json<|message|>{"a": 1}<|call|>'
 HERMES = '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>'
+DEEP = "[" * 3000 + "]" * 3000
 CASES: dict[str, tuple[str, str, Found]] = {
     "tagged: text around": ("qwen3_coder", f"I look.\n{CODER}\nDone.", ("I look.\nDone.", "", [("w", '{"a": 1}')])),
     "tagged: two": ("qwen3_coder", f"{CODER}\n{CODER}", ("", "", [("w", '{"a": 1}')] * 2)),
@@ -203,8 +205,8 @@ CASES: dict[str, tuple[str, str, Found]] = {
     ),
     "arguments too deep": (
         "hermes",
-        '<tool_call>{"name": "w", "arguments": ' + "[" * 3000 + "]" * 3000 + "}</tool_call>",
-        ("", "", [("w", "{}")]),
+        f'<tool_call>{{"name": "w", "arguments": {DEEP}}}</tool_call>',
+        (f'<tool_call>{{"name": "w", "arguments": {DEEP}}}</tool_call>', "", []),
     ),
     "escapes of JSON": (
         "pythonic",
