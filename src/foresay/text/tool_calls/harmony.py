@@ -1,6 +1,7 @@
 """Messages of gpt-oss (the harmony format): each has a header, which names its channel and recipient, and a body.
 
-The channel "analysis" is reasoning, a message to a function is a call, and other text is content. Owns the split of an output.
+The channel "analysis" is reasoning; a message to a function is a call if its body is empty or an object, even in code;
+other text is content. What follows a fault in the object is lost, because the call was sent. Owns the split of an output.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from foresay.text.tool_calls.parsers import has_surrogates, overlap
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (CHANNEL, MESSAGE, START, CONSTRAIN, END, CALL, RETURN)
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_ROLE = re.compile(r"\s*(assistant\b.*|to=\S+\s*)?", re.DOTALL)
+"""The header before a channel; other text there is content."""
+_BEFORE = re.compile(r"\s*(`{0,2}|```[a-z]*\s*)")
+"""The beginning of a call's body before its object."""
 
 
 class HarmonyParser:
@@ -31,7 +36,9 @@ class HarmonyParser:
         self._name: str | None = None
         """The called function, until its first piece is sent."""
         self._object: LooseJson | None = None
-        """The arguments, until they have ended; None for a body that is no object."""
+        """The arguments of a call, once it was sent."""
+        self._body = ""
+        """The body before the object, then after it."""
 
     def push(self, text: str) -> Pieces:
         """Return what the next text adds to the message."""
@@ -54,7 +61,9 @@ class HarmonyParser:
         self._text = ""
         self._take(text, out)
         self._end_call(out)
-        if self._header and not self._header.startswith(("assistant", "analysis", "commentary", "final")):
+        if self._header and not self._header.lstrip().startswith(
+            ("to=", "assistant", "analysis", "commentary", "final")
+        ):
             self._add_content(self._header, out)  # no header at all: a model that writes plain text
         return out
 
@@ -65,7 +74,7 @@ class HarmonyParser:
             self._end_call(out)
             self._header, self._is_call, self._is_reasoning = "", False, False
         elif self._header is not None:
-            if marker == CHANNEL and self._header.strip() and "assistant" not in self._header:
+            if marker == CHANNEL and not _ROLE.fullmatch(self._header):
                 self._add_content(self._header, out)
                 self._header = ""
             self._header += " "
@@ -75,12 +84,10 @@ class HarmonyParser:
         self._end_call(out)
         self._header = None
         recipient = _RECIPIENT.search(header)
-        self._is_reasoning = recipient is None and "analysis" in header
         self._is_call = recipient is not None and not has_surrogates(recipient[1])
+        self._is_reasoning = not self._is_call and "analysis" in header
         self._name = recipient[1] if recipient is not None and self._is_call else None
-        if self._is_call:
-            self.num_calls += 1
-            self._object = LooseJson()
+        self._object, self._body = None, ""
 
     def _take(self, text: str, out: Pieces) -> None:
         """Add a piece of a header or body."""
@@ -96,26 +103,36 @@ class HarmonyParser:
             self._add_content(text, out)
 
     def _add_arguments(self, text: str, out: Pieces) -> None:
-        found = self._object
-        if found is None:
-            self._add_piece(text, out)
-            return
-        before, rest = len(found.json), found.push(text)
-        if found.broken and not found.json:
-            self._object = None
-            self._add_piece(found.text + rest, out)
-            return
+        if self._object is None:
+            self._body += text
+            head, brace, rest = self._body.partition("{")
+            if not _BEFORE.fullmatch(head):
+                self._is_call = False
+                self._add_content(self._body, out)
+            if not brace or not self._is_call:
+                return
+            self._object, text, self._body = LooseJson(), brace + rest, ""
+            self.num_calls += 1
+        found, before = self._object, len(self._object.json)
+        rest = text if found.done else found.push(text)
         if found.broken:
             found.close()
+        else:
+            self._body += rest
         self._add_piece(found.json[before:], out)
-        self._add_content(rest, out)
 
     def _end_call(self, out: Pieces) -> None:
         """Close the arguments; none are an empty object."""
         if self._is_call and self._object is not None:
             before = len(self._object.json)
             self._object.close()
-            self._add_piece(self._object.json[before:] if self._object.json else "{}", out)
+            self._add_piece(self._object.json[before:], out)
+            self._add_content(self._body if self._body.strip("`]}) \t\r\n") else "", out)
+        elif self._is_call and not self._body.strip():
+            self.num_calls += 1
+            self._add_piece("{}", out)
+        elif self._is_call:
+            self._add_content(self._body, out)
         self._is_call = False
 
     def _add_piece(self, text: str, out: Pieces) -> None:

@@ -43,6 +43,7 @@ def hermes(arguments: str) -> str:
 
 
 A, B = "<parameter=path>\nx\n</parameter>\n", "<parameter=text>\ny\n</parameter>"
+PATH, TO_F = '{"path": "x"}', "<|channel|>commentary to=functions.f<|message|>"
 LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "an optional string of digits": (CODER, tagged("<parameter=name>\n5\n</parameter>"), "", [("f", {"name": "5"})]),
     "an optional string that is null": (
@@ -276,6 +277,17 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [X],
     ),
+    "a recipient first": ("harmony", f" to=functions.f<|channel|>commentary json<|message|>{PATH}<|call|>", "", [X]),
+    "a recipient alone": ("harmony", f"to=functions.f<|message|>{PATH}", "", [X]),
+    "text before a channel": ("harmony", "An assistant.<|channel|>final<|message|> Yes.", "An assistant. Yes.", []),
+    "a body in a block of code": ("harmony", f"{TO_F}```json\n{PATH}```<|call|>", "", [X]),
+    "a body with text after it": ("harmony", f"{TO_F}{PATH} is it<|call|>", " is it", [X]),
+    "a body that is a text": ("harmony", f'{TO_F}"x"<|call|>', '"x"', []),
+    "a body that is a word": ("harmony", f"{TO_F}final<|end|>", "final", []),
+    "a body that is a list": ("harmony", f"{TO_F}[{PATH}]<|end|>", f"[{PATH}]", []),
+    "a fault in a body": ("harmony", f'{TO_F}{{"path": "x", 7: 1}}<|call|><|start|>assistant{TO_F}{PATH}', "", [X, X]),
+    "a body that never begins": ("harmony", f"{TO_F}``", "``", []),
+    "another recipient": ("harmony", "<|channel|>commentary to=assistant<|message|>hi<|end|>", "hi", []),
     "no body of a message": ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", "", [("f", {})]),
 }
 
@@ -379,8 +391,7 @@ def test_any_text(name: str, seed: int) -> None:
                 text
             )
         for _, arguments in calls_of(whole):
-            is_raw = name == "harmony" and not arguments.lstrip().startswith("{")
-            assert is_raw or isinstance(json.loads(arguments), dict), text
+            assert isinstance(json.loads(arguments), dict), text
         if name != "harmony":
             assert whole.calls or whole.content == text, "a text without calls is content, whole"
             rest = iter(text)
