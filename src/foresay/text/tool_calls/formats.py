@@ -17,7 +17,8 @@ from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
 from foresay.text.tool_calls.calls import OutputParser, Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, HarmonyParser
-from foresay.text.tool_calls.parsers import EitherReader, MarkedParser, NamedReader, ObjectReader, Reader
+from foresay.text.tool_calls.named import NamedReader
+from foresay.text.tool_calls.parsers import EitherReader, MarkedParser, ObjectReader, Reader
 from foresay.text.tool_calls.pythonic import PythonReader
 from foresay.text.tool_calls.tagged import TaggedReader, rules_of
 

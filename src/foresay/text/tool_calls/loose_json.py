@@ -303,10 +303,10 @@ def _number(word: str) -> str | None:
 
 
 def repaired(text: str) -> str | None:
-    """Return an object that is written loosely or was cut as JSON, None for another text."""
+    """Return an object that is written loosely or was cut as JSON, None for another text. Closing brackets may be too many."""
     found = LooseJson()
     rest = found.push(text)
-    if found.broken or rest.strip() or not found.json:
+    if found.broken or rest.strip("}]) \t\r\n") or not found.json:
         return None
     found.close()
     return found.json

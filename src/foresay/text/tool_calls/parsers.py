@@ -6,15 +6,14 @@ A parser looks for the marker before a call, reads the call, and continues after
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces, Start
 from foresay.text.tool_calls.loose_json import LooseJson, repaired
 
-_NAMED = re.compile(r"\s*([^\s\[{]{1,256})\s*(?:\Z|[\[{])")
-"""A name without white space, before a marker or an object."""
+_PART = 256
+"""Characters that a parser of markers reads at once."""
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = {*_ARGUMENTS, "name", "function", "type", "id"}
 """Members of an object that is a call."""
@@ -24,7 +23,7 @@ class _Call:
     """A call that is read from a JSON object of a name and arguments."""
 
     def __init__(self, index: int, names: Collection[str] | None, ends: Collection[str]) -> None:
-        """names: possible names, where no marker tells a call from an answer: then an object with other members has arguments.
+        """names: possible names, where no marker separates calls from answers: then an object with other members has arguments.
 
         ends: see LooseJson.
         """
@@ -116,8 +115,13 @@ class MarkedParser:
         self._reader: Reader | None = None
 
     def push(self, text: str) -> Pieces:
-        """See Parser."""
+        """See Parser. A long text is read in parts: after each marker, the rest of a part is read again."""
         out = Pieces()
+        for at in range(0, len(text), _PART):
+            self._push(text[at : at + _PART], out)
+        return out
+
+    def _push(self, text: str, out: Pieces) -> None:
         self._text += text
         while self._text:
             if self._reader is None and not self._find(out):
@@ -128,7 +132,6 @@ class MarkedParser:
             if not self._reader.ended:
                 break
             self._end(out)
-        return out
 
     def _find(self, out: Pieces) -> bool:
         """Add the content before the next calls, and begin to read them. Returns False if none begin."""
@@ -159,7 +162,8 @@ class MarkedParser:
             out.calls += pieces
             self._text = rest if self._reader.num_calls else ""
             self._end(out)
-            out.add(self.push(""))
+            rest, self._text = self._text, ""
+            out.add(self.push(rest))
         out.content += self._start.trimmed(self._text)
         self._text = ""
         return out
@@ -282,61 +286,6 @@ class ObjectReader(Reader):
         elif text:
             self.ended = True
         return False
-
-
-class NamedReader(Reader):
-    """Mistral's newer form: a name, optional markers, and an object of arguments.
-
-    The rest of an object with a fault is lost up to `stop` if its beginning was sent.
-    """
-
-    def __init__(self, first: int, stop: str) -> None:
-        """stop: the marker of the next call."""
-        super().__init__(first)
-        self._head, self._object, self._sent, self._stop = "", LooseJson(ends=[stop]), 0, stop
-        self._unread, self._drops = "", False
-        """_drops: True in the rest of an object with a fault."""
-
-    def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """See Reader."""
-        self.text += text
-        pieces: list[CallPiece] = []
-        if not self._object.text:
-            self._head += text
-            at = self._head.find("{")
-            if self._head.strip() and not _NAMED.match(self._head):
-                self.ended, self.text = True, self.text[: -len(self._head)]
-                return self._head, []
-            if at < 0:
-                return "", []
-            text, self._head = self._head[at:], self._head[:at]
-        if not self._drops:
-            text = self._object.push(text)
-            pieces, is_broken = self._pieces(), self._object.broken
-            self._drops = is_broken and self.num_calls > 0
-            self.ended = self._object.done or (is_broken and not self._drops)
-            if self._drops:
-                self._object.close()
-                pieces += self._pieces()
-        if self._drops:
-            self._unread, self._drops = after_fault(self._unread + text, [self._stop])
-            text, self.ended = "" if self._drops else self._unread, not self._drops
-        self.text = self.text[: len(self.text) - len(text)]
-        return text, pieces
-
-    def finish(self) -> tuple[str, list[CallPiece]]:
-        """See Reader."""
-        self._object.close()
-        return "", self._pieces()
-
-    def _pieces(self) -> list[CallPiece]:
-        found, name = self._object, _NAMED.match(self._head + "{")
-        new = found.json[self._sent :] if found.done or len(found.json) > 1 else ""
-        if not new or name is None or has_surrogates(name[1]):
-            return []
-        self._sent += len(new)
-        is_first, self.num_calls = not self.num_calls, 1
-        return [CallPiece(self.first, name[1] if is_first else None, new)]
 
 
 class EitherReader(Reader):

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from foresay.text.tool_calls import parsers
 from foresay.text.tool_calls.calls import Pieces
 from foresay.text.tool_calls.formats import FORMATS
 from foresay.text.tool_calls.message import MessageParser
+from foresay.text.tool_calls.named import NamedReader
+from foresay.text.tool_calls.parsers import ObjectReader
+from foresay.text.tool_calls.tagged import TaggedReader
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -46,19 +50,9 @@ A, B = "<parameter=path>\nx\n</parameter>\n", "<parameter=text>\ny\n</parameter>
 PATH, TO_F = '{"path": "x"}', "<|channel|>commentary to=functions.f<|message|>"
 LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "an optional string of digits": (CODER, tagged("<parameter=name>\n5\n</parameter>"), "", [("f", {"name": "5"})]),
-    "an optional string that is null": (
-        CODER,
-        tagged("<parameter=name>\nnull\n</parameter>"),
-        "",
-        [("f", {"name": None})],
-    ),
+    "an optional string that is null": (CODER, tagged("<parameter=name>\nnull\n</parameter>"), "", [("f", {"name": None})]),
     "Python's None": (CODER, tagged("<parameter=name>\nNone\n</parameter>"), "", [("f", {"name": None})]),
-    "a string that is JSON": (
-        CODER,
-        tagged('<parameter=path>\n{"a": 1}\n</parameter>'),
-        "",
-        [("f", {"path": '{"a": 1}'})],
-    ),
+    "a string that is JSON": (CODER, tagged('<parameter=path>\n{"a": 1}\n</parameter>'), "", [("f", {"path": '{"a": 1}'})]),
     "Python's True": (CODER, tagged("<parameter=flag>\nTrue\n</parameter>"), "", [("f", {"flag": True})]),
     "Python's mapping": (
         CODER,
@@ -74,12 +68,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     ),
     "a whole number with a point": (CODER, tagged("<parameter=count>\n5.0\n</parameter>"), "", [("f", {"count": 5})]),
     "text for a number": (CODER, tagged("<parameter=count>\nmany\n</parameter>"), "", [("f", {"count": "many"})]),
-    "no closing tag before the next one": (
-        CODER,
-        tagged(f"<parameter=path>\nx\n{B}"),
-        "",
-        [("f", {"path": "x", "text": "y"})],
-    ),
+    "no closing tag before the next one": (CODER, tagged(f"<parameter=path>\nx\n{B}"), "", [("f", {"path": "x", "text": "y"})]),
     "no closing tag of the last one": (CODER, tagged("<parameter=path>\nx"), "", [X]),
     "no closing tag of the function": (CODER, tagged(A, "</tool_call>"), "", [X]),
     "no closing tag at all": (CODER, tagged("<parameter=path>\nx\n", ""), "", [X]),
@@ -105,21 +94,11 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [("f", {"text": "</tool_call> ends"})],
     ),
-    "two functions in one mark": (
-        CODER,
-        tagged(A, "</function>\n<function=g>\n</function>\n</tool_call>"),
-        "",
-        [X, ("g", {})],
-    ),
+    "two functions in one mark": (CODER, tagged(A, "</function>\n<function=g>\n</function>\n</tool_call>"), "", [X, ("g", {})]),
     "no first mark, and a last": (CODER, f"I look.\n<function=f>\n{A}</function>\n</tool_call>", "I look.\n", [X]),
     "an object in the tagged format": (CODER, f"<tool_call>\n{{{INNER}}}\n</tool_call>", "", [X]),
     "arguments as an object in a tag": (CODER, '<function=f>{"path": "x"}</function>', "", [X]),
-    "a parameter that no schema has": (
-        CODER,
-        tagged(f"{A}<parameter=z>\n1\n</parameter>"),
-        "",
-        [("f", {"path": "x", "z": 1})],
-    ),
+    "a parameter that no schema has": (CODER, tagged(f"{A}<parameter=z>\n1\n</parameter>"), "", [("f", {"path": "x", "z": 1})]),
     "tags in the format of objects": (HERMES, tagged(A), "", [X]),
     "single quotes": (HERMES, "<tool_call>{'name': 'f', 'arguments': {'path': 'x'}}</tool_call>", "", [X]),
     "an apostrophe": (
@@ -139,12 +118,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "two brackets too few": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x"</tool_call>', "", [X]),
     "a bracket too many": (HERMES, f"<tool_call>{{{INNER}}}}}</tool_call>ok", "ok", [X]),
     "no last mark": (HERMES, f"<tool_call>\n{{{INNER}}}\n", "", [X]),
-    "no last mark before the next call": (
-        HERMES,
-        f"<tool_call>{{{INNER}}}<tool_call>{{{INNER}}}</tool_call>",
-        "",
-        [X, X],
-    ),
+    "no last mark before the next call": (HERMES, f"<tool_call>{{{INNER}}}<tool_call>{{{INNER}}}</tool_call>", "", [X, X]),
     "a raw line break": (HERMES, hermes('{"text": "a\n\tb"}'), "", [("f", {"text": "a\n\tb"})]),
     "an escape that JSON lacks": (HERMES, hermes(r'{"text": "\d\'\x41\u"}'), "", [("f", {"text": r"\d'A\u"})]),
     "a unicode escape": (HERMES, hermes(r'{"path": "\u00fc"}'), "", [("f", {"path": "ü"})]),
@@ -153,23 +127,13 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "arguments as a text": (HERMES, hermes(r'"{\"path\": \"x\"}"'), "", [X]),
     "no arguments as a text": (HERMES, hermes('""'), "", [("f", {})]),
     "arguments that are a text without an object": (HERMES, hermes('"Rome"'), hermes('"Rome"'), []),
-    "the other word for arguments": (
-        HERMES,
-        '<tool_call>{"name": "f", "parameters": {"path": "x"}}</tool_call>',
-        "",
-        [X],
-    ),
+    "the other word for arguments": (HERMES, '<tool_call>{"name": "f", "parameters": {"path": "x"}}</tool_call>', "", [X]),
     "OpenAI's form": (HERMES, f'<tool_call>{{"type": "function", "function": {{{INNER}}}}}</tool_call>', "", [X]),
     "a list in a mark": (HERMES, f"<tool_call>[{{{INNER}}}, {{{INNER}}}]</tool_call>", "", [X, X]),
     "code in a mark": (HERMES, f"<tool_call>\n```json\n{{{INNER}}}\n```\n</tool_call>", "", [X]),
     "code alone": (HERMES, f"So:\n```json\n{{{INNER}}}\n```", "So:\n", [X]),
     "a list alone": (HERMES, f"[{{{INNER}}}]", "", [X]),
-    "a list alone that names no tool": (
-        HERMES,
-        '[{"name": "Bob", "arguments": {}}]',
-        '[{"name": "Bob", "arguments": {}}]',
-        [],
-    ),
+    "a list alone that names no tool": (HERMES, '[{"name": "Bob", "arguments": {}}]', '[{"name": "Bob", "arguments": {}}]', []),
     "words without quotes": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": x}}</tool_call>', "", [X]),
     "two texts in a row": (HERMES, hermes('{"path": "x" "y"}'), "", [("f", {"path": 'x" "y'})]),
     "quotes in a text": (HERMES, hermes('{"path": "He said "hi" ok"}'), "", [("f", {"path": 'He said "hi" ok'})]),
@@ -180,12 +144,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         "ok",
         [X, X],
     ),
-    "a fault before the name": (
-        HERMES,
-        '<tool_call>{"name" "f"}</tool_call>',
-        '<tool_call>{"name" "f"}</tool_call>',
-        [],
-    ),
+    "a fault before the name": (HERMES, '<tool_call>{"name" "f"}</tool_call>', '<tool_call>{"name" "f"}</tool_call>', []),
     "a fault in a tag": (CODER, '<function=f>{"path": "x",, 1}</function>ok', "ok", [X]),
     "words as keys": (HERMES, '<tool_call>{name: "f", arguments: {path: "x"}}</tool_call>', "", [X]),
     "words as keys of a value": (CODER, tagged("<parameter=map>{a: 1}</parameter>"), "", [("f", {"map": {"a": 1}})]),
@@ -199,19 +158,9 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     ),
     "no arguments in code": (HERMES, '```json\n{"name": "f"}\n```\nok', "ok", [("f", {})]),
     "an answer of Llama with a tool's name": (LLAMA, '{"name": "f", "id": "x"}', '{"name": "f", "id": "x"}', []),
-    "an answer of Llama": (
-        LLAMA,
-        '{"name": "my-package", "parameters": {}}',
-        '{"name": "my-package", "parameters": {}}',
-        [],
-    ),
+    "an answer of Llama": (LLAMA, '{"name": "my-package", "parameters": {}}', '{"name": "my-package", "parameters": {}}', []),
     "an unknown name after the prefix": (LLAMA, '<|python_tag|>{"name": "z", "id": "x"}', "", [("z", {})]),
-    "quotes around names": (
-        CODER,
-        '<tool_call><function="f"><parameter="path">x</parameter></function></tool_call>',
-        "",
-        [X],
-    ),
+    "quotes around names": (CODER, '<tool_call><function="f"><parameter="path">x</parameter></function></tool_call>', "", [X]),
     "a repeated parameter": (
         CODER,
         tagged(f"{A}<parameter=path>\nz\n</parameter>\n{B}"),
@@ -223,24 +172,14 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "cut in an escape": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x\\u00', "", [X]),
     "cut before the arguments": (HERMES, '<tool_call>{"name": "f", "ar', '<tool_call>{"name": "f", "ar', []),
     "the prefix for code": (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"path": "x"}}', "", [X]),
-    "text before the prefix": (
-        LLAMA,
-        'I look.<|python_tag|>{"name": "f", "parameters": {"path": "x"}}',
-        "I look.",
-        [X],
-    ),
+    "text before the prefix": (LLAMA, 'I look.<|python_tag|>{"name": "f", "parameters": {"path": "x"}}', "I look.", [X]),
     "a mark of the end": (LLAMA, '{"type": "function", "name": "f", "parameters": {"path": "x"}}<|eom_id|>', "", [X]),
     "arguments in place of parameters": (LLAMA, f"{{{INNER}}}", "", [X]),
     "code of Llama": (LLAMA, '```json\n{"name": "f", "parameters": {"path": "x"}}\n```', "", [X]),
     "a list of Llama": (LLAMA, '[{"name": "f", "parameters": {"path": "x"}}]', "", [X]),
     "a tag of Llama": (LLAMA, '<function=f>{"path": "x"}</function>', "", [X]),
     "code that is no object": (LLAMA, '<|python_tag|>print("x")', '<|python_tag|>print("x")', []),
-    "a raw line break in Python": (
-        PYTHON,
-        "[f(text='cat << EOF\nx\nEOF')]",
-        "",
-        [("f", {"text": "cat << EOF\nx\nEOF"})],
-    ),
+    "a raw line break in Python": (PYTHON, "[f(text='cat << EOF\nx\nEOF')]", "", [("f", {"text": "cat << EOF\nx\nEOF"})]),
     "names that Python forbids": (
         PYTHON,
         "[class(from='x', a-b=1), m.get-w()]",
@@ -263,12 +202,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         [],
     ),
     "a word before braces": (MISTRAL, "[TOOL_CALLS]Sorry {see below}", "[TOOL_CALLS]Sorry {see below}", []),
-    "a fault in Mistral's object": (
-        MISTRAL,
-        '[TOOL_CALLS]f{"path": "x", 7: 1}[TOOL_CALLS]f{"path": "x"}ok',
-        "ok",
-        [X, X],
-    ),
+    "a fault in Mistral's object": (MISTRAL, '[TOOL_CALLS]f{"path": "x", 7: 1}[TOOL_CALLS]f{"path": "x"}ok', "ok", [X, X]),
     "quotes in Mistral's text": (MISTRAL, '[TOOL_CALLS]f{"path": "a "b" c"}', "", [("f", {"path": 'a "b" c'})]),
     "an object that is cut": (MISTRAL, '[TOOL_CALLS]f[ARGS]{"path": "x', "", [X]),
     "the body of a message in single quotes": (
@@ -289,7 +223,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "a body that never begins": ("harmony", f"{TO_F}``", "``", []),
     "another recipient": ("harmony", "<|channel|>commentary to=assistant<|message|>hi<|end|>", "hi", []),
     "no body of a message": ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", "", [("f", {})]),
-}
+}  # fmt: skip
 
 
 def read(name: str, text: str, cuts: random.Random | None = None) -> Pieces:
@@ -325,52 +259,12 @@ def test_loose_calls(case: str) -> None:
 
 
 PARTS = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=f>",
-        "<parameter=path>",
-        "</parameter>",
-        "</function>",
-        "\n",
-        " ",
-        "x",
-        "```json\n",
-    ),
-    *(
-        "```",
-        f"{{{INNER}}}",
-        '{"name": "f"',
-        ', "arguments": ',
-        '{"path": ',
-        '"x"',
-        "'y'",
-        "\\",
-        '"',
-        "'",
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-    ),
-    *(
-        ",",
-        ":",
-        "1",
-        "True",
-        "nul",
-        "[f(",
-        "path=",
-        "<|python_tag|>",
-        "<|python_start|>",
-        "<|python_end|>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-    ),
-    *("f", ";", "é", "<", "<|channel|>commentary to=functions.f", "<|message|>", "<|end|>"),
-)
+    "<tool_call>", "</tool_call>", "<function=f>", "<parameter=path>", "</parameter>", "</function>", "\n", " ", "x",
+    "```json\n", "```", f"{{{INNER}}}", '{"name": "f"', ', "arguments": ', '{"path": ', '"x"', "'y'", "\\", '"', "'", "{",
+    "}", "[", "]", "(", ")", ",", ":", "1", "True", "nul", "[f(", "path=", "<|python_tag|>", "<|python_start|>",
+    "<|python_end|>", "[TOOL_CALLS]", "[ARGS]", "f", ";", "é", "<", "<|channel|>commentary to=functions.f", "<|message|>",
+    "<|end|>"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -421,6 +315,34 @@ def test_a_name_that_never_ends_is_content(tag: str) -> None:
     for i in range(words):
         out.add(parser.push("word "))
         assert len("word ") * (i + 1) - len(out.content) < 400
+
+
+@pytest.mark.parametrize("name", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize(
+    "part", ["<tool_call>", "<tool_call>{", "<function=f", "x```json\n{", "[TOOL_CALLS]", "[TOOL_CALLS]f{"]
+)
+def test_repeated_markers_are_read_in_linear_work(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The characters that readers get, for a whole output at once."""
+    work, long = list[int](), 1500
+    for kind in (ObjectReader, TaggedReader, NamedReader):
+        monkeypatch.setattr(kind, "push", counting(kind.push, work))
+    read(name, part * long)
+    assert sum(work) < 100 * len(part * long)
+
+
+def counting(push: Any, work: list[int]) -> Any:
+    def counted(self: Any, text: str) -> Any:
+        work.append(len(text))
+        return push(self, text)
+
+    return counted
+
+
+def test_control_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without parts, the whole rest is read after each marker."""
+    monkeypatch.setattr(parsers, "_PART", 10**9)
+    with pytest.raises(AssertionError):
+        test_repeated_markers_are_read_in_linear_work(HERMES, "<tool_call>", monkeypatch)
 
 
 def test_control_of_the_property() -> None:
