@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from foresay.errors import PromptError
 from foresay.text.tool_calls.loose_json import repaired
 
 Message: TypeAlias = Mapping[str, Any]
@@ -28,12 +29,13 @@ def fitted(messages: Sequence[Message], render: Render) -> list[Message]:
     """Return the messages in the first form that the template reads, or in the first of all if it reads none.
 
     A missing content is None, or "" where the template raises or writes "None". Arguments are objects, or JSON texts where the
-    template raises or writes Python's form of an object. Arguments that were cut off are closed.
+    template raises or writes Python's form of an object. Arguments that were cut off are closed, and brackets that are too many
+    are dropped. Raises PromptError for arguments that are no object if the template would write them as a JSON string.
     """
     given = [_changed(one, _as_object) for one in messages]
     if not any(one.get("content") is None or _calls(one) for one in given):
         return given
-    objects = [str(call["arguments"]) for one in given for call in _calls(one) if _is_object(call.get("arguments"))]
+    objects = [str(one) for one in _arguments(given) if _is_object(one)]
     best: Rendered = None
     for form in (given, [_changed(one, _as_text) for one in given]):
         blank: list[Message] = [{**one, "content": ""} if one.get("content") is None else one for one in form]
@@ -43,6 +45,9 @@ def fitted(messages: Sequence[Message], render: Render) -> list[Message]:
         best = _clearer(best, found, objects)
         if not _has(best, objects):
             break
+    texts = [json.dumps(one, ensure_ascii=False) for one in _arguments(given) if isinstance(one, str)]
+    if best is not None and _has(best, texts):
+        raise PromptError(f"{unread_arguments(given)} is no JSON object, and the chat template writes it as a string")
     return given if best is None else best[0]
 
 
@@ -85,6 +90,11 @@ def _calls(message: Message) -> list[Mapping[str, Any]]:
     calls = message.get("tool_calls")
     found = [one.get("function", one) for one in calls if isinstance(one, Mapping)] if isinstance(calls, list) else []
     return [one for one in found if isinstance(one, Mapping)]
+
+
+def _arguments(messages: Sequence[Message]) -> list[Any]:
+    """Return the arguments of all calls, None for missing ones."""
+    return [call.get("arguments") for one in messages for call in _calls(one)]
 
 
 def _changed(message: Message, change: Callable[[Any], Any]) -> Message:

@@ -67,7 +67,16 @@ def test_a_missing_content(case: str, before: str) -> None:
 
 @pytest.mark.parametrize("case", ARGUMENTS)
 @pytest.mark.parametrize(
-    "given", [{"city": "Rome"}, CALL, '{"city": "Rome', "{'city': 'Rome'}", '{"city": "Rome", "da']
+    "given",
+    [
+        {"city": "Rome"},
+        CALL,
+        '{"city": "Rome',
+        "{'city': 'Rome'}",
+        '{"city": "Rome", "da',
+        '{"city": "Rome"}}',
+        '{"city": "Rome"}\n]}',
+    ],
 )
 def test_arguments(case: str, given: Any) -> None:
     """Objects, texts, and texts that were cut off or written in Python."""
@@ -88,6 +97,13 @@ def test_arguments_that_are_no_object_are_named(given: str) -> None:
         "{% for m in messages %}{% for t in m.tool_calls or [] %}{{ t.function.arguments }}{% endfor %}{% endfor %}"
     )
     assert written(printed, turn(given)) == given
+
+
+@pytest.mark.parametrize("given", ["[1,2]", "null", "Rome", '{"a": 1}} b'])
+def test_arguments_that_would_become_a_string_are_named(given: str) -> None:
+    with pytest.raises(PromptError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is no JSON object"):
+        written(each("{{ t.function.arguments | tojson }}"), turn(given))
+    assert written(each("{{ t.function.arguments | tojson }}"), turn('{"a": 1}')) == '{"a": 1}', "control"
 
 
 @pytest.mark.parametrize("calls", [None, 7, [7], [{"function": 7}], [{"name": "f"}], [{"function": {"name": "f"}}]])
