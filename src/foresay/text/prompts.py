@@ -181,6 +181,12 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, mos
     names = {key: _hidden(value, tokens) for key, value in tokenizer.special_tokens_map.items()}
     render = partial(apply, tokenize=False, chat_template=template, **names)
     text = str(render(messages))
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the chat template wrote a lone surrogate at character {error.start}, which is no text"
+        ) from None
     if is_long and most is not None:
         _check_length(tokens.shown(text), tokenizer, most)
     if tokens.are_in(text):
@@ -207,14 +213,15 @@ def _applied(
 
     chat_template: None for the tokenizer's own. Raises PromptError for messages that the template refuses.
     """
-    own = chat_template or tokenizer.get_chat_template(tools=more.get("tools"))
     ending: dict[str, Any] = {"add_generation_prompt": options.add_generation_prompt}
     if options.continue_final_message:
         ending["continue_final_message"] = True
 
     def applied(form: Sequence[Message], **how: Any) -> Any:
         has_none = any(one.get("content", "") is None for one in form)
-        template = KEEPS_NONE + own if has_none else chat_template
+        template = chat_template
+        if has_none:
+            template = KEEPS_NONE + (template or tokenizer.get_chat_template(tools=more.get("tools")))
         return tokenizer.apply_chat_template(
             list(form), **more, **ending, **how, **({} if template is None else {"chat_template": template})
         )

@@ -159,7 +159,7 @@ def test_thinking_that_cannot_be_turned_off(chain: Running) -> None:
 
 
 def test_an_error_in_a_stream_has_its_type(serve: Any) -> None:
-    running = serve(timeout_s=0.05)
+    running = serve(timeout_s=0.3)
     found = events(running, max_tokens=4000)
     assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "timeout_error"
 
