@@ -203,7 +203,6 @@ SIMPLE = [
         "an effort of low, which the template does not read",
         respond(reasoning={"effort": "low"}),
         ok(DONE),
-        refused("reasoning.effort"),
         server="thinks",
     ),
     Case(
