@@ -32,7 +32,8 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
 {%- if messages[-1].role == 'tool' %}<result>
-{%- elif tools and tools[0].function.name in ('weather', 'City') %}<{{ tools[0].function.name }}>
+{%- elif tools and tools[0].function.name == 'weather' %}<weather>
+{%- elif tools and tools[0].function.name == 'City' %}<City>
 {%- elif 'inhabitants' in messages[-1].content %}<json>
 {%- elif 'title' in messages[-1].content %}<title>
 {%- else %}<assistant>
