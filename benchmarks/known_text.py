@@ -118,7 +118,7 @@ def structured(plain: foresay.Generator, suffix: foresay.Generator, repeats: int
 
     def masked(generator: foresay.Generator, prompt: Any, kind: type[JsonMask]) -> Result:
         length = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-        mask = kind(grammar.mask_after(length)._matcher, model.vocab_size, length)
+        mask = kind(grammar.mask_after(length)._matcher, model.vocab_size, length, "")
         return seconds(generator, prompt, SamplingParams(max_new_tokens=160, processors=(mask,)))
 
     for function, *_ in EDITS:
