@@ -29,7 +29,7 @@ from foresay.server.events import Bodies, Format, OpenAiFormat
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
 from foresay.server.option_fields import Drafting
-from foresay.server.requests import ChatRequest, CompletionRequest, PredictRequest
+from foresay.server.requests import OFF, ChatRequest, CompletionRequest, PredictRequest
 from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, most_probable, usage
 from foresay.server.service import Service
 from foresay.text.grammar import Grammar
@@ -286,6 +286,7 @@ def _params(service: Service, request: ChatRequest | CompletionRequest, ids: Seq
 def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: int) -> None:
     settings = service.settings
     service.check_model(request.model)
+    _check_off(service, request)
     n, candidates = request.returned, request.candidates
     if not 1 <= n <= settings.max_n:
         raise ApiError(400, f"n={n} must be 1 to {settings.max_n}", param="n")
@@ -308,6 +309,17 @@ def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: 
         raise ApiError(400, text, param="stream_options.continuous_usage_stats")
     if request.with_usage and not request.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+
+
+def _check_off(service: Service, request: ChatRequest | CompletionRequest) -> None:
+    """Raise ApiError for a field that is only known by the value that turns it off, where that cannot be done."""
+    for name, off in OFF.items():
+        value = getattr(request, name)
+        if value is not None and value != off:
+            raise ApiError(400, f"{name}={value} is not supported; leave it out, or send {off}", param=name)
+        if value is not None and service.generator.target.generation.applies(name):
+            text = f"{name}={value}: the model's generation config sets another value, which a request cannot turn off"
+            raise ApiError(400, text, param=name)
 
 
 async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Request) -> None:

@@ -37,12 +37,12 @@ _MAX_BIAS = 100.0
 DEFAULT_TEMPERATURE: float = not_given(1.0)
 """OpenAI's default, where the model's generation config has none."""
 
+OFF = {"typical_p": 1, "no_repeat_ngram_size": 0}
+"""Unsupported fields -> the value without an effect, unless the model's generation config sets another one."""
 _BOTH_NEUTRAL: Neutral = {
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1,),
-    "typical_p": (1,),
-    "no_repeat_ngram_size": (0,),
     "mirostat": (0,),
     "bad_words": ([],),
     "logits_processors": ([],),
@@ -141,6 +141,8 @@ class _Sampled(Fields):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
     """Requests with different salts share no prefixes."""
+    typical_p: Number | None = None
+    no_repeat_ngram_size: StrictInt | None = None
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None

@@ -60,6 +60,27 @@ def test_fields_of_the_request_come_first(served: tuple[Running, foresay.Generat
         assert _text(running, max_tokens=12, temperature=0.7, top_k=off, seed=3) == sampled
 
 
+@pytest.mark.parametrize(("name", "off"), [("typical_p", 1), ("no_repeat_ngram_size", 0)])
+def test_what_a_request_cannot_turn_off_is_named(name: str, off: int, tmp_path: Path) -> None:
+    model = tiny.llama(context=160)
+    model.generation_config.update(do_sample=True, **{name: 0.5 if off else 2})
+    folder = tiny.save(tmp_path, model, chat=True)
+    for sampling, applied in (("model", True), ("foresay", name == "no_repeat_ngram_size")):
+        running = Running(foresay.load(folder, dtype="fp32", sampling=sampling))
+        try:
+            answers = [
+                httpx.post(
+                    f"{running.url}/v1/completions", json={"prompt": TEXT, "max_tokens": 2, name: value}, timeout=60
+                )
+                for value in (off, off + 2)
+            ]
+        finally:
+            running.close()
+        assert [one.status_code for one in answers] == [400 if applied else 200, 400]
+        assert all(one.json()["error"]["param"] == name for one in answers if one.status_code == 400)
+        assert not applied or "cannot turn off" in answers[0].text
+
+
 def test_predict_is_greedy(served: tuple[Running, foresay.Generator]) -> None:
     running, generator = served
     wanted = generator.generate(TEXT, max_new_tokens=12, temperature=0.0).text

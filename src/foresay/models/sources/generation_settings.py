@@ -202,6 +202,11 @@ class GenerationSettings:
         limit = getattr(self.config, "max_new_tokens", None)
         return {**found, "max_new_tokens": limit} if limit else found
 
+    def applies(self, name: str) -> bool:
+        """True if the config sets a field to a value with an effect on requests."""
+        fields = fields_set(self.config, Kind.CONSTRAINT)
+        return name in ({**fields, **self._defaults()} if self.sampling == "model" else fields)
+
     def sampled(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the model's own sampling in place of those that were not given, if that is requested."""
         defaults = self._defaults() if self.sampling == "model" else {}
