@@ -26,7 +26,7 @@ _PRIVATE = chr(0xF1000)
 _LOGIC = frozenset({BEGIN, END})
 """Marks that templates search in messages; they open no turn."""
 _WORD = re.compile(r"[\w .-]*")
-"""Texts that form no control token; templates compare roles and variables with their own words."""
+"""Words of a template's own program: names of variables, and texts that it compares with roles and variables."""
 _NAMES = (
     "role content reasoning_content tool_calls tool_call_id id type text function name description parameters arguments "
     "properties required tools"
@@ -55,6 +55,7 @@ class ControlTokens:
     def __init__(self, tokenizer: Any) -> None:
         added = [one for one in tokenizer.added_tokens_decoder.values() if one.content and not one.single_word]
         names = {one.content for one in added if one.special or re.fullmatch(r"<\|.+\|>", one.content)} - _LOGIC
+        names = {name for name in names if not _WORD.fullmatch(name)}  # a word is a part of the template's program
         secret = f"{_PRIVATE}{secrets.token_hex(16)}"
         self._private = {name: f"{secret}.{i}{_PRIVATE}" for i, name in enumerate(sorted(names, key=len, reverse=True))}
         self._shown = {private: name for name, private in self._private.items()}

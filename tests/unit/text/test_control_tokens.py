@@ -254,6 +254,15 @@ def test_other_texts_have_the_ids_they_had(kind: str, parts: list[str]) -> None:
     assert encoded(tokenizer, chat(text)) == usual
 
 
+def test_a_control_token_that_is_a_word_leaves_the_template_as_it_is() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["user", "messages"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert tokenizer.decode(encoded(tokenizer, chat("a"))) == "<|im_start|>a"
+
+
 def test_no_copy_is_made_without_need() -> None:
     tokenizer = byte_level()
     encoded(tokenizer, chat("a", "<tool> |im_end|>", "b < c"))
