@@ -218,11 +218,7 @@ class DraftStep:
 
 @runtime_checkable
 class ForcesTokens(Protocol):
-    """A logits processor that may leave one continuation, such as a grammar.
-
-    An attribute `source`, if it has one, is the text from which the continuations follow: it is part of the key of a request's
-    random numbers.
-    """
+    """A logits processor that may leave one continuation, such as a grammar; a text `source` is part of the request's key."""
 
     def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
         """Return the only possible next tokens after the tokens of an output, as far as they are known; often none.

@@ -19,6 +19,7 @@ from foresay.lengths import ConstantLength
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import Call
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
 from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
@@ -88,16 +89,18 @@ def load(
     policy = _policy(name, num_draft_tokens, length)
     _check_draft_weights(settings, draft, recipe, name)
     size = check_int("max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE)
-    resolved = resolve(target, settings, tokenizer, eos_token_ids)
-    resolved.generation.check(resolved.name)
-    resources = Resources(
-        dataclasses.replace(resolved, generation=resolved.generation.with_sampling(sampling)), settings
-    )
+    resources = Resources(_with_sampling(resolve(target, settings, tokenizer, eos_token_ids), sampling), settings)
     if is_auto and drafter == "suffix" and resources.has_mtp():
         recipe, name = _recipe(None, WITH_MTP, {})
         policy = _policy(name, num_draft_tokens, length)
     recipe, name = _draft_recipe(draft, name) if recipe is None else (recipe, name)
     return _generator(resources, recipe, name, chosen, policy, size, share_prefixes)
+
+
+def _with_sampling(target: LoadedModel, sampling: str | None) -> LoadedModel:
+    """Return a target whose generation config was checked, with the origin of sampling defaults."""
+    target.generation.check(target.name)
+    return dataclasses.replace(target, generation=target.generation.with_sampling(sampling))
 
 
 def _remembering(draft: Any, drafter: Any, memory: str, prompts: bool) -> str:

@@ -37,6 +37,7 @@ from foresay.decoding.processors import check_processors
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.generation.load import load
+from foresay.generation.session import Session
 from foresay.models.sources.generation_settings import UNCHANGED, Kind, fields_set
 from foresay.models.sources.wrapping import LoadedModel, wrap
 
@@ -109,18 +110,23 @@ def generate(
             row_params = SamplingParams.of(params, seed=_seed(seed, i), processors=row_processors)
             stop = _Stop(input_ids[i].tolist(), stops) if stops else None
             outputs[session.submit(prompt, row_params, stop=stop)] = []
-        while session.has_work:
-            for chunk in session.step():
-                if chunk.error is not None:
-                    raise chunk.error.__cause__ or chunk.error  # an error of the caller's processor is raised unchanged
-                outputs[chunk.index].extend(chunk.step.token_ids)
-                if streamer is not None:
-                    for token in chunk.step.token_ids:
-                        streamer.put(torch.tensor([token]))
+        _decode(session, outputs, streamer)
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
     return sequences
+
+
+def _decode(session: Session, outputs: dict[int, list[int]], streamer: BaseStreamer | None) -> None:
+    """Run every request to its end. outputs: receives the tokens by request. streamer: receives those of the only one."""
+    while session.has_work:
+        for chunk in session.step():
+            if chunk.error is not None:
+                raise chunk.error.__cause__ or chunk.error  # an error of the caller's processor is raised unchanged
+            outputs[chunk.index].extend(chunk.step.token_ids)
+            for token in chunk.step.token_ids if streamer is not None else ():
+                assert streamer is not None
+                streamer.put(torch.tensor([token]))
 
 
 def _borrow(model: PreTrainedModel, borrowed: contextlib.ExitStack) -> LoadedModel:

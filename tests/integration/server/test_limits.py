@@ -121,7 +121,7 @@ class TestBeforeTheQueue:
         for one in threads:
             one.start()
         wait_until(lambda: len(said) == 4, "those without a place are refused at once")
-        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "nobody else waits for it"
+        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "no other request waits for it"
         go_on.set()
         for one in threads:
             one.join(30)

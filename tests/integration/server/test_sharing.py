@@ -1,4 +1,4 @@
-"""What requests share: nothing of one API key's texts, neither their length nor their effect on time, reaches another key."""
+"""Sharing between requests: neither the texts of an API key nor their lengths affect what another key receives."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_key_learns_nothing_of_anothers_prompts(started: Any) -> None:
     running = started(keys=KEYS)
     secret = [7, 3, 9, 1]
     assert cached(running, "one", prompt=[*PROMPT, *secret, 0]) == 0
-    guesses = [
-        cached(running, "two", prompt=[*PROMPT[:-1], *secret[:n], guess, 0]) for n in range(4) for guess in range(3)
+    attempts = [
+        cached(running, "two", prompt=[*PROMPT[:-1], *secret[:n], digit, 0]) for n in range(4) for digit in range(3)
     ]
-    assert guesses[0] == 0 and guesses[1:] != [0] * 11, "its own prompts are shared"
+    assert attempts[0] == 0 and attempts[1:] != [0] * 11, "its own prompts are shared"
     fresh = started(keys=KEYS)
-    alone = [cached(fresh, "two", prompt=[*PROMPT[:-1], *secret[:n], guess, 0]) for n in range(4) for guess in range(3)]
-    assert guesses == alone, "as on a server that nobody else uses"
+    alone = [cached(fresh, "two", prompt=[*PROMPT[:-1], *secret[:n], digit, 0]) for n in range(4) for digit in range(3)]
+    assert attempts == alone, "as on a server without other users"
     assert cached(running, "one", prompt=[*PROMPT, *secret, 0]) >= len(PROMPT)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -69,6 +68,20 @@ def engine(target: Timed, wait_s: float = 0.1, **options: object) -> Engine:
     )  # fmt: skip
 
 
+def watched(target: Timed) -> list[list[int]]:
+    """A list that receives the tokens of each row, for each pass over prompts."""
+    passes: list[list[int]] = []
+    forward = target.forward
+
+    def watching(model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        if model_input.logits is Logits.NONE:
+            passes.append(list(model_input.num_tokens))
+        return forward(model_input, cache)
+
+    target.forward = watching  # type: ignore[method-assign]
+    return passes
+
+
 def answered(decoder: Engine, target: Timed) -> dict[int, list[float]]:
     """When each request's tokens came."""
     out: dict[int, list[float]] = {}
@@ -104,11 +117,11 @@ def test_short_prompts_overtake_a_long_one() -> None:
     assert max(seen[one][0] for one in others) < 1.0
 
 
-def first_tokens(*, beside: bool) -> tuple[float, float]:
+def first_tokens(*, after_long: bool) -> tuple[float, float]:
     """When the median and the last of 24 short prompts gives its first token, alone or after a prompt of 4,000 tokens."""
     target = timed()
     decoder = engine(target, 0.3)
-    long = decoder.submit([1, 2, 3, 4, 5] * 800, SamplingParams(max_new_tokens=1)) if beside else -1
+    long = decoder.submit([1, 2, 3, 4, 5] * 800, SamplingParams(max_new_tokens=1)) if after_long else -1
     decoder.step()
     began = target.now
     for i in range(24):
@@ -117,9 +130,9 @@ def first_tokens(*, beside: bool) -> tuple[float, float]:
     return times[12], times[-1]
 
 
-def test_short_prompts_beside_a_long_one_are_hardly_later() -> None:
-    alone, beside = first_tokens(beside=False), first_tokens(beside=True)
-    assert beside[0] < 1.3 * alone[0] + 0.3 and beside[1] < 1.3 * alone[1] + 0.3
+def test_short_prompts_after_a_long_one_are_hardly_later() -> None:
+    alone, later = first_tokens(after_long=False), first_tokens(after_long=True)
+    assert later[0] < 1.3 * alone[0] + 0.3 and later[1] < 1.3 * alone[1] + 0.3
 
 
 def test_a_short_prompt_is_not_delayed_by_a_long_one_that_begins_alike() -> None:
@@ -137,20 +150,13 @@ def test_a_short_prompt_is_not_delayed_by_a_long_one_that_begins_alike() -> None
 
 def test_several_short_prompts_share_a_pass() -> None:
     target = timed()
-    rows: list[int] = []
-    forward = target.forward
-
-    def watched(model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        rows.extend([len(model_input.num_tokens)] if model_input.logits is Logits.NONE else [])
-        return forward(model_input, cache)
-
-    target.forward = watched  # type: ignore[method-assign]
+    passes = watched(target)
     decoder = engine(target, 0.3)
     for i in range(3):  # long and short ones by turns
         decoder.submit([1, 2, 3, 4, 5] * (200 + i), SamplingParams(max_new_tokens=1))
         decoder.submit([6, i, 3] * 10, SamplingParams(max_new_tokens=1))
     decoder.step()
-    assert rows[0] == 3, "the short ones, whatever their order"
+    assert len(passes[0]) == 3, "the short ones, whatever their order"
 
 
 def test_a_long_prompt_is_not_kept_waiting_for_ever() -> None:
@@ -178,18 +184,11 @@ def test_short_prompts_overtake_two_long_ones_that_begin_alike() -> None:
 
 def test_a_prompt_alone_is_filled_by_whole_chunks() -> None:
     target = timed()
-    sizes: list[int] = []
-    forward = target.forward
-
-    def watched(model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        sizes.extend([sum(model_input.num_tokens)] if model_input.logits is Logits.NONE else [])
-        return forward(model_input, cache)
-
-    target.forward = watched  # type: ignore[method-assign]
+    passes = watched(target)
     decoder = engine(target, 10.0)
     decoder.submit(LONG, SamplingParams(max_new_tokens=1))
     answered(decoder, target)
-    assert sizes == [256] * 11 + [183]
+    assert list(map(sum, passes)) == [256] * 11 + [183]
 
 
 def test_a_long_prompt_alone_gives_the_word_back_in_time() -> None:
@@ -255,21 +254,11 @@ def test_a_model_whose_bits_depend_on_the_piece_is_filled_by_whole_chunks() -> N
     for prefill_in_any_pieces in (False, True):
         target = timed()
         target.capabilities = replace(target.capabilities, prefill_in_any_pieces=prefill_in_any_pieces)
-        sizes: list[int] = []
-        forward = target.forward
-
-        def watched(
-            model_input: ModelInput, cache: KVCache, sizes: list[int] = sizes, forward: Any = forward
-        ) -> ModelOutput:
-            sizes.extend([sum(model_input.num_tokens)] if model_input.logits is Logits.NONE else [])
-            out: ModelOutput = forward(model_input, cache)
-            return out
-
-        target.forward = watched  # type: ignore[method-assign]
+        passes = watched(target)
         decoder = engine(target, 0.05)
         decoder.submit(SHORT[0], SamplingParams(max_new_tokens=400))
         decoder.step()
         decoder.submit(LONG[:1400], SamplingParams(max_new_tokens=1))
         answered(decoder, target)
-        largest.append(max(sizes))
+        largest.append(max(map(sum, passes)))
     assert largest[0] == 256 > 3 * largest[1]

@@ -256,10 +256,10 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
 
 def test_a_chat_template_is_the_files_own_or_that_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "LlamaTokenizer", "chat_template": "beside"})
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "chat_template": "of the folder"})
     )
     path = small(tmp_path, "<x>")
-    assert load_tokenizer(path).chat_template == "beside"
+    assert load_tokenizer(path).chat_template == "of the folder"
     assert load_tokenizer(path).get_vocab().keys() == {*"abcd", "ab", "<x>"}
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(foresay.ConfigError, match="a JSON object is needed"):
