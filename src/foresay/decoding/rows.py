@@ -31,8 +31,8 @@ class Row:
 
     __slots__ = (
         "_buffer",
+        "_committed",
         "_hidden",
-        "committed",
         "eos",
         "limit",
         "num_cached",
@@ -58,15 +58,18 @@ class Row:
         eos: frozenset[int] = frozenset(),
         stop: StopCondition | None = None,
         source: Sequence[int] | IntArray | None = None,
+        committed: Row | None = None,
     ) -> None:
         """prompt: at least one token id. limit: maximum length of the row, prompt included.
 
-        source: input of an encoder-decoder's encoder; the prompt is then the start of its decoder.
+        source: input of an encoder-decoder's encoder; the prompt is then the start of its decoder. committed: the engine's row
+        that this one stands for, if it is not the engine's own.
         """
         self.request_id, self.params, self.seed, self.limit = request_id, params, seed, limit
         self.stop = stop
         self.source = None if source is None else np.asarray(source, dtype=np.int64)
-        self.rng_key, self.committed = seed, self
+        self.rng_key = seed
+        self._committed = committed
         self.eos = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt_length = self.size = len(prompt)
         self._buffer = np.empty(max(self.size + 64, 128), dtype=np.int64)
@@ -75,6 +78,14 @@ class Row:
         self.num_cached = 0
         """Prompt tokens whose keys and values were copied from another row."""
         self._hidden: list[Mapping[int, torch.Tensor]] = []
+
+    @property
+    def committed(self) -> Row:
+        """The engine's row that this one extends by draft tokens or stands for; an engine's row is its own.
+
+        It holds no reference to itself: its memory is freed when it leaves, not when cycles are collected.
+        """
+        return self if self._committed is None else self._committed
 
     @property
     def tokens(self) -> IntArray:
@@ -132,8 +143,9 @@ class Row:
 
     def as_decoder_only(self) -> Row:
         """Return this row for a decoder-only model: source and output as one sequence."""
-        out = Row(self.request_id, self.full_context, self.params, seed=self.seed, limit=self.limit, eos=self.eos)
-        out.rng_key, out.committed = self.rng_key, self.committed
+        prompt, own = self.full_context, self.committed
+        out = Row(self.request_id, prompt, self.params, seed=self.seed, limit=self.limit, eos=self.eos, committed=own)
+        out.rng_key = self.rng_key
         return out
 
     def with_draft(self, token_ids: Sequence[int], key: int) -> Row:
@@ -144,7 +156,7 @@ class Row:
         """
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
-        out.stop, out.source, out.rng_key, out.committed = None, self.source, key, self.committed
+        out.stop, out.source, out.rng_key, out._committed = None, self.source, key, self.committed
         out.eos, out.prompt_length, out.state, out._hidden = self.eos, self.prompt_length, {}, []
         out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
         out._buffer[: self.size] = self.tokens

@@ -151,8 +151,8 @@ class CrossTokenizerDrafter(Drafter):
             top_p=params.top_p,
             min_p=params.min_p,
         )
-        out = Row(row.request_id, tokens, own, seed=row.seed, limit=len(tokens) + 1)
-        out.rng_key, out.committed = derive(row.rng_key, row.size, _TAG), row.committed
+        out = Row(row.request_id, tokens, own, seed=row.seed, limit=len(tokens) + 1, committed=row.committed)
+        out.rng_key = derive(row.rng_key, row.size, _TAG)
         return out
 
     def _known(self, tokens: list[int]) -> list[int]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
+import foresay
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import KVCache
+from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
@@ -270,3 +274,37 @@ def test_a_limit_refuses_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
             memory.check_limit(512 * 10**6)
     finally:
         memory.limit_memory(None)
+
+
+def rows_left(drafter: str) -> int:
+    """Rows in memory after three requests with shared prefixes have ended, before cycles are collected."""
+    draft = {"draft": tiny.llama(1)} if drafter == "model" else {}
+    session = foresay.load(tiny.llama(), drafter=drafter, **draft).session(prefix_bytes=1 << 20)
+    gc.collect()
+    before = num_rows()
+    gc.disable()
+    try:
+        for first in range(3):
+            session.submit([first + 1, 5, 6, 7, 8], max_new_tokens=6, ignore_eos=True)
+        while session.has_work:
+            session.step()
+        return num_rows() - before
+    finally:
+        gc.enable()
+
+
+def num_rows() -> int:
+    return sum(issubclass(type(thing), Row) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "model"])
+def test_ended_requests_are_freed_at_once(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rows_left(drafter) == 0
+
+    def cyclic(self: Row, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        self._committed = self
+
+    init = Row.__init__
+    monkeypatch.setattr(Row, "__init__", cyclic)
+    assert rows_left(drafter) >= 3, "control: a row that refers to itself waits for the collector"
