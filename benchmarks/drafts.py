@@ -169,7 +169,7 @@ class Methods:
         if block:
             others += [Method(f"block({block})", "throughput"), Method(f"hybrid(suffix, block={block})", "throughput")]
             more += [Method(f"block({block})", str(k)) for k in (3, 6)]
-            more += [Method(f"block_tree({block}, nodes={n})", str(n)) for n in (12, 24)]
+            more += [Method(f"block({block}, sample=false, nodes={n})", str(n)) for n in (12, 24)]
         return cls(
             more,
             [*hybrids, Method("suffix", "12")],

@@ -12,9 +12,7 @@ from foresay.decoding.protocols import Drafter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
     BlockDrafter,
-    BlockTreeDrafter,
     HeadDrafter,
-    HeadTreeDrafter,
     Hybrid,
     ModelTreeDrafter,
     NgramStoreDrafter,
@@ -74,8 +72,8 @@ CHAINS: dict[str, Callable[[CausalModel], Drafter]] = {
     "recycling": lambda model: NgramStoreDrafter(3, filler_top_k=4, device=model.device),
 }
 TREES: dict[str, Callable[[CausalModel], Drafter]] = {
-    "head tree": lambda model: HeadTreeDrafter(_head(model), VOCAB, branches=3, width=2),
-    "block tree": lambda model: BlockTreeDrafter(_block(model), VOCAB, nodes=9),
+    "head tree": lambda model: HeadDrafter(_head(model), VOCAB, nodes=9),
+    "block tree": lambda model: BlockDrafter(_block(model), VOCAB, sample=False, nodes=9),
     "model tree": lambda model: ModelTreeDrafter(_draft(model), VOCAB, branches=2, width=2),
     "suffix tree": lambda model: SuffixTreeDrafter(device=model.device),
 }

@@ -57,7 +57,7 @@ def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -
 def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """And unless told otherwise, once it is chosen for that."""
     chosen = f"hybrid(suffix, head={ALIAS}; min_match=2, k=3)"
-    assert f"head({ALIAS}, sample=false, nodes=15)" in default_drafter(ALIAS, LoadOptions()), (
+    assert f"head({ALIAS}, sample=false)" in default_drafter(ALIAS, LoadOptions()), (
         "its likeliest tokens, so that a seed keeps its text"
     )
     monkeypatch.setitem(DEFAULT_DRAFTERS, ALIAS, chosen)

@@ -14,7 +14,7 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import BlockDrafter, BlockTreeDrafter
+from foresay.drafters import BlockDrafter
 from foresay.models.blocks.model import BlockModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
@@ -62,7 +62,7 @@ DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
     "chain": lambda block: BlockDrafter(block, SIZE),
     "confident": lambda block: BlockDrafter(block, SIZE, confidence=0.4),
     "likeliest": lambda block: BlockDrafter(block, SIZE, sample=False),
-    "best first": lambda block: BlockTreeDrafter(block, SIZE, nodes=8),
+    "best first": lambda block: BlockDrafter(block, SIZE, sample=False, nodes=8),
     "ignores": lambda block: _IgnoresMarkov(block, SIZE),
 }
 

@@ -23,7 +23,7 @@ from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import DraftStep, KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelDrafter, ModelTreeDrafter, model_tree
+from foresay.drafters import ModelDrafter, ModelTreeDrafter, tree
 from foresay.drafters.proposal_builder import Interruptible
 from foresay.drafters.shortening import Shortening
 from foresay.engine import Engine, guard
@@ -134,15 +134,15 @@ def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budge
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
     """Control: a node without children ends in an exception, which loses the tree."""
-    intact = model_tree._best
+    intact = tree._best
 
-    def best(trees: list[model_tree._Tree], places: list[list[int]], distributions: Distributions) -> DraftStep | None:
-        for tree, some in zip(trees, places, strict=True):
+    def best(trees: list[tree.Tree], places: list[list[int]], distributions: Distributions) -> DraftStep | None:
+        for one, some in zip(trees, places, strict=True):
             if some:
-                tree.parents.index(max(some, key=lambda place: tree.scores[place]) - 1)
+                one.parents.index(max(some, key=lambda slot: one.scores[slot]) - 1)
         return intact(trees, places, distributions)
 
-    monkeypatch.setattr(model_tree, "_best", best)
+    monkeypatch.setattr(tree, "_best", best)
     monkeypatch.setattr(Interruptible, "keeping", _raises_on)
     seen, failures = first_tokens(lambda: wide(2, 2), "speculative", SAMPLES, budget=4)
     assert failures > SAMPLES / 10 and p_value(seen) < ALPHA

@@ -26,29 +26,8 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class Branching:
-    """The rule by which one row's tree grows, for drafters that choose its nodes in one call. q: product of the draft's
-    probabilities along the path to a node.
-
-    A level gets children while the sum of (scale q - each) over its nodes that would get them, all positive, exceeds `threshold`.
-    Of all nodes those are kept whose scale q exceeds `least`, and the likeliest in any case.
-    """
-
-    scale: float = 1.0
-    threshold: float = 0.0
-    each: float = 0.0
-    least: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Drawn:
-    """A draft of one row that was drawn by a rule in one call.
-
-    parents: of a tree, the index of each token's parent or -1; None for a chain. confidences: each token's probability under the
-    draft; in a tree the product of those along its path. passes: of the draft model.
-    """
+    """A chain of one row that was drawn by a rule in one call. confidences: each token's probability under the draft."""
 
     token_ids: list[int]
     confidences: list[float]
-    passes: int
-    parents: list[int] | None = None

@@ -46,10 +46,48 @@ class Proposal:
         """Return a proposal without draft tokens: plain decoding."""
         return cls(torch.empty(batch, 0, dtype=torch.int64, device=device), [0] * batch)
 
+    @classmethod
+    def of_lists(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        device: torch.device,
+        *,
+        parents: Sequence[Sequence[int]] | None = None,
+        distributions: torch.Tensor | None = None,
+        index: Sequence[Sequence[int]] | None = None,
+        confidence: Sequence[Sequence[float]] | None = None,
+        failure: BaseException | None = None,
+        matched: Sequence[int] | None = None,
+    ) -> Proposal:
+        """Return B lists of draft tokens, and of what is known of each token, as a proposal; trees of one path become chains."""
+        counts = list(map(len, tokens))
+        if parents is not None and all(above == list(range(-1, len(above) - 1)) for above in parents):
+            parents = None
+        return cls(
+            padded(tokens, device),
+            counts,
+            distributions if any(counts) else None,
+            None if index is None or distributions is None or not any(counts) else padded(index, device, fill=-1),
+            None if confidence is None or not any(counts) else padded(confidence, device, fill=1.0),
+            None if parents is None else padded(parents, device, fill=-1),
+            failure,
+            matched,
+        )
+
     def depths(self) -> torch.Tensor:
         """Number of draft tokens before each token on its path, [B, K] int64."""
         chain = torch.arange(self.width, device=self.token_ids.device).expand(self.token_ids.shape)
         return chain if self.parents is None else depths_of(self.parents)
+
+
+def padded(
+    lists: Sequence[Sequence[int]] | Sequence[Sequence[float]], device: torch.device, *, fill: float = 0
+) -> torch.Tensor:
+    """Return B lists as a tensor [B, K], filled on the right: int64, or float32 for a fill that is a float."""
+    width = max(map(len, lists), default=0)
+    rows = [[*one, *[fill] * (width - len(one))] for one in lists]
+    dtype = torch.float32 if isinstance(fill, float) else torch.int64
+    return torch.tensor(rows, dtype=dtype, device=device).view(len(lists), width)
 
 
 def depths_of(parents: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.continuation import Branching, Continuation, Drawn
+from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.distributions import Distributions, VocabularySubset, build_distributions, subset_distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verification
@@ -256,12 +256,8 @@ class LengthPolicy(Protocol):
         """
         return Continuation() if type(self).keep_drafting is LengthPolicy.keep_drafting else None
 
-    def branching(self, rows: Rows) -> Branching | None:
-        """The same for a tree of chosen tokens."""
-        return Branching() if type(self).keep_drafting is LengthPolicy.keep_drafting else None
-
     def drawn(self, rows: Rows, drawn: Drawn) -> None:
-        """Called with the draft of a single row that was drawn by one of these rules."""
+        """Called with the draft of a single row that was drawn by this rule."""
         return
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:

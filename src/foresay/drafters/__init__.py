@@ -1,9 +1,7 @@
 """Drafters: how draft tokens are proposed, one method per file."""
 
-from foresay.drafters.block import BlockDrafter
-from foresay.drafters.block_tree import BlockTreeDrafter
 from foresay.drafters.cascade import Cascade
-from foresay.drafters.head import HeadDrafter, HeadTreeDrafter
+from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.drafters.hybrid import Hybrid
 from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.memory import Memory
@@ -17,10 +15,8 @@ from foresay.drafters.suffix_tree import SuffixTreeDrafter
 
 __all__ = [
     "BlockDrafter",
-    "BlockTreeDrafter",
     "Cascade",
     "HeadDrafter",
-    "HeadTreeDrafter",
     "Hybrid",
     "MaxGram",
     "Memory",

@@ -366,15 +366,10 @@ class _VerifyingNode:
 
 def _as_proposal(steps: Sequence[Step], distributions: Distributions, *, lenient: bool, confidence: bool) -> Proposal:
     """Return the tokens committed by an inner step as a proposal with the verifying model's distributions."""
-    counts = [len(one.token_ids) for one in steps]
-    width = max(counts)
-    device = distributions.greedy_ids.device
-    ids = torch.tensor(
-        [[*one.token_ids, *[0] * (width - n)] for one, n in zip(steps, counts, strict=True)],
-        dtype=torch.int64,
-        device=device,
-    )
-    probs = distributions.confidence(ids) if confidence and width else None
+    out = Proposal.of_lists([one.token_ids for one in steps], distributions.greedy_ids.device)
+    if confidence and out.width:
+        out = dataclasses.replace(out, confidence=distributions.confidence(out.token_ids))
     if lenient or distributions.probs is None or distributions.probs_row is None:
-        return Proposal(ids, counts, confidence=probs)
-    return Proposal(ids, counts, distributions.probs, distributions.probs_row[:, :width], probs)
+        return out
+    index = distributions.probs_row[:, : out.width]
+    return dataclasses.replace(out, distributions=distributions.probs, distribution_index=index)

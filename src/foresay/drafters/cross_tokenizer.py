@@ -134,10 +134,7 @@ class CrossTokenizerDrafter(Drafter):
             else []
             for i, (row, n) in enumerate(zip(rows, budget, strict=True))
         ]
-        tokens = [self._known(row_tokens) for row_tokens in tokens]
-        width = max(map(len, tokens))
-        padded = [[*row_tokens, *[0] * (width - len(row_tokens))] for row_tokens in tokens]
-        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(t) for t in tokens])
+        return Proposal.of_lists([self._known(row_tokens) for row_tokens in tokens], torch.device("cpu"))
 
     def _in_draft_tokens(self, index: int, row: Row, greedy: bool) -> Row:
         """Return a row in the draft model's tokens, without parameters that name target ids (penalties, biases, processors)."""

@@ -6,7 +6,7 @@ the distributions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,10 +45,17 @@ class DraftChain(Interruptible):
         """Positions drawn so far, padding included."""
         return self.ids.shape[1]
 
-    def add(self, distributions: Distributions, policy: LengthPolicy, hidden: torch.Tensor | None) -> bool:
+    def add(
+        self,
+        distributions: Distributions,
+        policy: LengthPolicy,
+        hidden: torch.Tensor | None,
+        continues: Callable[[torch.Tensor, int], torch.Tensor | None],
+    ) -> bool:
         """Draw the next token of each row from distributions [B, 1]; return True if any row continues.
 
-        hidden: [B, H], the hidden states that the distributions were computed from, if the policy reads them.
+        hidden: [B, H], the hidden states that the distributions were computed from, if the policy reads them. continues: the
+        rows that the drafter continues after tokens [B] at an index, [B] bool, or None for all.
         """
         j = self.depth
         token = draw(distributions, self._streams, Purpose.DRAFT, first=j)
@@ -58,6 +65,8 @@ class DraftChain(Interruptible):
         index = torch.full_like(self.counts, j)
         mask = policy.keep_drafting(DraftStep(index, token[:, 0], distributions, hidden, self._rows))
         stop = None if mask is None else ~mask
+        if (own := continues(token[:, 0], j)) is not None:
+            stop = ~own if stop is None else stop | ~own
         if self._end_ids is not None:
             ended = (token == self._end_ids).any(-1) & (self._min_tokens < j + 1)
             stop = ended if stop is None else stop | ended

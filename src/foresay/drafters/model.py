@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import DraftCache
 from foresay.drafters.draft_chain import DraftChain
+from foresay.drafters.tree import Grower, Tree
 from foresay.errors import UnsupportedModelError
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.vocabulary import VocabularyAdapter
 
 
@@ -80,7 +84,7 @@ class ModelDrafter(Drafter):
         while True:
             distributions = output.draft_distributions(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
-            if not chain.add(distributions, policy, hidden):
+            if not chain.add(distributions, policy, hidden, self._continues):
                 break
             output = self.context.forward(
                 ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
@@ -89,6 +93,37 @@ class ModelDrafter(Drafter):
     def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> Proposal | None:
         """Draw all tokens in one call; return None if they must be drawn one by one."""
         return None
+
+    def _continues(self, token_ids: torch.Tensor, index: int) -> torch.Tensor | None:
+        """Return the rows that the draft itself continues after tokens [B] at an index of the draft, [B] bool; None for all."""
+        return None
+
+    def propose_trees(
+        self, rows: Rows, budget: Sequence[int], policy: LengthPolicy, *, branches: int, width: int
+    ) -> Proposal:
+        """Draft a tree of at most `budget` nodes for each row. branches: children of a node. width: see `Grower`."""
+        context, device = self.context, self.context.model.device
+        viewed = context.view(rows)
+        depths = context.room(viewed, [MAX_DRAFT_TOKENS] * len(rows))
+        fed = [min(n, depth) > 0 for n, depth in zip(budget, depths, strict=True)]
+        if not any(fed):
+            return Proposal.empty(len(rows), device)
+        context.prepare(viewed, fed)
+        output = context.catch_up(viewed, fed)
+        starts = list(context.cache.lengths)
+
+        def score(model_input: ModelInput) -> ModelOutput:
+            """Feed the whole trees, then rewind the cache."""
+            out = context.forward(model_input)
+            context.cache.truncate(starts)
+            return out
+
+        each = zip(rows, budget, depths, fed, strict=True)
+        trees = [Tree(row, n * on, depth, row.params.greedy or not self.samples) for row, n, depth, on in each]
+        grower = Grower(trees, rows, device, branches=branches, width=width)
+        with grower.keeping():
+            grower.grow(output, score, policy)
+        return grower.proposal()
 
 
 def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ whole context, including draft tokens, so that it also works inside a cascade.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -89,17 +88,7 @@ class NgramDrafter(Drafter, Generic[State]):
         matched = [MATCH_LENGTH if given else int(getattr(state, "matched", 0)) for given, state in found]
         kept = policy.num_to_score(rows, [len(draft_tokens) for draft_tokens in drafts], matched)
         drafts = [draft_tokens[:n] for draft_tokens, n in zip(drafts, kept, strict=True)]
-        return dataclasses.replace(as_proposal(drafts, self._device), matched=matched)
+        return Proposal.of_lists(drafts, self._device, matched=matched)
 
     def _lookup(self, state: State, row: Row, count: int) -> list[int]:
         return self.draft_tokens(row, state, count)[:count]
-
-
-def as_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
-    """Return B lists of draft tokens as a proposal of point masses."""
-    counts = [len(draft_tokens) for draft_tokens in drafts]
-    width = max(counts)
-    if width == 0:
-        return Proposal.empty(len(drafts), device)
-    padded = [[*draft_tokens, *[0] * (width - len(draft_tokens))] for draft_tokens in drafts]
-    return Proposal(torch.tensor(padded, device=device), counts)

@@ -68,26 +68,17 @@ class ProposalBuilder(Interruptible):
             # a token that no model proposed is considered certain
             self._confidence[i] += [1.0] * n if confidence is None else confidence[i][:n]
         if proposal.distributions is not None:
-            self._distributions.append(proposal.distributions)
+            self._distributions.append(proposal.distributions.to(self._device))
             self._num_distributions += len(proposal.distributions)
 
     def proposal(self, *, confidence: bool = False) -> Proposal:
         """Return all tokens so far, with the failure that ended the draft. confidence: include each token's confidence."""
-        counts = [len(row) for row in self.tokens]
-        width = max(counts)
-        pads = [[0] * (width - n) for n in counts]
-        ids = torch.tensor([[*row, *pad] for row, pad in zip(self.tokens, pads, strict=True)], device=self._device)
-        ids = ids.to(torch.int64).view(len(counts), width)
-        confidences = None
-        if confidence and width:
-            padded = [row + [1.0] * (width - len(row)) for row in self._confidence]
-            confidences = torch.tensor(padded, device=self._device)
-        parents = None
-        if any(above != list(range(-1, len(above) - 1)) for above in self._parents):
-            parents = torch.tensor([[*above, *pad] for above, pad in zip(self._parents, pads, strict=True)])
-            parents = parents.to(self._device)
-        if not self._distributions or not width:
-            return Proposal(ids, counts, confidence=confidences, parents=parents, failure=self.failure)
-        index = torch.tensor([row + [-1] * (width - len(row)) for row in self._index], device=self._device)
-        distributions = torch.cat([distribution.to(self._device) for distribution in self._distributions])
-        return Proposal(ids, counts, distributions, index, confidences, parents, failure=self.failure)
+        return Proposal.of_lists(
+            self.tokens,
+            self._device,
+            parents=self._parents,
+            distributions=torch.cat(self._distributions) if self._distributions else None,
+            index=self._index,
+            confidence=self._confidence if confidence else None,
+            failure=self.failure,
+        )

@@ -44,17 +44,8 @@ class SuffixTreeDrafter(SuffixDrafter):
             merge(self._continuations(row, state, max(0, n)), max(0, n))
             for row, state, n in zip(rows, self._states, budget, strict=True)
         ]
-        counts = [len(tokens) for tokens, _ in trees]
-        width = max(counts)
-        if width == 0:
-            return Proposal.empty(len(rows), self._device)
-        ids = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in trees]
-        parents = [[*tree_parents, *[-1] * (width - len(tree_parents))] for _, tree_parents in trees]
-        if all(tree_parents == list(range(-1, len(tree_parents) - 1)) for _, tree_parents in trees):  # only chains
-            return Proposal(torch.tensor(ids, device=self._device), counts)
-        return Proposal(
-            torch.tensor(ids, device=self._device), counts, parents=torch.tensor(parents, device=self._device)
-        )
+        tokens, parents = zip(*trees, strict=True)
+        return Proposal.of_lists(tokens, self._device, parents=parents)
 
     def _continuations(self, row: Row, state: SuffixState, count: int) -> list[list[int]]:
         """Return known tokens, or at most `branches` continuations of at most `count` tokens, that of the longest match first."""

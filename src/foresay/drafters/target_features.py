@@ -17,7 +17,6 @@ from foresay.decoding.proposal import Verification
 from foresay.decoding.protocols import LanguageModel, ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
 from foresay.drafters.draft_cache import DraftCache
-from foresay.drafters.model import ModelDrafter
 
 _MAX_BYTES = 1 << 28
 """Size of the hidden states that are kept before their features are computed: work for rows without drafts is lost time."""
@@ -232,13 +231,3 @@ def _pass_positions(
         else:
             out.append(slice(again[i], again[i] + n))
     return out
-
-
-class ReadsTarget(ModelDrafter):
-    """Base of drafters on the target's hidden states, for chains and trees."""
-
-    context: FeatureCache
-
-    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Add the target's hidden states of committed tokens."""
-        self.context.add_target(rows, verification, target)

@@ -133,7 +133,7 @@ class PassCosts:
 
 
 class DraftCosts:
-    """Times of drafting for one number of rows, by the length of the longest draft or the passes of a tree, in seconds."""
+    """Times of drafting for one number of rows, by the length of the longest draft, in seconds."""
 
     def __init__(self) -> None:
         self.line = Line()

@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from foresay.decoding.continuation import Branching, Continuation, Drawn
+from foresay.decoding.continuation import Continuation
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.state import StateKey
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import ByBatch, DraftCosts
 from foresay.lengths.situation import Situation
-from foresay.lengths.tree_counts import TreeCounts
 
 DECAY, ROW_DECAY = 0.98, 0.95
 """Factors of all counts and of a row's own for each step with drafts, so that failures are forgotten."""
@@ -89,10 +88,6 @@ class Draft:
     """[B], tokens of an n-gram drafter that are scored."""
     accept_prob: list[float] = field(default_factory=list)
     """[B], P(all tokens so far are accepted)."""
-    branching: Branching = field(default_factory=Branching)
-    """The rule of a single row's tree, apart from its scale."""
-    tree: Drawn | None = None
-    """The tree of a single row."""
 
     def may_continue(self, index: Sequence[int]) -> bool:
         """Return whether any row may draft a token after its last one. index: [B], of the last ones."""
@@ -113,7 +108,6 @@ class MeasuredDrafter:
         """Accepted and tested tokens that were drafted after another one."""
         self.hazards = [-math.log(prior) for prior in _PRIORS]
         """-log a by kind."""
-        self._trees = TreeCounts()
         self._row = StateKey[tuple[float, float, int]](lambda: (0.0, 0.0, 0))
         """Failed tokens of a row, those that `hazards` predicted, and the step of these counts."""
         self._num_steps = 0
@@ -187,7 +181,6 @@ class MeasuredDrafter:
         drafting = now.rate * per_token / now.plain_s / further
         draft.per_row = now.token_cost / further if now.ragged else 0.0
         draft.shared = drafting + (0.0 if now.ragged else now.token_cost / further)
-        draft.branching = Branching(1.0, drafting, now.token_cost / further, now.token_cost)
         if not now.ragged or self.selects:
             chosen = [self.high * on for on in free]
             total = sum(worths)
@@ -239,8 +232,7 @@ class MeasuredDrafter:
 
     def _factors(self, rows: Rows) -> list[float]:
         """Return how many times as many tokens of a row are accepted as of all, [B]."""
-        exponents, ratio = self._exponents(rows), self._trees.ratio()
-        return [self._trees.ratio(row) / ratio / e for row, e in zip(rows, exponents, strict=True)]
+        return [1 / e for e in self._exponents(rows)]
 
     def selected(
         self, now: Situation, counts: Sequence[int], matched: Sequence[int], other: Sequence[float] | None = None
@@ -300,10 +292,6 @@ class MeasuredDrafter:
         weights = tuple(math.exp(-self.hazards[kind]) for kind in _CONFIDENCE)
         return Continuation(draft.accept_prob[0], weights, draft.shared + draft.per_row)
 
-    def branching(self, row: Row, draft: Draft) -> Branching:
-        """Return the rule of the tree of the only row of a batch."""
-        return replace(draft.branching, scale=self._trees.ratio(row))
-
     def observe(self, rows: Rows, steps: Sequence[Step], draft: Draft) -> None:
         """Count the tokens of a step in which this drafter had a budget."""
         for row, step, kinds, budget in zip(rows, steps, draft.kinds, draft.budgets, strict=True):
@@ -312,17 +300,8 @@ class MeasuredDrafter:
             drafted, accepted = step.num_drafted, step.num_accepted
             for i, n in enumerate((1, drafted > 0, accepted > 0, accepted, drafted)):
                 self.sums[i] += n
-            if draft.tree is not None:
-                if step.finish_reason is None:  # else it may be cut
-                    self._trees.add(row, accepted, sum(draft.tree.confidences))
-                self._count_further(accepted, len(step.tested))
-            elif drafted:
+            if drafted:
                 self._count(row, kinds[: min(accepted + 1, drafted)], accepted)
-
-    def _count_further(self, accepted: int, tested: int) -> None:
-        """Count the tokens after the first one, of a chain or of a tree's path."""
-        self._further[0] += max(accepted - 1, 0)
-        self._further[1] += max(tested - 1, 0)
 
     def _count(self, row: Row, tested: Sequence[int], accepted: int) -> None:
         """Count a row's tested tokens by kind, of which the first ones were accepted."""
@@ -331,7 +310,8 @@ class MeasuredDrafter:
             self._tested[kind] += 1.0
             self._accepted[kind] += i < accepted
             predicted += 1 - math.exp(-self.hazards[kind])
-        self._count_further(accepted, len(tested))
+        self._further[0] += max(accepted - 1, 0)
+        self._further[1] += max(len(tested) - 1, 0)
         failed, expected, at = self._row.of(row)
         decay = ROW_DECAY ** (self._num_steps - at)
         self._row.put(row, (failed * decay + (accepted < len(tested)), expected * decay + predicted, self._num_steps))

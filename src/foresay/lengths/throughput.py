@@ -30,7 +30,7 @@ from time import perf_counter
 import torch
 
 from foresay.checks import check_int
-from foresay.decoding.continuation import Branching, Continuation, Drawn
+from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
@@ -158,22 +158,12 @@ class ThroughputLength(LengthPolicy):
             return Continuation()
         return drafter.continuation(draft)
 
-    def branching(self, rows: Rows) -> Branching | None:
-        """Return the rule by which a tree's levels and nodes pay."""
-        if type(self).keep_drafting is not ThroughputLength.keep_drafting:
-            return super().branching(rows)
-        drafter, draft = self._drafting(rows)
-        return Branching() if draft is None else drafter.branching(rows[0], draft)
-
     def drawn(self, rows: Rows, drawn: Drawn) -> None:
         """Note the confidences of tokens, as `keep_drafting` does."""
         drafter, draft = self._drafting(rows)
         if draft is None:
             return
         drafter.stops_early = True
-        if drawn.parents is not None:
-            draft.tree = drawn
-            return
         for i, confidence in enumerate(drawn.confidences):
             if draft.may_continue([i]):
                 drafter.continuing(draft, [i], [confidence])
@@ -215,15 +205,14 @@ class ThroughputLength(LengthPolicy):
         own = [(s.num_drafted, s.num_accepted) for s, n in zip(steps, draft.budgets, strict=True) if n]
         count = sum(n > 0 for n in draft.budgets)
         size, longest = sum(n for n, _ in own), max(n for n, _ in own)
-        passes = longest if draft.tree is None else draft.tree.passes
         if not any(others):
             spent = _POLICY_S.of(now.rows)
             if drafter is self._fallback:
                 lookup = self._primary.costs.nearest(len(steps))
                 spent += lookup.seconds if lookup else 0.0
-            drafter.costs.of(count).line.add(passes, max(0.0, steps[0].draft_s - spent))
+            drafter.costs.of(count).line.add(longest, max(0.0, steps[0].draft_s - spent))
         costs = drafter.costs.nearest(count)
-        spent_s = costs.line.at(passes) if costs and costs.is_known else 0.0
+        spent_s = costs.line.at(longest) if costs and costs.is_known else 0.0
         start = now.start * size / max(sum(step.num_drafted for step in steps), 1)
         return (
             start

@@ -16,16 +16,13 @@ from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.drafters import (
     BlockDrafter,
-    BlockTreeDrafter,
     Cascade,
     HeadDrafter,
-    HeadTreeDrafter,
     Hybrid,
     ModelDrafter,
     ModelTreeDrafter,
     SelfDrafter,
 )
-from foresay.drafters.block_tree import MAX_NODES
 from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
@@ -68,18 +65,6 @@ def _head(name: str, sample: bool = True, nodes: int = 0) -> Recipe:
     return Recipe(prepare, max(5, nodes), reads_target=True, loads_model=True, samples=sample)
 
 
-def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
-    name = check_path("name", name)
-    check_int("branches", branches, 1, 16)
-    check_int("width", width, 1, 16)
-
-    def prepare(resources: Resources) -> DrafterBuilder:
-        head = resources.head(name)
-        return lambda: HeadTreeDrafter(head, resources.vocab_size, branches=branches, width=width)
-
-    return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
-
-
 def _mtp(sample: bool = True) -> Recipe:
     check_flag("sample", sample)
 
@@ -90,28 +75,17 @@ def _mtp(sample: bool = True) -> Recipe:
     return Recipe(prepare, 3, reads_target=True, loads_model=True, samples=sample)
 
 
-def _block(name: str, sample: bool = True, confidence: float = 0.0) -> Recipe:
+def _block(name: str, sample: bool = True, confidence: float = 0.0, nodes: int = 0) -> Recipe:
     name = check_path("name", name)
     check_flag("sample", sample)
     check_float("confidence", confidence, 0.0, 1.0)
+    check_int("nodes", nodes, 0, MAX_DRAFT_TOKENS)
 
     def prepare(resources: Resources) -> DrafterBuilder:
         block = resources.block(name)
-        return lambda: BlockDrafter(block, resources.vocab_size, sample=sample, confidence=confidence)
+        return lambda: BlockDrafter(block, resources.vocab_size, sample=sample, confidence=confidence, nodes=nodes)
 
-    return Recipe(prepare, 7, reads_target=True, loads_model=True, samples=sample)
-
-
-def _block_tree(name: str, nodes: int = 16, branches: int = 3) -> Recipe:
-    name = check_path("name", name)
-    check_int("nodes", nodes, 1, MAX_NODES)
-    check_int("branches", branches, 2, 16)
-
-    def prepare(resources: Resources) -> DrafterBuilder:
-        block = resources.block(name)
-        return lambda: BlockTreeDrafter(block, resources.vocab_size, nodes=nodes, branches=branches)
-
-    return Recipe(prepare, nodes, reads_target=True, loads_model=True)
+    return Recipe(prepare, max(7, nodes), reads_target=True, loads_model=True, samples=sample)
 
 
 def _model(
@@ -320,13 +294,17 @@ DRAFTERS: dict[str, DrafterSpec] = {
     ),
     "model": DrafterSpec(_model, "A smaller model, named like --model.", "model"),
     "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named like --model.", "model"),
-    "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
-    "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
+    "head": DrafterSpec(
+        _head,
+        "A head on the target's hidden states (EAGLE-3), in chains or trees of `nodes`: its folder or hub id.",
+        "model",
+    ),
     "mtp": DrafterSpec(_mtp, "The multi-token-prediction layer of the target's own checkpoint.", "model"),
     "block": DrafterSpec(
-        _block, "A block drafter, which drafts a block in one pass (DFlash, DSpark): its folder or hub id.", "model"
+        _block,
+        "A block drafter (DFlash, DSpark): a block in one pass, or a tree of `nodes`; its folder or hub id.",
+        "model",
     ),
-    "block_tree": DrafterSpec(_block_tree, "A tree of such a block's likeliest continuations.", "model"),
     "self": DrafterSpec(_self, "The target's own first layers.", "model"),
     "hybrid": DrafterSpec(
         _hybrid, "An n-gram drafter where its match is long, else a head or a draft model.", "cascade"

@@ -7,7 +7,8 @@ import torch
 
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelTreeDrafter, model_tree
+from foresay.drafters import ModelTreeDrafter
+from foresay.drafters.tree import Tree
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 
@@ -62,7 +63,11 @@ def test_greedy_rows_get_the_most_probable_nodes(budgets: list[int]) -> None:
 
 def test_without_pruning_the_first_levels_take_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
-    monkeypatch.setattr(model_tree._Tree, "chosen", False)
+
+    def full(self: Tree) -> None:
+        self.stopped = len(self.tokens) >= self.budget
+
+    monkeypatch.setattr(Tree, "prune", full)
     [nodes] = paths([15])
     assert set(nodes) != searched(0, 15)
 

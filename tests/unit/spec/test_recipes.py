@@ -17,10 +17,8 @@ from foresay.decoding.acceptance import RULES, Lenience
 from foresay.decoding.protocols import Drafter
 from foresay.drafters import (
     BlockDrafter,
-    BlockTreeDrafter,
     Cascade,
     HeadDrafter,
-    HeadTreeDrafter,
     Hybrid,
     MaxGram,
     ModelDrafter,
@@ -104,9 +102,7 @@ def test_every_name_builds_what_it_says(resources: Resources, folder: Path, tabl
         "suffix_tree": ("suffix_tree(branches=2)", SuffixTreeDrafter),
         "tree": (f"tree({folder}, branches=3)", ModelTreeDrafter),
         "head": (f"head({head})", HeadDrafter),
-        "head_tree": (f"head_tree({head}, branches=3)", HeadTreeDrafter),
         "block": (f"block({block}, confidence=0.3)", BlockDrafter),
-        "block_tree": (f"block_tree({block}, nodes=9)", BlockTreeDrafter),
         "self": ("self(2)", SelfDrafter),
         "hybrid": (f"hybrid(suffix, head={head}; min_match=2, k=3)", Hybrid),
         "cascade": (f"cascade(model={folder}, self=1, max_gram(table={table}); k=[[2,1,1],[0,1,1],[0,0,1]])", Cascade),
@@ -368,7 +364,7 @@ def test_what_drafts_for_an_encoder_decoder(table: str, head: str) -> None:
         assert built(theirs, text) is not None
     with pytest.raises(UnsupportedModelError, match="trims the LM head of a decoder-only transformers model only"):
         built(theirs, f"self(1, {table}, 4)")
-    for text in (f"head({head})", f"head_tree({head})"):
+    for text in (f"head({head})", f"head({head}, nodes=3)"):
         with pytest.raises(
             UnsupportedModelError, match="a head reads the hidden states of a decoder-only transformers model"
         ):

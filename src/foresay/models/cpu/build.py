@@ -53,7 +53,6 @@ SOURCES = tuple(
         "quantized.h",
         "rounded.h",
         "tiles.h",
-        "tree.h",
         "vectors.h",
     )
 )

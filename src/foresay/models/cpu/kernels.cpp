@@ -2,7 +2,7 @@
 
 #include "attention.h"
 #include "blocks.h"
-#include "tree.h"
+#include "chain.h"
 #include "model.h"
 #include "multiply.h"
 
@@ -176,16 +176,6 @@ extern "C" int64_t foresay_chain(const Model *model, const Pass *pass, const Cha
     });
 }
 
-// Drafts a tree of `count` nodes; see tree.h.
-extern "C" int64_t foresay_tree(const Model *model, const Pass *pass, const Chain *chain, const Tree *tree, int64_t *count) {
-    return guarded([&] {
-        check(*model);
-        check(*chain, *model, *pass);
-        check(*tree, *chain, *pass);
-        *count = draft(*model, *pass, *chain, *tree, [&](const Pass &one) { run(*model, one); });
-    });
-}
-
 // The same with x and out in bfloat16.
 static void multiply_bf16(const Product &p, const bf16 *x, bf16 *out, int64_t rows, int threads) {
     std::vector<float> wide(rows * p.depth), product(rows * all_outputs(p));
@@ -233,8 +223,8 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
     constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Attention), sizeof(Vector),
-                                 sizeof(Layer),   sizeof(Model), sizeof(Pass),    sizeof(Chain),     sizeof(Tree)};
-    return index >= 0 && index < 10 ? sizes[index] : 0;
+                                 sizeof(Layer),   sizeof(Model), sizeof(Pass),    sizeof(Chain)};
+    return index >= 0 && index < 9 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.

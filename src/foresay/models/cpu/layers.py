@@ -140,7 +140,7 @@ class NativeLayers:
             raise LookupError(
                 f"the kernels do not support a {dtype} cache with the activation {activation!r}, or norms with different eps"
             )
-        self._run, self._chain, self._tree = found.foresay_pass, found.foresay_chain, found.foresay_tree
+        self._run, self._chain = found.foresay_pass, found.foresay_chain
         self._dtype, self._layers = dtype, list(layers)
         self._gate = structs.Gate(ACTIVATIONS[activation], 0.0, 0.0)
         self._turns = sorted({layer.kind for layer in layers})
@@ -240,11 +240,10 @@ class NativeLayers:
         )
         return call, (stores, state_addresses, tokens, x, normed)
 
-    def draft(self, call: structs.Pass, chain: structs.Chain, tree: structs.Tree | None = None) -> int:
-        """Draft tokens one after the other, or a tree; return their number. See chain.h and tree.h."""
+    def draft(self, call: structs.Pass, chain: structs.Chain) -> int:
+        """Draft tokens one after the other; return their number. See chain.h."""
         count = ctypes.c_int64()
-        run, more = (self._chain, ()) if tree is None else (self._tree, (ctypes.byref(tree),))
-        run(ctypes.byref(self._model), ctypes.byref(call), ctypes.byref(chain), *more, ctypes.byref(count))
+        self._chain(ctypes.byref(self._model), ctypes.byref(call), ctypes.byref(chain), ctypes.byref(count))
         return count.value
 
     def new_cache(self) -> SlotCache:

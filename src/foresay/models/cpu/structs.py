@@ -116,17 +116,7 @@ class Chain(ctypes.Structure):
     ]
 
 
-class Tree(ctypes.Structure):
-    """The struct of the same name in tree.h."""
-
-    _fields_ = [
-        *_fields(_NUMBER, "branches width levels"),
-        *_fields(ctypes.c_double, "each least"),
-        *_fields(_POINTER, "parents passes"),
-    ]
-
-
-STRUCTS = (Product, Gate, Experts, Attention, Vector, Layer, Model, Pass, Chain, Tree)
+STRUCTS = (Product, Gate, Experts, Attention, Vector, Layer, Model, Pass, Chain)
 """All structs, in the order of `foresay_struct_size`."""
 
 
@@ -161,7 +151,6 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "check": [ctypes.POINTER(Model)],
         "pass": [ctypes.POINTER(Model), ctypes.POINTER(Pass)],
         "chain": [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.POINTER(Chain), ctypes.POINTER(n)],
-        "tree": [*map(ctypes.POINTER, (Model, Pass, Chain, Tree)), ctypes.POINTER(n)],
         "multiply": [ctypes.POINTER(Product), p, p, n, n, n],
         "pack": [n, p, n, n, p, p, n],
         "rows": [ctypes.POINTER(Product), p, n, p],

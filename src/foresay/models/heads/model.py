@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.continuation import Branching, Continuation, Drawn
+from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.chain import Limits, NativeChain, Start, table_of
+from foresay.models.cpu.chain import NativeChain, Start, table_of
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct, NativeProduct
@@ -149,19 +149,20 @@ class HeadModel(LanguageModel):
         known: torch.Tensor,
         features: torch.Tensor,
         cache: SlotCache,
-        limits: Limits,
-        rule: Continuation | Branching,
+        most: int,
+        ends: Sequence[int],
+        rule: Continuation,
     ) -> Drawn | None:
         """Draft likeliest tokens after the known ones in one call, with the bits of single passes; None if it is not possible.
 
         known: [N] int64, at least one token. features: [N, D], those before each. cache: of one row, to which these pairs are
-        added. rule: of a chain or of a tree.
+        added. most: tokens. ends: tokens after which nothing is drafted.
         """
-        until = cache.lengths[0] + len(known) + limits.most
+        until = cache.lengths[0] + len(known) + most
         rotary = None if self._chain is None else self._rotary_table.until(until)
         if self._chain is None or rotary is None:
             return None
-        out = self._chain.draft(Start(known, features, rotary), cache, limits, rule)
+        out = self._chain.draft(Start(known, features, rotary), cache, most, ends, rule)
         cache.lengths[0] += len(known)
         return out
 

@@ -62,7 +62,7 @@ ALIASES: dict[str, PackagedModel] = {
 
 _CONVERSION = 2
 """Number of the conversion, which changes if its results do."""
-DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false, nodes=15))"}
+DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false))"}
 """The default drafter of an alias whose draft head is installed."""
 
 

@@ -16,7 +16,6 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
     BlockDrafter,
-    BlockTreeDrafter,
     Cascade,
     Hybrid,
     PromptLookup,
@@ -149,7 +148,7 @@ PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 KINDS: dict[str, Callable[[BlockModel], Any]] = {
     "chain": lambda block: BlockDrafter(block, SMALL),
     "confident": lambda block: BlockDrafter(block, SMALL, confidence=0.5 * block.config.has_confidence),
-    "best first": lambda block: BlockTreeDrafter(block, SMALL, nodes=9),
+    "best first": lambda block: BlockDrafter(block, SMALL, sample=False, nodes=9),
     "cascade": lambda block: Cascade([BlockDrafter(block, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
     "behind": lambda block: Cascade([PromptLookup(min_ngram=1), BlockDrafter(block, SMALL)], [[2, 3], [0, 0]]),
     "hybrid": lambda block: Hybrid(SuffixDrafter(), BlockDrafter(block, SMALL), min_match=3, k=4),
@@ -384,7 +383,7 @@ def test_by_name(tmp_path: Path) -> None:
     for drafter in (
         f"block({tmp_path})",
         f"block({tmp_path}, confidence=0.2)",
-        f"block_tree({tmp_path}, nodes=6)",
+        f"block({tmp_path}, nodes=6)",
         f"hybrid(suffix, block={tmp_path}; k=3)",
     ):
         other = load(str(folder), drafter=drafter, dtype="fp32", length=3)

@@ -23,7 +23,6 @@ FUNCTIONS = (
     "check",
     "pass",
     "chain",
-    "tree",
     "multiply",
     "pack",
     "rows",

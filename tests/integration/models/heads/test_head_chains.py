@@ -19,7 +19,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cpu.chain import Limits, NativeChain
+from foresay.models.cpu.chain import NativeChain
 from foresay.models.heads.config import NEXT
 from foresay.models.heads.model import HeadModel
 from foresay.models.huggingface.causal import CausalModel
@@ -76,13 +76,13 @@ def stepwise(head: HeadModel, length: int, known: int, most: int) -> tuple[list[
 
 
 def at_once(
-    head: HeadModel, length: int, known: int, limits: Limits, rule: Continuation | None = None
+    head: HeadModel, length: int, known: int, most: int, rule: Continuation | None = None, ends: tuple[int, ...] = ()
 ) -> tuple[list[int], list[float], SlotCache]:
     """The same in one call, and the cache."""
     cache = started(head, length)
     tokens, features = pairs(head, length, known)
-    drawn = head.draft_at_once(tokens[length:], features[length:], cache, limits, rule or Continuation())
-    assert drawn is not None and drawn.parents is None and drawn.passes == len(drawn.token_ids)
+    drawn = head.draft_at_once(tokens[length:], features[length:], cache, most, ends, rule or Continuation())
+    assert drawn is not None
     return drawn.token_ids, drawn.confidences, cache
 
 
@@ -115,7 +115,7 @@ def test_a_chain_has_the_bits_of_single_passes(kind: str, length: int, known: in
         if len(set(wanted)) > 2:  # random heads often repeat a token
             break
     assert len(set(wanted)) > 2
-    found, certain, cache = at_once(head, length, known, Limits(MOST))
+    found, certain, cache = at_once(head, length, known, MOST)
     assert found == wanted and cache.lengths == [length + known]
     assert torch.equal(written(cache, length, known + MOST - 1), states)
     assert certain == pytest.approx(confidences, rel=1e-5)
@@ -128,7 +128,7 @@ def test_outputs_that_are_not_rounded_have_other_bits(monkeypatch: pytest.Monkey
     assert head._chain is not None
     _, _, states = stepwise(head, 20, 2, MOST)
     monkeypatch.setattr(head._chain, "_dtype", torch.float32)
-    assert not torch.equal(written(at_once(head, 20, 2, Limits(MOST))[2], 20, MOST + 1), states)
+    assert not torch.equal(written(at_once(head, 20, 2, MOST)[2], 20, MOST + 1), states)
 
 
 def test_a_chain_after_other_known_tokens_has_other_bits() -> None:
@@ -139,7 +139,7 @@ def test_a_chain_after_other_known_tokens_has_other_bits() -> None:
     cache, (tokens, features) = started(head, 20), pairs(head, 20, 3)
     known = tokens[20:].clone()
     known[0] += 1
-    head.draft_at_once(known, features[20:], cache, Limits(MOST), Continuation())
+    head.draft_at_once(known, features[20:], cache, MOST, (), Continuation())
     assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
 
 
@@ -149,8 +149,8 @@ def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
     ids, confidences, _ = stepwise(head, 12, 2, MOST)
     weights = tuple(0.4 + 0.05 * i for i in range(10))
 
-    def drafted(limits: Limits, rule: Continuation | None = None) -> list[int]:
-        return at_once(head, 12, 2, limits, rule)[0]
+    def drafted(most: int, rule: Continuation | None = None, ends: tuple[int, ...] = ()) -> list[int]:
+        return at_once(head, 12, 2, most, rule, ends)[0]
 
     ends = set()
     for threshold in (0.9, 0.6, 0.4, 0.3, 0.2, 0.05, 0.0):
@@ -159,12 +159,12 @@ def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
             so_far, count = so_far * weights[min(int(10 * confidence), 9)], count + 1
             if not so_far > threshold:
                 break
-        assert drafted(Limits(MOST), Continuation(0.95, weights, threshold)) == ids[:count]
+        assert drafted(MOST, Continuation(0.95, weights, threshold)) == ids[:count]
         ends.add(count)
     assert len(ends) > 3
-    assert drafted(Limits(4)) == ids[:4]
+    assert drafted(4) == ids[:4]
     last = ids[2]
-    assert drafted(Limits(MOST, (VOCAB - 1, last))) == ids[: ids.index(last) + 1]
+    assert drafted(MOST, ends=(VOCAB - 1, last)) == ids[: ids.index(last) + 1]
 
 
 @pytest.mark.parametrize("length", [ConstantLength(5), ThroughputLength(), ConfidenceLength(0.2, high=5)])
@@ -214,11 +214,9 @@ class TwoMeasured(ThroughputLength):
 
 
 @pytest.mark.parametrize("length", [lambda: Two(5), TwoMeasured])
-@pytest.mark.parametrize("nodes", [0, 8])
-def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any, nodes: int) -> None:
-    """A head that may draft trees drafts a chain for such a policy."""
+def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any) -> None:
     model = target(torch.float32, vocab=7)
-    drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7, nodes=nodes)
+    drafter = HeadDrafter(HeadModel(random_head(model, seed=8), model), 7)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, policy=length(), max_batch_size=1)
     assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
@@ -311,6 +309,6 @@ def test_tokens_drawn_in_one_call_are_counted_as_those_drawn_one_by_one(limit: i
                 if mask is None or not mask:
                     break
             if at_once_:
-                policy.drawn(rows, Drawn([0] * len(confidences), confidences, len(confidences)))
+                policy.drawn(rows, Drawn([0] * len(confidences), confidences))
             drafts.append((draft, drafter.stops_early))
         assert drafts[0] == drafts[1]

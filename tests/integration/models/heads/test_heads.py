@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup, target_features
-from foresay.drafters.head import HeadCache
+from foresay.drafters import Cascade, HeadDrafter, PromptLookup, target_features
+from foresay.drafters.hidden_states import HeadCache
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
@@ -131,7 +131,7 @@ def test_greedy_output_is_that_of_plain_decoding(kind: str, lean: bool) -> None:
     head = HeadModel(random_head(model, seed=5, gain=1.0) if kind == "tree" else random_head(model), model)
     drafter = {
         "chain": lambda: HeadDrafter(head, SMALL),
-        "tree": lambda: HeadTreeDrafter(head, SMALL, branches=3, width=2),
+        "tree": lambda: HeadDrafter(head, SMALL, nodes=9),
         "cascade": lambda: Cascade([HeadDrafter(head, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
         "behind": lambda: Cascade([PromptLookup(min_ngram=1), HeadDrafter(head, SMALL)], [[2, 3], [0, 0]]),
     }[kind]()
@@ -466,7 +466,7 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
     model: Any = generator.target.model
     out.mkdir()
     write_head(random_head(model), out)
-    heads = (f"head({out})", f"hybrid(suffix, head={out}; k=2)", f"head_tree({out})")
+    heads = (f"head({out})", f"hybrid(suffix, head={out}; k=2)", f"head({out}, nodes=9)")
     for one in heads:
         change(generator, drafter=one)
     assert generator.resources is not None

@@ -1,0 +1,233 @@
+"""Trees of draft tokens, grown level by level (SpecInfer, Miao et al. 2023; EAGLE-2, Li et al. 2024; DDTree, arXiv 2604.12989).
+
+The most probable nodes of the last level get several children each. Chosen tokens are the likeliest, point masses under any
+temperature: the most probable of all nodes so far are kept, until a level has none of them. Drawn tokens are drawn without
+replacement, until the budget is used: the number of children is decided before they are drawn, and no child is dropped because of
+its token, so that each keeps the distribution it was drawn from. Knows no model: the caller computes the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foresay.decoding.distributions import Distributions, build_distributions
+from foresay.decoding.draws import inverse_cdf
+from foresay.decoding.processors import processes
+from foresay.decoding.proposal import Proposal, padded
+from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelInput, ModelOutput
+from foresay.decoding.randomness import Purpose, Streams
+from foresay.decoding.rows import Row, Rows
+from foresay.drafters.proposal_builder import Interruptible
+
+
+@dataclass(slots=True)
+class Tree:
+    """One row's nodes. Slot 0 is the context, slot 1 + j is node j."""
+
+    row: Row
+    budget: int
+    """Most nodes."""
+    depth: int
+    """Most nodes of a path."""
+    chosen: bool
+    """True if tokens are chosen, not drawn, and so may be dropped."""
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    distributions: list[int] = field(default_factory=list)
+    """For each node, the index of the distribution it was drawn from; -1 for a point mass."""
+    scores: list[float] = field(default_factory=lambda: [1.0])
+    """For each slot, the product of the draft probabilities along its path."""
+    depths: list[int] = field(default_factory=lambda: [0])
+    """For each slot, the number of draft tokens up to it."""
+    num_expanded: int = 0
+    """Number of slots that were considered for children."""
+    stopped: bool = False
+    """No more children, by the length policy."""
+
+    @property
+    def open(self) -> bool:
+        """True if nodes may get children."""
+        return not self.stopped and self.budget > 0 and (self.chosen or len(self.tokens) < self.budget)
+
+    @property
+    def num_children(self) -> int:
+        """Most children of a further node."""
+        return self.budget if self.chosen else self.budget - len(self.tokens)
+
+    def first_child(self, slot: int) -> int | None:
+        """Return the first child of a slot; None if it has none."""
+        return self.parents.index(slot - 1) if slot - 1 in self.parents else None
+
+    def add(self, slot: int, token: int, prob: float, distribution: int) -> None:
+        """Add a child of a slot."""
+        self.tokens.append(token)
+        self.parents.append(slot - 1)
+        self.distributions.append(distribution)
+        self.scores.append(self.scores[slot] * prob)
+        self.depths.append(self.depths[slot] + 1)
+
+    def prune(self) -> None:
+        """Keep the most probable nodes within the budget; of equal ones the earlier, and so a parent before its children."""
+        if not self.chosen or len(self.tokens) <= self.budget:
+            return
+        kept = sorted(sorted(range(1, len(self.scores)), key=lambda slot: -self.scores[slot])[: self.budget])
+        index = {slot: i for i, slot in enumerate(kept)}
+        self.tokens = [self.tokens[slot - 1] for slot in kept]
+        self.parents = [index.get(self.parents[slot - 1] + 1, -1) for slot in kept]
+        self.distributions = [self.distributions[slot - 1] for slot in kept]
+        self.scores = [1.0, *(self.scores[slot] for slot in kept)]
+        self.depths = [0, *(self.depths[slot] for slot in kept)]
+        self.num_expanded = 1 + sum(slot < self.num_expanded for slot in kept)
+
+    def next_slots(self, width: int) -> list[int]:
+        """Return the `width` most probable slots of the last level that may have children."""
+        last = range(self.num_expanded, len(self.scores))
+        self.num_expanded = len(self.scores)
+        slots = [slot for slot in last if self.depths[slot] < self.depth and not self._ends(slot)]
+        return sorted(sorted(slots, key=lambda slot: -self.scores[slot])[:width])
+
+    def _ends(self, slot: int) -> bool:
+        return slot > 0 and self.row.ends_with(self.tokens[slot - 1], self.row.num_new + self.depths[slot])
+
+
+Score = Callable[[ModelInput], ModelOutput]
+"""Scores all nodes of trees: token ids and parents [B, K] -> logits [B, K, V]."""
+
+
+class Grower(Interruptible):
+    """The trees of a proposal while they grow. Call `grow` under `keeping`: after an exception the nodes so far are kept."""
+
+    def __init__(self, trees: Sequence[Tree], rows: Rows, device: torch.device, *, branches: int, width: int) -> None:
+        """branches: most children of a node. width: most nodes of a level that get children."""
+        self._trees, self._rows, self._device = trees, rows, device
+        self._branches, self._width = branches, width
+        self._streams = rows.streams(device)
+        self._drawn: list[torch.Tensor] = []
+        """The distributions that tokens were drawn from, [V] each."""
+
+    def grow(self, output: ModelOutput, score: Score, policy: LengthPolicy) -> None:
+        """Grow the trees until none is open. output: scores [B, 1, V] after each row's last token."""
+        scores, nodes = output.scores(), None
+        while True:
+            slots = [tree.next_slots(self._width) if tree.open else [] for tree in self._trees]
+            if not any(slots):
+                break
+            self._expand(slots, self._distributions(scores, nodes, slots), policy)
+            if not any(tree.open for tree in self._trees):
+                break
+            tokens, parents = ([getattr(tree, name) for tree in self._trees] for name in ("tokens", "parents"))
+            nodes = padded(tokens, self._device), padded(parents, self._device, fill=-1)
+            scores = score(ModelInput(nodes[0], list(map(len, tokens)), parents=nodes[1])).scores()
+
+    def proposal(self) -> Proposal:
+        """Return the trees' nodes with the distributions they were drawn from."""
+        return Proposal.of_lists(
+            [tree.tokens for tree in self._trees],
+            self._device,
+            parents=[tree.parents for tree in self._trees],
+            distributions=torch.stack(self._drawn) if self._drawn else None,
+            index=[tree.distributions for tree in self._trees],
+            failure=self.failure,
+        )
+
+    def _distributions(
+        self, scores: torch.Tensor, nodes: tuple[torch.Tensor, torch.Tensor] | None, slots: Sequence[Sequence[int]]
+    ) -> Distributions:
+        """Return the distributions of the children of each row's slots, [B, W].
+
+        nodes: token ids and parents [B, K] of the nodes that `scores` [B, K, V] follow; None for the first level, where scores
+        [B, 1, V] follow the contexts.
+        """
+        rows = self._rows
+        width = max(map(len, slots))
+        positions = torch.zeros(len(rows), width, dtype=torch.int64, device=scores.device)
+        for i, row_slots in enumerate(slots):
+            positions[i, : len(row_slots)] = torch.tensor([max(0, slot - 1) for slot in row_slots], dtype=torch.int64)
+        batch = torch.arange(len(rows), device=scores.device)[:, None]
+        if nodes is None or not any(map(processes, rows)):
+            return build_distributions(scores[batch, positions], rows)
+        ids, parents = nodes
+        whole = torch.nn.functional.pad(scores, (0, 0, 1, 0))  # slot 0 is not read
+        distributions = build_distributions(whole, rows, ids, parents=parents)
+        at = positions + 1
+        index = None if distributions.probs_row is None else distributions.probs_row[batch, at]
+        return Distributions(distributions.greedy_ids[batch, at], distributions.probs, index, whole[batch, at])
+
+    def _expand(self, slots: Sequence[Sequence[int]], distributions: Distributions, policy: LengthPolicy) -> None:
+        """Add the children of each slot, and end the trees of rows that the length policy stops."""
+        for i, tree in enumerate(self._trees):
+            for w, slot in enumerate(slots[i]):
+                if tree.chosen:
+                    self._add_likeliest(tree, slot, distributions, (i, w))
+                else:
+                    self._add_drawn(tree, slot, distributions, (i, w))
+        mask = policy.keep_drafting(_best(self._trees, slots, distributions))
+        for tree, on in zip(self._trees, [] if mask is None else mask.tolist(), strict=False):
+            tree.stopped = tree.stopped or not on
+        for tree in self._trees:
+            tree.prune()
+
+    def _add_likeliest(self, tree: Tree, slot: int, distributions: Distributions, at: tuple[int, int]) -> None:
+        assert distributions.scores is not None
+        count = min(self._branches, tree.num_children, distributions.scores.shape[-1])
+        likeliest = distributions.scores[at].float().softmax(-1).topk(count)
+        for token, prob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
+            tree.add(slot, token, prob, -1)
+
+    def _add_drawn(self, tree: Tree, slot: int, distributions: Distributions, at: tuple[int, int]) -> None:
+        assert distributions.probs is not None and distributions.probs_row is not None
+        probs, depth = distributions.probs[int(distributions.probs_row[at])], tree.depths[slot]
+        count = min(self._branches, tree.num_children)
+        self._drawn.append(probs)
+        for token in _without_replacement(probs, count, self._streams, at[0], len(tree.tokens), depth):
+            tree.add(slot, token, float(probs[token]), len(self._drawn) - 1)
+
+
+def _best(trees: Sequence[Tree], slots: Sequence[Sequence[int]], distributions: Distributions) -> DraftStep:
+    """Return the first new child of each row's most probable slot, for the length policy."""
+    device = distributions.greedy_ids.device
+    batch = torch.arange(len(trees), device=device)
+    best = torch.zeros(len(trees), dtype=torch.int64, device=device)
+    tokens = torch.zeros_like(best)
+    depths = torch.zeros_like(best)
+    for i, (tree, row_slots) in enumerate(zip(trees, slots, strict=True)):
+        expanded = [
+            (tree.scores[slot], -w, first)
+            for w, slot in enumerate(row_slots)
+            if (first := tree.first_child(slot)) is not None
+        ]
+        if expanded:
+            _, w, first = max(expanded)
+            best[i], tokens[i], depths[i] = -w, tree.tokens[first], tree.depths[row_slots[-w]]
+    index = None if distributions.probs_row is None else distributions.probs_row[batch, best][:, None]
+    scores = None if distributions.scores is None else distributions.scores[batch, best][:, None]
+    return DraftStep(
+        depths,
+        tokens,
+        Distributions(distributions.greedy_ids[batch, best][:, None], distributions.probs, index, scores),
+    )
+
+
+def _without_replacement(
+    distribution: torch.Tensor, count: int, streams: Streams, row: int, first: int, depth: int
+) -> list[int]:
+    """Draw up to `count` tokens without replacement. distribution: [V]. first: number of nodes before the first new one.
+
+    With shared noise, return the `count` largest of log(distribution) + noise at `depth`: the same distribution (Gumbel top-k).
+    """
+    tokens = torch.nonzero(distribution)[:, 0]
+    if streams.shares_noise:
+        at = torch.tensor(row, device=distribution.device), torch.tensor(depth, device=distribution.device)
+        noisy = streams.gumbel(*at, tokens) + distribution[tokens].log()
+        chosen: list[int] = tokens[noisy.topk(min(count, len(tokens))).indices].tolist()
+        return chosen
+    numbers = streams.uniform(Purpose.DRAFT, torch.arange(first, first + count, device=distribution.device))[row]
+    remaining, out = distribution[None].clone(), []
+    for number in numbers[: len(tokens)]:
+        token = int(inverse_cdf(remaining, number[None])[0])
+        out.append(token)
+        remaining[0, token] = 0
+    return out
