@@ -21,11 +21,11 @@ from foresay.drafters import (
     SuffixTreeDrafter,
 )
 from foresay.generation.load import load
-from foresay.models.blocks.model import BlockModel
-from foresay.models.heads.model import HeadModel
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.head import HeadModel
+from foresay.models.drafts.mtp import MtpHead
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.huggingface.mtp import MtpHead
 from foresay.models.huggingface.recurrent import RecurrentModel
 from helpers.blocks import random_block
 from helpers.families import RECURRENT, VOCAB, make

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from foresay.models.blocks.config import BlockConfig
-from foresay.models.blocks.files import Block
-from foresay.models.blocks.module import BlockModule
+from foresay.models.drafts.base import Draft
+from foresay.models.drafts.block import BlockModule
+from foresay.models.drafts.config import BlockConfig
 from foresay.models.huggingface.causal import CausalModel
 
 
@@ -27,7 +27,7 @@ def random_block(
     seed: int = 0,
     gain: float = 3.0,
     **changes: Any,
-) -> Block:
+) -> Draft:
     """Random weights, large enough that draft tokens differ."""
     config = target.model.config.get_text_config(decoder=True)
     layer = {
@@ -44,18 +44,18 @@ def random_block(
     }
     count = target.vocab_size if ids is None else len(ids)
     made = BlockConfig(
-        layer,
-        depth,
-        target.vocab_size,
-        count,
-        layers,
-        size,
-        target.vocab_size - 1,
-        rank if from_anchor else 0,
-        confidence and from_anchor,
-        confidence and from_anchor and rank > 0,
-        from_anchor,
-        normalizes,
+        layer=layer,
+        num_layers=depth,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=count,
+        hidden_layers=layers,
+        block_size=size,
+        mask_token_id=target.vocab_size - 1,
+        markov_rank=rank if from_anchor else 0,
+        has_confidence=confidence and from_anchor,
+        confidence_reads_markov=confidence and from_anchor and rank > 0,
+        from_anchor=from_anchor,
+        normalizes_queries=normalizes,
     )
     torch.manual_seed(seed)
     module = BlockModule(made)
@@ -65,7 +65,7 @@ def random_block(
                 weight += 0.3 * torch.randn_like(weight)
             else:
                 weight *= gain
-    return Block(made, module, None if ids is None else torch.tensor(sorted(ids)))
+    return Draft(made, module, None if ids is None else torch.tensor(sorted(ids)))
 
 
 def reference_block(

@@ -15,12 +15,11 @@ from safetensors.numpy import load_file
 
 from foresay.drafters.ngram_table import NgramTable
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.models.blocks.config import BlockConfig
-from foresay.models.blocks.files import Block, read_block, write_block
-from foresay.models.blocks.module import BlockModule
-from foresay.models.heads.config import HeadConfig
-from foresay.models.heads.files import Head, read_head, write_head
-from foresay.models.heads.module import HeadModule
+from foresay.models.drafts.base import Draft
+from foresay.models.drafts.block import BlockModule
+from foresay.models.drafts.config import BlockConfig, HeadConfig
+from foresay.models.drafts.files import read_draft, write_draft
+from foresay.models.drafts.head import HeadModule
 from foresay.models.sources.loading import load_tokenizer
 from foresay.text.prompts import encode
 from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint
@@ -78,14 +77,22 @@ def _head() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | 
     layer: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
     layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    config = HeadConfig(layer, 40, 10, 12, (0, 1, 2), False, "tiny")
+    config = HeadConfig(
+        layer=layer,
+        vocab_size=40,
+        draft_vocab_size=10,
+        target_hidden_size=12,
+        hidden_layers=(0, 1, 2),
+        norm_before_residual=False,
+        target="tiny",
+    )
     module = HeadModule(config, 3)
     module.embed_tokens = torch.nn.Embedding(40, 16)
-    head = Head(config, module, torch.arange(0, 40, 4))
+    head = Draft(config, module, torch.arange(0, 40, 4))
     with working_folder() as folder:
-        write_head(head, folder, lm_head=torch.zeros(10, 16))
+        write_draft(head, folder, lm_head=torch.zeros(10, 16))
         plain = json.loads((folder / "config.json").read_text())
-        write_head(head, folder, layout="speculators", lm_head=torch.zeros(10, 16))
+        write_draft(head, folder, layout="speculators", lm_head=torch.zeros(10, 16))
         both = {"plain": plain, "speculators": json.loads((folder / "config.json").read_text())}
         return both, _stored(folder / "model.safetensors")
 
@@ -120,7 +127,7 @@ def _sound(tensors: Tensors, metadata: dict[str, str] | None) -> bytes:
 
 
 def _read_head(path: Path) -> None:
-    head = read_head(path)
+    head = read_draft(path)
     states = torch.zeros(1, 2, head.module.fc.in_features)
     head.module.float().unrolled(states, torch.zeros(1, 2, head.config.hidden_size), 1)  # drafting converts weights too
 
@@ -131,10 +138,21 @@ def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] |
     layer: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
     layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    config = BlockConfig(layer, 2, 40, 10, (0, 1, 2), 4, 39, 6, True, True)
-    block = Block(config, BlockModule(config), torch.arange(0, 40, 4))
+    config = BlockConfig(
+        layer=layer,
+        num_layers=2,
+        vocab_size=40,
+        draft_vocab_size=10,
+        hidden_layers=(0, 1, 2),
+        block_size=4,
+        mask_token_id=39,
+        markov_rank=6,
+        has_confidence=True,
+        confidence_reads_markov=True,
+    )
+    block = Draft(config, BlockModule(config), torch.arange(0, 40, 4))
     with working_folder() as folder:
-        write_block(block, folder, lm_head=torch.zeros(10, 16), embeddings=torch.zeros(40, 16))
+        write_draft(block, folder, lm_head=torch.zeros(10, 16), embeddings=torch.zeros(40, 16))
         plain = json.loads((folder / "config.json").read_text())
         weights = _stored(folder / "model.safetensors")
     names = ("model_type", "num_hidden_layers", "vocab_size", "layer_types", *layer)
@@ -151,7 +169,7 @@ def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] |
 
 
 def _read_block(path: Path) -> None:
-    block = read_block(path)
+    block = read_draft(path)
     module, width = block.module.float(), block.config.hidden_size
     states = torch.zeros(1, 3, module.fc.in_features)
     module.blocks(states, torch.zeros(1, 1, block.config.block_size, width), torch.tensor([[2]]))

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from foresay.models.heads.config import HeadConfig
-from foresay.models.heads.files import Head
-from foresay.models.heads.module import HeadModule
+from foresay.models.drafts.base import Draft
+from foresay.models.drafts.config import HeadConfig
+from foresay.models.drafts.head import HeadModule
 from foresay.models.huggingface.causal import CausalModel
 
 
@@ -22,7 +22,7 @@ def random_head(
     seed: int = 0,
     gain: float = 3.0,
     **changes: Any,
-) -> Head:
+) -> Draft:
     """Random weights, large enough that guesses differ."""
     config = target.model.config
     layers = tuple(range(target.num_layers)) if layers is None else layers
@@ -39,7 +39,15 @@ def random_head(
         **changes,
     }
     size = target.vocab_size if ids is None else len(ids)
-    made = HeadConfig(layer, target.vocab_size, size, config.hidden_size, layers, before, "tiny")
+    made = HeadConfig(
+        layer=layer,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=size,
+        target_hidden_size=config.hidden_size,
+        hidden_layers=layers,
+        norm_before_residual=before,
+        target="tiny",
+    )
     torch.manual_seed(seed)
     module = HeadModule(made, len(layers))
     with torch.no_grad():
@@ -48,7 +56,7 @@ def random_head(
                 weight += 0.3 * torch.randn_like(weight)
             else:
                 weight *= gain
-    return Head(made, module, None if ids is None else torch.tensor(sorted(ids)))
+    return Draft(made, module, None if ids is None else torch.tensor(sorted(ids)))
 
 
 def reference_scores(

@@ -220,12 +220,7 @@ def whole(sizes: Sizes, library: Any) -> None:
     native.run(torch.randn(6, hidden), FlatTokens.of(at, None), cache, {"full_attention": (table, table)}, ())
 
 
-def tree(sizes: Sizes, library: Any) -> None:
-    """The same for a tree."""
-    chain(sizes, library, is_tree=True)
-
-
-def chain(sizes: Sizes, library: Any, is_tree: bool = False) -> None:
+def chain(sizes: Sizes, library: Any) -> None:
     """Tokens of a head of one layer, whose sizes mostly fit each other."""
     hidden, vocab, count = sizes.one(16, 32, odd=0), sizes.one(5, 40, odd=0), sizes.one(5, 40, 41, odd=0)
     most, positions = sizes.one(1, 4, 0, 9), sizes.one(8, 20)
@@ -271,27 +266,12 @@ def chain(sizes: Sizes, library: Any, is_tree: bool = False) -> None:
         tokens=sizes.keep(torch.zeros(tokens, dtype=torch.int64)),
         confidences=sizes.floats(tokens),
     )
-    if not is_tree:
-        native.draft(call, made)
-        return
-    native.draft(
-        call,
-        made,
-        structs.Tree(
-            branches=sizes.one(1, 3, 70, odd=0.02),
-            width=sizes.one(1, 2, 4, odd=0.02),
-            levels=sizes.one(1, 2, 3, odd=0.02),
-            each=0.0,
-            least=0.0,
-            parents=sizes.keep(torch.zeros(tokens, dtype=torch.int64)),
-            passes=sizes.keep(torch.zeros(1, dtype=torch.int64)),
-        ),
-    )
+    native.draft(call, made)
 
 
 ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
     "multiply": multiply, "pack": pack, "rows": rows, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
-    "chain": chain, "tree": tree,
+    "chain": chain,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from foresay.models.huggingface.mtp import _complete
+from foresay.models.drafts.mtp import _complete
 from helpers import tiny
 from helpers.families import make
 

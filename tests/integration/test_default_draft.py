@@ -16,9 +16,9 @@ from foresay import ModelNotFoundError
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
-from foresay.models.heads.files import read_head
+from foresay.models.drafts.files import read_draft
 from foresay.models.sources import packaged
-from foresay.models.sources.heads import load_head
+from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import DEFAULT_DRAFTERS, default_drafter, packaged_head
 
@@ -50,7 +50,7 @@ def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -
     assert not any(word in name.lower() for name in note["prompts"] for word in forbidden), (
         "learned from what is measured on"
     )
-    head = read_head(folder)
+    head = read_draft(folder)
     assert head.config.vocab_size == 49152 and head.module.lm_head is None
 
 
@@ -88,7 +88,7 @@ def test_without_its_package_the_model_has_its_default_without_a_head(
         "install foresay-smollm2, which is in foresay's repository: pip install packages/foresay-smollm2"
     ], "once"
     with pytest.raises(ModelNotFoundError, match=r"head for 'smollm2-135m' is not installed; install foresay-smollm2"):
-        load_head(ALIAS)
+        load_draft(ALIAS)
     assert default_drafter("org/name", LoadOptions()) == "suffix" and len(caplog.messages) == 1
 
 

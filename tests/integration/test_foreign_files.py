@@ -19,9 +19,10 @@ from foresay.lab.data.datasets import load_items
 from foresay.lab.replay.arrivals import from_trace
 from foresay.lab.replay.grid import open_grid
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.models.heads.config import HeadConfig
-from foresay.models.heads.files import Head, read_head, write_head
-from foresay.models.heads.module import HeadModule
+from foresay.models.drafts.base import Draft
+from foresay.models.drafts.config import HeadConfig
+from foresay.models.drafts.files import read_draft, write_draft
+from foresay.models.drafts.head import HeadModule
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.models.sources.loading import load_tokenizer
 from foresay.records.profile import Floor, Profile, Timing
@@ -199,8 +200,16 @@ LAYER = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    config = HeadConfig(LAYER, 40, 40, 16, (0, 1, 2), False, "tiny")
-    write_head(Head(config, HeadModule(config, 3), None), tmp_path)
+    config = HeadConfig(
+        layer=LAYER,
+        vocab_size=40,
+        draft_vocab_size=40,
+        target_hidden_size=16,
+        hidden_layers=(0, 1, 2),
+        norm_before_residual=False,
+        target="tiny",
+    )
+    write_draft(Draft(config, HeadModule(config, 3), None), tmp_path)
     return tmp_path
 
 
@@ -230,7 +239,7 @@ def head(tmp_path: Path) -> Path:
 def test_configurations_of_heads(head: Path, changes: dict[str, Any], message: str) -> None:
     values = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(values | changes))
-    assert message in refusal(lambda: read_head(head))
+    assert message in refusal(lambda: read_draft(head))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,7 @@ def test_configurations_of_heads(head: Path, changes: dict[str, Any], message: s
 )
 def test_weights_of_heads(head: Path, name: str, tensor: torch.Tensor, message: str) -> None:
     save_file(load_file(head / "model.safetensors") | {name: tensor}, head / "model.safetensors")
-    assert message in refusal(lambda: read_head(head), ModelLoadError)
+    assert message in refusal(lambda: read_draft(head), ModelLoadError)
 
 
 def test_nothing_is_allocated_for_a_head_that_does_not_fit(tmp_path: Path) -> None:

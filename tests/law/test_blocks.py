@@ -15,7 +15,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import BlockDrafter
-from foresay.models.blocks.model import BlockModel
+from foresay.models.drafts.block import BlockModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
 from helpers.distribution_cells import ALPHA

@@ -49,8 +49,7 @@ INSIDE = {
         {"vocabulary", "table", "recording", "cache"},
         {"cpu"},
         {"huggingface"},
-        {"gguf", "heads", "llama_cpp"},
-        {"blocks"},
+        {"gguf", "drafts", "llama_cpp"},
         {"sources"},
     ],
     "models/cache": [{"memory", "snapshots"}, {"stores"}, {"slot_cache"}, {"recurrent_cache"}],
@@ -63,8 +62,7 @@ INSIDE = {
         {"chain"},
     ],
     "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
-    "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
-    "models/blocks": [{"config"}, {"module"}, {"files"}, {"model"}],
+    "models/drafts": [{"fields", "layers"}, {"config"}, {"base"}, {"head", "block", "mtp"}, {"files"}],
     "models/huggingface": [
         {"config_sizes"},
         {"attention"},
@@ -77,7 +75,7 @@ INSIDE = {
         {"model", "fused", "graphs"},
         {"causal", "selective_scan"},
         {"seq2seq", "states"},
-        {"recurrent", "mtp"},
+        {"recurrent"},
         {"early_exit", "self_check"},
     ],
     "models/gguf": [
@@ -95,18 +93,16 @@ INSIDE = {
         {"location", "wrapping"},
         {"reading"},
         {"loading"},
-        {"resolve"},
-        {"heads"},
+        {"drafts"},
     ],
     "training": [
         {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted", "optimisers", "processes"},
         {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
         {"students"},
-        {"evaluation", "block_student"},
+        {"evaluation"},
         {"fitting"},
         {"curves", "distil"},
-        {"block_distil"},
     ],
     "text": [
         {"tokenizer", "text_files", "formatting", "grammar_library"},
@@ -149,7 +145,7 @@ MAY_IMPORT_TRANSFORMERS = {
     *(f"models/sources/{name}.py" for name in ("reading", "packaged", "transformers_errors")),
     *(f"models/gguf/{name}.py" for name in ("blocks", "tokenizer")),
     "training/prune.py",
-    "models/heads/module.py",
+    *(f"models/drafts/{name}.py" for name in ("layers", "head", "block", "mtp")),
 }
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 

@@ -19,28 +19,23 @@ from foresay.cli.options import DeviceOption, DtypeOption, TargetOption, Threads
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.blocks.config import MAX_BLOCK
-from foresay.models.blocks.files import read_block
-from foresay.models.heads.files import read_head
-from foresay.models.sources.heads import load_block, load_head
+from foresay.models.drafts.fields import MAX_BLOCK
+from foresay.models.drafts.files import read_draft
+from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_weights
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
-from foresay.training.block_distil import BLOCK_SIZE, BlockShape, distil_block, new_block, resumed_block
-from foresay.training.block_distil import DECAY as BLOCK_DECAY
-from foresay.training.block_distil import LOSS as BLOCK_LOSS
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head, resumed_head
+from foresay.training.distil import BLOCK_SIZE, KINDS, NOTE, DraftShape, distil, distil_model, new_draft, resumed_draft
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, coverage, read_outputs, split, texts_of
 from foresay.training.processes import is_first, own_device
 
 HEAD, BLOCK = "head", "block"
-KINDS = (HEAD, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +146,7 @@ class StudentOptions:
                 "--from starts from a head or block drafter; to start from a draft model, name it with --draft"
             )
         size = self.vocabulary_size if self.kind == HEAD else None  # which a head's own weights do not depend on
-        same = self.shape() == HeadShape(vocabulary_size=size) and self.block_shape() == BlockShape(
-            vocabulary_size=size
-        )
-        if self.start and not same:
+        if self.start and self.shape() != DraftShape(vocabulary_size=size):
             raise ConfigError(
                 "--from sets the shape; drop --hidden-layers, --feed-forward, --own-output-layer, --layers, --block-size and "
                 "--markov-rank, and --vocabulary-size for a block drafter"
@@ -178,9 +170,10 @@ class StudentOptions:
                 other = HEAD if self.kind == BLOCK else BLOCK
                 raise ConfigError(f"--{option} applies to --kind {other}; drop it")
 
-    def block_shape(self) -> BlockShape:
-        """Shape of a new block drafter."""
-        return BlockShape(
+    def shape(self) -> DraftShape:
+        """Shape of a new draft on hidden states."""
+        return DraftShape(
+            own_head=self.own_head,
             hidden_layers=_layers(self.hidden_layers),
             vocabulary_size=self.vocabulary_size,
             feed_forward=self.feed_forward,
@@ -191,16 +184,7 @@ class StudentOptions:
 
     def objective(self) -> Objective:
         """The loss. Raises ConfigError for an unknown one."""
-        return Objective.parse(self.loss or (BLOCK_LOSS if self.kind == BLOCK else "forward_kl"))
-
-    def shape(self) -> HeadShape:
-        """Shape of a new head."""
-        return HeadShape(
-            hidden_layers=_layers(self.hidden_layers),
-            vocabulary_size=self.vocabulary_size,
-            feed_forward=self.feed_forward,
-            own_head=self.own_head,
-        )
+        return Objective.parse(self.loss or KINDS[self.kind].loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +244,7 @@ def run(
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(target_name(model), options)
     learn, rest = split(_texts(target, texts), texts.held_out)
-    train = _train_model if student.draft is not None else _train_block if student.kind == BLOCK else _train_head
+    train = _train_model if student.draft is not None else _train_draft
     with _progress() as on_progress:
         report = train(
             (target, student, options),
@@ -288,25 +272,16 @@ Named = tuple[LoadedModel, StudentOptions, LoadOptions]
 """A target, the draft that learns from it, and the options for loading that."""
 
 
-def _train_head(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
+def _train_draft(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
     target, student, _ = named
     if student.start:
         tokens = None if student.vocabulary_size is None else (given[0], student.vocabulary_size)
-        head = resumed_head(target, load_head(student.start), tokens)
+        draft = resumed_draft(target, load_draft(student.start, kind=student.kind), tokens)  # type: ignore[arg-type]
     else:
-        head = new_head(target, given[0], student.shape(), given[2].seed)
-    decay = 0.8 if student.decay is None else student.decay
-    return distil_head(target, head, *given, steps=student.draft_steps or 5, decay=decay, **more)
-
-
-def _train_block(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
-    target, student, _ = named
-    if student.start:
-        block = resumed_block(target, load_block(student.start))
-    else:
-        block = new_block(target, given[0], student.block_shape(), given[2].seed)
-    decay = BLOCK_DECAY if student.decay is None else student.decay
-    return distil_block(target, block, *given, anchors=student.anchors or 64, decay=decay, **more)
+        draft = new_draft(student.kind, target, given[0], student.shape(), given[2].seed)
+    own = {"decay": student.decay, "steps": student.draft_steps, "anchors": student.anchors}
+    more |= {name: value for name, value in own.items() if value is not None}
+    return distil(target, draft, *given, **more)
 
 
 def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
@@ -389,7 +364,7 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text], student: Stude
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
     )
     if kind in KINDS:
-        ids = read_head(folder).token_ids if kind == HEAD else read_block(folder).token_ids
+        ids = read_draft(folder).token_ids
         if ids is not None:
             yield f"  it drafts {len(ids):,} tokens, {coverage(learn, ids):.1%} of those that the target generated"
         yield f"  draft with it: --drafter '{kind}({folder})'"

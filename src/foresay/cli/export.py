@@ -13,11 +13,11 @@ from foresay.cli.common import target_name
 from foresay.cli.options import DtypeOption, TargetOption, TrustOption
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
-from foresay.models.blocks.files import Block, check_block, write_block
-from foresay.models.heads.files import LAYOUTS, check_target, write_head
-from foresay.models.heads.model import target_rows
+from foresay.models.drafts.base import target_rows
+from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.files import LAYOUTS, write_draft
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.sources.heads import load_head_or_block
+from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from foresay.training.distil import causal
@@ -50,12 +50,11 @@ def run(
         raise ConfigError(f"{str(folder)!r} exists and is not empty; name another folder")
     with loading("Loading"):
         target = load_model(target_name(model), LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code))
-        found = load_head_or_block(head)
+        found = load_draft(head)
     whole = causal(target)
     width = int(whole.model.config.get_text_config(decoder=True).hidden_size)
-    if isinstance(found, Block):
-        return _export_block(found, whole, folder, target.name)
-    layers = check_target(found.config, whole.vocab_size, width, whole.num_layers, target.name)
+    layers = found.config.check_target(whole.vocab_size, width, whole.num_layers, target.name)
+    is_block = isinstance(found.config, BlockConfig)
     config = dataclasses.replace(
         found.config,
         hidden_layers=layers,
@@ -63,8 +62,13 @@ def run(
         target_architectures=(type(whole.model).__name__,),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    rows = target_rows(whole, found.token_ids)
-    write_head(dataclasses.replace(found, config=config), folder, layout=LAYOUTS[layout], lm_head=rows)
+    write_draft(
+        dataclasses.replace(found, config=config),
+        folder,
+        layout="plain" if is_block else LAYOUTS[layout],
+        lm_head=target_rows(whole, found.token_ids),
+        embeddings=_embeddings(whole) if is_block else None,
+    )
     typer.echo(folder)
     typer.echo(
         f"  reads layers {', '.join(map(str, layers))} of {config.target}, proposes {config.draft_vocab_size:,} tokens"
@@ -72,16 +76,7 @@ def run(
     return 0
 
 
-def _export_block(block: Block, target: CausalModel, folder: Path, name: str) -> int:
-    width = int(target.model.config.get_text_config(decoder=True).hidden_size)
-    check_block(block.config, target.vocab_size, width, target.num_layers, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = torch.arange(target.vocab_size, device=target.device)
-    embeddings = target.model.get_input_embeddings()(ids)
-    write_block(block, folder, lm_head=target_rows(target, block.token_ids), embeddings=embeddings)
-    typer.echo(folder)
-    typer.echo(
-        f"  reads layers {', '.join(map(str, block.config.hidden_layers))} of {name}, drafts {block.config.num_draft_tokens} of "
-        f"{block.config.draft_vocab_size:,} tokens at once"
-    )
-    return 0
+def _embeddings(target: CausalModel) -> torch.Tensor:
+    """The target's embeddings, [V, H], which are included in block drafters."""
+    out: torch.Tensor = target.model.get_input_embeddings()(torch.arange(target.vocab_size, device=target.device))
+    return out

@@ -28,7 +28,7 @@ from foresay.errors import ConfigError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:  # at run time this would import transformers
-    from foresay.models.blocks.model import BlockModel
+    from foresay.models.drafts.block import BlockModel
 
 _NEXT, _LAST = 0, 1
 """Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""

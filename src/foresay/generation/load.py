@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 from foresay.checks import check_flag, check_int
@@ -17,19 +18,17 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
+from foresay.models.sources.loading import resolve
 from foresay.models.sources.packaged import default_drafter
-from foresay.models.sources.resolve import resolve
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import Call
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
-from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
+from foresay.spec.recipes import draft_model, read_drafter, read_length, read_rule
 from foresay.spec.remembering import remembering
 from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH = 32
-WITH_MTP = "hybrid(suffix, mtp)"
-"""Default drafter of a target whose checkpoint has multi-token-prediction layers."""
 
 
 def load(
@@ -70,31 +69,60 @@ def load(
     Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
     models, and VocabularyMismatchError for a draft model with other tokens.
     """
-    ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
-    given: dict[str, Any] = {**options}
-    if is_settings(target):
-        stored = read_settings(target)
-        if drafter == "auto" and draft is None and not ngrams:
+    stored = read_settings(target) if is_settings(target) else None
+    given: Mapping[str, Any] = {**options}
+    named = NgramRange(max_ngram, min_ngram)
+    if stored is not None:
+        if drafter == "auto" and draft is None and not named:
             drafter = stored.drafter or drafter
             length = stored.length if length is None and num_draft_tokens is None else length
         target, rule = stored.target_from(target), rule if rule is not None else stored.rule
         max_batch_size = stored.max_batch_size if max_batch_size is None else max_batch_size
         given = stored.filled(given)
-    settings = LoadOptions(**_known(given))
-    is_auto = drafter == "auto" and draft is None and not ngrams
-    drafter = default_drafter(target, settings) if is_auto else drafter
-    drafter = drafter if memory is None else _remembering(draft, drafter, os.fspath(memory), memory_prompts)
-    recipe, name = _recipe(draft, drafter, ngrams)
-    chosen = read_rule("speculative" if rule is None else rule)
-    policy = _policy(name, num_draft_tokens, length)
-    _check_draft_weights(settings, draft, recipe, name)
+    settings, keeps = LoadOptions(**_known(given)), _memory(draft, drafter, memory, memory_prompts)
+    method = None if drafter == "auto" and draft is None and not named else _method(draft, drafter, named, keeps)
+    chosen, policy = read_rule("speculative" if rule is None else rule), _policy(method, num_draft_tokens, length)
+    if method is not None:
+        _check_draft_weights(settings, draft, method)
     size = check_int("max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE)
     resources = Resources(_with_sampling(resolve(target, settings, tokenizer, eos_token_ids), sampling), settings)
-    if is_auto and drafter == "suffix" and resources.has_mtp():
-        recipe, name = _recipe(None, WITH_MTP, {})
-        policy = _policy(name, num_draft_tokens, length)
-    recipe, name = _draft_recipe(draft, name) if recipe is None else (recipe, name)
-    return _generator(resources, recipe, name, chosen, policy, size, share_prefixes)
+    if method is None:
+        method = _default(resources, keeps)
+        _check_draft_weights(settings, draft, method)
+    return _generator(resources, method, chosen, policy, size, share_prefixes)
+
+
+Memory = Callable[[str], str]
+"""Adds a memory to the expression of a drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A drafter's recipe, and its expression or name."""
+
+    recipe: Recipe
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRange:
+    """Settings of the drafter prompt_lookup; None where not given."""
+
+    max_ngram: int | None
+    min_ngram: int | None
+
+    def given(self) -> dict[str, int]:
+        """Return the settings that are given."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self.given())
+
+
+def _default(resources: Resources, keeps: Memory = lambda drafter: drafter) -> Method:
+    """Return the default drafter of a target."""
+    expression = keeps(default_drafter(resources.target.name, resources.options, resources.has_mtp))
+    return Method(read_drafter(expression), expression)
 
 
 def _with_sampling(target: LoadedModel, sampling: str | None) -> LoadedModel:
@@ -103,29 +131,24 @@ def _with_sampling(target: LoadedModel, sampling: str | None) -> LoadedModel:
     return dataclasses.replace(target, generation=target.generation.with_sampling(sampling))
 
 
-def _remembering(draft: Any, drafter: Any, memory: str, prompts: bool) -> str:
+def _memory(draft: Any, drafter: Any, memory: str | os.PathLike[str] | None, prompts: bool) -> Memory:
+    """Return a function that adds the memory to an expression. Raises ConfigError for drafters that are none."""
+    if memory is None:
+        return lambda drafter: drafter
     if isinstance(draft, str | os.PathLike) and drafter in ("auto", "model"):
         raise ConfigError("memory= needs the draft model as an expression: drafter='model(NAME)' instead of draft=")
     if not isinstance(drafter, str) or draft is not None:
         raise ConfigError("memory= needs a drafter that is an expression, such as 'suffix'")
-    return remembering(
-        "suffix" if drafter == "auto" else drafter, memory, prompts=check_flag("memory_prompts", prompts)
-    )
+    folder, check = os.fspath(memory), check_flag("memory_prompts", prompts)
+    return lambda drafter: remembering(drafter, folder, prompts=check)
 
 
-def _draft_recipe(draft: Any, name: str) -> tuple[Recipe, str]:
-    """Return the recipe and name of a draft model that is given by name, or loaded already."""
-    if isinstance(draft, str | os.PathLike):
-        return DRAFTERS["model"].make(os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
-    return draft_model(resolve(draft, LoadOptions(), None)), name
-
-
-def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:
-    loads = isinstance(draft, str | os.PathLike) if recipe is None else recipe.loads_model or name == "none"
+def _check_draft_weights(settings: LoadOptions, draft: Any, method: Method) -> None:
+    loads = method.recipe.loads_model or method.name == "none"
     for option in ("draft_weights", "draft_device"):
         value = getattr(settings, option)
         if value is not None and not loads:
-            given = f"drafter={name!r}" if draft is None else "draft="
+            given = f"drafter={method.name!r}" if draft is None else "draft="
             raise ConfigError(f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none")
 
 
@@ -152,18 +175,12 @@ def change(
         given = num_draft_tokens is not None or length is not None
         policy = _policy(generator.drafter_name, num_draft_tokens, length) if given else None
         return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
-    if drafter == "auto":
-        drafter = default_drafter(resources.target.name, resources.options)
-        drafter = WITH_MTP if drafter == "suffix" and resources.has_mtp() else drafter
-    recipe, name = _recipe(None, drafter, {})
-    assert recipe is not None
-    policy = _policy(name, num_draft_tokens, length)
+    method = _default(resources) if drafter == "auto" else _method(None, drafter, NgramRange(None, None))
     return _generator(
         resources,
-        recipe,
-        name,
+        method,
         chosen or generator.rule,
-        policy,
+        _policy(method.name, num_draft_tokens, length),
         max_batch_size or generator.max_batch_size,
         generator.share_prefixes,
     )
@@ -171,55 +188,50 @@ def change(
 
 def _generator(
     resources: Resources,
-    recipe: Recipe,
-    name: str,
+    method: Method,
     rule: Rule,
     policy: LengthPolicy | None,
     size: int,
     share_prefixes: bool,
 ) -> Generator:
-    build = recipe.prepare(resources)
-
-    def own_length(rule: Rule) -> LengthPolicy:
-        return read_length(recipe.length(rule))
-
+    recipe = method.recipe
     return Generator(
         resources.target,
-        build,
+        recipe.prepare(resources),
         rule,
-        policy or own_length,
+        policy or (lambda rule: read_length(recipe.length(rule))),
         max_batch_size=size,
-        drafter=name,
+        drafter=method.name,
         resources=resources,
         forget=recipe.forget,
         share_prefixes=share_prefixes,
     )
 
 
-def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | None, str]:
-    """Return the recipe and its name; no recipe for a draft model that is not loaded yet."""
+def _method(draft: Any, drafter: Any, named: NgramRange, keeps: Memory = lambda drafter: drafter) -> Method:
+    """Return the drafter that the arguments choose. Raises ConfigError where they contradict."""
     if draft is not None and drafter not in ("auto", "model"):
         raise ConfigError(
             f"drafter={drafter!r} does not use a draft model, but draft={_shown(draft)} was given; drop one"
         )
     if drafter == "model" and draft is None:
         raise ConfigError("drafter='model' needs a draft model; pass draft=")
-    if ngrams and (draft is not None or drafter not in ("auto", "prompt_lookup")):
+    if named and (draft is not None or drafter not in ("auto", "prompt_lookup")):
         given = "a draft model was given" if draft is not None else f"not to drafter={drafter!r}"
         raise ConfigError(f"max_ngram and min_ngram belong to drafter='prompt_lookup', {given}")
-    if draft is not None:
-        return None, "model"
-    if drafter == "auto" and not ngrams:
-        drafter = "suffix"
+    if isinstance(draft, str | os.PathLike):
+        drafter = str(Call("model", ((None, os.fspath(draft)),)))
+    elif draft is not None:
+        return Method(draft_model(draft), "model")
     if drafter in ("auto", "prompt_lookup"):
-        call = Call("prompt_lookup", tuple(ngrams.items()))
-        return DRAFTERS["prompt_lookup"].make(**ngrams), str(call)
+        drafter = str(Call("prompt_lookup", tuple(named.given().items())))
     if isinstance(drafter, str):
-        return read_drafter(drafter), drafter
+        drafter = keeps(drafter)
+        return Method(read_drafter(drafter), drafter)
     if hasattr(drafter, "propose") and not isinstance(drafter, type):
-        return own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter)), type(drafter).__name__
+        return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter)), type(drafter).__name__)
     if callable(drafter):
-        return own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), _name_of(drafter)
+        return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), _name_of(drafter))
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
 
 
@@ -232,8 +244,9 @@ def _name_of(maker: Any) -> str:
     return str(getattr(maker, "__name__", type(maker).__name__))
 
 
-def _policy(name: str, number: int | None, length: Any) -> LengthPolicy | None:
-    """Return the requested length policy; None for the drafter's default."""
+def _policy(method: Method | str | None, number: int | None, length: Any) -> LengthPolicy | None:
+    """Return the requested length policy; None for the drafter's default. method: the drafter; None for the default one."""
+    name = method.name if isinstance(method, Method) else method
     if number is not None and length is not None:
         raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
     if name == "none" and (number or length is not None):
@@ -244,7 +257,7 @@ def _policy(name: str, number: int | None, length: Any) -> LengthPolicy | None:
     return None if number is None else ConstantLength(number)
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
+def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     known = set(LoadOptions.__dataclass_fields__)
     for name in options:
         if name not in known:

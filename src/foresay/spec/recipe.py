@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,20 +19,22 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths.throughput import DEFAULT_HIGH
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import resolve
 from foresay.models.sources.location import is_gguf
-from foresay.models.sources.resolve import resolve
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import Call
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
 if TYPE_CHECKING:  # at run time this would import transformers
-    from foresay.models.blocks.model import BlockModel
-    from foresay.models.heads.model import HeadModel
+    from foresay.models.drafts.block import BlockModel
+    from foresay.models.drafts.head import HeadModel
+    from foresay.models.drafts.mtp import MtpHead
     from foresay.models.huggingface.causal import CausalModel
     from foresay.models.huggingface.linears import MakeProduct
-    from foresay.models.huggingface.mtp import MtpHead
+    from foresay.models.sources.drafts import Kind
 
 logger = logging.getLogger("foresay")
+D = TypeVar("D")
 
 _OWN_DRAFT_TOKENS = 5
 """Default number of draft tokens of drafters that are not foresay's own."""
@@ -48,8 +50,8 @@ class Resources:
     options: LoadOptions = field(default_factory=LoadOptions)
     models: dict[str, LoadedModel] = field(default_factory=dict)
     tables: dict[str, NgramTable] = field(default_factory=dict)
-    heads: dict[str, HeadModel] = field(default_factory=dict)
-    blocks: dict[str, BlockModel] = field(default_factory=dict)
+    drafts: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Heads and block drafters by kind and name."""
     mtp_head: MtpHead | None = None
     memories: dict[str, Memory] = field(default_factory=dict)
 
@@ -72,27 +74,30 @@ class Resources:
 
     def head(self, name: str) -> HeadModel:
         """Return a head by name. Raises UnsupportedModelError if the target does not output hidden states."""
-        from foresay.models.heads.model import HeadModel
-        from foresay.models.sources.heads import load_head
+        from foresay.models.drafts.head import HeadModel
 
-        if name not in self.heads:
-            target, options, make = self._for_reader("head")
-            self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
-        return self.heads[name]
+        return self._draft(HeadModel, name, "head")
 
     def block(self, name: str) -> BlockModel:
         """Return a block drafter by name. Raises as `head` does."""
-        from foresay.models.blocks.model import BlockModel
-        from foresay.models.sources.heads import load_block
+        from foresay.models.drafts.block import BlockModel
 
-        if name not in self.blocks:
-            target, options, make = self._for_reader("block drafter")
-            self.blocks[name] = BlockModel(load_block(name, options), target, name=self.target.name, make=make)
-        return self.blocks[name]
+        return self._draft(BlockModel, name, "block")
+
+    def _draft(self, make_model: Callable[..., D], name: str, kind: Kind) -> D:
+        """Return a draft on the target's hidden states by name."""
+        from foresay.models.sources.drafts import load_draft
+
+        if (kind, name) not in self.drafts:
+            target, options, make = self._for_reader("head" if kind == "head" else "block drafter")
+            draft = load_draft(name, options, kind=kind)
+            self.drafts[kind, name] = make_model(draft, target, name=self.target.name, make=make)
+        found: D = self.drafts[kind, name]
+        return found
 
     def mtp(self) -> MtpHead:
         """Return the target's multi-token-prediction layers. Raises UnsupportedModelError if its checkpoint has none."""
-        from foresay.models.huggingface.mtp import MtpHead
+        from foresay.models.drafts.mtp import MtpHead
         from foresay.models.sources.transformers_errors import quiet_transformers
 
         if self.mtp_head is None:
@@ -103,8 +108,8 @@ class Resources:
 
     def has_mtp(self) -> bool:
         """Return True if the target's configuration names multi-token-prediction layers and its files have them."""
+        from foresay.models.drafts.mtp import num_mtp_layers
         from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.mtp import num_mtp_layers
 
         model = self.target.model
         if not isinstance(model, CausalModel) or not num_mtp_layers(model):

@@ -28,6 +28,8 @@ from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import resolve
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec import ngram_recipes as ngram
 from foresay.spec import third_party
@@ -100,8 +102,9 @@ def _model(
     return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=True)
 
 
-def draft_model(loaded: LoadedModel) -> Recipe:
-    """Return the recipe of a draft model that is already loaded."""
+def draft_model(model: Any) -> Recipe:
+    """Return the recipe of a draft model that is already loaded: a transformers model or a LanguageModel."""
+    loaded = resolve(model, LoadOptions(), None)
     return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True, samples=True)
 
 

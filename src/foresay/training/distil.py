@@ -1,7 +1,7 @@
 """Distillation of a draft from a target.
 
 Owns the setup of training for each kind of draft: initial weights, draft vocabulary, saved files. The loop is in fitting.py, the
-losses in losses.py.
+alignment of distributions in students.py, the losses in losses.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import nn
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.files import atomic_files, atomic_write
-from foresay.models.heads.config import HeadConfig, usual_layers
-from foresay.models.heads.files import Head, check_target, write_head
-from foresay.models.heads.model import target_rows
-from foresay.models.heads.module import HeadModule
+from foresay.models.drafts.base import Draft, target_rows
+from foresay.models.drafts.block import BlockModule
+from foresay.models.drafts.config import BlockConfig, DraftConfig, HeadConfig, usual_layers
+from foresay.models.drafts.files import new_module, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.models.sources.wrapping import LoadedModel
@@ -31,16 +31,18 @@ from foresay.training.fitting import LOG, Corpus, Fitting, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, digest, frequent_tokens
 from foresay.training.processes import Processes
-from foresay.training.students import HeadStudent, ModelStudent
+from foresay.training.students import BlockStudent, DraftStudent, HeadStudent, ModelStudent
 from foresay.training.teacher import CachedPasses, TargetPasses, TeacherHead
 
+BLOCK_SIZE = 7
+"""Default positions of a block."""
 NOTE = "foresay.json"
 """Name of the file that describes how a folder's draft was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadShape:
-    """Shape of a new head; None selects a default that suits the target."""
+class DraftShape:
+    """Shape of a new draft on hidden states; None selects a default that suits the target."""
 
     hidden_layers: tuple[int, ...] | None = None
     vocabulary_size: int | None = None
@@ -50,6 +52,66 @@ class HeadShape:
     """(query heads, key heads)."""
     own_head: bool = False
     """True to train output rows for the draft vocabulary instead of using the target's."""
+    layers: int | None = None
+    """Layers of a block drafter; None: one for every 15 of the target, at least 1."""
+    block_size: int = BLOCK_SIZE
+    """Positions of a block."""
+    markov_rank: int | None = None
+    """Rank of a block drafter's Markov head; None: a ninth of the hidden size. 0: none (DFlash)."""
+    confidence: bool = True
+    """True if a block drafter predicts the acceptance of its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Differences between the kinds of drafts on hidden states in training."""
+
+    configured: Callable[[CausalModel, DraftShape, dict[str, Any]], DraftConfig]
+    """Configuration of a new draft, from the target, its shape and the arguments that all kinds have."""
+    usual_layers: Callable[[int], tuple[int, ...]]
+    """Layers of a target of so many that are read by default."""
+    student: Callable[..., DraftStudent]
+    setting: str
+    """Name of the student's own argument, and its default."""
+    default: int
+    decay: float
+    """Default ratio of a position's loss weight to that of the one before."""
+    loss: str
+    """Default loss."""
+
+
+def usual_block_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the default layers whose hidden states a block drafter reads: some spread evenly, from an early to a late one."""
+    count = max(2, min(5, num_layers // 8))
+    first, last = min(2, num_layers), max(1, num_layers - 2)
+    found = {round(first + i * (last - first) / (count - 1)) for i in range(count)}
+    return tuple(sorted(found))
+
+
+def _head_config(model: CausalModel, shape: DraftShape, common: dict[str, Any]) -> HeadConfig:
+    width = int(common["layer"]["hidden_size"])
+    return HeadConfig(**common, target_hidden_size=width, norm_before_residual=True)
+
+
+def _block_config(model: CausalModel, shape: DraftShape, common: dict[str, Any]) -> BlockConfig:
+    rank = max(8, int(common["layer"]["hidden_size"]) // 9) if shape.markov_rank is None else shape.markov_rank
+    return BlockConfig(
+        **common,
+        num_layers=shape.layers or max(1, model.num_layers // 15),
+        block_size=shape.block_size,
+        mask_token_id=model.vocab_size - 1,
+        markov_rank=rank,
+        has_confidence=shape.confidence,
+        confidence_reads_markov=shape.confidence and rank > 0,
+    )
+
+
+KINDS = {
+    "head": Kind(_head_config, usual_layers, HeadStudent, "steps", 5, 0.8, "forward_kl"),
+    # DSpark: exp(-1/4), 0.1 CE + 0.9 |p - q|_1
+    "block": Kind(_block_config, usual_block_layers, BlockStudent, "anchors", 64, 0.7788, "ce=0.1, tv=1.8"),
+}
+"""Kinds of drafts on hidden states by name."""
 
 
 def causal(target: LoadedModel) -> CausalModel:
@@ -61,42 +123,44 @@ def causal(target: LoadedModel) -> CausalModel:
     return target.model
 
 
-def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed: int) -> Head:
-    """Return a head with random weights and the target's width, whose vocabulary is the most frequent tokens of `texts`."""
+def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: DraftShape, seed: int) -> Draft:
+    """Return a draft of a kind with random weights and the target's width.
+
+    Its vocabulary is the most frequent tokens of `texts`. Raises ConfigError for layers that the target does not have.
+    """
     model = causal(target)
-    config = model.model.config.get_text_config(decoder=True)
-    width, vocab = int(config.hidden_size), model.vocab_size
+    vocab = model.vocab_size
     size = shape.vocabulary_size or min(vocab, max(4096, vocab // 6))
     ids = _draft_tokens(target, texts, size)
-    num_heads = int(config.num_attention_heads)
-    heads, key_heads = shape.heads or (num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads))
-    layers = shape.hidden_layers or usual_layers(model.num_layers)
+    layers = shape.hidden_layers or KINDS[kind].usual_layers(model.num_layers)
     if not all(0 <= layer <= model.num_layers for layer in layers):
         raise ConfigError(f"hidden_layers={list(layers)} must be 0 to {model.num_layers}, the layers of the target")
-    new_config = HeadConfig(
-        {
-            **layer_fields(model, shape.feed_forward),
-            "num_attention_heads": heads,
-            "num_key_value_heads": key_heads,
-        },
-        vocab,
-        size,
-        width,
-        layers,
-        norm_before_residual=True,
-        target=target.name,
-        target_architectures=(type(model.model).__name__,),
-    )
+    layer = layer_fields(model, shape.feed_forward)
+    if shape.heads is not None:
+        layer |= dict(zip(("num_attention_heads", "num_key_value_heads"), shape.heads, strict=True))
+    common: dict[str, Any] = {
+        "layer": layer,
+        "vocab_size": vocab,
+        "draft_vocab_size": size,
+        "hidden_layers": layers,
+        "target": target.name,
+        "target_architectures": (type(model.model).__name__,),
+    }
+    config = KINDS[kind].configured(model, shape, common)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = HeadModule(new_config, len(layers))
+        module = new_module(config, len(layers))
     with torch.no_grad():  # the scale that the output layer expects; training would not reach it from ones
         module.norm.weight.copy_(final_norm(model))
+        if isinstance(module, BlockModule):  # drafts start as those of the layers alone
+            for one in (module.markov_head and module.markov_head.markov_w2, module.confidence_head):
+                for weight in () if one is None else one.parameters():
+                    weight.zero_()
     if shape.own_head:
-        module.lm_head = nn.Linear(width, size, bias=False)
+        module.lm_head = nn.Linear(config.hidden_size, size, bias=False)
         with torch.no_grad():
             module.lm_head.weight.copy_(target_rows(model, ids))
-    return Head(new_config, module, ids)
+    return Draft(config, module, ids)
 
 
 def layer_fields(model: CausalModel, feed_forward: int | None) -> dict[str, Any]:
@@ -117,22 +181,22 @@ def layer_fields(model: CausalModel, feed_forward: int | None) -> dict[str, Any]
     }
 
 
-def resumed_head(target: LoadedModel, head: Head, tokens: tuple[Sequence[Text], int] | None = None) -> Head:
-    """Return a trained head for further training.
+def resumed_draft(target: LoadedModel, draft: Draft, tokens: tuple[Sequence[Text], int] | None = None) -> Draft:
+    """Return a trained draft for further training.
 
     tokens: (texts, size), to draft the `size` most frequent tokens of these texts from now on; None: those it drafts already.
-    Raises ConfigError for a head of another target, and for new tokens of a head with an output layer for its own.
+    Raises ConfigError for a draft of another target, and for new tokens of one with an output layer for its own.
     """
     model = causal(target)
     width = int(model.model.config.get_text_config(decoder=True).hidden_size)
-    check_target(head.config, model.vocab_size, width, model.num_layers, target.name)
+    draft.config.check_target(model.vocab_size, width, model.num_layers, target.name)
     if tokens is None:
-        return Head(head.config, head.module.float(), head.token_ids)
-    if head.module.lm_head is not None:
-        raise ConfigError("this head has its own output layer, for the tokens that it drafts; drop --vocabulary-size")
+        return Draft(draft.config, draft.module.float(), draft.token_ids)
+    if draft.module.lm_head is not None or isinstance(draft.module, BlockModule):
+        raise ConfigError("this draft has an output layer for the tokens that it drafts; drop --vocabulary-size")
     ids = _draft_tokens(target, *tokens)
     size = model.vocab_size if ids is None else len(ids)
-    return Head(replace(head.config, draft_vocab_size=size), head.module.float(), ids)
+    return Draft(replace(draft.config, draft_vocab_size=size), draft.module.float(), ids)
 
 
 def _draft_tokens(target: LoadedModel, texts: Sequence[Text], size: int) -> torch.Tensor | None:
@@ -153,62 +217,49 @@ def final_norm(model: CausalModel) -> torch.Tensor:
     return out
 
 
-def distil_head(
+def distil(
     target: LoadedModel,
-    head: Head,
+    draft: Draft,
     training: Sequence[Text],
     held_out: Sequence[Text],
     plan: Plan,
     objective: Objective,
     folder: Path,
     *,
-    steps: int = 5,
-    decay: float = 0.8,
+    decay: float | None = None,
     states: Path | None = None,
     note: dict[str, Any] | None = None,
     on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
     tracker: str | None = None,
+    **setting: Any,
 ) -> Report:
-    """Train a head on the target's outputs for texts, and save the best one in `folder`.
+    """Train a head or block drafter on the target's outputs for texts, and save the best one in `folder`.
 
-    steps: tokens drafted in a row during training. decay: ratio of a step's loss weight to that of the previous step.
-    states: a folder that caches the target's outputs; None computes them at each use. on_progress: called with the current
-    activity, the share of it that is done, and a note.
+    decay: ratio of a position's loss weight to that of the one before. states: a folder that caches the target's outputs; None
+    computes them at each use. on_progress: called with the current activity, the share of it that is done, and a note. tracker:
+    see Fitting. setting: `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each
+    text in a training step, None for one at each position.
     """
-    model = causal(target)
-    passes = TargetPasses(model, head.config.hidden_layers or usual_layers(model.num_layers))
-    corpora = [corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
-    student = HeadStudent(head, model, steps=steps, decay=decay).to(model.device)
-    TeacherHead(model, None).check(corpora[1].outputs_of(0))
+    model, name = causal(target), "block" if isinstance(draft.config, BlockConfig) else "head"
+    kind = KINDS[name]
+    own = {kind.setting: kind.default, "decay": kind.decay if decay is None else decay, **setting}
+    layers = draft.config.hidden_layers or usual_layers(model.num_layers)
+    student = kind.student(draft, model, **own).to(model.device)
     settings = {
-        "steps": steps,
-        "decay": decay,
-        "layers": list(passes.hidden_layers),
-        "target": target.name,
-        "shape": {k: v for k, v in head.config.as_plain().items() if k != "eagle_config"},
-        "own_head": head.module.lm_head is not None,
-        "tokens": digest_of_tokens(head.token_ids),
-        "texts": digest(training),
+        **own,
+        "layers": list(layers),
+        "shape": {k: v for k, v in draft.config.as_plain().items() if k not in ("eagle_config", "dflash_config")},
+        "own_head": draft.module.lm_head is not None,
+        "tokens": digest_of_tokens(draft.token_ids),
     }
 
     def save() -> None:
-        saved = Head(head.config, _in_bf16(head.module), head.token_ids)
-        write_head(saved, folder)
-        write_note(folder, {"made_by": "foresay distill", "kind": "head", "target": target.name, **(note or {})})
+        write_draft(draft.stored_in(torch.bfloat16), folder)
+        write_note(folder, {"made_by": "foresay distill", "kind": name, "target": target.name, **(note or {})})
 
-    fitting = Fitting(
-        student,
-        objective,
-        corpora[0],
-        corpora[1],
-        plan,
-        folder,
-        save,
-        settings=settings,
-        on_progress=lambda share, text: on_progress("Training", share, text),
-        tracker=tracker,
-    )
-    return fitting.run()
+    texts = (training, held_out)
+    more: dict[str, Any] = {"on_progress": on_progress, "tracker": tracker}
+    return _fit(target, student, layers, texts, states, save, settings, plan, objective, folder, **more)
 
 
 def distil_model(
@@ -225,14 +276,13 @@ def distil_model(
     token_ids: torch.Tensor | None = None,
     states: Path | None = None,
     note: dict[str, Any] | None = None,
-    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
-    tracker: str | None = None,
+    **more: Any,
 ) -> Report:
     """Train a draft model with the target's vocabulary on the target's distributions, and save the best one in `folder`.
 
     draft: a transformers model, saved in transformers' format. freeze_embeddings: do not train embeddings and output layer, most
     of a small draft's weights. token_ids: [K], the draft vocabulary of decoding: training compares only these tokens, and the
-    saved model has all.
+    saved model has all. states, note, more: see `distil`.
     """
     model = causal(target)
     config = draft.config.get_text_config(decoder=True)
@@ -243,33 +293,18 @@ def distil_model(
     draft = draft.float().to(model.device)
     if freeze_embeddings:
         _freeze_embeddings(draft)
-    passes = TargetPasses(model, ())
-    corpora = [corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
-    TeacherHead(model, None).check(corpora[1].outputs_of(0))
 
     def save() -> None:
         _save_model(draft, tokenizer, folder)
         write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
 
-    fitting = Fitting(
-        ModelStudent(draft, model, token_ids),
-        objective,
-        corpora[0],
-        corpora[1],
-        plan,
-        folder,
-        save,
-        settings={
-            "texts": digest(training),
-            "target": target.name,
-            "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
-            "freeze_embeddings": freeze_embeddings,
-            "tokens": digest_of_tokens(token_ids),
-        },
-        on_progress=lambda share, text: on_progress("Training", share, text),
-        tracker=tracker,
-    )
-    return fitting.run()
+    settings = {
+        "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
+        "freeze_embeddings": freeze_embeddings,
+        "tokens": digest_of_tokens(token_ids),
+    }
+    student = ModelStudent(draft, model, token_ids)
+    return _fit(target, student, (), (training, held_out), states, save, settings, plan, objective, folder, **more)
 
 
 def _freeze_embeddings(draft: Any) -> None:
@@ -286,6 +321,39 @@ def _save_model(draft: Any, tokenizer: Any, folder: Path) -> None:
             draft.save_pretrained(temporary, state_dict=weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
+
+
+def _fit(
+    target: LoadedModel,
+    student: Any,
+    layers: tuple[int, ...],
+    texts: tuple[Sequence[Text], Sequence[Text]],
+    states: Path | None,
+    save: Callable[[], None],
+    settings: dict[str, Any],
+    plan: Plan,
+    objective: Objective,
+    folder: Path,
+    *,
+    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
+    tracker: str | None = None,
+) -> Report:
+    """Train a student on (training, held-out) texts; see `distil`."""
+    passes = TargetPasses(causal(target), layers)
+    training, held_out = (corpus(passes, one, states, on_progress) for one in texts)
+    TeacherHead(causal(target), None).check(held_out.outputs_of(0))
+    return Fitting(
+        student,
+        objective,
+        training,
+        held_out,
+        plan,
+        folder,
+        save,
+        settings={**settings, "target": target.name, "texts": digest(texts[0])},
+        on_progress=lambda share, text: on_progress("Training", share, text),
+        tracker=tracker,
+    ).run()
 
 
 def corpus(
@@ -309,18 +377,6 @@ def corpus(
 def digest_of_tokens(token_ids: torch.Tensor | None) -> str | None:
     """Return an identifier of a choice of tokens; None for all tokens."""
     return None if token_ids is None else sha256(token_ids.numpy().tobytes()).hexdigest()[:16]
-
-
-def _in_bf16(module: HeadModule) -> HeadModule:
-    """Return a copy in bf16, the dtype of forward passes."""
-    with torch.device("meta"):
-        out = HeadModule(module.config, module.num_states)
-        if module.lm_head is not None:
-            out.lm_head = nn.Linear(module.lm_head.in_features, module.lm_head.out_features, bias=False)
-    out.load_state_dict(
-        {name: one.detach().to(torch.bfloat16) for name, one in module.state_dict().items()}, assign=True
-    )
-    return out
 
 
 def write_note(folder: Path, note: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from foresay.training.losses import Objective
 from foresay.training.optimisers import OPTIMISERS, make_optimisers
 from foresay.training.outputs import Text
 from foresay.training.processes import Processes
-from foresay.training.students import ChoosesAnchors
+from foresay.training.students import DraftStudent
 from foresay.training.teacher import TargetOutputs
 
 LOG = "metrics.jsonl"
@@ -299,7 +299,7 @@ class Fitting:
         sums = torch.zeros(3, dtype=torch.float64)
         for _ in range(self.plan.accumulate):
             batch = self._next_batch()
-            if isinstance(self.plain, ChoosesAnchors):
+            if isinstance(self.plain, DraftStudent):
                 self.plain.begin_batch(hash((self.plan.seed, self.state.epoch, self.state.batch, self.processes.index)))
             total, weight = self.student(batch, self.objective)
             sums += torch.tensor([float(total.detach()), float(weight), float(batch.loss_mask().sum())])

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.files import atomic_write
-from foresay.models.heads.model import target_rows
+from foresay.models.drafts.base import target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.model import MAX_TOKENS
 from foresay.training.outputs import Text

@@ -380,7 +380,7 @@ def test_ctrl_c_while_loading(folder: Path, shell: tiny.Shell, monkeypatch: pyte
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foresay.models.sources.resolve.load_model", interrupted)
+    monkeypatch.setattr("foresay.models.sources.loading.load_model", interrupted)
     code, out, err = shell("generate", "--model", str(folder), PROMPT)
     assert (code, out, err) == (130, "", "")
 

@@ -19,7 +19,7 @@ from foresay.drafters import (
 from foresay.drafters.draft_chain import DraftChain
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength, ThroughputLength
-from foresay.models.heads.model import HeadModel
+from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
@@ -70,10 +70,10 @@ def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPa
     """Control: a chain whose drafts end before the token that ended them writes another law."""
     honest = DraftChain.add
 
-    def dropping(self, distributions, policy, hidden):  # type: ignore[no-untyped-def]
+    def dropping(self, *arguments):  # type: ignore[no-untyped-def]
         before = self.counts.clone()
-        going = honest(self, distributions, policy, hidden)
-        sure = distributions.confidence(self.ids[:, -1:])[:, 0] >= 0.3
+        going = honest(self, *arguments)
+        sure = arguments[0].confidence(self.ids[:, -1:])[:, 0] >= 0.3
         self.counts = torch.where(sure, self.counts, before)
         return going
 

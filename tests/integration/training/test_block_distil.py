@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import BlockDrafter
 from foresay.errors import ConfigError
-from foresay.models.blocks.files import read_block
-from foresay.models.blocks.model import BlockModel
-from foresay.models.heads.model import target_rows
+from foresay.models.drafts.base import target_rows
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.files import read_draft
 from foresay.training import fitting
 from foresay.training.batches import batch_of
-from foresay.training.block_distil import BlockShape, distil_block, new_block, resumed_block, usual_block_layers
-from foresay.training.block_student import BlockStudent
 from foresay.training.curves import read_log
+from foresay.training.distil import DraftShape, distil, new_draft, resumed_draft, usual_block_layers
 from foresay.training.evaluation import evaluate
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
 from foresay.training.outputs import split
+from foresay.training.students import BlockStudent
 from foresay.training.teacher import TargetPasses
 from helpers.blocks import random_block
 from helpers.support import run
@@ -32,8 +32,8 @@ from integration.training.test_distil import VOCAB, loaded, written
 CHEAP = Plan(epochs=1, batch_tokens=400, rate=3e-3, evaluate_minutes=60)
 
 
-def shape(**changes: Any) -> BlockShape:
-    return BlockShape(**{"hidden_layers": (1, 2, 3), "vocabulary_size": VOCAB, "layers": 1, "block_size": 4, **changes})
+def shape(**changes: Any) -> DraftShape:
+    return DraftShape(**{"hidden_layers": (1, 2, 3), "vocabulary_size": VOCAB, "layers": 1, "block_size": 4, **changes})
 
 
 @pytest.mark.parametrize("from_anchor", [True, False])
@@ -109,12 +109,12 @@ def test_evaluation_counts_what_decoding_accepts(tmp_path: Path) -> None:
     """Tokens per pass of the simulated loop equal those of drafting with the saved block drafter."""
     target = loaded()
     learn, rest = split(written(target, 60), 0.2)
-    block = new_block(target, learn, shape(), 0)
+    block = new_draft("block", target, learn, shape(), 0)
     plan = Plan(epochs=12, batch_tokens=600, rate=1e-2, evaluate_minutes=60)
-    distil_block(target, block, learn, rest, plan, Objective.parse("forward_kl"), tmp_path)
+    distil(target, block, learn, rest, plan, Objective.parse("forward_kl"), tmp_path)
     best = max(read_log(tmp_path).values(), key=lambda line: line["tokens_per_pass"])
     model: Any = target.model
-    drafter = BlockDrafter(BlockModel(read_block(tmp_path), model), VOCAB)
+    drafter = BlockDrafter(BlockModel(read_draft(tmp_path), model), VOCAB)
     params = [SamplingParams(max_new_tokens=text.size, ignore_eos=True) for text in rest]
     prompts = [text.tokens[: text.start].tolist() for text in rest]
     _, steps, engine = run(model, prompts, params, drafter=drafter, gamma=4)
@@ -132,8 +132,8 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, mon
 
     def train(folder: Path) -> Any:
         folder.mkdir(exist_ok=True)
-        block = new_block(target, learn, shape(), 0)
-        return distil_block(target, block, learn, rest, plan, Objective.parse("forward_kl"), folder, anchors=5)
+        block = new_draft("block", target, learn, shape(), 0)
+        return distil(target, block, learn, rest, plan, Objective.parse("forward_kl"), folder, anchors=5)
 
     train(whole)
     intact, steps = fitting.Fitting._step, []
@@ -158,16 +158,16 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, mon
 def test_training_goes_on_from_a_drafter(tmp_path: Path) -> None:
     target = loaded()
     learn, rest = split(written(target, 24), 0.2)
-    first = new_block(target, learn, shape(), 0)
+    first = new_draft("block", target, learn, shape(), 0)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    distil_block(target, first, learn, rest, CHEAP, Objective.parse("forward_kl"), tmp_path / "one")
-    again = resumed_block(target, read_block(tmp_path / "one"))
-    distil_block(target, again, learn, rest, CHEAP, Objective.parse("forward_kl"), tmp_path / "two")
+    distil(target, first, learn, rest, CHEAP, Objective.parse("forward_kl"), tmp_path / "one")
+    again = resumed_draft(target, read_draft(tmp_path / "one"))
+    distil(target, again, learn, rest, CHEAP, Objective.parse("forward_kl"), tmp_path / "two")
     lines = [list(read_log(tmp_path / name).values()) for name in ("one", "two")]
     assert lines[1][0]["divergence"] == pytest.approx(lines[0][-1]["divergence"], rel=0.05)
     with pytest.raises(ConfigError, match="reads layer"):
-        resumed_block(loaded(layers=2), read_block(tmp_path / "one"))
+        resumed_draft(loaded(layers=2), read_draft(tmp_path / "one"))
 
 
 def test_defaults() -> None:
@@ -176,8 +176,8 @@ def test_defaults() -> None:
     assert usual_block_layers(64) == (2, 17, 32, 47, 62)
     assert usual_block_layers(4) == (2,)
     target = loaded()
-    made = new_block(target, written(target, 4), BlockShape(), 0)
+    made = new_draft("block", target, written(target, 4), DraftShape(), 0)
     assert made.config.num_layers == 1 and made.config.block_size == 7 and made.token_ids is None
     with pytest.raises(ConfigError, match="hidden_layers="):
-        new_block(target, written(target, 4), shape(hidden_layers=(5,)), 0)
+        new_draft("block", target, written(target, 4), shape(hidden_layers=(5,)), 0)
     evaluate(BlockStudent(made, target.model, anchors=None, decay=0.5), [], torch.device("cpu"))  # type: ignore[arg-type]

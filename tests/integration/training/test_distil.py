@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter, ModelDrafter
 from foresay.errors import ConfigError
-from foresay.models.heads.files import read_head
-from foresay.models.heads.model import HeadModel, target_rows
+from foresay.models.drafts.base import target_rows
+from foresay.models.drafts.files import read_draft
+from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import trimmed_head
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.training import fitting
 from foresay.training.batches import batch_of, epoch_batches
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import HeadShape, distil_head, distil_model, new_head
+from foresay.training.distil import DraftShape, distil, distil_model, new_draft
 from foresay.training.evaluation import evaluate
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
@@ -57,8 +58,8 @@ def written(target: LoadedModel, count: int, seed: int = 0, new: int = NEW) -> l
     ]
 
 
-def shape(**changes: Any) -> HeadShape:
-    return HeadShape(hidden_layers=(1, 2, 3), vocabulary_size=VOCAB, **changes)
+def shape(**changes: Any) -> DraftShape:
+    return DraftShape(hidden_layers=(1, 2, 3), vocabulary_size=VOCAB, **changes)
 
 
 class TestOutputs:
@@ -269,13 +270,13 @@ class TestDistilling:
         """From chance to more than half of its guesses accepted, and the folder drafts."""
         target = loaded()
         learn, rest = split(written(target, 300), 0.05)
-        head = new_head(target, learn, shape(), 0)
+        head = new_draft("head", target, learn, shape(), 0)
         plan = Plan(epochs=12, batch_tokens=1000, rate=1.5e-2, evaluate_minutes=60)
-        report = distil_head(target, head, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, steps=3)
+        report = distil(target, head, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, steps=3)
         lines = list(read_log(tmp_path).values())
         assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.5
         assert report.state.best == pytest.approx(lines[-1]["tokens_per_pass"], abs=1e-3)
-        drafter = HeadDrafter(HeadModel(read_head(tmp_path), target.model), VOCAB)  # type: ignore[arg-type]
+        drafter = HeadDrafter(HeadModel(read_draft(tmp_path), target.model), VOCAB)  # type: ignore[arg-type]
         prompts = [text.tokens[: text.start].tolist() for text in rest]
         params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
         outputs, steps, _ = run(target.model, prompts, params, drafter=drafter, gamma=3)
@@ -316,9 +317,9 @@ class TestDistilling:
 
         def go(folder: Path, **changes: Any) -> Any:
             folder.mkdir(exist_ok=True)
-            head = new_head(target, learn, shape(own_head=True), 0)
+            head = new_draft("head", target, learn, shape(own_head=True), 0)
             plan = Plan(**{"epochs": 3, "batch_tokens": 400, "rate": 3e-3, "evaluate_minutes": 60, **changes})
-            return distil_head(target, head, learn, rest, plan, objective, folder, steps=2, states=kept)
+            return distil(target, head, learn, rest, plan, objective, folder, steps=2, states=kept)
 
         whole = go(tmp_path / "whole")
         step, calls = fitting.Fitting._step, []
@@ -377,8 +378,8 @@ class TestDistilling:
         target = loaded()
         learn, rest = split(written(target, 40), 0.2)
         plan = Plan(epochs=1000, minutes=0.05, batch_tokens=400, rate=3e-3, evaluate_minutes=0.01)
-        report = distil_head(
-            target, new_head(target, learn, shape(), 0), learn, rest, plan, Objective.parse("tv"), tmp_path
+        report = distil(
+            target, new_draft("head", target, learn, shape(), 0), learn, rest, plan, Objective.parse("tv"), tmp_path
         )
         lines = read_log(tmp_path)
         assert report.state.elapsed_s < 30 and len(lines) >= 3
@@ -406,8 +407,8 @@ class TestDistilling:
             (tmp_path / folder).mkdir(exist_ok=True)
             sizes.clear()
             plan = Plan(**{"epochs": 0.2, "minutes": 60, "rate": 3e-3, "evaluate_minutes": 60, **changes})
-            head, objective = new_head(target, learn, shape(), 0), Objective.parse("tv")
-            return int(distil_head(target, head, learn, rest, plan, objective, tmp_path / folder).state.batch_tokens)
+            head, objective = new_draft("head", target, learn, shape(), 0), Objective.parse("tv")
+            return int(distil(target, head, learn, rest, plan, objective, tmp_path / folder).state.batch_tokens)
 
         found = go("timed")
         assert 80 <= found <= 90 and sizes[0] == 4096, "the held-out texts are looked at before anything is timed"
@@ -425,7 +426,7 @@ class TestDistilling:
         target = loaded()
         learn, rest = split(written(target, 10), 0.2)
         model: Any = target.model
-        student = HeadStudent(new_head(target, learn, shape(), 0), model, steps=2, decay=0.8)
+        student = HeadStudent(new_draft("head", target, learn, shape(), 0), model, steps=2, decay=0.8)
         passes = TargetPasses(model, (1, 2, 3))
         corpora = [fitting.Corpus(texts, lambda i, texts=texts: passes(texts[i])) for texts in (learn, rest)]
         run = fitting.Fitting(student, Objective.parse("tv"), *corpora, Plan(minutes=1), tmp_path, lambda: None)
@@ -445,4 +446,4 @@ class TestDistilling:
             with pytest.raises(ConfigError, match=next(iter(changes))):
                 Plan(**changes)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="layers"):
-            new_head(loaded(), written(loaded(), 2), HeadShape(hidden_layers=(9,)), 0)
+            new_draft("head", loaded(), written(loaded(), 2), DraftShape(hidden_layers=(9,)), 0)

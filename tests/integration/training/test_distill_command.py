@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import foresay as library
 from foresay.cli.app import _run
-from foresay.models.heads.files import read_head
+from foresay.models.drafts.files import read_draft
 from foresay.training.curves import read_log
 from helpers import tiny
 
@@ -310,7 +310,7 @@ def test_a_head_goes_on_with_other_tokens(target: Path, recorded: Path, shell: t
     again = [*new, "--from", str(first), "--vocabulary-size", "24"]
     code, said, _ = shell("distill", str(then), *options(target, recorded, *again))
     assert code == 0 and "it drafts 24 tokens, " in said and "% of those that the target generated" in said
-    before, after = read_head(first), read_head(then)
+    before, after = read_draft(first), read_draft(then)
     assert before.token_ids is not None and after.token_ids is not None and after.config.draft_vocab_size == 24
     assert len(after.token_ids) == 24 and set(after.token_ids.tolist()) < set(before.token_ids.tolist())
     assert json.loads((then / "config.json").read_text())["draft_vocab_size"] == 24
@@ -322,7 +322,7 @@ def test_a_head_goes_on_with_other_tokens(target: Path, recorded: Path, shell: t
         ]
         == 0
     )
-    assert read_head(whole).token_ids is None
+    assert read_draft(whole).token_ids is None
     assert shell("distill", str(own), *options(target, recorded, *new, "--own-output-layer"))[0] == 0
     said = shell.refused(
         "distill", str(tmp_path / "x"), *options(target, recorded, *new, "--from", str(own), "--vocabulary-size", "24")

@@ -19,7 +19,7 @@ import torch
 import foresay
 from foresay.errors import ConfigError
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.models.heads.files import read_head, write_head
+from foresay.models.drafts.files import read_draft, write_draft
 from foresay.records.lines import LineWriter
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
 from foresay.training.curves import CURVES, draw_curves
@@ -60,23 +60,23 @@ def names(folder: Path) -> list[str]:
 
 def test_heads(target: Any, tmp_path: Path) -> None:
     head = random_head(target.model)
-    refused(lambda: write_head(head, tmp_path), tmp_path)
+    refused(lambda: write_draft(head, tmp_path), tmp_path)
     assert not names(tmp_path)
-    write_head(head, tmp_path)
+    write_draft(head, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
     other = random_head(target.model, seed=1)
-    refused(lambda: write_head(other, tmp_path), tmp_path)
+    refused(lambda: write_draft(other, tmp_path), tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
-    write_head(other, tmp_path)
+    write_draft(other, tmp_path)
     assert names(tmp_path) == ["config.json", "model.safetensors"]
-    found = read_head(tmp_path).module.state_dict()
+    found = read_draft(tmp_path).module.state_dict()
     assert all(torch.equal(found[name], one) for name, one in other.module.state_dict().items())
 
 
 def test_heads_have_the_rights_that_the_umask_leaves(target: Any, tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     (tmp_path / "acceptance").mkdir()
-    write_head(random_head(target.model), tmp_path)
+    write_draft(random_head(target.model), tmp_path)
     AcceptanceHead(8).save(tmp_path / "acceptance")
     modes = [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()]
     assert modes == [stat.S_IMODE((tmp_path / "plain").stat().st_mode)] * 5

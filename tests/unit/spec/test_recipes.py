@@ -33,11 +33,10 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
-from foresay.models.blocks.files import write_block
-from foresay.models.heads.files import write_head
+from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.resolve import resolve
+from foresay.models.sources.loading import resolve
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import DRAFTERS, read_drafter, read_length, read_rule
@@ -80,14 +79,14 @@ def built(resources: Resources, text: str) -> Drafter | None:
 @pytest.fixture(scope="module")
 def head(resources: Resources, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("head")
-    write_head(random_head(resources.target.model), path)  # type: ignore[arg-type]
+    write_draft(random_head(resources.target.model), path)  # type: ignore[arg-type]
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def block(resources: Resources, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("block")
-    write_block(random_block(resources.target.model), path)  # type: ignore[arg-type]
+    write_draft(random_block(resources.target.model), path)  # type: ignore[arg-type]
     return str(path)
 
 

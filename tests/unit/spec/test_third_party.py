@@ -13,7 +13,7 @@ from foresay.decoding.acceptance import Speculative
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.lengths import ConstantLength
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.resolve import resolve
+from foresay.models.sources.loading import resolve
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, third_party_names
 

@@ -1,4 +1,4 @@
-"""A model's name -> weights and tokenizer: locate, read, wrap.
+"""A model's name, or a model object -> a LoadedModel: locate, read, wrap.
 
 Each function resolves a name once (location.py), reads its files once (reading.py) and builds once (wrapping.py).
 """
@@ -8,27 +8,64 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from foresay.checks import check_int
 from foresay.errors import ConfigError
 from foresay.models.cache.memory import trim
 from foresay.models.gguf.vocabulary import read_vocabulary
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.location import Location, is_gguf, locate
-from foresay.models.sources.reading import (
-    check_configuration,
-    decoding_dtype,
-    dtype_of,
-    has_config,
-    read_blocks,
-    read_tokenizer,
-    read_weights,
-)
-from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
+from foresay.models.sources.reading import read, read_tokenizer
+from foresay.models.sources.transformers_errors import load_errors
 from foresay.models.sources.wrapping import LoadedModel, check_scores, wrap
+from foresay.text.tokenizer import Tokenizer
+
+
+def resolve(
+    source: Any, options: LoadOptions, tokenizer: Tokenizer | None, eos_token_ids: int | Iterable[int] | None = None
+) -> LoadedModel:
+    """Return a LoadedModel of a name, a transformers model, a LanguageModel or a LoadedModel.
+
+    eos_token_ids: replace those of the model or its tokenizer. Raises ConfigError for a source of another type, for options
+    with a model that is already loaded, and for end tokens outside the vocabulary; ModelNotFoundError, ModelLoadError and
+    UnsupportedModelError as `load_model` and `wrap` do.
+    """
+    found = _resolve(source, options, tokenizer)
+    if eos_token_ids is None:
+        return found
+    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+    ends = frozenset(check_int("eos_token_ids", one, 0, found.model.vocab_size - 1) for one in ids)
+    return dataclasses.replace(found, eos_token_ids=ends)
+
+
+def _resolve(source: Any, options: LoadOptions, tokenizer: Tokenizer | None) -> LoadedModel:
+    if isinstance(source, str | os.PathLike):
+        source = load_model(source, options)
+    elif options != LoadOptions():
+        raise ConfigError(
+            f"{_given(options)} apply to a model that is loaded by name, not to a {type(source).__name__}"
+        )
+    if isinstance(source, LoadedModel):
+        return source if tokenizer is None else dataclasses.replace(source, tokenizer=tokenizer)
+    if hasattr(source, "forward") and hasattr(source, "new_cache"):
+        end = getattr(tokenizer, "eos_token_id", None)
+        return LoadedModel(
+            type(source).__name__, source, tokenizer, frozenset() if end is None else frozenset([int(end)])
+        )
+    if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
+        return wrap(type(source).__name__, source, tokenizer, optimise=False)
+    raise ConfigError(f"a model of type {type(source).__name__} is neither a name nor a transformers model")
+
+
+def _given(options: LoadOptions) -> str:
+    default = LoadOptions()
+    return ", ".join(
+        f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)
+    )
 
 
 def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None) -> LoadedModel:
@@ -64,16 +101,9 @@ def _without_collections() -> Iterator[None]:
 
 
 def _load(location: Location, options: LoadOptions) -> LoadedModel:
-    device = options.computes_on
-    with quiet_transformers(), load_errors(location.name, location.is_conversion):
-        found, weights_format = read_blocks(location, options, device), "GGUF"
-        if found is None:
-            check_configuration(location, options)
-            found = read_weights(location, options, decoding_dtype(location, options, device), device)
-            weights_format = "" if options.bits is None else options.weights
     with load_errors(location.name, location.is_conversion):
-        formats = {"activations": options.activations, "kv_cache_dtype": options.kv_cache_dtype}
-        loaded = wrap(location.name, *found, optimise=True, bits=options.bits, **formats)
+        weights, tokenizer, weights_format = read(location, options)
+        loaded = wrap(location.name, weights, tokenizer, optimise=True, options=options)
         check_scores(location.name, loaded.model)
     trim()  # memory of the weights before they were packed
     return dataclasses.replace(loaded, weights=weights_format)
@@ -82,7 +112,7 @@ def _load(location: Location, options: LoadOptions) -> LoadedModel:
 def _load_llama_cpp(location: Location, options: LoadOptions) -> LoadedModel:
     assert location.header is not None
     model = open_gguf(location.header, options)
-    with quiet_transformers(), load_errors(location.name, False):
+    with load_errors(location.name, False):
         tokenizer, vocabulary = read_tokenizer(location, options), read_vocabulary(location.header)
     assert vocabulary is not None  # else it has no tokenizer
     return LoadedModel(location.name, model, tokenizer, frozenset(vocabulary.ends), weights="llama.cpp")
@@ -98,10 +128,10 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
         raise ConfigError(f"weights={options.weights!r} are for decoding only; leave it out")
     if options.activations != "auto":
         raise ConfigError(f"activations={options.activations!r} is for decoding only; leave it out")
-    location, device = locate(name, options), options.computes_on
-    with quiet_transformers(), load_errors(location.name, location.is_conversion):
-        check_configuration(location, options)
-        return read_weights(location, options, dtype_of(options, device), device)
+    location = locate(name, options)
+    with load_errors(location.name, location.is_conversion):
+        weights, tokenizer, _ = read(location, options, for_decoding=False)
+        return weights, tokenizer
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
@@ -111,7 +141,5 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
     """
     options = options or LoadOptions()
     location = locate(name, options, weights=False)
-    with _without_collections(), quiet_transformers(), load_errors(location.name, location.is_conversion):
-        if has_config(location):
-            check_configuration(location, options)
+    with _without_collections(), load_errors(location.name, location.is_conversion):
         return read_tokenizer(location, options)

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,6 +65,8 @@ _CONVERSION = 2
 """Number of the conversion, which changes if its results do."""
 DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false))"}
 """The default drafter of an alias whose draft head is installed."""
+WITH_MTP = "hybrid(suffix, mtp)"
+"""The default drafter of a target whose checkpoint has multi-token-prediction layers."""
 
 
 def packaged_head(alias: str) -> Path | None:
@@ -75,19 +78,21 @@ def packaged_head(alias: str) -> Path | None:
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
-def default_drafter(target: object, options: LoadOptions) -> str:
-    """Return the expression of a target's default drafter: with its draft head if that is installed, else "suffix".
+def default_drafter(target: object, options: LoadOptions, has_mtp: Callable[[], bool] = lambda: False) -> str:
+    """Return the expression of a target's default drafter.
 
-    On a GPU it is "suffix": a captured pass of so small a model takes less time than the head's, which are not captured.
+    It is "suffix", before an alias's draft head if that is installed, or else before multi-token-prediction layers if the target
+    has any. On a GPU a captured pass of so small a model as the alias takes less time than its head's, which are not captured.
     """
-    if not isinstance(target, str) or target not in DEFAULT_DRAFTERS or not options.exposes_hidden_states:
-        return "suffix"
+    with_head = DEFAULT_DRAFTERS.get(target) if isinstance(target, str) else None
+    if with_head is None or not options.exposes_hidden_states:
+        return WITH_MTP if has_mtp() else "suffix"
     if options.device_map is None and options.computes_on.type != "cpu":
         return "suffix"
-    if packaged_head(target) is None:
-        _warn_without_head(target)
+    if packaged_head(str(target)) is None:
+        _warn_without_head(str(target))
         return "suffix"
-    return DEFAULT_DRAFTERS[target]
+    return with_head
 
 
 @functools.cache

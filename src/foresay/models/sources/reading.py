@@ -24,6 +24,7 @@ from foresay.models.sources.config_checks import check_config, check_size, repor
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.location import Location
 from foresay.models.sources.packaged import dequantize
+from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.text.tokenizer import check_usable
 
 logger = logging.getLogger("foresay")
@@ -42,7 +43,7 @@ def native_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def dtype_of(options: LoadOptions, device: torch.device) -> torch.dtype:
+def _dtype(location: Location, options: LoadOptions, device: torch.device) -> torch.dtype:
     """Return the dtype of the options; for "auto" the processor's native one."""
     dtype = options.computes_in
     if isinstance(dtype, torch.dtype):
@@ -50,9 +51,9 @@ def dtype_of(options: LoadOptions, device: torch.device) -> torch.dtype:
     return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
 
 
-def decoding_dtype(location: Location, options: LoadOptions, device: torch.device) -> torch.dtype:
-    """Return the dtype for decoding: as `dtype_of`, but bf16 if our kernels run whole passes, which then read half the bytes."""
-    dtype = dtype_of(options, device)
+def _decoding_dtype(location: Location, options: LoadOptions, device: torch.device) -> torch.dtype:
+    """Return the dtype for decoding: as `_dtype`, but bf16 if our kernels run whole passes, which then read half the bytes."""
+    dtype = _dtype(location, options, device)
     is_split = any(getattr(options, name) is not None for name in ("device_map", "quantization_config", "tp_plan"))
     is_decided = options.computes_in != "auto" or dtype == torch.bfloat16 or device.type != "cpu"
     if is_decided or is_split or location.header is not None or not linears.compiled():
@@ -71,39 +72,55 @@ def decoding_dtype(location: Location, options: LoadOptions, device: torch.devic
     return torch.bfloat16 if is_fused and not is_foreign else dtype
 
 
-def check_configuration(location: Location, options: LoadOptions) -> None:
-    """Check a folder's config.json; a GGUF file's configuration is made of checked values. Raises ModelLoadError."""
-    if location.header is None:
-        check_config(location.folder, location.arguments(options))
+def read(location: Location, options: LoadOptions, *, for_decoding: bool = True) -> tuple[Any, Any, str]:
+    """Return transformers' model, its tokenizer and the format of its weights (see `LoadedModel.weights`).
+
+    for_decoding: True to read the stored blocks of a GGUF file and to choose the dtype for our kernels. Raises ModelLoadError for
+    a wrong config.json, and if weights are missing or have the wrong shape.
+    """
+    device = options.computes_on
+    with quiet_transformers():
+        if for_decoding and _reads_blocks(location, options, device):
+            assert location.header is not None
+            refuse_unread(location.header, in_blocks=True)
+            weights = model_of_blocks(location.header, config_of(location.header), torch.bfloat16)
+            return weights, tokenizer_of(location.header), "GGUF"
+        if location.header is None:  # a GGUF file's configuration is made of checked values
+            check_config(location.folder, location.arguments(options))
+        dtype = (_decoding_dtype if for_decoding else _dtype)(location, options, device)
+        found = _read_weights(location, options, dtype, device)
+        return *found, "" if options.bits is None else options.weights
 
 
-def read_blocks(location: Location, options: LoadOptions, device: torch.device) -> tuple[Any, Any] | None:
-    """Return a GGUF file's model in its stored 4-bit blocks, and its tokenizer; None if transformers must dequantize it.
+def _reads_blocks(location: Location, options: LoadOptions, device: torch.device) -> bool:
+    """Return True if a GGUF file is decoded in its stored blocks.
 
-    That is the case for other formats, on a GPU, with options that require it, and for unknown architectures.
+    transformers dequantizes other formats, and does so on a GPU, with options that require it, and for unknown architectures.
     """
     header = location.header
     if header is None or header.architecture not in ARCHITECTURES or device.type != "cpu":
-        return None
+        return False
     if any(getattr(options, name) is not None for name in ("quantization_config", "device_map", "tp_plan")):
-        return None
-    if options.weights != "auto" or options.dtype not in ("auto", *_BF16):
-        return None
-    refuse_unread(header, in_blocks=True)
-    config = config_of(header)
-    return model_of_blocks(header, config, torch.bfloat16), tokenizer_of(header)
+        return False
+    return options.weights == "auto" and options.dtype in ("auto", *_BF16)
 
 
-def read_tokenizer(location: Location, options: LoadOptions, *, required: bool = True) -> Any:
-    """Return the tokenizer. Raises ModelLoadError if it cannot be used.
+def read_tokenizer(location: Location, options: LoadOptions) -> Any:
+    """Return the tokenizer alone. Raises ModelLoadError if it cannot be used, or for a wrong config.json."""
+    with quiet_transformers():
+        if (
+            location.header is None and (Path(location.folder) / "config.json").is_file()
+        ):  # it names the tokenizer's class
+            check_config(location.folder, location.arguments(options))
+        return _tokenizer(location, options, required=True)
 
-    required: False to return None for a folder without a vocabulary, and to log that its model takes token ids only.
-    """
+
+def _tokenizer(location: Location, options: LoadOptions, *, required: bool) -> Any:
+    """Return the tokenizer. required: False to return None for a folder without a vocabulary, and to log that."""
     from transformers import AutoTokenizer
 
-    header = location.header
-    if header is not None:
-        return tokenizer_of(header)
+    if location.header is not None:
+        return tokenizer_of(location.header)
     try:
         tokenizer = AutoTokenizer.from_pretrained(location.folder, **location.arguments(options))
     except Exception:  # some tokenizers need no file
@@ -118,7 +135,9 @@ def read_tokenizer(location: Location, options: LoadOptions, *, required: bool =
     return tokenizer
 
 
-def read_weights(location: Location, options: LoadOptions, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+def _read_weights(
+    location: Location, options: LoadOptions, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, Any]:
     """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
@@ -129,9 +148,9 @@ def read_weights(location: Location, options: LoadOptions, dtype: torch.dtype, d
         arguments["config"] = dense_config(location.header)
         if options.quantization_config is None:
             arguments.update(dequantize())
-        tokenizer = read_tokenizer(location, options)
+        tokenizer = tokenizer_of(location.header)
     else:
-        tokenizer = read_tokenizer(location, options, required=False)
+        tokenizer = _tokenizer(location, options, required=False)
         config = AutoConfig.from_pretrained(folder, **common)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
         if location.is_local:
@@ -189,8 +208,3 @@ def check_divisible(name: str, config: Any, processes: int) -> None:
         f"{name!r} has {kinds}, which {processes} processes (WORLD_SIZE) cannot share out evenly under tp_plan; {hint} "
         "(a draft model that does not divide: give draft_device)"
     )
-
-
-def has_config(location: Location) -> bool:
-    """True if a local folder has a config.json, from which transformers takes the class of the tokenizer."""
-    return (Path(location.folder) / "config.json").is_file()

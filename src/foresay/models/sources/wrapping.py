@@ -17,6 +17,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
 from foresay.models.huggingface import linears
 from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
+from foresay.models.sources.load_options import LoadOptions
 from foresay.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("foresay")
@@ -51,22 +52,13 @@ class LoadedModel:
         return str(getattr(getattr(self.model, "model", None), "dtype", "")).removeprefix("torch.")
 
 
-def wrap(
-    name: str,
-    weights: Any,
-    tokenizer: Any,
-    *,
-    optimise: bool,
-    bits: int | None = None,
-    activations: str = "auto",
-    kv_cache_dtype: str = "auto",
-) -> LoadedModel:
+def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: LoadOptions | None = None) -> LoadedModel:
     """Wrap a transformers model as a LanguageModel; it uses foresay's attention until `model.release()`.
 
-    optimise: arrange the linear layers for the processor, in `bits` bits and with `activations` (see LoadOptions) if given, and
-    fuse the layers; only for a model that nothing else uses. Otherwise the weights stay where they are, and layers are fused
-    where kernels can read them there. kv_cache_dtype: see LoadOptions. Raises UnsupportedModelError for a model that cannot be
-    decoded exactly, which is then restored, and ConfigError for a format that the model's passes do not support.
+    optimise: arrange the linear layers for the processor, in the formats of `options`, and fuse the layers; only for a model that
+    nothing else uses. Otherwise the weights stay where they are, and layers are fused where kernels can read them there. Raises
+    UnsupportedModelError for a model that cannot be decoded exactly, which is then restored, and ConfigError for a format that
+    the model's passes do not support.
     """
     from foresay.models.huggingface.causal import CausalModel, is_recurrent
     from foresay.models.huggingface.recurrent import RecurrentModel
@@ -86,24 +78,31 @@ def wrap(
     loaded = LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer), generation=settings)
     if model.is_shared:  # by processes, each with a part of every product
         return loaded
-    if optimise and bits is not None:
-        linears.freeze_model(weights, linears.quantizer(bits), all_dtypes=True)
-    elif optimise:
-        linears.freeze_model(weights)
-        linears.join_layers(weights)
-    if activations != "auto":
-        linears.set_activations(weights, activations)
+    options = options or LoadOptions()
+    if optimise:
+        _arrange(weights, options)
     if isinstance(model, CausalModel):
         _fuse(name, model, optimise=optimise)
         if not optimise:
             model.watch_for_changes()
-    if kv_cache_dtype != "auto":
+    if options.kv_cache_dtype != "auto":
         if not isinstance(model, CausalModel) or not model.batch_invariant:
             raise ConfigError(
-                f"kv_cache_dtype={kv_cache_dtype!r} applies to the compiled CPU kernels, which do not run this model"
+                f"kv_cache_dtype={options.kv_cache_dtype!r} applies to the compiled CPU kernels, which do not run this model"
             )
         model.use_fused(torch.int8)
     return loaded
+
+
+def _arrange(weights: Any, options: LoadOptions) -> None:
+    """Arrange the linear layers for the processor."""
+    if options.bits is not None:
+        linears.freeze_model(weights, linears.quantizer(options.bits), all_dtypes=True)
+    else:
+        linears.freeze_model(weights)
+        linears.join_layers(weights)
+    if options.activations != "auto":
+        linears.set_activations(weights, options.activations)
 
 
 def _fuse(name: str, model: Any, *, optimise: bool) -> None:

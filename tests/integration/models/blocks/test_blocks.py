@@ -23,10 +23,10 @@ from foresay.drafters import (
 )
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.generation.load import load
-from foresay.models.blocks.config import BlockConfig
-from foresay.models.blocks.files import Block, read_block, write_block
-from foresay.models.blocks.model import BlockModel
-from foresay.models.heads.model import target_rows
+from foresay.models.drafts.base import Draft, target_rows
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
 from foresay.models.huggingface.recurrent import RecurrentModel
@@ -76,8 +76,8 @@ CASES = [
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any], kernels: bool, tmp_path: Path) -> None:
     model = target()
-    write_block(random_block(model, **case), tmp_path)
-    block = BlockModel(read_block(tmp_path), model)
+    write_draft(random_block(model, **case), tmp_path)
+    block = BlockModel(read_draft(tmp_path), model)
     assert (block._native is not None) or not kernels
     if not kernels:
         block._native = None
@@ -291,13 +291,13 @@ def test_published_layouts(tmp_path: Path) -> None:
     read = BlockConfig.read(speculators)
     assert (read.hidden_layers, read.target, read.from_anchor) == ((0, 2), "org/target", True)
     assert read.layer == dspark.layer and read.markov_rank == dspark.markov_rank
-    write_block(
+    write_draft(
         random_block(model),
         tmp_path,
         lm_head=target_rows(model, None),
         embeddings=model.model.get_input_embeddings().weight,
     )
-    with_copies = read_block(tmp_path)
+    with_copies = read_draft(tmp_path)
     assert with_copies.module.lm_head is not None and with_copies.module.embed_tokens is not None
     text = torch.arange(2, 9)
     states = states_of(model, BlockModel(with_copies, model), text)
@@ -343,13 +343,13 @@ def test_configurations_that_are_refused(changes: dict[str, Any], message: str) 
 def test_files_that_are_refused(tmp_path: Path) -> None:
     model = target()
     made = random_block(model, ids=[1, 5, 9])
-    write_block(made, tmp_path)
+    write_draft(made, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
 
     def refused(changed: dict[str, torch.Tensor], message: str) -> None:
         save_file(changed, tmp_path / "model.safetensors")
         with pytest.raises(ModelLoadError, match=message):
-            read_block(tmp_path)
+            read_draft(tmp_path)
 
     refused({k: v for k, v in tensors.items() if k != "norm.weight"}, "norm.weight")
     refused({**tensors, "fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, "fc.weight")
@@ -357,14 +357,14 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     refused({k: v for k, v in tensors.items() if k != "d2t"}, "no d2t")
     refused({**tensors, "d2t": torch.tensor([5, 1, 0])}, "d2t must be")
     with pytest.raises(ModelNotFoundError, match=r"config\.json"):
-        read_block(tmp_path / "nothing")
+        read_draft(tmp_path / "nothing")
     for wrong, message in (
         (target(vocab=SMALL), "vocabulary of 97"),
         (target(hidden_size=40, head_dim=10), "hidden size of 32"),
     ):
         with pytest.raises(ConfigError, match=message):
             BlockModel(made, wrong)
-    deep = Block(random_block(model, layers=(1, 3)).config, random_block(model, layers=(1, 3)).module, None)
+    deep = Draft(random_block(model, layers=(1, 3)).config, random_block(model, layers=(1, 3)).module, None)
     narrow = target()
     narrow.model.lm_head = torch.nn.Linear(32, VOCAB - 7, bias=False)
     with pytest.raises(ConfigError, match="drafts 97 tokens, but the output layer of 'narrow' has 90 rows"):
@@ -378,7 +378,7 @@ def test_by_name(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model")
     loaded = load(str(folder), drafter="none", dtype="fp32")
     assert isinstance(loaded.target.model, CausalModel)
-    write_block(random_block(loaded.target.model, layers=(0, 1)), tmp_path)
+    write_draft(random_block(loaded.target.model, layers=(0, 1)), tmp_path)
     plain = loaded.generate("abcabcabc", max_new_tokens=20).token_ids
     for drafter in (
         f"block({tmp_path})",

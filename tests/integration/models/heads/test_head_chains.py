@@ -20,8 +20,8 @@ from foresay.drafters import HeadDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.chain import NativeChain
-from foresay.models.heads.config import NEXT
-from foresay.models.heads.model import HeadModel
+from foresay.models.drafts.base import NEXT
+from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears, quantizer, unquantized
 from helpers.families import VOCAB, make

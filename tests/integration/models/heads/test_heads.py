@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,11 @@ from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
 from foresay.generation.load import change, load
 from foresay.lengths import ConstantLength
-from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
-from foresay.models.heads.files import Head, read_head, write_head
-from foresay.models.heads.model import HeadModel, target_rows
-from foresay.models.heads.module import RMSNorm
+from foresay.models.drafts.base import LAST, NEXT, Draft, target_rows
+from foresay.models.drafts.config import HeadConfig, usual_layers
+from foresay.models.drafts.files import read_draft, write_draft
+from foresay.models.drafts.head import HeadModel
+from foresay.models.drafts.layers import RMSNorm
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer, unquantized
 from foresay.models.huggingface.recurrent import RecurrentModel
@@ -76,8 +78,8 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(
 ) -> None:
     """By the tensors of the file; a few lines that read it otherwise do not agree."""
     model = target()
-    write_head(random_head(model, ids=ids, before=before), tmp_path)
-    head = HeadModel(read_head(tmp_path), model)
+    write_draft(random_head(model, ids=ids, before=before), tmp_path)
+    head = HeadModel(read_draft(tmp_path), model)
     if not kernels:
         head._native = None
     text, drafts = torch.tensor([3, 17, 29, 3, 80, 41]), torch.tensor([5, 30, 5])
@@ -306,8 +308,8 @@ class TestFiles:
     @pytest.mark.parametrize("ids", [None, [0, 4, 9]])
     def test_either_layout_comes_back(self, layout: Any, ids: list[int] | None, tmp_path: Path) -> None:
         head = random_head(target(), ids=ids, before=True)
-        write_head(head, tmp_path, layout=layout)
-        again = read_head(tmp_path)
+        write_draft(head, tmp_path, layout=layout)
+        again = read_draft(tmp_path)
         assert again.config.layer == head.config.layer and again.config.hidden_layers == head.config.hidden_layers
         assert again.config.norm_before_residual and again.config.draft_vocab_size == (3 if ids else VOCAB)
         assert (again.token_ids is None) == (ids is None) and (ids is None or again.token_ids.tolist() == ids)
@@ -325,20 +327,20 @@ class TestFiles:
         assert usual_layers(32) == (2, 16, 29)
 
     def test_other_engines_names_of_tensors(self, tmp_path: Path) -> None:
-        write_head(random_head(target()), tmp_path)
+        write_draft(random_head(target()), tmp_path)
         tensors = load_file(tmp_path / "model.safetensors")
         renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
         save_file(renamed, tmp_path / "model.safetensors")
-        assert torch.equal(read_head(tmp_path).module.fc.weight, tensors["fc.weight"])
+        assert torch.equal(read_draft(tmp_path).module.fc.weight, tensors["fc.weight"])
 
     def test_an_output_layer_and_embeddings_of_its_own(self, tmp_path: Path) -> None:
         model = target()
         head = random_head(model)
         head.module.lm_head = torch.nn.Linear(head.config.hidden_size, VOCAB, bias=False)
         head.module.embed_tokens = torch.nn.Embedding(VOCAB, head.config.hidden_size)
-        write_head(head, tmp_path)
+        write_draft(head, tmp_path)
         text = torch.tensor([4, 5, 6])
-        own, shared = read_head(tmp_path), random_head(model)
+        own, shared = read_draft(tmp_path), random_head(model)
         found, plain = (chain(model, HeadModel(one, model), text, text[:0])[0] for one in (own, shared))
         assert not torch.allclose(found, plain, atol=1e-2)
 
@@ -354,34 +356,34 @@ class TestFiles:
         ],
     )
     def test_configurations_that_are_not_read(self, change: dict[str, Any], says: str, tmp_path: Path) -> None:
-        write_head(random_head(target()), tmp_path)
+        write_draft(random_head(target()), tmp_path)
         path = tmp_path / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         with pytest.raises(ConfigError, match=says):
-            read_head(tmp_path)
+            read_draft(tmp_path)
 
     def test_files_that_are_not_whole(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match=r"config\.json"):
-            read_head(tmp_path)
-        write_head(random_head(target(), ids=[1, 2, 3]), tmp_path)
+            read_draft(tmp_path)
+        write_draft(random_head(target(), ids=[1, 2, 3]), tmp_path)
         weights = tmp_path / "model.safetensors"
         tensors = load_file(weights)
         for name, says in (("norm.weight", "lacks norm.weight"), ("d2t", "d2t"), ("fc.weight", "fc.weight")):
             save_file({n: t for n, t in tensors.items() if n != name}, weights)
             with pytest.raises(ModelLoadError, match=says):
-                read_head(tmp_path)
+                read_draft(tmp_path)
         save_file(tensors | {"norm.weight": torch.ones(3)}, weights)
         with pytest.raises(ModelLoadError, match=r"norm.weight.*\[3\]"):
-            read_head(tmp_path)
+            read_draft(tmp_path)
         save_file(tensors | {"extra": torch.ones(3)}, weights)
         with pytest.raises(ModelLoadError, match="extra"):
-            read_head(tmp_path)
+            read_draft(tmp_path)
         weights.write_bytes(b"nothing")
         with pytest.raises(ModelLoadError, match="cannot read"):
-            read_head(tmp_path)
+            read_draft(tmp_path)
         weights.rename(tmp_path / "pytorch_model.bin")
         with pytest.raises(ModelNotFoundError, match="pickled"):
-            read_head(tmp_path)
+            read_draft(tmp_path)
 
     @pytest.mark.parametrize(
         ("changes", "says"),
@@ -397,8 +399,8 @@ class TestFiles:
 def test_a_head_reads_what_its_file_names() -> None:
     model = target()
     head = random_head(model, layers=(1, 2))
-    wrong = Head(
-        HeadConfig(**{**{f: getattr(head.config, f) for f in head.config.__slots__}, "hidden_layers": (1,)}),
+    wrong = Draft(
+        dataclasses.replace(head.config, hidden_layers=(1,)),
         head.module,
         None,
     )
@@ -442,16 +444,16 @@ def test_a_head_is_rounded_unless_its_weights_are_named(
     generator = load(str(folder), dtype=options.get("dtype", "bfloat16"))
     model: Any = generator.target.model
     out.mkdir()
-    write_head(random_head(model), out)
+    write_draft(random_head(model), out)
     drafted = load(str(folder), drafter=f"head({out})", **{"dtype": "bfloat16", **options})
-    (head,) = drafted.resources.heads.values()  # type: ignore[union-attr]
-    plain = HeadModel(read_head(out), model, make=unquantized if bits is None else quantizer(bits))
+    (head,) = drafted.resources.drafts.values()  # type: ignore[union-attr]
+    plain = HeadModel(read_draft(out), model, make=unquantized if bits is None else quantizer(bits))
     text = torch.arange(10, 30)
     drafts = torch.tensor([40, 41])
     wanted, found = (torch.stack(chain(model, one, text, drafts)) for one in (plain, head))
     assert torch.equal(wanted, found)
     if bits is not None:
-        exact = torch.stack(chain(model, HeadModel(read_head(out), model), text, drafts))
+        exact = torch.stack(chain(model, HeadModel(read_draft(out), model), text, drafts))
         assert not torch.equal(exact, found) and (exact - found).std() < 0.5 * exact.std()
     assert (
         drafted.generate("the number 7", max_new_tokens=12).text
@@ -465,12 +467,12 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
     generator = load(str(folder), dtype="fp32", device="cpu", draft_device="cpu", drafter="none")
     model: Any = generator.target.model
     out.mkdir()
-    write_head(random_head(model), out)
+    write_draft(random_head(model), out)
     heads = (f"head({out})", f"hybrid(suffix, head={out}; k=2)", f"head({out}, nodes=9)")
     for one in heads:
         change(generator, drafter=one)
     assert generator.resources is not None
-    generator.resources.heads.clear()
+    generator.resources.drafts.clear()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     generator.resources.options = LoadOptions(dtype="fp32", device="cpu", draft_device="cuda:1")

@@ -14,8 +14,8 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
 from foresay.errors import UnsupportedModelError
 from foresay.generation.load import load
+from foresay.models.drafts.mtp import NEXT, MtpHead, num_mtp_layers
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.mtp import NEXT, MtpHead, num_mtp_layers
 from helpers import tiny
 from helpers.mtp import save_with_mtp
 from helpers.support import run

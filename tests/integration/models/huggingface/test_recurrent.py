@@ -24,6 +24,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import probe
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.wrapping import wrap
 from helpers.comparing import assert_same, plain
 from helpers.families import RECURRENT, VOCAB, make
@@ -139,10 +140,10 @@ def test_pieces_of_any_size_score_what_the_whole_text_scores(family: str, piece:
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-@pytest.mark.parametrize("bits", [None, 8])
-def test_a_family_over_weights_arranged_for_the_processor(family: str, bits: int | None) -> None:
-    plain_model = make(family)
-    wrapped = wrap(family, copy.deepcopy(plain_model), None, optimise=True, bits=bits)
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_family_over_weights_arranged_for_the_processor(family: str, weights: str) -> None:
+    plain_model, options = make(family), LoadOptions(weights=weights)
+    wrapped = wrap(family, copy.deepcopy(plain_model), None, optimise=True, options=options)
     assert isinstance(wrapped.model, RecurrentModel)
     ids = torch.randint(2, VOCAB, (1, 12), generator=torch.Generator().manual_seed(1))
     scores = []
@@ -151,7 +152,7 @@ def test_a_family_over_weights_arranged_for_the_processor(family: str, bits: int
         cache.add_rows(1)
         scores.append(model.forward(ModelInput(ids, [12]), cache).scores())
     spread = float(scores[0].max() - scores[0].min())
-    assert float((scores[0] - scores[1]).abs().median()) < (1e-4 if bits is None else 5e-2) * spread
+    assert float((scores[0] - scores[1]).abs().median()) < (1e-4 if weights == "auto" else 5e-2) * spread
 
 
 def test_states_at_the_ends_of_prefill_passes_are_kept() -> None:

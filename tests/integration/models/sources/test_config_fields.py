@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 import foresay
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, PromptError
-from foresay.models.blocks.files import is_block
-from foresay.models.heads.files import write_head
+from foresay.models.drafts.config import is_block
+from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.config_checks import CONFIG_FIELDS, TOKENIZER_FIELDS, report_unread
 from foresay.models.sources.loading import load_model, load_tokenizer
@@ -270,7 +270,7 @@ def test_a_head_that_foresay_wrote_names_its_drafter(tmp_path: Path) -> None:
     for layout in ("plain", "speculators"):
         folder = tmp_path / layout
         folder.mkdir()
-        write_head(random_head(CausalModel(weights)), folder, layout=layout)
+        write_draft(random_head(CausalModel(weights)), folder, layout=layout)
         with pytest.raises(
             ModelLoadError, match=r"is a draft head, not a language model; load its target with drafter='head\("
         ):

@@ -18,16 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
-from foresay.decoding.rows import Rows
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.drafts.base import LAST, NEXT, SlotCacheRows
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel, TransformersCache
 from foresay.models.huggingface.linears import MakeProduct
 
-NEXT, LAST = 0, 1
-"""Keys of a pass's hidden states: NEXT replaces the target's in the next pass, LAST is the output layer's input."""
 _MTP_OF_QWEN = re.compile(r"qwen3_(next|5)")
 """model_type of families whose checkpoints have one such layer that their configurations do not name."""
 
@@ -39,7 +37,7 @@ def num_mtp_layers(model: CausalModel) -> int:
     return int(found or 0)
 
 
-class MtpHead(LanguageModel):
+class MtpHead(SlotCacheRows):
     """The first multi-token-prediction layer of the target's checkpoint."""
 
     def __init__(self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized) -> None:
@@ -64,15 +62,6 @@ class MtpHead(LanguageModel):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         return Capabilities(trees=True, num_layers=LAST, prefill_together=self.device.type != "cpu")
-
-    def new_cache(self) -> SlotCache:
-        """Return a cache without rows."""
-        return SlotCache()
-
-    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Add an empty cache row for each row from index `first` on."""
-        assert isinstance(cache, SlotCache)
-        cache.add_rows(len(rows) - first)
 
     def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the target's last hidden states, given as layer -> [..., H]."""

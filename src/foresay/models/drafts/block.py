@@ -1,75 +1,180 @@
-"""A block drafter bound to its target, with its own slot cache.
+"""A block drafter (DFlash; DSpark): a trainable module, and the same bound to its target with its own slot cache.
 
-The cache has the keys and values of the target's hidden states: one slot for each committed position but the last. A block is
-computed in the slots after them, and its entries are overwritten later. Owns the forward pass, which uses the compiled CPU
-kernels if available and PyTorch operations otherwise. The drafter supplies the hidden states.
+A block follows an anchor, a position whose token is known. Its first input is the anchor's token, the others are mask tokens. In
+every layer the keys and values are those of the target's hidden states at all positions before the anchor, and of the block
+itself, all of which each of its positions attends to. DSpark adds the Markov and the confidence head. The cache has one slot for
+each committed position but the last; a block is computed in the slots after them, and its entries are overwritten later. Knows no
+loss and no data; the drafter supplies the hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import KVCache, LanguageModel, ModelInput, ModelOutput
-from foresay.decoding.rows import Rows
+from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
-from foresay.models.blocks.files import Block, check_block
-from foresay.models.blocks.module import BlockLayer
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
-from foresay.models.cpu.product import CompiledProduct
-from foresay.models.heads.model import FEATURE_ROWS, DenseProduct, target_rows
-from foresay.models.huggingface import attention, linears
+from foresay.models.drafts.base import LAST, Draft, DraftModel
+from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.layers import DraftModule, FeedForward, Projections, RMSNorm, Rotary, rotate
+from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
-from foresay.models.huggingface.operations import RotaryTable, attend, feed_forward, rotary_of
-from foresay.models.huggingface.products import Product
-from foresay.threads import all_threads
-
-LAST = 1
-"""Key of the hidden states that the output layer reads."""
+from foresay.models.huggingface.operations import attend, feed_forward, rotary_of
 
 
-class BlockModel(LanguageModel):
+class BlockModule(DraftModule):
+    """The layers and heads of a block drafter. B texts of S positions, A anchors each, T positions of a block, width D."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__(config.layer, len(config.hidden_layers) * config.hidden_size)
+        shape, width = self.shape, config.hidden_size
+        self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            [BlockLayer(shape, normalizes=config.normalizes_queries) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(width, shape.rms_norm_eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
+
+    @property
+    def block_layers(self) -> list[BlockLayer]:
+        """The layers."""
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the context features [..., D] of the target's hidden states, [..., number of layers * D]."""
+        out: torch.Tensor = self.hidden_norm(self.fc(states))
+        return out
+
+    def blocks(self, states: torch.Tensor, embedded: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of blocks after the last norm, [B, A, T, D].
+
+        states: [B, S, number of layers * D], the target's hidden states of whole texts. embedded: [B, A, T, D], the embeddings of
+        the anchors' tokens and of mask tokens. anchors: [B, A] int64, positions.
+        """
+        batch, num_positions = states.shape[:2]
+        num_anchors, length = embedded.shape[1:3]
+        context = self.features(states)
+        device = states.device
+        before = self.rotary(context, torch.arange(num_positions, device=device)[None])
+        positions = (anchors[..., None] + torch.arange(length, device=device)).view(batch, -1)
+        inside = self.rotary(context, positions)
+        visible = torch.arange(num_positions, device=device) < anchors[..., None]
+        x = embedded.reshape(batch, num_anchors * length, -1)
+        for layer in self.block_layers:
+            x = layer(x, context, before, inside, visible, length)
+        out: torch.Tensor = self.norm(x).view(batch, num_anchors, length, -1)
+        return out
+
+
+class MarkovHead(nn.Module):
+    """Scores of a token after the previous one, of low rank: W2 W1[token]."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of a token's acceptance, from the block's output and, if configured, the previous token's Markov embedding."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        extra = config.markov_rank if config.confidence_reads_markov else 0
+        self.proj = nn.Linear(config.hidden_size + extra, 1)
+
+
+class BlockLayer(nn.Module):
+    """Attention over the context and a block, followed by a gated feed-forward network."""
+
+    def __init__(self, shape: LlamaConfig, *, normalizes: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = BlockAttention(shape, shape.hidden_size, normalizes=normalizes)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        before: Rotary,
+        inside: Rotary,
+        visible: torch.Tensor,
+        length: int,
+    ) -> torch.Tensor:
+        """Transform the states of blocks x [B, A * T, D].
+
+        context: [B, S, D]. before, inside: cosines and sines of the context's and the blocks' positions. visible: [B, A, S] bool.
+        """
+        x = x + self.self_attn(self.input_layernorm(x), context, before, inside, visible, length)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class BlockAttention(Projections):
+    """Attention of a block's positions to the context before its anchor and to the whole block."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        before: Rotary,
+        inside: Rotary,
+        visible: torch.Tensor,
+        length: int,
+    ) -> torch.Tensor:
+        """See BlockLayer.forward."""
+        batch, count = x.shape[:2]
+        anchors, group = count // length, self.heads // self.key_heads
+        query, key, old = self.queries(x, inside), self.keys(x, inside), self.keys(context, before)
+        value, old_value = self.values(x), self.values(context)
+        # queries that share a key head are folded into rows: [B, key heads, A, group * T, dim]
+        folded = query.view(batch, self.key_heads, group, anchors, length, self.dim).transpose(2, 3).flatten(3, 4)
+        own_keys, own_values = (one.view(batch, self.key_heads, anchors, length, self.dim) for one in (key, value))
+        scale = self.dim**-0.5
+        far = (folded.flatten(2, 3) @ old.transpose(2, 3) * scale).view(*folded.shape[:4], -1)
+        far = far.masked_fill(~visible[:, None, :, None], -torch.inf)
+        near = folded @ own_keys.transpose(3, 4) * scale
+        weights = torch.softmax(torch.cat([far, near], -1), -1)
+        seen = old.shape[2]
+        attended = (weights[..., :seen].flatten(2, 3) @ old_value).view(folded.shape) + weights[..., seen:] @ own_values
+        unfolded = attended.view(batch, self.key_heads, anchors, group, length, self.dim).transpose(2, 3)
+        return self.joined(unfolded.reshape(batch, self.heads, count, self.dim))
+
+
+class BlockModel(DraftModel):
     """A block drafter, bound to the target that it was trained for. B rows, T positions of a block, width D, K tokens."""
 
-    def __init__(self, block: Block, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
-        """name: of the target, for errors. make: builds the products. Raises ConfigError if the drafter does not fit the
-        target."""
-        config, module, self.target = block.config, block.module, target
-        width = int(target.model.config.get_text_config(decoder=True).hidden_size)
-        check_block(config, target.vocab_size, width, target.num_layers, name)
-        self.config, self.hidden_layers, self.width = config, config.hidden_layers, width
-        self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
-        self.dtype, self._make = target.model.dtype, make
-        self.subset = (
-            None if block.token_ids is None else VocabularySubset.of(block.token_ids.to(self.device), self.vocab_size)
-        )
-        self._fc, self._feature_norm = self._product(module.fc.weight), self._norm_of(module.hidden_norm)
+    def __init__(self, block: Draft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
+        """See DraftModel."""
+        super().__init__(block, target, name=name, make=make)
+        config, module = block.config, block.module
+        assert isinstance(module, BlockModule) and isinstance(config, BlockConfig)
+        self.config, self._feature_norm = config, self._norm_of(module.hidden_norm)
+        if (found := self._head.out_features) != config.draft_vocab_size:
+            raise ConfigError(
+                f"the block drafter drafts {config.draft_vocab_size} tokens, but the output layer of {name!r} has {found} rows"
+            )
         layers = module.block_layers
-        self._layers, self._norm = [self._layer(one) for one in layers], self._norm_of(module.norm)
+        self._layers = [
+            self._layer_of(one.self_attn, one.mlp, one.post_attention_layernorm, one.input_layernorm) for one in layers
+        ]
         attentions = [layer.self_attn for layer in layers]
         self._context = self._product(*(one.weight for a in attentions for one in (a.k_proj, a.v_proj)))
         """Keys and values of the context features in all layers, in one product."""
         self._key_norms = [None if a.k_norm is None else self._norm_of(a.k_norm) for a in attentions]
-        self._rotary = module.rotary.to(self.device)
-        self._rotary_table = RotaryTable(self._rotary)
-        own = module.embed_tokens
-        self._embed = target.model.get_input_embeddings() if own is None else own.to(self.device, self.dtype)
-        head = target_rows(target, block.token_ids) if module.lm_head is None else module.lm_head.weight
-        if len(head) != config.draft_vocab_size:
-            raise ConfigError(
-                f"the block drafter drafts {config.draft_vocab_size} tokens, but the output layer of {name!r} has "
-                f"{len(head)} rows"
-            )
-        self._head = self._product(head)
         markov = module.markov_head
         self._markov_rows = None if markov is None else markov.markov_w1.weight.detach().to(self.device, self.dtype)
         self._markov = None if markov is None else self._product(markov.markov_w2.weight)
@@ -78,52 +183,8 @@ class BlockModel(LanguageModel):
         if confidence is not None:
             weight, bias = confidence.proj.weight, confidence.proj.bias
             self._confidence = weight[0].detach().to(self.device).float(), float(bias.detach()[0])
-        self._native = self._compiled(str(config.layer.get("hidden_act", "silu")))
-        self.num_parameters = sum(weight.numel() for weight in module.parameters())
-
-    def _product(self, *weights: torch.Tensor) -> Product:
-        weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
-        quantized = self._make is not unquantized
-        if self.device.type == "cpu" and (quantized or linears.available(self.dtype, self.device)):
-            return self._make(weight, None)
-        return DenseProduct(weight)
-
-    def _norm_of(self, norm: torch.nn.Module) -> Norm:
-        assert isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None
-        return Norm(norm.weight.detach().to(self.device, self.dtype).contiguous(), float(norm.eps or 0.0))
-
-    def _layer(self, layer: BlockLayer) -> GatedLayer:
-        attn, mlp = layer.self_attn, layer.mlp
-        return GatedLayer(
-            kind="full_attention",
-            before_attention=self._norm_of(layer.input_layernorm),
-            qkv=self._product(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
-            heads=(attn.heads, attn.key_heads),
-            dim=attn.dim,
-            q_norm=None if attn.q_norm is None else self._norm_of(attn.q_norm),
-            k_norm=None if attn.k_norm is None else self._norm_of(attn.k_norm),
-            wide_norm=False,
-            rotates=True,
-            window=None,
-            scaling=attn.dim**-0.5,
-            softcap=None,
-            output=self._product(attn.o_proj.weight),
-            after_attention=None,
-            before_mlp=self._norm_of(layer.post_attention_layernorm),
-            gate_up=self._product(mlp.gate_proj.weight, mlp.up_proj.weight),
-            activation=mlp.activation,
-            down=self._product(mlp.down_proj.weight),
-            after_mlp=None,
-        )
-
-    def _compiled(self, activation: str) -> NativeLayers | None:
-        products = (self._head, self._context, self._fc, self._markov or self._head)
-        if self.device.type != "cpu" or not all(isinstance(one, CompiledProduct) for one in products):
-            return None
-        try:
-            return NativeLayers(self._layers, self._norm, activation, 1.0, self.dtype)
-        except LookupError:
-            return None
+        products = (self._context, self._fc, self._markov or self._head)
+        self._native = self._compiled(self._layers, str(config.layer.get("hidden_act", "silu")), products)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -131,36 +192,14 @@ class BlockModel(LanguageModel):
         native = self._native is not None
         return Capabilities(trees=True, num_layers=LAST, ragged=native, own_threads=native)
 
-    def new_cache(self) -> SlotCache:
-        """Return a cache without rows."""
-        return SlotCache() if self._native is None else self._native.new_cache()
-
-    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Add an empty cache row for each row from index `first` on."""
-        assert isinstance(cache, SlotCache)
-        cache.add_rows(len(rows) - first)
-
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """Not supported: blocks are computed by `run_block`."""
         raise NotImplementedError
 
-    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the target's hidden states, given as layer -> [..., D], as one vector for each position, [..., L * D]."""
-        return torch.cat([hidden[layer].to(self.device, self.dtype) for layer in self.hidden_layers], -1)
-
     @torch.inference_mode()
     def features(self, joint: torch.Tensor) -> torch.Tensor:
         """Return the context features [n, D] of the target's hidden states, [n, L * D]; see `joined`."""
-        return self._feature_norm(self._in_parts(self._fc, joint))
-
-    def _in_parts(self, product: Product, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [n, in], on a CPU without kernels in parts of a fixed size, so that bits do not depend on n."""
-        if self._native is not None or self.device.type != "cpu":
-            return product(x)
-        filled = F.pad(x, (0, 0, 0, -len(x) % FEATURE_ROWS))
-        with all_threads():
-            parts = [product(part) for part in filled.view(-1, FEATURE_ROWS, x.shape[-1])]
-        return torch.cat([*parts, x.new_empty(0, product.out_features)])[: len(x)]
+        return self._feature_norm(self.in_parts(self._fc, joint))
 
     @torch.inference_mode()
     def add_context(self, features: Sequence[torch.Tensor | None], cache: KVCache) -> None:
@@ -191,11 +230,11 @@ class BlockModel(LanguageModel):
         """Return keys and values of context features [n, D] in all layers, [L, key heads, n, dim] each."""
         layer = self._layers[0]
         heads, dim = layer.heads[1], layer.dim
-        joint = self._in_parts(self._context, features).to(self.dtype).view(len(features), -1, 2, heads, dim)
+        joint = self.in_parts(self._context, features).to(self.dtype).view(len(features), -1, 2, heads, dim)
         keys = joint[:, :, 0]
         normed = [keys[:, i] if norm is None else norm(keys[:, i]) for i, norm in enumerate(self._key_norms)]
         cos, sin = (one[:, None] for one in self._cos_sin(positions))
-        turned = torch.stack([_rotate(one.float(), cos, sin).to(self.dtype) for one in normed])
+        turned = torch.stack([rotate(one.float(), cos, sin).to(self.dtype) for one in normed])
         return turned.transpose(1, 2), joint[:, :, 1].permute(1, 2, 0, 3)
 
     def _cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,17 +316,14 @@ class BlockModel(LanguageModel):
     @torch.inference_mode()
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., K] of outputs [..., D], without those of the Markov head."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        found = self._in_parts(self._head, flat)
-        return found.view(*hidden.shape[:-1], -1)
+        return self.in_parts(self._head, hidden)
 
     @torch.inference_mode()
     def after(self, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return the logits that the Markov head adds after previous tokens, [...] int64 -> [..., K]; None without one."""
         if self._markov is None or self._markov_rows is None:
             return None
-        rows = self._markov_rows[tokens]
-        return self._in_parts(self._markov, rows.reshape(-1, rows.shape[-1])).view(*tokens.shape, -1)
+        return self.in_parts(self._markov, self._markov_rows[tokens])
 
     @torch.inference_mode()
     def acceptance(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -300,9 +336,3 @@ class BlockModel(LanguageModel):
         if self.config.confidence_reads_markov and self._markov_rows is not None:
             logits = logits + (self._markov_rows[tokens].float() * weight[self.width :]).sum(-1)
         return torch.sigmoid(logits)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [n, heads, dim] by cosines and sines [n, 1, dim]."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin

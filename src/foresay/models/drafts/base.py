@@ -1,0 +1,204 @@
+"""A draft on hidden states, bound to its target: its products, norms and draft vocabulary, and features of the hidden states.
+
+Owns the choice between the compiled CPU kernels and PyTorch operations, and with the latter the bits, which must not depend on
+the size of a pass. A kind of draft adds its forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from foresay.decoding.distributions import VocabularySubset
+from foresay.decoding.protocols import KVCache, LanguageModel
+from foresay.decoding.rows import Rows
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
+from foresay.models.cpu.product import CompiledProduct
+from foresay.models.drafts.config import DraftConfig
+from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
+from foresay.models.huggingface import linears
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import MakeProduct, unquantized
+from foresay.models.huggingface.operations import RotaryTable
+from foresay.models.huggingface.products import Product
+from foresay.threads import all_threads
+
+NEXT, LAST = 0, 1
+"""Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
+FEATURE_ROWS = 16
+"""Positions of which one PyTorch product on the CPU computes the features; always the same number, see `DraftModel.in_parts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A stored draft: its configuration, its weights and the tokens that it can draft."""
+
+    config: DraftConfig
+    module: DraftModule
+    token_ids: torch.Tensor | None
+    """[K] int64, ascending; None for the whole vocabulary of the target."""
+
+    def stored_in(self, dtype: torch.dtype) -> Draft:
+        """Return a copy to be written, whose weights have another dtype."""
+        return replace(self, module=copy.deepcopy(self.module).to(dtype))
+
+
+class SlotCacheRows(LanguageModel):
+    """Base of drafts that keep their keys and values in a slot cache."""
+
+    def new_cache(self) -> SlotCache:
+        """Return a cache without rows."""
+        return SlotCache()
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Add an empty cache row for each row from index `first` on."""
+        assert isinstance(cache, SlotCache)
+        cache.add_rows(len(rows) - first)
+
+
+class DraftModel(SlotCacheRows):
+    """A draft bound to the target that it was trained for. L hidden states are read, width D, K tokens are drafted."""
+
+    def __init__(self, draft: Draft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
+        """name: of the target, for errors. make: builds the products. Raises ConfigError if the draft does not fit the target."""
+        config, module, token_ids = draft.config, draft.module, draft.token_ids
+        width = int(target.model.config.get_text_config(decoder=True).hidden_size)
+        self.target, self.hidden_layers = target, config.check_target(target.vocab_size, width, target.num_layers, name)
+        """Layers of the target whose hidden states it reads."""
+        num_states = module.fc.in_features // width
+        if len(self.hidden_layers) != num_states:
+            raise ConfigError(
+                f"the {config.NOUN}'s fc.weight reads {num_states} hidden states, but {len(self.hidden_layers)} layers are "
+                "configured; the layers in its config.json must be one for each"
+            )
+        self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
+        self.dtype, self._make, self.width = target.model.dtype, make, config.hidden_size
+        self.subset = None if token_ids is None else VocabularySubset.of(token_ids.to(self.device), self.vocab_size)
+        self._fc, self._norm = self._product(module.fc.weight), self._norm_of(module.norm)
+        self._rotary = module.rotary.to(self.device)
+        self._rotary_table = RotaryTable(self._rotary)
+        own = module.embed_tokens
+        self._embed = target.model.get_input_embeddings() if own is None else own.to(self.device, self.dtype)
+        head = target_rows(target, token_ids) if module.lm_head is None else module.lm_head.weight
+        self._head = self._product(head)
+        self._native: NativeLayers | None = None
+        self.num_parameters = sum(weight.numel() for weight in module.parameters())
+
+    def _product(self, *weights: torch.Tensor) -> Product:
+        weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
+        quantized = self._make is not unquantized
+        if self.device.type == "cpu" and (quantized or linears.available(self.dtype, self.device)):
+            return self._make(weight, None)
+        return DenseProduct(weight)
+
+    def _norm_of(self, norm: torch.nn.Module) -> Norm:
+        assert isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None
+        return Norm(norm.weight.detach().to(self.device, self.dtype).contiguous(), float(norm.eps or 0.0))
+
+    def _layer_of(
+        self, attn: Projections, mlp: FeedForward, before_mlp: torch.nn.Module, before: torch.nn.Module | None = None
+    ) -> GatedLayer:
+        """Return a layer for our passes. before: norm of the attention's input, if it is one of the layer's parts."""
+        return GatedLayer(
+            kind="full_attention",
+            before_attention=None if before is None else self._norm_of(before),
+            qkv=self._product(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
+            heads=(attn.heads, attn.key_heads),
+            dim=attn.dim,
+            q_norm=None if attn.q_norm is None else self._norm_of(attn.q_norm),
+            k_norm=None if attn.k_norm is None else self._norm_of(attn.k_norm),
+            wide_norm=False,
+            rotates=True,
+            window=None,
+            scaling=attn.dim**-0.5,
+            softcap=None,
+            output=self._product(attn.o_proj.weight),
+            after_attention=None,
+            before_mlp=self._norm_of(before_mlp),
+            gate_up=self._product(mlp.gate_proj.weight, mlp.up_proj.weight),
+            activation=mlp.activation,
+            down=self._product(mlp.down_proj.weight),
+            after_mlp=None,
+        )
+
+    def _compiled(
+        self,
+        layers: Sequence[GatedLayer],
+        activation: str,
+        products: Sequence[Product],
+        first_norms: FirstLayerNorms | None = None,
+    ) -> NativeLayers | None:
+        """Return the layers for the kernels; None without them. products: the others of a pass."""
+        if self.device.type != "cpu" or not all(isinstance(one, CompiledProduct) for one in (self._head, *products)):
+            return None
+        try:
+            return NativeLayers(list(layers), self._norm, activation, 1.0, self.dtype, first_norms=first_norms)
+        except LookupError:
+            return None
+
+    def new_cache(self) -> SlotCache:
+        """Return a cache without rows."""
+        return SlotCache() if self._native is None else self._native.new_cache()
+
+    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the target's hidden states, given as layer -> [..., H], as one vector for each position, [..., L * H]."""
+        return torch.cat([hidden[layer].to(self.device, self.dtype) for layer in self.hidden_layers], -1)
+
+    @torch.inference_mode()
+    def features(self, joint: torch.Tensor) -> torch.Tensor:
+        """Return the features [..., D] of the target's hidden states, [..., L * H]; see `joined`."""
+        return self.in_parts(self._fc, joint)
+
+    def in_parts(self, product: Product, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in], on a CPU without kernels in parts of a fixed size.
+
+        PyTorch's summation order depends on the number of rows: a fixed number makes the bits independent of it.
+        """
+        if self._native is not None or self.device.type != "cpu":
+            return product(x)
+        flat = x.reshape(-1, x.shape[-1])
+        filled = F.pad(flat, (0, 0, 0, -len(flat) % FEATURE_ROWS))
+        with all_threads():
+            parts = [product(part) for part in filled.view(-1, FEATURE_ROWS, flat.shape[-1])]
+        out = torch.cat([*parts, flat.new_empty(0, product.out_features)])[: len(flat)]
+        return out.view(*x.shape[:-1], product.out_features)
+
+
+class DenseProduct:
+    """A product computed by PyTorch from the unpacked weight."""
+
+    bias: torch.Tensor | None = None
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.nbytes = 8.0 * weight.element_size(), weight.numel() * weight.element_size()
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in] -> [..., out]."""
+        return F.linear(x, self._weight)
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight [out, in]."""
+        return self._weight
+
+
+def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
+    """Return the rows [K, H] of a target's output layer for some tokens, or all rows for None.
+
+    Raises UnsupportedModelError if the target has no output layer over its whole vocabulary.
+    """
+    layer = target.model.get_output_embeddings()
+    weight = None if layer is None else linears.weight_of(layer)
+    if weight is None or target.subset is not None:
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} has no output layer over its whole vocabulary to share"
+        )
+    return weight if token_ids is None else weight[torch.as_tensor(token_ids, device=weight.device)]

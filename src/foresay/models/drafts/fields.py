@@ -1,0 +1,174 @@
+"""Fields of a draft's config.json that are validated, whatever its kind and layout. Knows no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foresay.errors import ConfigError
+from foresay.json_files import Schema, short
+
+LAYER = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "attention_bias",
+)
+"""Fields of a LlamaConfig that describe a draft's layers."""
+REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
+MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE, MAX_BLOCK = 1 << 18, 1 << 12, 1 << 24, 64
+"""Larger than any model's, and small enough that a product of two sizes does not overflow; most positions of a block."""
+
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
+VocabularySize = Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+Whole = Annotated[float, Field(ge=1, le=1)]
+"""Share of a head's dimensions that are rotated: all of them."""
+Factors = Annotated[list[Positive], Field(max_length=MAX_WIDTH)]
+
+
+class _Rotary(BaseModel):
+    """Parameters of the rotary embedding. The kind may be named `rope_type` or `type`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
+    type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
+    rope_theta: Positive | None = None
+    factor: Annotated[float, Field(ge=1, le=1e6)] | None = None
+    partial_rotary_factor: Whole | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
+
+
+class _Layer(BaseModel):
+    """Fields of the layers that are validated; all others are ignored."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    hidden_size: Width
+    num_attention_heads: Heads
+    intermediate_size: Width
+    num_key_value_heads: Heads | None = None
+    head_dim: Annotated[int, Field(ge=2, le=MAX_HEADS, multiple_of=2)] | None = None
+    hidden_act: Annotated[str, Field(max_length=100)] | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: _Rotary | None = None
+    rope_parameters: _Rotary | None = None
+    partial_rotary_factor: Whole | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
+
+
+class Fields(BaseModel):
+    """Fields other than the layers', of any kind of draft."""
+
+    vocab_size: VocabularySize
+    draft_vocab_size: VocabularySize | None = None
+    target_hidden_size: Width | None = None
+    norm_before_residual: bool | None = None
+
+
+class BlockFields(BaseModel):
+    """Fields of a block drafter, wherever a layout has them."""
+
+    block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK)]
+    mask_token_id: Annotated[int, Field(ge=0)]
+    num_hidden_layers: Annotated[int, Field(ge=1, le=256)]
+    num_draft_layers: int | None = None
+    use_sliding_window: bool | None = None
+    markov_rank: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
+    sample_from_anchor: bool | None = None
+    layer_types: list[str] | None = None
+
+
+class _Verifier(BaseModel):
+    """The target that a file names."""
+
+    name_or_path: str | None = None
+    architectures: list[str] | None = None
+
+
+_LAYER_SCHEMA: Schema[_Layer] = Schema(_Layer, "the layers of a draft")
+_FIELDS: Schema[Fields] = Schema(Fields, "a draft's configuration")
+_BLOCK: Schema[BlockFields] = Schema(BlockFields, "a block drafter's configuration")
+_VERIFIER: Schema[_Verifier] = Schema(_Verifier, "a verifier")
+_LAYERS: Schema[tuple[int, ...] | None] = Schema(
+    Annotated[tuple[Annotated[int, Field(ge=-1, le=10_000)], ...], Field(min_length=1, max_length=1000)] | None,
+    "a list of layers",
+)
+"""Layers of the target, -1 or 0 for the embeddings."""
+
+
+def check_layer(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of a draft's layers. Raises ConfigError that names a missing or invalid one; source: for errors."""
+    missing = [name for name in REQUIRED if layer.get(name) is None]
+    if missing:
+        raise ConfigError(f"{source} has no {missing[0]}")
+    _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, source)
+    return {name: layer[name] for name in LAYER if layer.get(name) is not None}
+
+
+def fields_of(values: Mapping[str, Any], source: str) -> Fields:
+    """Return the fields other than the layers'. Raises ConfigError as `check_layer` does."""
+    if values.get("vocab_size") is None:
+        raise ConfigError(f"{source} has no vocab_size")
+    return _FIELDS.of({name: values.get(name) for name in Fields.model_fields}, source)
+
+
+def block_fields_of(values: Mapping[str, Any], layer: Mapping[str, Any], source: str) -> BlockFields:
+    """Return the fields of a block drafter. Raises ConfigError for an invalid one."""
+    inner = {name: layer.get(name) for name in ("layer_types", "use_sliding_window")}
+    return _BLOCK.of({**{name: values.get(name) for name in BlockFields.model_fields}, **inner}, source)
+
+
+def layers_of(values: Mapping[str, Any], name: str, source: str, *, least: int = 0) -> tuple[int, ...] | None:
+    """Return the target's layers that a field lists; None if it is missing. least: the number of the embeddings."""
+    found = values.get(name)
+    layers = _LAYERS.of(found, f"{source}: {name}={short(found)}")
+    if layers is not None and min(layers) < least:
+        raise ConfigError(f"{source}: {name}={short(found)} must be numbers of layers from {least} on")
+    return layers
+
+
+def object_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object inside a config.json; empty if it is missing. Raises ConfigError for another value."""
+    found = values.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} of a draft's config.json must be an object, not {short(found)}")
+    return found
+
+
+def verifier_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the target that a file of vLLM's speculators layout names, as arguments of a configuration."""
+    found = _VERIFIER.of(object_of(object_of(values, "speculators_config"), "verifier"), "verifier")
+    return {"target": found.name_or_path or "", "target_architectures": tuple(found.architectures or ())}
+
+
+def refuse_parts(values: Mapping[str, Any], parts: Mapping[str, tuple[Any, ...]], noun: str) -> None:
+    """Raise ConfigError for a field that selects a part which is not supported. parts: the values that select none."""
+    for name, allowed in parts.items():
+        if values.get(name) not in allowed:
+            raise ConfigError(f"{name}={short(values[name])}: {noun} with this part are not supported")

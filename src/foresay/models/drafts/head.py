@@ -1,0 +1,276 @@
+"""A draft head (EAGLE-3): a trainable module, and a LanguageModel with its own slot cache that scores the target's vocabulary.
+
+The head predicts token i + 2 from a pair: the target's hidden states at position i and token i + 1. Drafting continues with the
+head's own output instead of hidden states, and training unrolls it in the same way (EAGLE-3's training-time test): in step j, the
+chain that starts at position i reads token i + 1 + j and its output of step j - 1, and attends to the first step's pairs up to
+position i and to its own pairs of later steps. Knows no loss and no data; the drafter supplies the hidden states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.continuation import Continuation, Drawn
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
+from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cpu.chain import NativeChain, Start, table_of
+from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.drafts.base import LAST, NEXT, Draft, DraftModel
+from foresay.models.drafts.config import HeadConfig
+from foresay.models.drafts.layers import DraftModule, FeedForward, Projections, RMSNorm, Rotary
+from foresay.models.huggingface import attention
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.fused import padded
+from foresay.models.huggingface.linears import MakeProduct, unquantized
+from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
+
+
+class HeadModule(DraftModule):
+    """The layers of a head. B texts, P pairs of each, hidden size D."""
+
+    def __init__(self, config: HeadConfig, num_states: int) -> None:
+        """num_states: number of the target's hidden states whose concatenation it reads."""
+        super().__init__(config.layer, num_states * config.target_hidden_size)
+        self.layers = nn.ModuleList([_Layer(self.shape, config.norm_before_residual)])
+        self.norm = RMSNorm(config.hidden_size, self.shape.rms_norm_eps)
+
+    @property
+    def layer(self) -> _Layer:
+        """The head's only layer."""
+        found = self.layers[0]
+        assert isinstance(found, _Layer)
+        return found
+
+    def unrolled(self, states: torch.Tensor, embedded: torch.Tensor, steps: int) -> list[torch.Tensor]:
+        """Return the inputs of the output layer, [B, P, D] for each step.
+
+        states: [B, P, num_states * target hidden size], the target's at each position. embedded: [B, P + steps - 1, D], embedding
+        of the token after each position. Positions after the end of a text may have any values; their outputs are meaningless.
+        """
+        out: torch.Tensor = self.fc(states)
+        count = states.shape[1]
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        normed: list[torch.Tensor] = []
+        for step in range(steps):
+            positions = torch.arange(step, step + count, device=states.device)[None]
+            cos_sin = self.rotary(out, positions)
+            out, key, value = self.layer(out, embedded[:, step : step + count], cos_sin, keys, values)
+            keys.append(key)
+            values.append(value)
+            normed.append(self.norm(out))
+        return normed
+
+
+class _Layer(nn.Module):
+    """Attention over pairs, followed by a gated feed-forward network."""
+
+    def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
+        self.self_attn = HeadAttention(shape, 2 * width)
+        self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        rotary: Rotary,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the output [B, P, D] and this step's keys and values.
+
+        hidden, embedded: [B, P, D]. rotary: cosines and sines. keys, values: of previous steps.
+        """
+        normed = self.hidden_norm(hidden)
+        attended, key, value = self.self_attn(
+            torch.cat([self.input_layernorm(embedded), normed], -1), rotary, keys, values
+        )
+        x = (normed if self.norm_before_residual else hidden) + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), key, value
+
+
+class HeadAttention(Projections):
+    """Attention of one step's pairs to the first step's pairs up to their position, and to their own chain's later pairs."""
+
+    def forward(
+        self, x: torch.Tensor, rotary: Rotary, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attend from x [B, P, 2 D]. Keys and values are [B, heads, P, dim], repeated for the query heads that share them."""
+        shared = self.heads // self.key_heads
+        query = self.queries(x, rotary)
+        key, value = (one.repeat_interleave(shared, 1) for one in (self.keys(x, rotary), self.values(x)))
+        if not keys:
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            attended = self._over_steps(query, [*keys, key], [*values, value])
+        return self.joined(attended), key, value
+
+    def _over_steps(
+        self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        scale, count = self.dim**-0.5, query.shape[2]
+        hidden = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+        first = (query @ keys[0].transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+        own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
+        weights = torch.softmax(torch.cat([first, *own], -1), -1)
+        attended = weights[..., :count] @ values[0]
+        for step, value in enumerate(values[1:]):
+            attended = attended + weights[..., count + step, None] * value
+        return attended
+
+
+class HeadModel(DraftModel):
+    """A draft head, bound to the target that it was trained for.
+
+    Its input at each position is a pair: a token, and in `ModelInput.features` [B, T, D] the features of the target's hidden
+    states at the previous position, or the head's own output there.
+    """
+
+    def __init__(self, head: Draft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
+        """See DraftModel."""
+        super().__init__(head, target, name=name, make=make)
+        module, config = head.module, head.config
+        assert isinstance(module, HeadModule) and isinstance(config, HeadConfig)
+        first = module.layer
+        self._layer = self._layer_of(first.self_attn, first.mlp, first.post_attention_layernorm)
+        self._token_norm, self._feature_norm = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
+        self._norm_before_residual = config.norm_before_residual
+        norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)
+        self._native = self._compiled([self._layer], str(config.layer.get("hidden_act", "silu")), (), norms)
+        self._chain = self._compiled_chain()
+
+    def _compiled_chain(self) -> NativeChain | None:
+        table = table_of(self._embed)
+        if self._native is None or table is None or not isinstance(self._head, NativeProduct):
+            return None
+        if self.subset is None and self._head.out_features > self.vocab_size:
+            return None
+        ids = None if self.subset is None else self.subset.token_ids
+        return NativeChain(self._native, table, self._head, ids, self.dtype)
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if `draft_at_once` is possible."""
+        return self._chain is not None and self._rotary_table.until(0) is not None
+
+    def draft_at_once(
+        self,
+        known: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        most: int,
+        ends: Sequence[int],
+        rule: Continuation,
+    ) -> Drawn | None:
+        """Draft likeliest tokens after the known ones in one call, with the bits of single passes; None if it is not possible.
+
+        known: [N] int64, at least one token. features: [N, D], those before each. cache: of one row, to which these pairs are
+        added. most: tokens. ends: tokens after which nothing is drafted.
+        """
+        until = cache.lengths[0] + len(known) + most
+        rotary = None if self._chain is None else self._rotary_table.until(until)
+        if self._chain is None or rotary is None:
+            return None
+        out = self._chain.draft(Start(known, features, rotary), cache, most, ends, rule)
+        cache.lengths[0] += len(known)
+        return out
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See LanguageModel."""
+        native = self._native is not None
+        joint = native or self.device.type != "cpu"
+        return Capabilities(trees=True, num_layers=LAST, prefill_together=joint, ragged=native, own_threads=native)
+
+    @torch.inference_mode()
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        """Run one pass over pairs; see LanguageModel.forward. The output always contains the hidden states NEXT and LAST."""
+        assert isinstance(cache, SlotCache) and model_input.features is not None
+        batch, columns = model_input.token_ids.shape
+        if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
+            return self._row_by_row(model_input, cache)
+        at = cache.begin_pass(model_input.first_row, batch, columns, self.device, model_input.parents)
+        embedded = self._embed(model_input.token_ids)
+        if self._native is not None:
+            x, normed = self._by_kernels(self._native, embedded, model_input, at, cache)
+        else:
+            with attention.during(at):
+                x, normed = self._by_operations(embedded, model_input.features, at, cache)
+        for i, count in enumerate(model_input.num_tokens):
+            cache.lengths[model_input.first_row + i] += count
+        hidden = {NEXT: x, LAST: normed}
+        if model_input.logits is Logits.NONE:
+            return ModelOutput(None, hidden)
+        return ModelOutput(self._head(model_input.scored(normed)), hidden, subset=self.subset)
+
+    def _row_by_row(self, model_input: ModelInput, cache: SlotCache) -> ModelOutput:
+        """Run a pass row by row with at least two columns, so that a row's bits do not depend on the batch or pass size."""
+        outputs = []
+        for i, count in enumerate(model_input.num_tokens):
+            one = model_input.part(i, i + 1)
+            assert one.features is not None
+            if model_input.token_ids.shape[1] > 1:
+                outputs.append(self.forward(one, cache))
+                continue
+            pair = dataclasses.replace(
+                one,
+                token_ids=one.token_ids.expand(1, 2),
+                features=one.features.expand(1, 2, -1),
+                parents=None,
+                num_tokens=[count],
+            )
+            twice = self.forward(pair, cache)
+            scores = None if twice.logits is None else twice.logits[:, :1]
+            outputs.append(ModelOutput(scores, {n: states[:, :1] for n, states in twice.hidden.items()}))
+        hidden = {n: torch.cat([one.hidden[n] for one in outputs]) for n in (NEXT, LAST)}
+        if model_input.logits is Logits.NONE:
+            return ModelOutput(None, hidden)
+        scores = torch.cat([one.logits for one in outputs if one.logits is not None])
+        return ModelOutput(scores, hidden, subset=self.subset)
+
+    def _by_kernels(
+        self, native: NativeLayers, embedded: torch.Tensor, model_input: ModelInput, at: Placement, cache: SlotCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        features = model_input.features
+        assert features is not None
+        batch, columns = model_input.token_ids.shape
+        shape = (batch, columns)
+        if not any(model_input.num_tokens):
+            return torch.zeros_like(features), torch.zeros_like(features)
+        real = None
+        if min(model_input.num_tokens) < columns:
+            real = torch.arange(columns) < torch.tensor(model_input.num_tokens)[:, None]
+        both = torch.cat([embedded, features], -1)
+        read = (both.flatten(0, 1) if real is None else both[real]).float()
+        flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # the kernels overwrite it
+        tokens = FlatTokens.of(at, real)
+        normed, _ = native.run(flat, tokens, cache, {self._layer.kind: self._rotary_table(tokens.positions)}, (), read)
+        return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
+
+    def _by_operations(
+        self, embedded: torch.Tensor, features: torch.Tensor, at: Placement, cache: SlotCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self._feature_norm(features)
+        read = torch.cat([self._token_norm(embedded), normed], -1)
+        x = normed if self._norm_before_residual else features
+        positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
+        rotary = rotary_of(*self._rotary(x, positions))
+        write = partial(cache.write, 0, at=at)
+        x = attend(self._layer, x, read, write, rotary, causal_mask(None, x.dtype))
+        x = feed_forward(self._layer, x)
+        return x, self._norm(x)

@@ -1,0 +1,140 @@
+"""Parts of the trainable modules of drafts, with parameters named as in their files. Knows no loss and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from foresay.errors import ConfigError, UnknownNameError
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of positions, [1, P, dim] each."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """A norm in the precision of its input: PyTorch computes one of two precisions slowly, and warns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize x [..., D]."""
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class DraftModule(nn.Module):
+    """Base of the modules: the parts of every draft on the target's hidden states. L of them are read, K tokens drafted."""
+
+    norm: RMSNorm
+    """Of the output layer's input."""
+
+    def __init__(self, layer: Mapping[str, Any], inputs: int) -> None:
+        """layer: fields of a LlamaConfig. inputs: size of the target's hidden states that are read, together."""
+        super().__init__()
+        self.shape = layer_shape(layer)
+        self.fc = nn.Linear(inputs, self.shape.hidden_size, bias=False)
+        self.lm_head: nn.Linear | None = None
+        """[K, D]; None to use the target's rows of the tokens that it can draft."""
+        self.embed_tokens: nn.Embedding | None = None
+        """[V, D]; None to use the target's."""
+        self.rotary = rotary_embedding(layer)
+
+
+class Projections(nn.Module):
+    """The matrices of an attention layer, and the split of their results into heads."""
+
+    def __init__(self, shape: LlamaConfig, inputs: int, *, normalizes: bool = False) -> None:
+        """inputs: size of its inputs. normalizes: True for norms of queries and keys."""
+        super().__init__()
+        width, dim = shape.hidden_size, int(shape.head_dim or shape.hidden_size // shape.num_attention_heads)
+        self.heads, self.key_heads, self.dim = shape.num_attention_heads, shape.num_key_value_heads, dim
+        self.q_proj = nn.Linear(inputs, self.heads * dim, bias=False)
+        self.k_proj = nn.Linear(inputs, self.key_heads * dim, bias=False)
+        self.v_proj = nn.Linear(inputs, self.key_heads * dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * dim, width, bias=False)
+        self.q_norm = RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
+        self.k_norm = RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
+
+    def queries(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return the rotated queries of x [B, P, inputs], [B, heads, P, dim]."""
+        return self._turned(self.q_proj(x), self.heads, self.q_norm, rotary)
+
+    def keys(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Return the rotated keys of x, [B, key heads, P, dim]."""
+        return self._turned(self.k_proj(x), self.key_heads, self.k_norm, rotary)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the values of x, [B, key heads, P, dim]."""
+        return self._split(self.v_proj(x), self.key_heads)
+
+    def joined(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return the output [B, P, D] of attended values [B, heads, P, dim]."""
+        out: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.view(*x.shape[:2], heads, self.dim).transpose(1, 2)
+
+    def _turned(self, x: torch.Tensor, heads: int, norm: nn.RMSNorm | None, rotary: Rotary) -> torch.Tensor:
+        split = self._split(x, heads)
+        split = split if norm is None else norm(split)
+        return rotate(split, *(one[:, None].to(split.dtype) for one in rotary))
+
+
+class FeedForward(nn.Module):
+    """A gated feed-forward network."""
+
+    def __init__(self, shape: LlamaConfig) -> None:
+        super().__init__()
+        width, inner = shape.hidden_size, shape.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.activation = ACT2FN[shape.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform x [..., D] to the same shape."""
+        out: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [..., dim] by cosines and sines of a shape that broadcasts to it."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+def rotary_embedding(layer: Mapping[str, Any]) -> LlamaRotaryEmbedding:
+    """Return the rotary embedding of a draft's layers. Raises ConfigError unless its parameters rotate all of `head_dim`."""
+    shape = layer_shape(layer)
+    dim = int(shape.head_dim or shape.hidden_size // shape.num_attention_heads)
+    try:
+        rotary = LlamaRotaryEmbedding(shape)
+    except Exception as error:  # transformers raises many classes for invalid parameters
+        raise ConfigError(f"the draft's rotary parameters are invalid: {_first_line(error)}") from error
+    if 2 * rotary.inv_freq.numel() != dim:
+        raise ConfigError(
+            f"the draft's rotary embedding covers {2 * rotary.inv_freq.numel()} of head_dim={dim} dimensions; it must cover all"
+        )
+    return rotary
+
+
+def layer_shape(layer: Mapping[str, Any]) -> LlamaConfig:
+    """Return transformers' configuration of the layers. Raises ConfigError for invalid fields or an unknown activation."""
+    try:
+        shape = LlamaConfig(**layer)
+    except Exception as error:  # transformers' validation raises its own classes
+        raise ConfigError(f"the draft's layer is not a valid 'llama' layer: {_first_line(error)}") from error
+    if shape.hidden_act not in ACT2FN:
+        raise UnknownNameError("activation", shape.hidden_act, ACT2FN)
+    return shape
+
+
+def _first_line(error: Exception) -> str:
+    """Return an error's message in one line, or its class name if the message is empty."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,63 @@
+"""A folder, hub id or alias -> a draft on hidden states.
+
+Owns the location of its files; drafts/files.py reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from foresay.errors import ConfigError, ModelNotFoundError
+from foresay.models.drafts.base import Draft
+from foresay.models.drafts.config import is_block
+from foresay.models.drafts.files import read_config, read_draft
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.packaged import ALIASES, packaged_head
+
+Kind = Literal["head", "block"]
+_NOUNS: dict[Kind, str] = {"head": "a head", "block": "a block drafter"}
+
+
+def load_draft(name: str | os.PathLike[str], options: LoadOptions | None = None, *, kind: Kind | None = None) -> Draft:
+    """Load a draft by folder or hub id, or a head by the alias of its target; only JSON and safetensors are read.
+
+    kind: the only one to accept; None for any. Raises as `read_draft` does, ConfigError for another kind, and ModelNotFoundError
+    for a name that is neither, or that the hub does not have.
+    """
+    text = os.fspath(name)
+    if kind != "block":
+        if (shipped := packaged_head(text)) is not None:
+            return read_draft(shipped)
+        if text in ALIASES:
+            raise ModelNotFoundError(f"the draft head for {text!r} is not installed; {ALIASES[text].head_hint}")
+    folder = _folder(text, _NOUNS[kind or "head"], options)
+    found: Kind = "block" if is_block(read_config(folder)) else "head"
+    if kind not in (None, found):
+        raise ConfigError(f"{text!r} is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})")
+    return read_draft(folder)
+
+
+def _folder(text: str, noun: str, options: LoadOptions | None) -> Path:
+    """Return the folder that a name denotes, downloaded if it is a hub id."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if not text or path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") != 1:
+        raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of {noun}, or org/name of one on the hub")
+    return Path(_fetched(text, (options or LoadOptions()).revision))
+
+
+def _fetched(name: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        found: str = snapshot_download(
+            name, revision=revision, allow_patterns=["*.json", "*.safetensors"], etag_timeout=10.0
+        )
+    except Exception as error:  # any exception of the network library
+        raise ModelNotFoundError(
+            f"{name!r} is not a folder here, and the hub did not give it: {error} (check your network)"
+        ) from error
+    return found
