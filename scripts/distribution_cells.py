@@ -1,4 +1,4 @@
-"""Write `tests/law/cells.json`: cells of the distribution tests that together cover every pair of values of two axes.
+"""Write `tests/distribution/cells.json`: cells that together cover every pair of values of two axes.
 
 Run it when an axis of tests/helpers/distribution_cells.py has changed.
 """
@@ -38,5 +38,5 @@ def pairwise() -> list[Cell]:
 
 if __name__ == "__main__":
     cells = pairwise()
-    (ROOT / "tests" / "law" / "cells.json").write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
+    (ROOT / "tests" / "distribution" / "cells.json").write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
     print(f"{len(cells)} cells")

@@ -86,7 +86,7 @@ def distribution_cells() -> Iterator[tuple[str, str]]:
             max_batch_size=size,
             join_later=late,
         )
-        yield "law " + "-".join(cell), digest(steps)
+        yield "distribution " + "-".join(cell), digest(steps)
 
 
 def prompts_of(vocab: int) -> list[list[int]]:
@@ -145,9 +145,9 @@ def main() -> int:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--write", type=Path, metavar="FILE")
     group.add_argument("--check", type=Path, metavar="FILE")
-    parser.add_argument("--only", choices=("law", "family", "smollm2"), help="one kind of cell")
+    parser.add_argument("--only", choices=("distribution", "family", "smollm2"), help="one kind of cell")
     given = parser.parse_args()
-    kinds = {"law": distribution_cells, "family": family_cells, "smollm2": model_cells}
+    kinds = {"distribution": distribution_cells, "family": family_cells, "smollm2": model_cells}
     found = {name: value for kind, cells in kinds.items() if given.only in (None, kind) for name, value in cells()}
     if given.write:
         given.write.write_text(json.dumps(found, indent=1) + "\n")

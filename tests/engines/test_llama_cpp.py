@@ -31,7 +31,7 @@ TASKS = (
 )
 PROMPTS = [[{"role": "user", "content": one}] for one in TASKS]
 NEAR = 0.1
-"""Of the spread of a law's scores: what another width of a pass may move them by."""
+"""Of the spread of a distribution's scores: what another width of a pass may move them by."""
 
 
 @pytest.fixture(scope="module")

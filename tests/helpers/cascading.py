@@ -22,7 +22,7 @@ ZEROS = [[0, 0, 0], [0, 0, 0]]
 
 
 class Whole(TableModel):
-    """A table whose laws depend on the whole context, so that no wrong cache goes unseen; counts what it is fed."""
+    """A table whose distributions depend on the whole context, so that no wrong cache goes unseen; counts what it is fed."""
 
     passes = fed = 0
 

@@ -1,4 +1,4 @@
-"""The cells of the law tests: drafters, rules, lengths, parameters and batches over a table."""
+"""The cells of the distribution tests: drafters, rules, lengths, parameters and batches over a table."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ COUNTS = {"one": 300, "eight": 600, "joining": 1500}
 """Outputs of a cell, unless all cells are tried with SAMPLES each; rows that go one by one take their time."""
 
 
-_STORED = Path(__file__).parent.parent / "law" / "cells.json"
+_STORED = Path(__file__).parent.parent / "distribution" / "cells.json"
 Cell = tuple[str, str, str, str, str]
 
 

@@ -16,7 +16,7 @@ from foresay.models.table import TableModel
 def distribution(
     target: TableModel, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> np.ndarray:
-    """The law of the token after prompt + output, [V] float64, by the definitions of the parameters."""
+    """The distribution of the token after prompt + output, [V] float64, by the definitions of the parameters."""
     logits = target.distribution([*prompt, *output]).log().numpy().copy()
     for token in set(prompt) | set(output):
         value = logits[token]
@@ -44,7 +44,7 @@ def distribution(
 
 
 def joint(target: TableModel, params: SamplingParams, prompt: Sequence[int], length: int) -> np.ndarray:
-    """The law of the first `length` output tokens, flattened, [V ** length]."""
+    """The distribution of the first `length` output tokens, flattened, [V ** length]."""
     size = target.vocab_size
     out = np.zeros(size**length)
     for place, output in enumerate(itertools.product(range(size), repeat=length)):
@@ -58,7 +58,7 @@ def joint(target: TableModel, params: SamplingParams, prompt: Sequence[int], len
 
 
 def p_value(outputs: Sequence[Sequence[int]], probs: np.ndarray, size: int) -> float:
-    """Chi-squared p-value of observed outputs against their law; 0 when something impossible was observed.
+    """Chi-squared p-value of observed outputs against their distribution; 0 when something impossible was observed.
 
     Cells expected less than five times are pooled.
     """

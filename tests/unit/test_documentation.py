@@ -118,8 +118,10 @@ def test_named_files_exist() -> None:
 
 
 def test_missing_files_are_found() -> None:
-    assert missing_paths("see `tests/law/test_loop_law.py`, tests/law/test_loop.py and benchmarks/gone.py") == [
-        "tests/law/test_loop_law.py",
+    assert missing_paths(
+        "see `tests/distribution/test_loop_law.py`, tests/distribution/test_loop.py and benchmarks/gone.py"
+    ) == [
+        "tests/distribution/test_loop_law.py",
         "benchmarks/gone.py",
     ]
 

@@ -81,7 +81,18 @@ def test_nothing_outside_gpu_steps_aside() -> None:
 def misplaced(file: str) -> bool:
     folder, _, name = file.rpartition("/")
     top = folder.split("/", 1)[0]
-    if top not in ("", "helpers", "unit", "integration", "law", "gpu", "engines", "browser", "clients", "simulation"):
+    if top not in (
+        "",
+        "helpers",
+        "unit",
+        "integration",
+        "distribution",
+        "gpu",
+        "engines",
+        "browser",
+        "clients",
+        "simulation",
+    ):
         return True
     if top == "simulation":  # its modules are used nowhere else
         return False

@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer: exact output, laws over shared tokens, full acceptance of one's own twin."""
+"""A draft model with another tokenizer: exact output, distributions over shared tokens, full acceptance of one's own twin."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_lengths_that_come_out_as_they_please_leave_the_law(behind: bool, sample
 
 
 def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a chain whose drafts end before the token that ended them writes another law."""
+    """Control: a chain whose drafts end before the token that ended them writes another distribution."""
     honest = DraftChain.add
 
     def dropping(self, *arguments):  # type: ignore[no-untyped-def]
@@ -86,7 +86,7 @@ def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a hybrid that takes the model's draft only where it likes its first token writes another law."""
+    """Control: a hybrid that takes the model's draft only where it likes its first token writes another distribution."""
     samples = 3000
     propose = ModelDrafter.propose
 

@@ -94,7 +94,9 @@ def test_coupled_output_depends_on_the_seed_alone() -> None:
     different = [
         run(TARGET, PROMPTS, PARAMS, drafter=_drafter("model"), rule="speculative", gamma=gamma)[0] for gamma in (0, 3)
     ]
-    assert different[0] != different[1], "the speculative rule keeps the law, not the tokens: this test must see that"
+    assert different[0] != different[1], (
+        "the speculative rule keeps the distribution, not the tokens: this test must see that"
+    )
 
 
 def test_coupled_acceptance_reaches_its_bound() -> None:

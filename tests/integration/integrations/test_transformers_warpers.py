@@ -1,4 +1,4 @@
-"""Inside transformers every processor and warper acts in its place in the list: its law, against transformers' own."""
+"""Inside transformers every processor and warper acts in its place in the list: its distribution, against transformers' own."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def model() -> PreTrainedModel:
 
 
 def _model(seed: int) -> PreTrainedModel:
-    """Eight tokens, and laws that are neither flat nor certain."""
+    """Eight tokens, and distributions that are neither flat nor certain."""
     model = make("llama", seed, vocab_size=VOCAB)
     model.lm_head.weight.data *= 0.25
     model.generation_config = GenerationConfig(eos_token_id=None, bos_token_id=1, pad_token_id=0, max_new_tokens=4)
     return model
 
 
-# -- the law of one token --------------------------------------------------------------------------------------------
+# -- the distribution of one token --------------------------------------------------------------------------------------------
 
 Translation = Callable[[LogitsProcessorList, GenerationConfig], SamplingParams]
 
@@ -121,7 +121,7 @@ def _theirs(processors: LogitsProcessorList, config: GenerationConfig, logits: t
 
 
 def _distribution(params: SamplingParams, config: GenerationConfig, logits: torch.Tensor) -> torch.Tensor:
-    """The law that foresay decodes with, [V]."""
+    """The distribution that foresay decodes with, [V]."""
     eos = frozenset() if config.eos_token_id is None else frozenset([int(config.eos_token_id)])
     row = make_row(PROMPT, eos=eos, **{name: getattr(params, name) for name in SamplingParams.__slots__})
     distributions = build_distributions(logits[None, None].clone(), Rows([row]), counts=[0])
@@ -367,7 +367,7 @@ BESIDE_OWN = {"do_sample": True, "temperature": 0.8, "top_k": 6, "top_p": 0.97}
 
 
 def _joint(model: PreTrainedModel, own: list[Any]) -> np.ndarray:
-    """The law of two tokens, by enumeration of transformers' own processing, [V ** 2]."""
+    """The distribution of two tokens, by enumeration of transformers' own processing, [V ** 2]."""
     processors, _ = _handed(model, own, BESIDE_OWN)
     out = np.ones((VOCAB,) * LENGTH)
     for length in range(LENGTH):
@@ -401,7 +401,7 @@ def _written(model: PreTrainedModel, own: list[Any], rule: str) -> list[list[int
 def test_the_law_with_a_draft(
     model: PreTrainedModel, own: list[Any], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tokens against the enumerated law; false alarm 1e-5. The translation as it was must be found out."""
+    """Two tokens against the enumerated distribution; false alarm 1e-5. The translation as it was must be found out."""
     steps: list[Any] = []
     engine_step = foresay.Engine.step
 

@@ -63,7 +63,7 @@ class Shows(TableModel):
 
 
 def by_last(seed: int, kind: type = TableModel) -> Any:
-    """A table whose laws depend on the last token alone."""
+    """A table whose distributions depend on the last token alone."""
     distributions = TableModel.random(V, seed=seed).table[0]
     return kind(distributions.expand(V, V, V).clone())
 

@@ -204,7 +204,7 @@ class TestQuality:
 
 @torch.no_grad()
 def test_a_draft_that_is_cut_learns_the_tokens_that_it_keeps() -> None:
-    """Its law is over those alone; what the target says of others counts as the rest, which it cannot have."""
+    """Its distribution is over those alone; what the target says of others counts as the rest, which it cannot have."""
     target, text = loaded(), written(loaded(), 1, new=9)[0]
     model: Any = target.model
     weights = make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False)
@@ -236,7 +236,7 @@ def learn_a_little(head: Any, target: LoadedModel, texts: list[Text], steps: int
 
 @torch.no_grad()
 def test_the_loss_is_the_divergence_of_what_was_drafted() -> None:
-    """One text by hand: which law is compared with which. Control: laws of the neighbouring place."""
+    """One text by hand: which distribution is compared with which. Control: distributions of the neighbouring place."""
     target = loaded()
     model: Any = target.model
     text = written(target, 1, new=9)[0]

@@ -39,7 +39,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def reference(logits: Array, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Array:
-    """One law in float64, with full sorts; ties at the nucleus' edge go to the lower token."""
+    """One distribution in float64, with full sorts; ties at the nucleus' edge go to the lower token."""
     scores = logits / temperature
     if top_k:
         scores = np.where(scores >= np.sort(scores)[::-1][min(top_k, len(scores)) - 1], scores, -np.inf)
@@ -59,7 +59,7 @@ def _softmax(scores: Array) -> Array:
 
 
 def distribution_of(logits: torch.Tensor, **params: Any) -> torch.Tensor:
-    """The law built for one row at one place, [V]."""
+    """The distribution built for one row at one place, [V]."""
     distributions = build_distributions(logits[None, None], make_rows(params))
     assert distributions.probs is not None
     return distributions.probs[0]
@@ -141,7 +141,7 @@ def test_ties_with_the_kth_stay(tied: int) -> None:
 
 
 def test_ties_with_the_last_of_the_nucleus_stay() -> None:
-    """Which of the tied tokens a law holds would otherwise depend on the order of a sort."""
+    """Which of the tied tokens a distribution holds would otherwise depend on the order of a sort."""
     distribution = distribution_of(torch.zeros(1000), temperature=1.0, top_p=0.4995)
     assert int((distribution > 0).sum()) == 1000
     assert torch.allclose(distribution, torch.tensor(1 / 1000))

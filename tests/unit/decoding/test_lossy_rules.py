@@ -32,7 +32,7 @@ P, AFTER, Q = distribution(5, 3, 1.5, 0.5, 0), distribution(1, 1, 1, 1, 6), dist
 
 
 def verified(rule: Rule, proposal: Proposal, *distributions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(accepted, extra token) of BATCH sampled rows, all with these target laws at their places."""
+    """(accepted, extra token) of BATCH sampled rows, all with these target distributions at their places."""
     width = len(distributions)
     target = Distributions(
         torch.zeros(BATCH, width, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Scores of a draft that writes some of the tokens only: never written out over the vocabulary where no law needs it."""
+"""Scores of a draft that writes some of the tokens only: never written out over the vocabulary where no distribution needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cascades: whose law a token carries, and caches that stay true over contexts that come and go."""
+"""Cascades: whose distribution a token carries, and caches that stay true over contexts that come and go."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES: list[tuple[list[list[int]], Callable[[Sequence[Whole]], list[Any]]]] = [
 @pytest.mark.parametrize("lenience", [1.0, 2.0])
 @pytest.mark.parametrize(("k", "make"), SHAPES, ids=["a look-up", "two models", "three", "side by side"])
 def test_laws_caches_and_budgets_over_contexts_that_come_and_go(k: Any, make: Any, lenience: float) -> None:
-    """Sampled proposals on random, non-monotone contexts: each law is its reviewer's own given all tokens before it."""
+    """Sampled proposals on random, non-monotone contexts: each distribution is its reviewer's own given all tokens before it."""
     generator = torch.Generator().manual_seed(7)
 
     def rand(high: int) -> int:

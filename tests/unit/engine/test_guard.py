@@ -114,7 +114,7 @@ def distributions(count: int, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def first_sampled(batch: int) -> torch.Tensor:
-    """distribution_index: the first column was sampled from law i, the second is a point mass."""
+    """distribution_index: the first column was sampled from distribution i, the second is a point mass."""
     return torch.tensor([[i, -1] for i in range(batch)])
 
 
@@ -133,15 +133,19 @@ BAD: dict[str, Callable[[int], Any]] = {
     "ids in a list": lambda b: Proposal([[0, 0]] * b, [2] * b),  # type: ignore[arg-type]
     "counts that are floats": lambda b: Proposal(tokens(b), [1.5] * b),  # type: ignore[list-item]
     "nothing": lambda b: None,
-    "an id past the vocabulary, with laws": lambda b: Proposal(
+    "an id past the vocabulary, with distributions": lambda b: Proposal(
         tokens(b, value=VOCAB), [2] * b, distributions(b), first_sampled(b)
     ),
-    "a negative id, with laws": lambda b: Proposal(tokens(b, value=-1), [2] * b, distributions(b), first_sampled(b)),
-    "laws of a wider vocabulary": lambda b: Proposal(tokens(b), [2] * b, distributions(b, VOCAB + 2), first_sampled(b)),
-    "laws of a narrower vocabulary": lambda b: Proposal(
+    "a negative id, with distributions": lambda b: Proposal(
+        tokens(b, value=-1), [2] * b, distributions(b), first_sampled(b)
+    ),
+    "distributions of a wider vocabulary": lambda b: Proposal(
+        tokens(b), [2] * b, distributions(b, VOCAB + 2), first_sampled(b)
+    ),
+    "distributions of a narrower vocabulary": lambda b: Proposal(
         tokens(b), [2] * b, distributions(b, VOCAB - 2), first_sampled(b)
     ),
-    "an index past the laws": lambda b: Proposal(tokens(b), [2] * b, distributions(1), first_sampled(b) + 1),
+    "an index past the distributions": lambda b: Proposal(tokens(b), [2] * b, distributions(1), first_sampled(b) + 1),
     "an index of another width": lambda b: Proposal(tokens(b), [2] * b, distributions(b), first_sampled(b)[:, :1]),
     "an index of another batch": lambda b: Proposal(tokens(b), [2] * b, distributions(b), first_sampled(b + 1)),
 }

@@ -1,4 +1,4 @@
-"""Length policies: the heuristic by hand, thresholds by their laws."""
+"""Length policies: the heuristic by hand, thresholds by their distributions."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_entropy_is_of_the_law_drawn_from_in_nats() -> None:
     for threshold, expected in ((raw + 0.01, [True] * 4), (raw - 0.01, [False, False, True, True])):
         assert going(EntropyLength(threshold), one) == expected
     assert going(EntropyLength(cold - 0.01), one) == [False, False, False, True]
-    assert going(EntropyLength(0.0), one)[3], "a law of one token has no entropy"
+    assert going(EntropyLength(0.0), one)[3], "a distribution of one token has no entropy"
     assert going(EntropyLength(raw - 0.01), draft_tokens(0, params=(GREEDY,))) == [False]
     assert going(EntropyLength(raw + 0.01), draft_tokens(0, params=(GREEDY,))) == [True]
 

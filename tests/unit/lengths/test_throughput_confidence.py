@@ -172,7 +172,7 @@ def test_a_drafter_whose_guesses_fail_is_left_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_that_are_held_to_a_length_draft_on() -> None:
-    """Else what a clock measured would decide which text a seed gives; whatever law their tokens were drawn from."""
+    """Else what a clock measured would decide which text a seed gives; whatever distribution their tokens were drawn from."""
     policy = ThroughputLength(sampled=4)
     rate(policy, 1, True, 400)
     zeros = torch.zeros(2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Losses against values computed by hand and their derivatives; laws that are known in part."""
+"""Losses against values computed by hand and their derivatives; distributions that are known in part."""
 
 from __future__ import annotations
 

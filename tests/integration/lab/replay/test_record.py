@@ -144,7 +144,7 @@ def test_laws_are_the_processed_ones(tmp_path: Path) -> None:
             nucleus[order[before >= 0.7]] = 0
             assert kept == pytest.approx(float(nucleus[token] / nucleus.sum()), rel=1e-3, abs=1e-6)
             unlike += abs(kept - float(probs[token])) > 1e-3
-    assert unlike > 10, "the law before top-p is another"
+    assert unlike > 10, "the distribution before top-p is another"
 
 
 def test_logprobs_and_the_likeliest(tmp_path: Path) -> None:

@@ -480,7 +480,7 @@ def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> No
 
 @pytest.mark.slow
 def test_the_estimate_of_a_known_acceptance(tmp_path: Path) -> None:
-    """Tables whose laws are all the same: alpha = sum min(p, q), whatever was written before."""
+    """Tables whose distributions are all the same: alpha = sum min(p, q), whatever was written before."""
     p, q = torch.tensor([0.5, 0.3, 0.1, 0.1]), torch.tensor([0.2, 0.2, 0.5, 0.1])
     target, other = (TableModel(distribution.expand(4, 4, -1).contiguous()) for distribution in (p, q))
     params = SamplingParams(max_new_tokens=40, temperature=1.0)

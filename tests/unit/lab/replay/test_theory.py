@@ -127,7 +127,7 @@ def test_bad_values(call: Callable[[], object], message: str) -> None:
 
 
 def constant(distribution: list[float]) -> TableModel:
-    """A table whose every law is this one."""
+    """A table whose every distribution is this one."""
     return TableModel(
         torch.tensor(distribution, dtype=torch.float64).expand(len(distribution), len(distribution), -1).contiguous()
     )

@@ -1,4 +1,4 @@
-"""Broken versions that the law tests must kill, by name, at the same sample size and significance."""
+"""Broken versions that the distribution tests must kill, by name, at the same sample size and significance."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_uniforms_keyed_by_position(monkeypatch: Patch) -> None:
 
 
 class _DropsUnlikely(ModelDrafter):
-    """Drops a sampled token because its own q is low: that conditions the law it was drawn from."""
+    """Drops a sampled token because its own q is low: that conditions the distribution it was drawn from."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         full = super().propose(rows, budget, policy)
@@ -102,7 +102,7 @@ def test_a_dropped_unlikely_token(rule: type) -> None:
 
 
 def _shifted(rule: type) -> object:
-    """Judges each draft token by the law one place further on."""
+    """Judges each draft token by the distribution one place further on."""
 
     class Shifted(rule):  # type: ignore[misc]
         def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
@@ -156,7 +156,7 @@ def test_a_law_other_than_the_one_drawn_from() -> None:
 
 
 def test_greedy_accepted_by_the_ratio_of_temperature_one() -> None:
-    """A greedy target that accepts by p(x) / q(x) of the unscaled laws writes something else than its argmax."""
+    """A greedy target that accepts by p(x) / q(x) of the unscaled distributions writes something else than its argmax."""
 
     class Ratio(Speculative):
         def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:

@@ -1,8 +1,8 @@
-"""The whole loop over a table: the law of what is written equals the enumerated law of the target.
+"""The whole loop over a table: the distribution of what is written equals the enumerated distribution of the target.
 
-Each cell compares 300 to 1,500 outputs of LENGTH tokens with their enumerated law by chi-squared. Seeds are fixed; with
+Each cell compares 300 to 1,500 outputs of LENGTH tokens with their enumerated distribution by chi-squared. Seeds are fixed; with
 ALPHA = 1e-6 and 105 cells the odds that correct code would have failed when the seeds were chosen are 1e-4.
-`pytest tests/law --full-law` runs the full product of 5,040 with 3,000 outputs each.
+`pytest tests/distribution --all-cells` runs the full product of 5,040 with 3,000 outputs each.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from helpers.reference import joint, p_value
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        cells = product() if metafunc.config.getoption("--full-law", default=False) else pairwise()
+        cells = product() if metafunc.config.getoption("--all-cells", default=False) else pairwise()
         metafunc.parametrize("cell", cells, ids=["-".join(map(str, c)) for c in cells])
 
 
 def test_output_has_the_targets_law(cell: Cell, request: pytest.FixtureRequest) -> None:
-    samples = SAMPLES if request.config.getoption("--full-law", default=False) else COUNTS[cell[4]]
+    samples = SAMPLES if request.config.getoption("--all-cells", default=False) else COUNTS[cell[4]]
     probs = joint(TARGET, PARAMS[cell[3]], PROMPT, LENGTH)
     assert p_value(sample(cell, samples), probs, SIZE) > ALPHA
 
 
 def test_the_comparison_sees_another_law() -> None:
-    """The draft's own law, and a law one parameter away, are told from the target's at this sample size."""
+    """The draft's own distribution, and a distribution one parameter away, are told from the target's at this sample size."""
     outputs = sample(("none", "speculative", "0", "plain", "joining"))
     assert p_value(outputs, joint(DRAFT, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
     warmer = SamplingParams.of(PARAMS["plain"], temperature=1.5)

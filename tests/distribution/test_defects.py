@@ -1,4 +1,4 @@
-"""Law cells that the matrix lacks: stop tokens, least lengths, biases, bans, failing processors, and seeds given twice."""
+"""Distribution cells outside the matrix: stop tokens, least lengths, biases, bans, failing processors, and seeds given twice."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def grammatical(fails: Callable[[tuple[int, ...]], bool], length: int) -> dict[O
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_grammar_under_drafts_fails_nobody(drafter: str, rule: str) -> None:
-    """A processor that raises after a drafted end token: no request fails, and the law is that of plain decoding."""
+    """A processor that raises after a drafted end token: no request fails, and the distribution is that of plain decoding."""
     asked = SamplingParams(temperature=1.0, max_new_tokens=5, processors=(Grammar(),))
     seen = outcomes(asked, EOS, drafter, rule, 600)
     assert not any(failed for _, failed in seen)
@@ -224,11 +224,11 @@ def test_a_processor_that_fails_on_the_drafts_side_hurts_nobody() -> None:
         assert ours[i] == alone[0]
 
 
-# -- draft laws that are not finite ---------------------------------------------------------------------------------------
+# -- draft distributions that are not finite ----------------------------------------------------------------------------
 
 
 class Poisoned(ModelDrafter):
-    """A draft model whose laws turn into something else at one place."""
+    """A draft model whose distributions turn into something else at one place."""
 
     def __init__(self, place: int, poison: float) -> None:
         super().__init__(DRAFT, SIZE)

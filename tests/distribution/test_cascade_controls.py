@@ -1,4 +1,4 @@
-"""Broken cascades, lossy rules and broken translations: the law tests must kill each at the same sample size."""
+"""Broken cascades, lossy rules and broken translations: the distribution tests must kill each at the same sample size."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_streams_shared_by_the_levels(monkeypatch: Patch) -> None:
 
 
 def test_a_lenient_review_passed_off_as_exact(monkeypatch: Patch) -> None:
-    """Tokens of a lenient review labelled with the reviewer's law, which they do not have."""
+    """Tokens of a lenient review labelled with the reviewer's distribution, which they do not have."""
     intact = cascade._as_proposal
     monkeypatch.setattr(
         cascade, "_as_proposal", lambda *args, lenient, confidence: intact(*args, lenient=False, confidence=confidence)
@@ -120,7 +120,7 @@ def test_lenience_of_one_is_exact() -> None:
 
 
 def test_a_translation_without_its_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that the target lacks must have probability zero in the law drawn from, not only in the law recorded."""
+    """Tokens that the target lacks have probability zero in the distribution drawn from, not only in the recorded one."""
     assert value(CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1))) > ALPHA
 
     class Unrestricted(CrossTokenizerDrafter):

@@ -1,4 +1,4 @@
-"""The rules' identities in float64, by enumeration and over random laws, no loop involved."""
+"""The rules' identities in float64, by enumeration and over random distributions, no loop involved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foresay.errors import UnknownNameError
 
 
 def distribution(generator: torch.Generator, size: int, kind: str) -> torch.Tensor:
-    """A law of a kind: dense, with zeros, one-hot, or nearly one-hot."""
+    """A distribution of a kind: dense, with zeros, one-hot, or nearly one-hot."""
     weights = torch.rand(size, generator=generator, dtype=torch.float64)
     if kind == "zeros":
         weights[torch.rand(size, generator=generator) < 0.5] = 0
@@ -50,7 +50,7 @@ def test_disjoint_and_equal_laws() -> None:
 
 
 def _places(distributions: list[torch.Tensor]) -> Distributions:
-    """One row whose places have these laws."""
+    """One row whose places have these distributions."""
     probs = torch.stack(distributions)
     return Distributions(
         torch.zeros(1, len(distributions), dtype=torch.int64), probs, torch.arange(len(distributions))[None]
@@ -60,7 +60,7 @@ def _places(distributions: list[torch.Tensor]) -> Distributions:
 def _block_output_distribution(
     target: dict[tuple[int, ...], torch.Tensor], draft: dict[tuple[int, ...], torch.Tensor], k: int, size: int
 ) -> torch.Tensor:
-    """The law of the first k + 1 tokens under one block verification, continued by the target, by enumeration."""
+    """The distribution of the first k + 1 tokens under one block verification, continued by the target, by enumeration."""
     out = torch.zeros((size,) * (k + 1), dtype=torch.float64)
     for draft_tokens in itertools.product(range(size), repeat=k):
         q_guess = 1.0

@@ -1,4 +1,4 @@
-"""Output under a grammar has the target's law given the grammar, whatever drafts and whatever rule.
+"""Output under a grammar has the target's distribution given the grammar, whatever drafts and whatever rule.
 
 The reference knows nothing of the library that makes the masks: a token may come where the text is then the beginning of one of
 the four that the schema allows. Drafts guess past it, so that a mask must be right behind guesses that were taken back.
@@ -52,7 +52,7 @@ def may_come(written: tuple[int, ...], token: int) -> bool:
 
 
 def joint() -> np.ndarray:
-    """The law of outputs, [SIZE ** LENGTH]; those that end before are filled up with ends."""
+    """The distribution of outputs, [SIZE ** LENGTH]; those that end before are filled up with ends."""
     out = np.zeros(SIZE**LENGTH)
     for place, output in enumerate(itertools.product(range(SIZE), repeat=LENGTH)):
         prob = 1.0
@@ -107,7 +107,7 @@ class Forgetful(JsonMask):
 
 
 class Blind(JsonMask):
-    """Leaves the law as it is."""
+    """Leaves the distribution as it is."""
 
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: the law of what is written, with broken versions that the same samples must kill."""
+"""Trees of draft tokens: the distribution of what is written, with broken versions that the same samples must kill."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_siblings_tried_with_the_wrong_residual(drafter: str, monkeypatch: Patch
 
 
 def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
-    """Children drawn without replacement are judged as if each had been drawn from the whole law."""
+    """Children drawn without replacement are judged as if each had been drawn from the whole distribution."""
     where, kept = torch.where, []
 
     def keeps(mask: torch.Tensor, a: object, b: object) -> torch.Tensor:
