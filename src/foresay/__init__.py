@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from foresay.decoding.rows import Row, Rows, RuleNeeds
     from foresay.decoding.sampling_params import SamplingParams
+    from foresay.decoding.stopping import Stopping, StoppingRule
     from foresay.drafters.ngram import NgramDrafter
     from foresay.drafters.proposal_builder import ProposalBuilder
     from foresay.drafters.stateless import Stateless
@@ -73,6 +74,7 @@ _WHERE = {
     ],
     "foresay.decoding.rows": ["Row", "Rows", "RuleNeeds"],
     "foresay.decoding.sampling_params": ["SamplingParams"],
+    "foresay.decoding.stopping": ["Stopping", "StoppingRule"],
     "foresay.drafters.ngram": ["NgramDrafter"],
     "foresay.drafters.proposal_builder": ["ProposalBuilder"],
     "foresay.drafters.stateless": ["Stateless"],
@@ -138,6 +140,8 @@ __all__ = [
     "Stateless",
     "Stats",
     "Step",
+    "Stopping",
+    "StoppingRule",
     "TableModel",
     "UnsupportedModelError",
     "Verification",

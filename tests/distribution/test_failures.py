@@ -21,8 +21,9 @@ from foresay.decoding import step as step_module
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import DraftStep, KVCache, LengthPolicy, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import DraftStep
 from foresay.drafters import ModelDrafter, ModelTreeDrafter, tree
 from foresay.drafters.proposal_builder import Interruptible
 from foresay.drafters.shortening import Shortening

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import DraftStep, Stopping, StoppingRule
 from foresay.lengths import ThroughputLength
 from foresay.lengths.measured_drafter import Draft
 
@@ -31,17 +32,16 @@ class Forced(ThroughputLength):
     def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
         return self._changed(rows, super().fallback_budget(rows, most), most)
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        assert step.rows is not None
-        drafter, batch = self._fallback if self._is_hybrid else self._primary, len(step.token_ids)
-        draft = drafter.draft.find(step.rows) or Draft([], [[0] * self.high for _ in range(batch)])
-        draft.budgets, draft.active, draft.accept_prob = [self.high] * batch, [True] * batch, [1.0] * batch
-        draft.shared, draft.per_row = 0.0, float(torch.rand(1, generator=self.random))
-        drafter.draft.put(step.rows, draft)
-        found = super().keep_drafting(step)
-        if found is not None:
-            self.ended += int((~found).sum())
-        return found
+    def rule(self, rows: Rows) -> StoppingRule:
+        drafter, batch = self._fallback if self._is_hybrid else self._primary, len(rows)
+        draft = drafter.draft.find(rows) or Draft([], [[0] * self.high for _ in range(batch)])
+        draft.budgets = [self.high] * batch
+        drafter.draft.put(rows, draft)
+        cost = float(torch.rand(1, generator=self.random))
+        return dataclasses.replace(super().rule(rows), threshold=0.0, per_row=cost)
+
+    def stopping(self, rows: Rows) -> Stopping:
+        return _Counting(self, rows)
 
     def _changed(self, rows: Rows, chosen: Sequence[int], most: Sequence[int]) -> list[int]:
         free = [one is None for one in self._fixed_lengths(rows)]
@@ -49,3 +49,15 @@ class Forced(ThroughputLength):
 
     def _any(self, most: int) -> int:
         return int(torch.randint(most + 1, (1,), generator=self.random))
+
+
+class _Counting(Stopping):
+    def __init__(self, policy: Forced, rows: Rows) -> None:
+        super().__init__(policy.rule(rows), rows)
+        self._policy = policy
+
+    def keep(self, step: DraftStep) -> torch.Tensor | None:
+        found = super().keep(step)
+        if found is not None:
+            self._policy.ended += int((~found).sum())
+        return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from foresay.decoding.rows import Row, Rows, StopCondition
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import DraftStep, Reads, Stopping, StoppingRule
 
 _CORPUS = ["the cat sat on the mat. Stop here, stop there.\n\n", "naïve café 日本語 😀😀 über", "END of the end"]
 
@@ -74,3 +76,13 @@ class Spelling:
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(self.tokens[i] for i in ids)
+
+
+class By(Stopping):
+    """Ends drafts by a function of each token."""
+
+    def __init__(
+        self, keep: Callable[[DraftStep], torch.Tensor | None], rows: Rows, reads: Reads = Reads.NOTHING
+    ) -> None:
+        super().__init__(StoppingRule(reads), rows)
+        self.keep = keep  # type: ignore[method-assign]

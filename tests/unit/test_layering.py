@@ -35,10 +35,11 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "randomness", "outcome", "proposal", "residuals", "state", "capabilities", "continuation"},
+        {"sampling_params", "randomness", "outcome", "proposal", "residuals", "state", "capabilities"},
         {"rows", "proposal_checks"},
         {"processors", "truncation"},
         {"distributions"},
+        {"stopping"},
         {"draws", "protocols"},
         {"trees", "prefill"},
         {"acceptance"},
@@ -187,6 +188,8 @@ PUBLIC = [
     "Stateless",
     "Stats",
     "Step",
+    "Stopping",
+    "StoppingRule",
     "TableModel",
     "UnsupportedModelError",
     "Verification",

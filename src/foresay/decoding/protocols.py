@@ -1,6 +1,6 @@
 """Protocols of models, caches, drafters, length policies and rules.
 
-Owns the protocols and the values that they exchange (`ModelInput`, `ModelOutput`, `DraftStep`); knows no implementation. A class
+Owns the protocols and the values that they exchange (`ModelInput`, `ModelOutput`); knows no implementation. A class
 that names a protocol as its base inherits the defaults defined here. Letters in docstrings: B rows, K draft tokens, T tokens per
 row in a pass, V vocabulary, H hidden size.
 """
@@ -16,13 +16,13 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.distributions import Distributions, VocabularySubset, build_distributions, subset_distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import NO_NEEDS, Row, Rows, RuleNeeds
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import Stopping, StoppingRule
 
 Move = tuple[int, int]
 """(from, to): the row at index `from` moves to index `to`, whose row has left."""
@@ -200,22 +200,6 @@ class LanguageModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DraftStep:
-    """The token that a draft model has just added to each row's draft.
-
-    index: [B] int64, number of draft tokens before it. token_ids: [B] int64. distributions: [B, 1], which they were drawn from,
-    with the raw scores. hidden: [B, H], the hidden state of the scores, if the policy needs it. rows: the rows, for chains
-    drawn by a model; None otherwise.
-    """
-
-    index: torch.Tensor
-    token_ids: torch.Tensor
-    distributions: Distributions
-    hidden: torch.Tensor | None = None
-    rows: Rows | None = None
-
-
 @runtime_checkable
 class ForcesTokens(Protocol):
     """A logits processor that may leave one continuation, such as a grammar; a text `source` is part of the request's key."""
@@ -231,8 +215,6 @@ class ForcesTokens(Protocol):
 class LengthPolicy(Protocol):
     """Number of tokens to draft."""
 
-    needs_hidden: bool = False
-    """`keep_drafting` reads the draft model's hidden state."""
     remembers: bool = True
     """Draft lengths of a sampled row may depend on other requests or on measured time; False if they depend on the row alone.
 
@@ -242,23 +224,13 @@ class LengthPolicy(Protocol):
         """Maximum number of tokens to draft for each row in this step."""
         ...
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Rows that continue drafting after a draft model's token, [B] bool; None for all.
+    def rule(self, rows: Rows) -> StoppingRule:
+        """When the drafts of a draft model end before their budgets. Called once for a draft, after the budgets."""
+        return StoppingRule()
 
-        The token just drawn stays in the draft: dropping it for its own value would condition its distribution.
-        """
-        return None
-
-    def continuation(self, rows: Rows) -> Continuation | None:
-        """The rule of `keep_drafting` for the draft of a single row, after its first token; None if it has no such form.
-
-        Called before the draft. `drawn` then replaces the calls of `keep_drafting`.
-        """
-        return Continuation() if type(self).keep_drafting is LengthPolicy.keep_drafting else None
-
-    def drawn(self, rows: Rows, drawn: Drawn) -> None:
-        """Called with the draft of a single row that was drawn by this rule."""
-        return
+    def stopping(self, rows: Rows) -> Stopping:
+        """The evaluation of the rule over one draft; override it for a rule that numbers do not state."""
+        return Stopping(self.rule(rows), rows)
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         """Number of tokens found by an n-gram drafter that shall be scored, for each row; by default all.
@@ -376,8 +348,6 @@ class Observer(Protocol):
 
 
 __all__ = [
-    "Continuation",
-    "DraftStep",
     "Drafter",
     "KVCache",
     "LanguageModel",

@@ -21,7 +21,6 @@ from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import (
     Drafter,
-    DraftStep,
     KVCache,
     LengthPolicy,
     ModelOutput,
@@ -33,6 +32,7 @@ from foresay.decoding.protocols import (
 )
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.step import step
+from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.proposal_builder import ProposalBuilder
@@ -175,7 +175,7 @@ class _Leaf:
         self.drafter = drafter
 
     def draft(self, rows: Rows, wanted: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
-        return self.drafter.propose(rows, wanted, policy)
+        return self.drafter.propose(rows, wanted, _Tapped(policy))
 
 
 class _MatrixRow(Drafter):
@@ -196,7 +196,7 @@ class _MatrixRow(Drafter):
         return builder.proposal(confidence=rows.needs.confidence)
 
     def _extend(self, builder: ProposalBuilder, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> None:
-        ended = [False] * len(rows)
+        ended, stopping = [False] * len(rows), policy.stopping(rows)
         goal = 0
         for tag, (count, node) in enumerate(self._parts):
             goal += count
@@ -208,7 +208,7 @@ class _MatrixRow(Drafter):
             if count == 0 or not any(wanted):
                 continue
             room = [limit - size if n else 0 for n, limit, size in zip(wanted, most, sizes, strict=True)]
-            tap = _PolicyTap(policy, sizes)
+            tap = _PolicyTap(stopping, rows, sizes)
             proposal = node.draft(rows.with_draft(builder.tokens, tag), wanted, room, tap)
             builder.add(proposal)
             ended = [done or tap.stopped(i, proposal.num_tokens[i]) for i, done in enumerate(ended)]
@@ -235,26 +235,36 @@ def _has_end(row: Row, tokens: Sequence[int]) -> bool:
     return not row.eos.isdisjoint(tokens)
 
 
-class _PolicyTap(LengthPolicy):
-    """A length policy for a node that continues drafts; records the rows that the policy stopped."""
+class _Tapped(LengthPolicy):
+    """A policy whose rule is evaluated by a tap."""
 
-    def __init__(self, policy: LengthPolicy, before: Sequence[int]) -> None:
-        """before: [B], number of tokens that each row's draft already has."""
-        self._policy, self._before = policy, before
-        self.needs_hidden = policy.needs_hidden
-        self._masks: list[list[bool] | None] = []
-        self.failure: BaseException | None = None
-        """The exception that the policy raised in `kept`; None if there is none."""
-        self._stopped: set[int] = set()
+    def __init__(self, tap: _PolicyTap) -> None:
+        self._tap = tap
 
     def budget(self, rows: Rows) -> list[int]:
-        return self._policy.budget(rows)
+        raise NotImplementedError
+
+    def stopping(self, rows: Rows) -> Stopping:
+        return self._tap
+
+
+class _PolicyTap(Stopping):
+    """An evaluation of the policy's rule for a node that continues drafts; records the rows that it stopped."""
+
+    def __init__(self, inner: Stopping, rows: Rows, before: Sequence[int]) -> None:
+        """before: [B], number of tokens that each row's draft already has."""
+        super().__init__(inner.rule, rows)
+        self._inner, self._before = inner, before
+        self._masks: list[list[bool] | None] = []
+        self.failure: BaseException | None = None
+        """The exception that the rule raised in `kept`; None if there is none."""
+        self._stopped: set[int] = set()
 
     def _mask(self, step: DraftStep) -> torch.Tensor | None:
         before = torch.tensor(self._before, device=step.index.device)
-        return self._policy.keep_drafting(dataclasses.replace(step, index=step.index + before))
+        return self._inner.keep(dataclasses.replace(step, index=step.index + before))
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+    def keep(self, step: DraftStep) -> torch.Tensor | None:
         mask = self._mask(step)
         self._masks.append(None if mask is None else mask.tolist())
         return mask

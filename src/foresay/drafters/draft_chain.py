@@ -13,10 +13,10 @@ import torch
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
+from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters.proposal_builder import Interruptible
 
 
@@ -48,13 +48,13 @@ class DraftChain(Interruptible):
     def add(
         self,
         distributions: Distributions,
-        policy: LengthPolicy,
+        stopping: Stopping,
         hidden: torch.Tensor | None,
         continues: Callable[[torch.Tensor, int], torch.Tensor | None],
     ) -> bool:
         """Draw the next token of each row from distributions [B, 1]; return True if any row continues.
 
-        hidden: [B, H], the hidden states that the distributions were computed from, if the policy reads them. continues: the
+        hidden: [B, H], the hidden states that the distributions were computed from, if the rule reads them. continues: the
         rows that the drafter continues after tokens [B] at an index, [B] bool, or None for all.
         """
         j = self.depth
@@ -63,7 +63,8 @@ class DraftChain(Interruptible):
         self.ids = torch.cat([self.ids, token], 1)
         self.counts += self._limits > j
         index = torch.full_like(self.counts, j)
-        mask = policy.keep_drafting(DraftStep(index, token[:, 0], distributions, hidden, self._rows))
+        able = [n > j + 1 and (not self.fed or on > 0) for n, on in zip(self.room, self.fed or self.room, strict=True)]
+        mask = stopping.keep(DraftStep(index, token[:, 0], distributions, hidden, able))
         stop = None if mask is None else ~mask
         if (own := continues(token[:, 0], j)) is not None:
             stop = ~own if stop is None else stop | ~own

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from foresay.checks import check_float, check_int
-from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification, depths_of
 from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import CONFIDENCES, Reads, Stopping, StoppingRule
 from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.model import ModelDrafter
@@ -52,8 +52,8 @@ class DraftsAtOnce(Protocol):
         cache: Any,
         most: int,
         ends: Sequence[int],
-        rule: Continuation,
-    ) -> Drawn | None:
+        rule: StoppingRule,
+    ) -> tuple[list[int], list[float]] | None:
         """See HeadModel.draft_at_once."""
         ...
 
@@ -149,7 +149,7 @@ class HeadCache(FeatureCache):
         head = self.head
         return isinstance(head, DraftsAtOnce) and head.drafts_at_once and self.model.vocab_size == head.vocab_size
 
-    def draft_at_once(self, rows: Rows, most: int, rule: Continuation) -> Drawn | None:
+    def draft_at_once(self, rows: Rows, most: int, rule: StoppingRule) -> tuple[list[int], list[float]] | None:
         """Feed the only row's pending pairs and draft after them, in one call; None if it is not possible."""
         one = self._features[0]
         if one is None or not self.drafts_at_once:
@@ -161,7 +161,7 @@ class HeadCache(FeatureCache):
         drawn = self.head.draft_at_once(known, one.pending, self.cache, most, tuple(rows[0].eos), rule)
         if drawn is not None:
             one.mark_cached(len(known))
-            self.model.row_passes += len(drawn.token_ids)
+            self.model.row_passes += len(drawn[0])
         return drawn
 
 
@@ -302,19 +302,22 @@ class HeadDrafter(HiddenStateDrafter):
         context = HeadCache(head, target_vocab_size)
         super().__init__(head, target_vocab_size, context, sample=sample, nodes=nodes)
 
-    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> Proposal | None:
+    def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:
         """Draw the likeliest tokens of a single row whose draft is ended by nothing but the confidence in them, in one call."""
         row = rows[0]
         is_plain = len(rows) == 1 and row.committed is row and self.context.drafts_at_once
         is_plain = is_plain and (row.params.greedy or not self.samples)
-        if not is_plain or rows.level or rows.needs.confidence or processes(row) or policy.needs_hidden:
+        is_plain = is_plain and stopping.is_data and stopping.rule.reads in (Reads.NOTHING, Reads.CONFIDENCE)
+        if not is_plain or rows.level or rows.needs.confidence or processes(row):
             return None
-        rule = policy.continuation(rows)
-        drawn = rule and self.context.draft_at_once(self.context.view(rows), chain.room[0], rule)
-        if not drawn:
+        most = chain.room[0]
+        rule = StoppingRule() if any(stopping.rule.always) else stopping.rule
+        drawn = self.context.draft_at_once(self.context.view(rows), most, rule)
+        if drawn is None:
             return None
-        policy.drawn(rows, drawn)
-        return Proposal.of_lists([drawn.token_ids], torch.device("cpu"))
+        token_ids, confidences = drawn
+        CONFIDENCES.put(rows, [confidences[: most - 1]])  # of a last token for want of room nothing is decided
+        return Proposal.of_lists([token_ids], torch.device("cpu"))
 
 
 class BlockDrafter(HiddenStateDrafter):

@@ -13,6 +13,7 @@ import torch
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import Reads, Stopping, StoppingRule
 from foresay.drafters.draft_cache import DraftCache
 from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.tree import Grower, Tree
@@ -65,32 +66,33 @@ class ModelDrafter(Drafter):
         fed = [b > 0 for b in room]
         self.context.prepare(viewed, fed)
         chain = DraftChain(rows, room, model.device)
-        at_once = self._draw_at_once(chain, rows, policy)
+        stopping = policy.stopping(rows)
+        at_once = self._draw_at_once(chain, rows, stopping)
         if at_once is not None:
             return at_once
-        layers = hidden_layers(model, policy)
+        layers = hidden_layers(model, stopping.rule)
         output = self.context.catch_up(viewed, fed, layers)
         with chain.keeping():
-            self._draw(chain, output, rows, policy, layers)
+            self._draw(chain, output, rows, stopping, layers)
             if rows.level:
                 each = zip(chain.ids.tolist(), chain.counts.tolist(), strict=True)
                 self.context.remember(viewed, [ids[: max(0, n - 1)] for ids, n in each])
         return chain.proposal()
 
     def _draw(
-        self, chain: DraftChain, output: ModelOutput, rows: Rows, policy: LengthPolicy, layers: tuple[int, ...]
+        self, chain: DraftChain, output: ModelOutput, rows: Rows, stopping: Stopping, layers: tuple[int, ...]
     ) -> None:
         """Draw one token after the other. output: the draft model's catch-up pass."""
         while True:
             distributions = output.draft_distributions(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
-            if not chain.add(distributions, policy, hidden, self._continues):
+            if not chain.add(distributions, stopping, hidden, self._continues):
                 break
             output = self.context.forward(
                 ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
             )
 
-    def _draw_at_once(self, chain: DraftChain, rows: Rows, policy: LengthPolicy) -> Proposal | None:
+    def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:
         """Draw all tokens in one call; return None if they must be drawn one by one."""
         return None
 
@@ -122,21 +124,21 @@ class ModelDrafter(Drafter):
         trees = [Tree(row, n * on, depth, row.params.greedy or not self.samples) for row, n, depth, on in each]
         grower = Grower(trees, rows, device, branches=branches, width=width)
         with grower.keeping():
-            grower.grow(output, score, policy)
+            grower.grow(output, score, policy.stopping(rows))
         return grower.proposal()
 
 
-def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:
-    """Return the draft model's last layer if the policy reads its hidden states, else ().
+def hidden_layers(model: VocabularyAdapter, rule: StoppingRule) -> tuple[int, ...]:
+    """Return the draft model's last layer if the rule reads its hidden states, else ().
 
     Raises UnsupportedModelError if the model does not output hidden states.
     """
-    if not policy.needs_hidden:
+    if rule.reads is not Reads.HIDDEN:
         return ()
     layers = model.capabilities.num_layers
     if layers is None:
         raise UnsupportedModelError(
-            f"length {type(policy).__name__} reads the draft model's hidden states, which {type(model.inner).__name__} "
-            "does not output; choose another length or draft model"
+            f"this length policy reads the draft model's hidden states, which {type(model.inner).__name__} does not output; "
+            "choose another length or draft model"
         )
     return (layers,)

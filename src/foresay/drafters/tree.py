@@ -17,9 +17,10 @@ from foresay.decoding.distributions import Distributions, build_distributions
 from foresay.decoding.draws import inverse_cdf
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, padded
-from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelInput, ModelOutput
+from foresay.decoding.protocols import ModelInput, ModelOutput
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
+from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters.proposal_builder import Interruptible
 
 
@@ -108,14 +109,14 @@ class Grower(Interruptible):
         self._drawn: list[torch.Tensor] = []
         """The distributions that tokens were drawn from, [V] each."""
 
-    def grow(self, output: ModelOutput, score: Score, policy: LengthPolicy) -> None:
+    def grow(self, output: ModelOutput, score: Score, stopping: Stopping) -> None:
         """Grow the trees until none is open. output: scores [B, 1, V] after each row's last token."""
         scores, nodes = output.scores(), None
         while True:
             slots = [tree.next_slots(self._width) if tree.open else [] for tree in self._trees]
             if not any(slots):
                 break
-            self._expand(slots, self._distributions(scores, nodes, slots), policy)
+            self._expand(slots, self._distributions(scores, nodes, slots), stopping)
             if not any(tree.open for tree in self._trees):
                 break
             tokens, parents = ([getattr(tree, name) for tree in self._trees] for name in ("tokens", "parents"))
@@ -156,7 +157,7 @@ class Grower(Interruptible):
         index = None if distributions.probs_row is None else distributions.probs_row[batch, at]
         return Distributions(distributions.greedy_ids[batch, at], distributions.probs, index, whole[batch, at])
 
-    def _expand(self, slots: Sequence[Sequence[int]], distributions: Distributions, policy: LengthPolicy) -> None:
+    def _expand(self, slots: Sequence[Sequence[int]], distributions: Distributions, stopping: Stopping) -> None:
         """Add the children of each slot, and end the trees of rows that the length policy stops."""
         for i, tree in enumerate(self._trees):
             for w, slot in enumerate(slots[i]):
@@ -164,7 +165,7 @@ class Grower(Interruptible):
                     self._add_likeliest(tree, slot, distributions, (i, w))
                 else:
                     self._add_drawn(tree, slot, distributions, (i, w))
-        mask = policy.keep_drafting(_best(self._trees, slots, distributions))
+        mask = stopping.keep(_best(self._trees, slots, distributions))
         for tree, on in zip(self._trees, [] if mask is None else mask.tolist(), strict=False):
             tree.stopped = tree.stopped or not on
         for tree in self._trees:

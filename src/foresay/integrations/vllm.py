@@ -22,6 +22,7 @@ from foresay.checks import check_int
 from foresay.decoding.protocols import Drafter, ProposesTrees
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.following import EngineText, Follower
+from foresay.lengths import AcceptanceLength
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import Recipe, Resources
@@ -44,7 +45,7 @@ def check_settings(configured: Mapping[str, Any]) -> dict[str, str]:
     if not recipe.reads_target:  # otherwise checked after its table is loaded
         _check_chain(_build_drafter(recipe, "", 1, None), out["drafter"])
     policy = read_length(out["length"])
-    if policy.needs_hidden:
+    if isinstance(policy, AcceptanceLength):
         raise ConfigError(f"length={out['length']!r} needs a draft's hidden states, which vLLM does not provide")
     return out
 

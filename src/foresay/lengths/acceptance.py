@@ -7,13 +7,12 @@ It is kept: dropping a token because of its own value would condition its distri
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from foresay.checks import check_float, check_int
-from foresay.decoding.protocols import DraftStep, LengthPolicy
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import Reads, StoppingRule
 from foresay.errors import ConfigError
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -22,7 +21,7 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 class AcceptanceLength(LengthPolicy):
     """Draft until a rejection is likely, between low and high tokens. Drafters without a model draft `high` tokens."""
 
-    needs_hidden, remembers = True, False
+    remembers = False
 
     def __init__(self, head: str | AcceptanceHead, threshold: float = 0.3, *, low: int = 2, high: int = 20) -> None:
         """head: an acceptance head, or its folder (written by `foresay acceptance-head train`). Raises what
@@ -37,33 +36,20 @@ class AcceptanceLength(LengthPolicy):
             raise ConfigError(f"head={head!r} must be the folder of an acceptance head")
         self.head = head
         self._network = AcceptanceHead.load(head) if isinstance(head, str) else head
-        self._steps = threading.local()
-        """Per thread, since engines may share a policy. `accepted`: [B], c_1 ... c_i in this step; None before its first pass."""
 
     def budget(self, rows: Rows) -> list[int]:
         """Return the upper bound for each row."""
-        self._steps.accepted = None
         return [self.high] * len(rows)
 
-    @torch.inference_mode()
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Return True for rows below the lower bound or without a likely rejection, [B] bool; None without hidden states.
+    def rule(self, rows: Rows) -> StoppingRule:
+        """See LengthPolicy."""
+        return StoppingRule(Reads.HIDDEN, self.threshold, self.low, network=self._chance)
 
-        Raises ConfigError if the width of the draft's hidden states is not the acceptance head's.
-        """
-        if step.hidden is None:
-            return None
-        if step.hidden.shape[-1] != self._network.hidden_size:
+    def _chance(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return c, [B]. Raises ConfigError if the width of the draft's hidden states [B, H] is not the acceptance head's."""
+        if hidden.shape[-1] != self._network.hidden_size:
             raise ConfigError(
                 f"the acceptance head reads hidden states of width {self._network.hidden_size}, but the draft model's have "
-                f"width {step.hidden.shape[-1]}; use a head trained for this draft model"
+                f"width {hidden.shape[-1]}; use a head trained for this draft model"
             )
-        self._network.to(step.hidden.device)
-        before: torch.Tensor | None = getattr(self._steps, "accepted", None)
-        if before is None or len(before) != len(step.index):
-            # the first pass of a draft consumed a committed token, which cannot be rejected
-            now = torch.ones(len(step.index), device=step.hidden.device)
-        else:
-            now = before * self._network.accepted(step.hidden)
-        self._steps.accepted = now
-        return (1 - now <= self.threshold) | (step.index + 1 < self.low)
+        return self._network.to(hidden.device).accepted(hidden)

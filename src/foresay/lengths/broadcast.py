@@ -13,8 +13,9 @@ import torch
 
 from foresay import distributed
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep, LengthPolicy
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import DraftStep, Stopping
 
 
 class BroadcastLength(LengthPolicy):
@@ -22,19 +23,15 @@ class BroadcastLength(LengthPolicy):
 
     def __init__(self, policy: LengthPolicy) -> None:
         self._policy = policy
-        self.needs_hidden, self.remembers = policy.needs_hidden, policy.remembers
+        self.remembers = policy.remembers
 
     def budget(self, rows: Rows) -> list[int]:
         """Return the first process's budgets."""
         return distributed.broadcast_first(self._policy.budget(rows) if distributed.is_first() else [0] * len(rows))
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Return the first process's mask."""
-        batch = len(step.token_ids)
-        mask = self._policy.keep_drafting(step) if distributed.is_first() else None
-        values = [1] * batch if mask is None else mask.int().tolist()
-        is_none, *received = distributed.broadcast_first([mask is None, *values])
-        return None if is_none else torch.tensor(received, dtype=torch.bool, device=step.token_ids.device)
+    def stopping(self, rows: Rows) -> Stopping:
+        """Return an evaluation whose masks are the first process's."""
+        return _BroadcastStopping(self._policy.stopping(rows), rows)
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         """Return the first process's counts."""
@@ -59,3 +56,18 @@ class BroadcastLength(LengthPolicy):
             )
         if distributed.is_first():
             self._policy.observe(rows, steps)
+
+
+class _BroadcastStopping(Stopping):
+    """The masks of the first process's evaluation, in every process."""
+
+    def __init__(self, inner: Stopping, rows: Rows) -> None:
+        super().__init__(inner.rule, rows)
+        self._inner = inner
+
+    def keep(self, step: DraftStep) -> torch.Tensor | None:
+        """Return the first process's mask."""
+        mask = self._inner.keep(step) if distributed.is_first() else None
+        values = [1] * len(step.token_ids) if mask is None else mask.int().tolist()
+        is_none, *received = distributed.broadcast_first([mask is None, *values])
+        return None if is_none else torch.tensor(received, dtype=torch.bool, device=step.token_ids.device)

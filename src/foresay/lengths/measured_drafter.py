@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from foresay.decoding.continuation import Continuation
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.state import StateKey
+from foresay.decoding.stopping import Reads, StoppingRule, tenth
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import ByBatch, DraftCosts
 from foresay.lengths.situation import Situation
@@ -81,17 +81,9 @@ class Draft:
     """[B, high], kind of each token."""
     shared: float = 0.0
     per_row: float = 0.0
-    """Cost of one more token for n rows that stop by confidence: it pays if their accept_prob add up to shared + n per_row."""
-    active: list[bool] = field(default_factory=list)
-    """[B], rows that continue."""
+    """Cost of one more token for n rows that stop by confidence: it pays if their probabilities add up to shared + n per_row."""
     scored: Sequence[int] = ()
     """[B], tokens of an n-gram drafter that are scored."""
-    accept_prob: list[float] = field(default_factory=list)
-    """[B], P(all tokens so far are accepted)."""
-
-    def may_continue(self, index: Sequence[int]) -> bool:
-        """Return whether any row may draft a token after its last one. index: [B], of the last ones."""
-        return any(on and i + 1 < n for on, i, n in zip(self.active, index, self.budgets, strict=True))
 
 
 class MeasuredDrafter:
@@ -131,7 +123,6 @@ class MeasuredDrafter:
             pays, best = find(now, free, fixed, draft)
             if credit.check(pays):
                 draft.budgets = [n if on else m for on, n, m in zip(free, best, fixed, strict=True)]
-        draft.active, draft.accept_prob = [n > 0 for n in draft.budgets], [1.0] * len(free)
         return draft.budgets
 
     def credit(self, batch: int) -> Credit:
@@ -268,29 +259,21 @@ class MeasuredDrafter:
         draft.scored = [n if length is not None else m for n, m, length in zip(counts, out, now.fixed, strict=True)]
         return draft.scored
 
-    def continuing(self, draft: Draft, index: Sequence[int], confidence: Sequence[float]) -> list[bool]:
-        """Return the rows that draft one more token, [B] bool.
-
-        index: [B], draft positions of the tokens just drawn. confidence: [B], their probabilities under the draft model.
-        """
-        for i, certain in enumerate(confidence):
-            kind = _CONFIDENCE[min(int(10 * certain), 9) if certain > 0 else 0]
-            draft.kinds[i][min(index[i], self.high - 1)] = kind
-            draft.accept_prob[i] *= math.exp(-self.hazards[kind])
-        # only these rows share the cost of a draft pass
-        able = [on and i + 1 < n for on, i, n in zip(draft.active, index, draft.budgets, strict=True)]
-        best, value, total = 2.0, 0.0, -draft.shared
-        for prob in sorted((p for p, on in zip(draft.accept_prob, able, strict=True) if on), reverse=True):
-            total += prob - draft.per_row
-            if total > value:
-                best, value = prob, total
-        draft.active = [on and p >= best for p, on in zip(draft.accept_prob, able, strict=True)]
-        return draft.active
-
-    def continuation(self, draft: Draft) -> Continuation:
-        """Return the rule of `continuing` for the only row of a batch."""
+    def rule(self, draft: Draft, always: Sequence[bool]) -> StoppingRule:
+        """Return the rule by which one more token pays. always: [B], rows that continue in any case."""
         weights = tuple(math.exp(-self.hazards[kind]) for kind in _CONFIDENCE)
-        return Continuation(draft.accept_prob[0], weights, draft.shared + draft.per_row)
+        start = tuple(1.0 if n else 0.0 for n in draft.budgets)
+        return StoppingRule(Reads.CONFIDENCE, draft.shared, 0, start, weights, draft.per_row, tuple(always))
+
+    def read(self, confidences: Sequence[Sequence[float]] | None, rows: Rows) -> None:
+        """Note the confidences of a step's draft tokens, as far as they were read; None if they cannot be read."""
+        draft = self.draft.find(rows)
+        if draft is None or confidences is None:
+            return
+        self.stops_early = True
+        for kinds, row in zip(draft.kinds, confidences, strict=True):
+            for i, certain in enumerate(row):
+                kinds[min(i, self.high - 1)] = _CONFIDENCE[tenth(certain)]
 
     def observe(self, rows: Rows, steps: Sequence[Step], draft: Draft) -> None:
         """Count the tokens of a step in which this drafter had a budget."""

@@ -27,14 +27,12 @@ from statistics import fmean
 from threading import Lock
 from time import perf_counter
 
-import torch
-
 from foresay.checks import check_int
-from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep, LengthPolicy
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
+from foresay.decoding.stopping import CONFIDENCES, StoppingRule
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import ByBatch, PassCosts
 from foresay.lengths.measured_drafter import DECAY, PRIOR_WEIGHT, Draft, MeasuredDrafter
@@ -87,8 +85,8 @@ class ThroughputLength(LengthPolicy):
         """Return each row's own budget in ragged passes, else the same one for all rows."""
         _POLICY_S.put(rows, 0.0)
         with self._timed(rows):
-            for drafter in (self._primary, self._fallback):
-                drafter.draft.drop(rows)
+            for kept in (self._primary.draft, self._fallback.draft, CONFIDENCES):
+                kept.drop(rows)
             return self._budgets(rows)
 
     def _budgets(self, rows: Rows) -> list[int]:
@@ -131,47 +129,13 @@ class ThroughputLength(LengthPolicy):
             draft.budgets = [min(n, m) for n, m in zip(draft.budgets, most, strict=True)]
             return list(draft.budgets)
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Return the rows whose next token pays, by the confidence in their draft so far; rows with a fixed length continue."""
-        drafter, rows = self._fallback if self._is_hybrid else self._primary, step.rows
-        draft = None if rows is None else drafter.draft.find(rows)
-        if rows is None or draft is None:  # a tree, or rows without a budget from this policy
-            return None
-        # on other devices, reading the confidence would synchronize
-        drafter.stops_early = step.distributions.scores is not None and step.distributions.scores.device.type == "cpu"
-        if not drafter.stops_early:
-            return None
-        index = step.index.tolist()
-        if not draft.may_continue(index):
-            return None
-        confidence = step.distributions.confidence(step.token_ids[:, None])[:, 0].tolist()
-        continuing = drafter.continuing(draft, index, confidence)
-        fixed = self._fixed_lengths(rows)
-        return torch.tensor([on or length is not None for on, length in zip(continuing, fixed, strict=True)])
-
-    def continuation(self, rows: Rows) -> Continuation | None:
-        """Return the rule of `keep_drafting`; a row with a fixed length continues."""
-        if type(self).keep_drafting is not ThroughputLength.keep_drafting:
-            return super().continuation(rows)
-        drafter, draft = self._drafting(rows)
-        if draft is None or any(length is not None for length in self._fixed_lengths(rows)):
-            return Continuation()
-        return drafter.continuation(draft)
-
-    def drawn(self, rows: Rows, drawn: Drawn) -> None:
-        """Note the confidences of tokens, as `keep_drafting` does."""
-        drafter, draft = self._drafting(rows)
-        if draft is None:
-            return
-        drafter.stops_early = True
-        for i, confidence in enumerate(drawn.confidences):
-            if draft.may_continue([i]):
-                drafter.continuing(draft, [i], [confidence])
-
-    def _drafting(self, rows: Rows) -> tuple[MeasuredDrafter, Draft | None]:
-        """Return the drafter that draws tokens, and its draft."""
+    def rule(self, rows: Rows) -> StoppingRule:
+        """Return the rule by which one more token pays, by the confidence in the draft so far; fixed lengths are kept."""
         drafter = self._fallback if self._is_hybrid else self._primary
-        return drafter, drafter.draft.find(rows)
+        draft = drafter.draft.find(rows)
+        if draft is None:  # rows without a budget from this policy
+            return StoppingRule()
+        return drafter.rule(draft, [length is not None for length in self._fixed_lengths(rows)])
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
@@ -186,6 +150,7 @@ class ThroughputLength(LengthPolicy):
             passed = one.total_s / now.plain_s
             self._num_tokens = self._num_tokens * DECAY + fmean(len(step.token_ids) for step in steps)
             self._num_passes = self._num_passes * DECAY + passed
+            (self._fallback if self._is_hybrid else self._primary).read(CONFIDENCES.find(rows), rows)
             for drafter in (self._primary, self._fallback):
                 draft = drafter.draft.find(rows)
                 lost = None if draft is None else self._count(drafter, draft, now, steps)

@@ -22,13 +22,15 @@ from safetensors.torch import save_file
 from foresay.checks import check_int
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal, Verification
-from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelOutput
+from foresay.decoding.protocols import ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import DraftStep, Reads, Stopping, StoppingRule
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.files import atomic_write
 from foresay.generation.generator import Generator
 from foresay.json_files import parse_object, read_limited
+from foresay.lengths import ConstantLength
 from foresay.tensor_files import check_shapes, load_tensors, stored_tensors
 
 PROMPTS_PER_FILE = 16
@@ -65,23 +67,29 @@ class Examples:
         return Examples(*(getattr(self, name)[chunk] for name in Examples.__slots__))
 
 
-class _FixedLengthPolicy(LengthPolicy):
+class _FixedLengthPolicy(ConstantLength):
     """A policy that drafts chains of a fixed length and records the draft's hidden states."""
 
-    needs_hidden, remembers = True, False
-
     def __init__(self, length: int) -> None:
-        self._length = length
+        super().__init__(length)
         self.hidden: list[torch.Tensor] = []
         """[B, H] for each draft token of a step: the output of the forward pass that drew it."""
 
-    def budget(self, rows: Rows) -> list[int]:
+    def stopping(self, rows: Rows) -> Stopping:
         self.hidden.clear()
-        return [self._length] * len(rows)
+        return _Recording(self.hidden, rows)
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+
+class _Recording(Stopping):
+    """Ends no draft, and keeps the hidden states."""
+
+    def __init__(self, hidden: list[torch.Tensor], rows: Rows) -> None:
+        super().__init__(StoppingRule(Reads.HIDDEN), rows)
+        self._hidden = hidden
+
+    def keep(self, step: DraftStep) -> torch.Tensor | None:
         assert step.hidden is not None
-        self.hidden.append(step.hidden.clone())
+        self._hidden.append(step.hidden.clone())
         return None
 
 

@@ -12,9 +12,10 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import FinishReason, Origin
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import DraftStep, KVCache, LengthPolicy
+from foresay.decoding.protocols import KVCache, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import Stopping
 from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, ContextLengthError, PromptError
@@ -22,6 +23,7 @@ from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 from helpers.families import VOCAB, make
+from helpers.making import By
 from helpers.support import Always, Never, Sometimes, run
 
 SIZE = 11
@@ -294,8 +296,8 @@ def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
     """Rows stop at different places, also for good, and ride on as pads; the output stays what it is."""
 
     class Uneven(ConstantLength):
-        def keep_drafting(self, step: DraftStep) -> torch.Tensor:
-            return torch.arange(len(step.token_ids)) > step.index
+        def stopping(self, rows: Rows) -> Stopping:
+            return By(lambda step: torch.arange(len(step.token_ids)) > step.index, rows)
 
     plain = greedy()
     ours, steps, engine = run(

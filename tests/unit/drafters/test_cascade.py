@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
 from foresay.drafters.cascade import drafted_at_most
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.table import TableModel
 from helpers.cascading import POLICY, SIZE, ZEROS, Asked, Whole, begun, lists, whole
-from helpers.making import make_row
+from helpers.making import By, make_row
 
 
 def test_a_cascade_that_reviews_samples_whatever_its_models_say() -> None:
@@ -136,7 +136,10 @@ class Stops(ConstantLength):
         super().__init__(64)
         self.told: list[list[int]] = []
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+    def stopping(self, rows: Rows) -> Stopping:
+        return By(self._keep, rows)
+
+    def _keep(self, step: DraftStep) -> torch.Tensor | None:
         self.told.append(step.index.tolist())
         going = torch.ones(len(step.token_ids), dtype=torch.bool)
         going[0] = step.index[0] != 1

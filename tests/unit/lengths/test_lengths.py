@@ -11,9 +11,9 @@ import torch
 
 from foresay.decoding.distributions import build_distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import DraftStep
 from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength, HeuristicLength, ThroughputLength
@@ -74,7 +74,8 @@ TOP: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
 
 
 def going(policy: ConfidenceLength | EntropyLength, one: DraftStep, index: int = 0) -> list[bool]:
-    told = policy.keep_drafting(dataclasses.replace(one, index=one.index + index))
+    rows = make_rows(*[{}] * len(one.token_ids))
+    told = policy.stopping(rows).keep(dataclasses.replace(one, index=one.index + index))
     assert told is not None
     return told.tolist()
 

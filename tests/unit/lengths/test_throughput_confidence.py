@@ -13,8 +13,8 @@ import torch
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import DraftStep, Reads, StoppingRule
 from foresay.lengths import ConstantLength, ThroughputLength, measured_drafter
 from helpers.making import make_row
 
@@ -46,7 +46,7 @@ def rate(
         rng = random.Random(step)
         budget = policy.budget(rows)
         going, drafted, held, alive = list(budget), [0] * batch, [0] * batch, [True] * batch
-        depth = 0
+        depth, stopping = 0, policy.stopping(rows)
         while any(n > depth for n in going):
             sure = [rng.choice(confidences) for _ in rows]
             luck = [rng.random() for _ in rows]
@@ -56,8 +56,9 @@ def rate(
                     alive[i] = alive[i] and luck[i] < sure[i]
                     held[i] += alive[i]
             zeros = torch.zeros(batch, dtype=torch.int64)
-            go_on = policy.keep_drafting(DraftStep(zeros + depth, zeros, distributions(sure), None, rows))
             depth += 1
+            able = [n > depth for n in going]
+            go_on = stopping.keep(DraftStep(zeros + depth - 1, zeros, distributions(sure), None, able))
             if go_on is not None:
                 going = [n if on else min(n, depth) for n, on in zip(going, go_on.tolist(), strict=True)]
         wide = sum(drafted) if ragged else max(drafted) * batch
@@ -78,15 +79,15 @@ def rate(
 class Deaf(ThroughputLength):
     """Control: does not ask how sure a draft is."""
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        return None
+    def rule(self, rows: Rows) -> StoppingRule:
+        return StoppingRule()
 
 
 class Sure(ConstantLength):
     """Ends behind a token that is unsure, by a bound that suits this world."""
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        return step.distributions.confidence(step.token_ids[:, None])[:, 0] >= 0.5
+    def rule(self, rows: Rows) -> StoppingRule:
+        return StoppingRule(Reads.PROBABILITY, 0.5)
 
 
 @pytest.mark.parametrize(("batch", "ragged", "gain"), [(1, True, 1.05), (1, False, 1.05), (4, True, 1.02)])
@@ -179,26 +180,11 @@ def test_rows_that_are_held_to_a_length_draft_on() -> None:
     rows = Rows([make_row(), make_row(temperature=1.0)])
     for sampled in (False, True):
         assert policy.budget(rows)[1] == 4
-        found = policy.keep_drafting(DraftStep(zeros, zeros, distributions([1e-4, 1e-4], sampled=sampled), None, rows))
+        step = DraftStep(zeros, zeros, distributions([1e-4, 1e-4], sampled=sampled), None, [True, True])
+        found = policy.stopping(rows).keep(step)
         assert found is not None and found.tolist() == [False, True]
-    assert policy.keep_drafting(DraftStep(zeros, zeros, distributions([1e-4, 1e-4]))) is None, "not the nodes of a tree"
-
-
-def test_each_row_is_at_its_own_index() -> None:
-    """As in a cascade, whose rows have drafted other numbers of tokens before."""
-    policy = ThroughputLength()
-    rate(policy, 2, True, 300)
-    rows = Rows([make_row() for _ in range(2)], capabilities=Capabilities(ragged=True))
-    while not all(policy.budget(rows)):
-        policy.observe(rows, [Step(i, (0,), (), 0, 0, batch_size=2, total_s=1.0) for i in range(2)])
-    draft = policy._primary.draft.find(rows)
-    assert draft is not None
-    draft.budgets, draft.shared, draft.per_row = [6, 6], 0.0, 0.0
-    index, ids = torch.tensor([5, 2]), torch.zeros(2, dtype=torch.int64)
-    found = policy.keep_drafting(DraftStep(index, ids, distributions([0.95, 0.95]), None, rows))
-    assert found is not None and found.tolist() == [False, True]
-    confident = measured_drafter._CONFIDENCE[9]
-    assert draft.kinds[1][2] == confident and draft.kinds[0][5] == confident and draft.kinds[1][5] != confident
+    step = DraftStep(zeros, zeros, distributions([1e-4, 1e-4]))
+    assert policy.stopping(rows).keep(step) is None, "not the nodes of a tree"
 
 
 @pytest.mark.parametrize("ragged", [True, False])

@@ -15,14 +15,13 @@ from statistics import NormalDist
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from foresay.checks import check_int
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import Drafter, DraftStep, LengthPolicy, Rule
+from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import Stopping
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
 from foresay.lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
@@ -111,15 +110,15 @@ class Timed(LengthPolicy):
         self._inner, self._clock, self._drafting = inner, clock, drafting
         self.spent_s = 0.0
         """Total seconds of all steps so far."""
-        self.needs_hidden, self.remembers = inner.needs_hidden, inner.remembers
+        self.remembers = inner.remembers
 
     def budget(self, rows: Rows) -> list[int]:
         """Delegate to the inner policy."""
         return self._inner.budget(rows)
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+    def stopping(self, rows: Rows) -> Stopping:
         """Delegate to the inner policy."""
-        return self._inner.keep_drafting(step)
+        return self._inner.stopping(rows)
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         """Delegate to the inner policy."""

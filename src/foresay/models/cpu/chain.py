@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from foresay.decoding.continuation import Continuation, Drawn
+from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu import structs
 from foresay.models.cpu.in_place import InPlaceProduct
@@ -73,8 +73,10 @@ class NativeChain:
         )
 
     @torch.inference_mode()
-    def draft(self, start: Start, cache: SlotCache, most: int, ends: Sequence[int], rule: Continuation) -> Drawn:
-        """Return the draft of at most `most` tokens that follows the known tokens; nothing follows a token in `ends`.
+    def draft(
+        self, start: Start, cache: SlotCache, most: int, ends: Sequence[int], rule: StoppingRule
+    ) -> tuple[list[int], list[float]]:
+        """Return (token ids, confidences) of at most `most` tokens after the known ones; nothing follows a token in `ends`.
 
         cache: of one row, which keeps its length: keys and values are written after it.
         """
@@ -101,11 +103,11 @@ class NativeChain:
             most=most,
             ends=stops.ctypes.data if len(stops) else None,
             num_ends=len(stops),
-            probability=rule.probability,
-            threshold=rule.threshold,
+            probability=rule.probability[0],
+            threshold=rule.threshold + rule.per_row,
             weights=weights.ctypes.data,
             tokens=tokens.ctypes.data,
             confidences=confidences.ctypes.data,
         )
         count = self._layers.draft(call, struct)
-        return Drawn(tokens[:count].tolist(), confidences[:count].tolist())
+        return tokens[:count].tolist(), confidences[:count].tolist()

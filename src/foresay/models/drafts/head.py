@@ -18,8 +18,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
+from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.chain import NativeChain, Start, table_of
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
@@ -175,9 +175,9 @@ class HeadModel(DraftModel):
         cache: SlotCache,
         most: int,
         ends: Sequence[int],
-        rule: Continuation,
-    ) -> Drawn | None:
-        """Draft likeliest tokens after the known ones in one call, with the bits of single passes; None if it is not possible.
+        rule: StoppingRule,
+    ) -> tuple[list[int], list[float]] | None:
+        """Draft likeliest tokens in one call, with the bits of single passes: (ids, confidences), or None if it is not possible.
 
         known: [N] int64, at least one token. features: [N, D], those before each. cache: of one row, to which these pairs are
         added. most: tokens. ends: tokens after which nothing is drafted.

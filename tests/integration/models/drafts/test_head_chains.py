@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.continuation import Continuation, Drawn
 from foresay.decoding.distributions import Distributions
-from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep, Logits, ModelInput
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.stopping import Reads, Stopping, StoppingRule
 from foresay.drafters import HeadDrafter
-from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
+from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.chain import NativeChain
 from foresay.models.drafts.base import NEXT
@@ -26,7 +22,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears, quantizer, unquantized
 from helpers.families import VOCAB, make
 from helpers.heads import random_head
-from helpers.making import make_row
+from helpers.making import By
 from helpers.support import run
 
 MOST = 9
@@ -76,14 +72,14 @@ def stepwise(head: HeadModel, length: int, known: int, most: int) -> tuple[list[
 
 
 def at_once(
-    head: HeadModel, length: int, known: int, most: int, rule: Continuation | None = None, ends: tuple[int, ...] = ()
+    head: HeadModel, length: int, known: int, most: int, rule: StoppingRule | None = None, ends: tuple[int, ...] = ()
 ) -> tuple[list[int], list[float], SlotCache]:
     """The same in one call, and the cache."""
     cache = started(head, length)
     tokens, features = pairs(head, length, known)
-    drawn = head.draft_at_once(tokens[length:], features[length:], cache, most, ends, rule or Continuation())
+    drawn = head.draft_at_once(tokens[length:], features[length:], cache, most, ends, rule or StoppingRule())
     assert drawn is not None
-    return drawn.token_ids, drawn.confidences, cache
+    return *drawn, cache
 
 
 def written(cache: SlotCache, length: int, most: int) -> torch.Tensor:
@@ -139,7 +135,7 @@ def test_a_chain_after_other_known_tokens_has_other_bits() -> None:
     cache, (tokens, features) = started(head, 20), pairs(head, 20, 3)
     known = tokens[20:].clone()
     known[0] += 1
-    head.draft_at_once(known, features[20:], cache, MOST, (), Continuation())
+    head.draft_at_once(known, features[20:], cache, MOST, (), StoppingRule())
     assert not torch.equal(written(cache, 20, MOST + 2)[:, :, 3:], states[:, :, 3:])
 
 
@@ -149,7 +145,7 @@ def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
     ids, confidences, _ = stepwise(head, 12, 2, MOST)
     weights = tuple(0.4 + 0.05 * i for i in range(10))
 
-    def drafted(most: int, rule: Continuation | None = None, ends: tuple[int, ...] = ()) -> list[int]:
+    def drafted(most: int, rule: StoppingRule | None = None, ends: tuple[int, ...] = ()) -> list[int]:
         return at_once(head, 12, 2, most, rule, ends)[0]
 
     ends = set()
@@ -159,7 +155,7 @@ def test_a_chain_ends_by_its_rule_at_its_limit_and_at_an_end_token() -> None:
             so_far, count = so_far * weights[min(int(10 * confidence), 9)], count + 1
             if not so_far > threshold:
                 break
-        assert drafted(MOST, Continuation(0.95, weights, threshold)) == ids[:count]
+        assert drafted(MOST, StoppingRule(Reads.CONFIDENCE, threshold, 0, (0.95,), weights)) == ids[:count]
         ends.add(count)
     assert len(ends) > 3
     assert drafted(4) == ids[:4]
@@ -200,17 +196,17 @@ def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Two(ConstantLength):
-    """Drafts end after two tokens, by a rule that no Continuation states."""
+    """Drafts end after two tokens, by a rule that no numbers state."""
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
-        return step.index + 1 < 2
+    def stopping(self, rows: Rows) -> Stopping:
+        return By(lambda step: step.index + 1 < 2, rows)
 
 
 class TwoMeasured(ThroughputLength):
     """The same over measured lengths."""
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
-        return step.index + 1 < 2
+    def stopping(self, rows: Rows) -> Stopping:
+        return By(lambda step: step.index + 1 < 2, rows)
 
 
 @pytest.mark.parametrize("length", [lambda: Two(5), TwoMeasured])
@@ -222,12 +218,9 @@ def test_a_policy_with_a_rule_of_its_own_is_called_for_each_token(length: Any) -
     assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 2
 
 
-def test_policies_without_a_rule_draft_in_one_call() -> None:
-    rows = Rows([make_row()])
-    assert ConstantLength(4).continuation(rows) == HeuristicLength().continuation(rows) == Continuation()
-    assert ConfidenceLength(0.3).continuation(rows) is None
+def test_a_rule_has_a_weight_for_each_tenth() -> None:
     with pytest.raises(ValueError, match="needs 10"):
-        Continuation(weights=(1.0,))
+        StoppingRule(weights=(1.0,))
 
 
 def test_a_failure_in_the_call_ends_the_draft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,64 +244,3 @@ def test_scores_of_more_tokens_than_the_target_has_are_cut_elsewhere() -> None:
     wide = torch.nn.Linear(made.module.norm.weight.shape[0], VOCAB + 30, bias=False)
     made.module.lm_head = wide
     assert HeadModel(made, model)._chain is None
-
-
-def test_the_rule_of_the_throughput_policy_is_that_of_its_calls() -> None:
-    """Over random confidences, measurements and costs."""
-    numbers = random.Random(5)
-    for _ in range(300):
-        policy, rows = ThroughputLength(), Rows([make_row()], capabilities=Capabilities(ragged=True))
-        drafter = policy._primary
-        drafter.stops_early = True
-        drafter.hazards = [-math.log(numbers.uniform(0.05, 0.98)) for _ in drafter.hazards]
-        while not any(policy.budget(rows)):
-            policy.observe(rows, [Step(0, (0,), (), 0, 0, total_s=numbers.uniform(0.9, 1.1))])
-        draft = drafter.draft.find(rows)
-        assert draft is not None
-        draft.budgets, draft.shared, draft.per_row = [16], numbers.uniform(0, 0.5), numbers.uniform(0, 0.2)
-        rule = policy.continuation(rows)
-        assert rule is not None
-        product = rule.probability
-        for index in range(12):
-            confidence = float(torch.tensor(numbers.random()))
-            product *= rule.weights[min(int(10 * confidence), 9)]
-            scores = torch.tensor([[[math.log(confidence), math.log1p(-confidence)]]])
-            zeros = torch.zeros(1, dtype=torch.int64)
-            read = float(Distributions(zeros[None], scores=scores).confidence(zeros[None]))
-            if int(10 * read) != int(10 * confidence):
-                break
-            step = DraftStep(zeros + index, zeros, Distributions(zeros[None], scores=scores), None, rows)
-            mask = policy.keep_drafting(step)
-            assert mask is not None and bool(mask) == (product > rule.threshold)
-            if not mask:
-                break
-
-
-@pytest.mark.parametrize("limit", [1, 3, 9])
-def test_tokens_drawn_in_one_call_are_counted_as_those_drawn_one_by_one(limit: int) -> None:
-    numbers = random.Random(7)
-    for _ in range(50):
-        rows, confidences = Rows([make_row()], capabilities=Capabilities(ragged=True)), []
-        drafts = []
-        hazards = [-math.log(numbers.uniform(0.3, 0.98)) for _ in ThroughputLength()._primary.hazards]
-        for at_once_ in (False, True):
-            policy = ThroughputLength()
-            drafter = policy._primary
-            drafter.hazards = hazards
-            while not any(policy.budget(rows)):
-                policy.observe(rows, [Step(0, (0,), (), 0, 0, total_s=1.0)])
-            draft = drafter.draft.find(rows)
-            assert draft is not None
-            draft.budgets, draft.shared, draft.per_row = [limit], 0.2, 0.1
-            zeros = torch.zeros(1, dtype=torch.int64)
-            while not at_once_ and len(confidences) < limit:
-                odds = torch.tensor([[[0.0, numbers.uniform(-3, 3)]]])
-                step = DraftStep(zeros + len(confidences), zeros, Distributions(zeros[None], scores=odds), None, rows)
-                confidences.append(float(step.distributions.confidence(zeros[None])))
-                mask = policy.keep_drafting(step)
-                if mask is None or not mask:
-                    break
-            if at_once_:
-                policy.drawn(rows, Drawn([0] * len(confidences), confidences))
-            drafts.append((draft, drafter.stops_early))
-        assert drafts[0] == drafts[1]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.step import score
+from foresay.decoding.stopping import DraftStep, Reads, Stopping
 from foresay.drafters import ModelDrafter
 from foresay.drafters.stateless import Stateless
 from foresay.engine.prefixes import PrefixStore
@@ -19,6 +19,7 @@ from foresay.lengths import ConstantLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 from helpers.families import VOCAB, make
+from helpers.making import By
 from helpers.support import run
 
 LAYERS = (0, 2)
@@ -111,13 +112,14 @@ def test_a_catch_up_keeps_the_hidden_states_of_all_its_columns() -> None:
 class Norms(ConstantLength):
     """Stops where the draft's hidden state is small, and keeps what it saw."""
 
-    needs_hidden = True
-
     def __init__(self) -> None:
         super().__init__(4)
         self.seen: list[torch.Tensor] = []
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor:
+    def stopping(self, rows: Rows) -> Stopping:
+        return By(self._keep, rows, Reads.HIDDEN)
+
+    def _keep(self, step: DraftStep) -> torch.Tensor:
         assert step.hidden is not None
         self.seen.append(step.hidden.clone())
         return step.hidden.norm(dim=-1) > 0

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import foresay
-from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
+from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths import broadcast
 from foresay.lengths.broadcast import BroadcastLength
 from foresay.models.table import TableModel
 from helpers import tensor_parallel_run as run
 from helpers import tiny
-from helpers.making import make_row
+from helpers.making import By, make_row
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", run.__file__]
 
@@ -111,7 +111,7 @@ class Others:
 
 
 class Policy:
-    needs_hidden, remembers = False, True
+    remembers = True
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -120,8 +120,11 @@ class Policy:
         self.asked.append("budget")
         return [4] * len(rows)
 
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        self.asked.append("keep_drafting")
+    def stopping(self, rows: Rows) -> Stopping:
+        return By(self._keep, rows)
+
+    def _keep(self, step: DraftStep) -> torch.Tensor | None:
+        self.asked.append("stopping")
         return torch.tensor([True, False])
 
     def num_to_score(self, rows: Rows, counts: Any, matched: Any) -> Any:
@@ -140,19 +143,19 @@ def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     others, inner = Others(monkeypatch, first=True, told=[]), Policy()
     policy = BroadcastLength(inner)
     assert policy.budget(rows) == [4, 4]
-    assert policy.keep_drafting(step).tolist() == [True, False]  # type: ignore[union-attr]
+    assert policy.stopping(rows).keep(step).tolist() == [True, False]  # type: ignore[union-attr]
     assert policy.num_to_score(rows, [3, 2], [0, 0]) == [2, 1] and policy.fallback_budget(rows, [3, 2]) == [0, 0]
     policy.observe(rows, [])
-    assert inner.asked == ["budget", "keep_drafting", "observe"]
+    assert inner.asked == ["budget", "stopping", "observe"]
     mark = others.heard[-1][0]
 
     inner = Policy()
     Others(monkeypatch, first=False, told=[[1, 2], [0, 0, 1], [9, 9], [7, 7], [1, 0, 0], [mark]])
     policy = BroadcastLength(inner)
     assert policy.budget(rows) == [1, 2]
-    assert policy.keep_drafting(step).tolist() == [False, True]  # type: ignore[union-attr]
+    assert policy.stopping(rows).keep(step).tolist() == [False, True]  # type: ignore[union-attr]
     assert policy.num_to_score(rows, [3, 2], [0, 0]) == [9, 9] and policy.fallback_budget(rows, [3, 2]) == [7, 7]
-    assert policy.keep_drafting(step) is None
+    assert policy.stopping(rows).keep(step) is None
     policy.observe(rows, [])
     assert inner.asked == [], "one that is not asked learns nothing, whose clock is another"
 
