@@ -233,10 +233,10 @@ def run(
     block in one pass (DSpark), and a draft model is a smaller model of the same vocabulary. The folder always contains the best
     draft so far. A later run continues where the last one ended.
     """
+    student.check()
     plan, objective = plans.plan(), student.objective()
     if tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
         raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
-    student.check()
     texts.check()
     _check_folder(folder)
     use_threads(threads)

@@ -31,7 +31,7 @@ class DraftModule(nn.Module):
     """Base of the modules: the parts of every draft on the target's hidden states. L of them are read, K tokens drafted."""
 
     norm: RMSNorm
-    """Of the output layer's input."""
+    """The norm before the output layer."""
 
     def __init__(self, layer: Mapping[str, Any], inputs: int) -> None:
         """layer: fields of a LlamaConfig. inputs: size of the target's hidden states that are read, together."""
