@@ -11,8 +11,8 @@ from foresay.cli.common import check_threads
 from foresay.cli.options import MachineOptions
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
-from foresay.workers.local import Processes
-from foresay.workers.pool import Pool, WorkerBackend, check_workers
+from foresay.workers.pool import Backend, Pool, check_workers
+from foresay.workers.processes import Processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SharingOptions:
         """Start the workers."""
         assert self.workers is not None
         count = check_workers(self.workers)
-        place: WorkerBackend
+        place: Backend
         check_threads(machine.threads)
         if self.ray:
             from foresay.workers.ray import Actors
