@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
-from foresay.lab.replay.theory import expected_tokens
 from foresay.lab.report.table import TableRow, pareto_front, shortened, wilson
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ def _draft_lengths(table: Table) -> Drawing | None:
                     sum(stats.num_accepted for stats in of.values()) / tested,
                     range(gammas[0], gammas[-1] + 1),
                 )
-                curve = [expected_tokens(alpha, gamma) for gamma in whole]
+                curve = [sum(alpha**k for k in range(gamma + 1)) for gamma in whole]
                 axes.plot(whole, curve, "--", color=look["color"], alpha=0.7)
         _style(axes, ", ".join(group), "draft length", "tokens per target pass")
     _legend(figure)
