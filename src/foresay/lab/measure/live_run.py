@@ -64,10 +64,10 @@ def run_live(generator: Generator, requests: Sequence[PromptRequest], params: Sa
 
 def decode(
     generator: Generator,
-    asks: Sequence[tuple[str, Sequence[int], SamplingParams]],
+    prompts: Sequence[tuple[str, Sequence[int], SamplingParams]],
     on_progress: Callable[[int, int], None] = lambda done, tokens: None,
 ) -> LiveRun:
-    """Decode prompts in batches and time the run. asks: (id, token ids, parameters) of each.
+    """Decode prompts in batches and time the run. prompts: (id, token ids, parameters) of each.
 
     The state that a drafter keeps between requests is cleared first. on_progress: called after every step with the number of
     complete outputs and of tokens. Raises DraftFailedError if the drafter fails, because the counts then do not describe it.
@@ -75,7 +75,7 @@ def decode(
     generator.forget()
     session = generator.session(prefill_wait_s=OFFLINE_WAIT_S)
     indices: dict[int, int] = {}
-    for index, (name, token_ids, params) in enumerate(asks):
+    for index, (name, token_ids, params) in enumerate(prompts):
         try:
             indices[session.submit(list(token_ids), params, text=False)] = index
         except ForesayError as error:
@@ -93,4 +93,4 @@ def decode(
     seconds = perf_counter() - start
     if session.engine.draft_failures:
         raise DraftFailedError(f"the drafter failed: {session.draft_error}")
-    return LiveRun(seconds, tuple(done[index] for index in range(len(asks))))
+    return LiveRun(seconds, tuple(done[index] for index in range(len(prompts))))

@@ -197,15 +197,15 @@ def simulate(
 
 
 def _serve(
-    engine: Engine, times: Sequence[float], ask: Callable[[int], None], busy_s: Callable[[], float]
+    engine: Engine, times: Sequence[float], start_request: Callable[[int], None], busy_s: Callable[[], float]
 ) -> SimulatedLoad:
-    """Run the engine until all requests are finished. ask: submits a request. busy_s: simulated seconds of work so far."""
+    """Run the engine until all requests are finished. start_request: submits one. busy_s: simulated seconds of work so far."""
     requests, now, passes, row_passes = list[SimulatedRequest](), 0.0, 0, 0
     while len(requests) < len(times) or engine.has_work:
         if not engine.has_work:
             now = max(now, times[len(requests)])
         while len(requests) < len(times) and times[len(requests)] <= now:
-            ask(len(requests))
+            start_request(len(requests))
             requests.append(SimulatedRequest(times[len(requests)]))
         busy, start = busy_s(), now
         steps = engine.step()
