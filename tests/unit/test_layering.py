@@ -139,7 +139,7 @@ INSIDE = {
         {"app"},
         {"running"},
     ],
-    "workers": [{"jobs"}, {"pool", "processes", "ray"}, {"recording", "benching"}],
+    "workers": [{"messages"}, {"jobs", "pool"}, {"processes", "ray", "recording", "benching"}],
     "lab": [{"data"}, {"measure"}, {"replay", "check"}, {"bench"}, {"report"}, {"tune"}],
 }
 """The order of modules inside a package; packages that are not listed only have to be free of cycles."""

@@ -34,7 +34,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
 from foresay.spec.recipes import read_rule
 from foresay.text.prompts import as_chat
-from foresay.workers.jobs import check_sendable
+from foresay.workers.messages import check_sendable
 
 
 def run(

@@ -12,7 +12,6 @@ from foresay.cli.options import MachineOptions
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.workers.pool import Backend, Pool, check_workers
-from foresay.workers.processes import Processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,8 @@ class SharingOptions:
 
             place = Actors(setup, count, threads=machine.threads)
         else:
+            from foresay.workers.processes import Processes
+
             place = Processes(setup, count, threads=machine.threads)
         with loading(f"Starting {count} workers") as progress:
             return Pool(place, count, on_start=lambda ready: progress(f"{ready} of {count} workers are ready"))

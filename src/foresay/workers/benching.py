@@ -14,7 +14,7 @@ from foresay.lab.bench.bench import Missing, OnRun, write_results
 from foresay.lab.bench.executor import BenchPlan, Turn, TurnResult
 from foresay.lab.data.items import PromptItem
 from foresay.records.results import Results
-from foresay.workers.jobs import Plain, check_sendable
+from foresay.workers.messages import Plain, check_sendable
 from foresay.workers.pool import Pool
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
-from foresay.errors import ConfigError, ForesayError
+from foresay.errors import ForesayError
 from foresay.generation.generator import seeded
 from foresay.generation.load import load
 from foresay.lab.bench.executor import BenchExecutor
@@ -23,34 +22,10 @@ from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.replay.grid import Grid
 from foresay.lab.replay.record import Recorder, header
 from foresay.text.prompts import as_chat
+from foresay.workers.messages import Failed, Plain, Result
 
 AHEAD = 2
 """Capacity of a worker in batches, so that new tasks are available when rows end."""
-Plain = dict[str, Any]
-
-
-class Failed(NamedTuple):
-    """The error that prevented a task's result; a ForesayError itself cannot be pickled."""
-
-    kind: type[ForesayError]
-    arguments: tuple[Any, ...]
-    fields: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: ForesayError) -> Failed:
-        """Return the parts of an error."""
-        return cls(type(error), error.args, vars(error))
-
-    def error(self) -> ForesayError:
-        """Return the error."""
-        error = self.kind.__new__(self.kind)
-        error.args = self.arguments
-        vars(error).update(self.fields)
-        return error
-
-
-Result = tuple[int, Any]
-"""A task's number, and its result or a Failed."""
 
 
 class Job(Protocol):
@@ -221,12 +196,3 @@ def advance(tasks: Sequence[tuple[int, Any]]) -> list[Result]:
     while _job.has_work and not results:
         results += _job.step()
     return results
-
-
-def check_sendable(params: SamplingParams) -> SamplingParams:
-    """Raise ConfigError for processors, which are functions."""
-    if params.processors:
-        raise ConfigError(
-            f"processors={params.processors!r} are functions, which cannot be sent to other processes; leave them out"
-        )
-    return params

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError, ForesayError
-from foresay.workers.jobs import Failed, Plain, Result
+from foresay.workers.messages import Failed, Plain, Result
 
 logger = logging.getLogger("foresay")
 

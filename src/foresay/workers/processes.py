@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foresay.workers.jobs import Failed, Plain, Result, advance, begin
+from foresay.workers.jobs import advance, begin
+from foresay.workers.messages import Failed, Plain, Result
 
 
 class LocalWorker(NamedTuple):

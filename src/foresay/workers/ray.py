@@ -8,7 +8,7 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.workers import jobs
-from foresay.workers.jobs import Failed, Plain, Result
+from foresay.workers.messages import Failed, Plain, Result
 
 
 class WorkerActor:

@@ -12,7 +12,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.lab.data.items import PromptItem
 from foresay.lab.replay.record import Progress, check_unique
 from foresay.records.recording import Recording, recording_writer
-from foresay.workers.jobs import Plain, check_sendable
+from foresay.workers.messages import Plain, check_sendable
 from foresay.workers.pool import Pool
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, UnknownNameError
-from foresay.workers.jobs import Failed, check_sendable
+from foresay.workers.messages import Failed, check_sendable
 from foresay.workers.pool import TRIES, Pool, check_workers, in_order
 
 
