@@ -59,7 +59,7 @@ def _speed_ups(table: Table) -> Drawing | None:
             at, (label, colour, hatch) = order.index(row.cell.method), _kind(row)
             axes.barh(at, median, 0.7, color=colour, edgecolor="white", linewidth=0, hatch=hatch, label=label)
             axes.errorbar(median, at, xerr=[[median - low], [high - median]], ecolor=INK, capsize=2.5, elinewidth=1)
-            text = {"textcoords": "offset points", "va": "center", "size": 8, "color": INK}
+            text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 8, "color": INK}
             axes.annotate(f"{median:.2f}x", (max(high, 1.0), at), (5, 0), **text)
         axes.axvline(1.0, color=INK, linestyle="--", linewidth=1)
         _style(axes, "{}, batch {}, {}".format(*group), "speed-up over plain decoding")
@@ -84,7 +84,7 @@ def _draft_lengths(table: Table) -> Drawing | None:
             if not (of := lengths[group].get(name)):
                 continue
             gammas = sorted(of)
-            axes.plot(gammas, [of[gamma].block_efficiency for gamma in gammas], **look)
+            axes.plot(gammas, [of[gamma].block_efficiency or 0.0 for gamma in gammas], **look)
             if tested := sum(stats.num_tested for stats in of.values()):
                 alpha, whole = (
                     sum(stats.num_accepted for stats in of.values()) / tested,
@@ -197,7 +197,7 @@ def _predictions(table: Table) -> Drawing | None:
     limit = 1.08 * max(map(max, pairs))
     axes.fill_between([0, limit], [0, 0.9 * limit], [0, 1.1 * limit], color=INK, alpha=0.1, linewidth=0)
     axes.plot([0, limit], [0, limit], "--", color=INK, linewidth=1)
-    axes.scatter(*zip(*pairs, strict=True), s=22, color=BLUE)
+    axes.scatter([x for x, _ in pairs], [y for _, y in pairs], s=22, color=BLUE)
     axes.set(xlim=(0, limit), ylim=(0, limit))
     _style(axes, "", "predicted tokens/s", "measured tokens/s")
     return figure, (
