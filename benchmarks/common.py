@@ -28,11 +28,13 @@ import torch
 import foresay
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import Method
-from foresay.lab.bench.peers import open_peer
-from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock, Runner
+from foresay.integrations.vllm_arguments import model_folder
+from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
+from foresay.lab.bench.transformers import TransformersRunner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
-from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.models.sources.packaged import packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
 
@@ -60,27 +62,47 @@ Legend = Mapping[str, tuple[str, str]]
 """Key of a figure -> (description, wanted value such as ">= 1.2" or "")."""
 
 
-class Peer:
-    """Another engine in a process of its own."""
+class Engine:
+    """Another engine in an interpreter of its own; see engines.py."""
 
-    def __init__(self, stack: ExitStack, python: str, code: str, *given: str) -> None:
-        command = [python, "-c", code, given[0], str(torch.get_num_threads()), *given[1:]]
-        pipe = subprocess.PIPE
+    def __init__(self, stack: ExitStack, python: str, kind: str, **arguments: Any) -> None:
+        """arguments: of the engine's class, without threads. The process ends with the stack."""
+        pipe, command = subprocess.PIPE, [python, str(HERE / "engines.py"), kind]
+        given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         self._process = stack.enter_context(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=given)
         )
         stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
+        self._request({"threads": torch.get_num_threads(), **arguments})
 
-    def line(self) -> str:
-        """Return the next line that it prints."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
+    def __call__(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the engine. Raises RuntimeError with the engine's error."""
+        return self._request([method, arguments])
 
-    def seconds(self, *request: Any) -> float:
-        """Send a request and return the seconds that it took."""
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return float(self.line())
+    def _request(self, message: Any) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+        reply = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["value"]
+
+
+class EngineRunner:
+    """Another engine as a runner of `compared`."""
+
+    exact, shares_noise = True, False
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name, self._engine = name, engine
+
+    def prepare(self, block: PromptBlock) -> None:
+        assert block.params.greedy
+
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
+        prompts, params = [list(map(int, request.token_ids)) for request in requests], block.params
+        size = {"new": params.max_new_tokens, "batch": block.batch_size, "ignore_eos": params.ignore_eos}
+        return Outcome(**{"live": None, **self._engine("texts", prompts=prompts, **size)})
 
 
 def log(text: str) -> None:
@@ -324,32 +346,35 @@ def interpreters(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llamacpp", help="Python interpreter of an environment with llama-cpp-python")
 
 
-def available(args: argparse.Namespace, *forms: str) -> list[str]:
-    """Expressions of the peers among `forms` whose interpreter was given: "vllm(ngram=5)" needs `--vllm`."""
-    pythons = {"vllm": args.vllm, "llama.cpp": args.llamacpp}
-    out = []
-    for form in forms:
-        kind, mark, settings = form.partition("(")
-        if kind == "transformers":
-            out.append(form)
-        elif pythons[kind] is not None:
-            out.append(f"{kind}={pythons[kind]}{mark}{settings}")
-    return out
+OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "vLLM": ("vllm", {}),
+    "vLLM, n-grams": ("vllm", {"ngram": 5}),
+    "llama.cpp": ("llama.cpp", {}),
+    "llama.cpp, lookup": ("llama.cpp", {"lookup": 10}),
+}
+"""Name of another engine -> its kind and arguments."""
 
 
 @contextmanager
-def opened(expressions: Sequence[str], target: foresay.Generator, dtype: str) -> Iterator[list[PeerRunner]]:
-    """Load other engines with SmolLM2 and as many threads as PyTorch has here; they are closed at the end."""
-    peers: list[Any] = []
-    try:
-        for expression in expressions:
+def opened(
+    args: argparse.Namespace, names: Sequence[str], target: foresay.Generator, dtype: str = "bf16", file: str = ""
+) -> Iterator[list[Runner]]:
+    """Load the engines whose interpreters were given, and transformers. file: GGUF file for llama.cpp."""
+    pythons, runners = {"vllm": args.vllm, "llama.cpp": args.llamacpp}, list[Runner]()
+    with ExitStack() as stack:
+        for name in names:
             began = perf_counter()
-            peers.append(open_peer(expression, model=MODEL, dtype=dtype, threads=torch.get_num_threads()))
-            log(f"  {expression}: loaded in {perf_counter() - began:.0f} s")
-        yield [PeerRunner(peer, target.target.eos_token_ids) for peer in peers]
-    finally:
-        for peer in peers:
-            peer.close()
+            if name not in OTHERS:
+                runners.append(TransformersRunner(name, target, dtype))
+            elif (python := pythons[OTHERS[name][0]]) is not None:
+                kind, more = OTHERS[name]
+                model = model_folder(MODEL) if kind == "vllm" else file or str(packaged_file(MODEL))
+                whole = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+                runners.append(EngineRunner(name, Engine(stack, python, kind, model=model, dtype=whole, **more)))
+            else:
+                continue
+            log(f"  {name}: loaded in {perf_counter() - began:.0f} s")
+        yield runners
 
 
 def filled(model: Any, token_ids: torch.Tensor, **more: Any) -> Any:

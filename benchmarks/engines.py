@@ -1,291 +1,139 @@
-"""foresay on other engines and in several processes, each against the engine's own best mode in the same run.
+"""Another engine in an interpreter of its own: `PYTHON engines.py KIND`, started by `common.Engine`.
 
-    python benchmarks/engines.py [--only PART ...] [--vllm PYTHON] [--llamacpp PYTHON] [--quick] [--repeats N] [--write]
-
-- vllm: the suffix drafter inside vLLM against vLLM's n-gram speculation and plain decoding, at batch 1, 8 and 32.
-- vllm_passes: forward passes of vLLM against a replay of its output.
-- llamacpp: llama.cpp under foresay's loop against its own Python binding, on one GGUF file.
-- workers: two processes of one thread against one.
-- load: requests at three rates, simulated from a recording and a profile, against the same load run live.
-
-Engines that are not given are left out. Shipped prompts, greedy, prompts included. `--dtype fp32` is for processors without
-bf16 instructions, on which vLLM emulates bf16.
+The first line on standard input is the arguments of the engine's class as JSON; each later line is [method, arguments], and is
+replied to by {"value": ...} or {"error": "one line"}. Imports neither foresay nor, before it is needed, anything that is not in
+the standard library. How to install the engines: docs/how-to/other-engines.md.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
-import statistics
+import math
+import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from time import perf_counter, sleep
+from itertools import islice
+from time import perf_counter
 from typing import Any
 
-from common import (
-    MODEL,
-    Figures,
-    arguments,
-    available,
-    compared,
-    interpreters,
-    log,
-    measured,
-    mixed,
-    opened,
-    parsed,
-    plain_of,
-    publish,
-)
 
-import foresay
-from foresay.drafters import SuffixDrafter
-from foresay.generation.method import PLAIN, Method
-from foresay.integrations.vllm_arguments import llm_arguments
-from foresay.lab.bench.peers import open_peer
-from foresay.lab.bench.peers.base import model_folder
-from foresay.lab.bench.runners import MethodRunner
-from foresay.lab.data.datasets import load_items, subset
-from foresay.lab.measure.profile import measure, medians
-from foresay.lab.replay.arrivals import poisson
-from foresay.lab.replay.record import record
-from foresay.lab.replay.replay import replay
-from foresay.lab.replay.simulate import SimulatedLoad, simulate
-from foresay.lengths import ConstantLength
-from foresay.models.sources.packaged import packaged_file
-from foresay.records.profile import Profile
-from foresay.records.recording import Record, Recording
-from foresay.spec.recipes import read_drafter, read_length
-from foresay.spec.settings_file import Settings
-from foresay.workers import recording
-from foresay.workers.local import Processes
-from foresay.workers.pool import Pool
+class Vllm:
+    """vLLM with continuous batching of at most `batch` sequences. No prefix caching: repeats would skip their prompts."""
 
-ROWS = 8
-"""Most rows under load."""
-PROFILE_EVERY_S = 4.0
-"""Seconds of a load between two measurements of its forward passes."""
-LENGTH = 8
-"""Draft length whose passes are counted in vLLM and in a replay."""
-LEGEND = {
-    **{f"vllm_suffix_vs_plain_b{b}": (f"vLLM with the suffix drafter / vLLM, batch {b}", "") for b in (1, 8, 32)},
-    **{
-        f"vllm_suffix_vs_ngram_b{b}": (f"the same / vLLM's n-grams, batch {b}", ">= 1.1" if b == 1 else "")
-        for b in (1, 8, 32)
-    },
-    "vllm_worst_vs_plain": ("the worst of the first three", ">= 0.97"),
-    "vllm_tokens_per_pass_error": ("relative error of predicted tokens per pass in vLLM", "<= 0.01"),
-    "llamacpp_plain_vs_binding": ("llama.cpp under foresay's loop / its Python binding", ">= 0.95"),
-    "llamacpp_suffix_b1": ("suffix / plain on llama.cpp, batch 1", ""),
-    "llamacpp_suffix_b8": ("suffix / plain on llama.cpp, batch 8", ""),
-    "llamacpp_worst_vs_plain": ("the worse of the two", ">= 0.97"),
-    "llamacpp_batch8_gain": ("batch 8 / one by one on llama.cpp, plain", ">= 2"),
-    "workers2_gain": ("two processes / one", ">= 1.5"),
-    "load_throughput_error": ("largest error of simulated throughput under load", "<= 0.15"),
-    "load_latency_error": ("largest error of simulated mean latency under load", "<= 0.15"),
-}
+    def __init__(self, model: str, threads: int, dtype: str, ngram: int = 0) -> None:
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))}
+        vllm: Any = importlib.import_module("vllm")
+        drafts = {"num_speculative_tokens": ngram, "prompt_lookup_min": 2, "prompt_lookup_max": 4, "method": "ngram"}
+        self._vllm, more = vllm, {"speculative_config": drafts} if ngram else {}
+        self._llm = vllm.LLM(
+            model, dtype=dtype, max_model_len=8192, max_num_seqs=128, enable_prefix_caching=False, seed=0, **more
+        )
+
+    def texts(self, prompts: list[list[int]], new: int, batch: int, ignore_eos: bool) -> dict[str, Any]:
+        """Greedy outputs, and the seconds that they took."""
+        params = self._vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=ignore_eos, detokenize=False)
+        engine, waiting, running = self._llm.llm_engine, list(enumerate(prompts))[::-1], 0
+        outputs: list[list[int]] = [[] for _ in prompts]
+        began = perf_counter()
+        while waiting or running:
+            while waiting and running < batch:
+                index, ids = waiting.pop()
+                engine.add_request(str(index), {"prompt_token_ids": ids}, params)
+                running += 1
+            for one in engine.step():
+                if one.finished:
+                    outputs[int(one.request_id)] = list(map(int, one.outputs[0].token_ids))
+                    running -= 1
+        return {"outputs": outputs, "seconds": perf_counter() - began}
 
 
-@contextmanager
-def vllm_arguments(args: argparse.Namespace, length: str | int, **more: Any) -> Iterator[str]:
-    """A peer expression of vLLM with the suffix drafter of foresay inside it. more: further arguments of vLLM."""
-    settings = Settings(target=MODEL, drafter="suffix", length=length, dtype=args.dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "arguments.json"
-        path.write_text(json.dumps(llm_arguments(settings, model_folder(MODEL)) | more), encoding="utf-8")
-        yield f"vllm(arguments={path})"
+class LlamaCpp:
+    """llama.cpp on a GGUF file, one prompt at a time, with no state shared between prompts."""
+
+    def __init__(self, model: str, threads: int, dtype: str = "", lookup: int = 0, draft: str = "") -> None:
+        """lookup: tokens of its prompt lookup. draft: file of a draft model that proposes four tokens."""
+        import llama_cpp
+        import numpy as np
+        from llama_cpp import llama_speculative
+
+        def load(path: str, **more: Any) -> Any:
+            threads_of = {"n_threads": threads, "n_threads_batch": threads}
+            return llama_cpp.Llama(path, n_ctx=8192, flash_attn=True, verbose=False, **threads_of, **more)
+
+        class Draft(llama_speculative.LlamaDraftModel):  # type: ignore[misc]
+            def __init__(self) -> None:
+                self.model = load(draft)
+
+            def __call__(self, input_ids: Any, /, **more: Any) -> Any:
+                return np.array(list(islice(self.model.generate(input_ids.tolist(), temp=0.0), 4)), dtype=np.intc)
+
+        drafts: Any = llama_speculative.LlamaPromptLookupDecoding(num_pred_tokens=lookup) if lookup else None
+        drafts = Draft() if draft else drafts
+        self._llama = load(model, draft_model=drafts, logits_all=drafts is not None)
+        self._load, self._path = load, model
+
+    def texts(self, prompts: list[list[int]], new: int, batch: int, ignore_eos: bool) -> dict[str, Any]:
+        """Greedy outputs, and the seconds that they took."""
+        outputs: list[list[int]] = []
+        began, end = perf_counter(), self._llama.token_eos()
+        for ids in prompts:
+            self._llama.reset()
+            outputs.append([])
+            for token in islice(self._llama.generate(ids, temp=0.0, repeat_penalty=1.0), new):
+                outputs[-1].append(int(token))
+                if token == end and not ignore_eos:
+                    break
+        return {"outputs": outputs, "seconds": perf_counter() - began}
+
+    def seconds(self, before: int, count: int) -> float:
+        """Seconds of a pass over `count` tokens after `before` tokens."""
+        self._llama.reset()
+        if before:
+            self._llama.eval([i % 4000 + 5 for i in range(before)])
+        began = perf_counter()
+        self._llama.eval([i % 3000 + 7 for i in range(count)])
+        return perf_counter() - began
+
+    def perplexity(self, windows: list[list[int]]) -> float:
+        """Perplexity of the tokens of each window after those before them in it."""
+        import numpy as np
+
+        model, total, count = self._load(self._path, logits_all=True), 0.0, 0
+        for ids in windows:
+            model.reset()
+            model.eval(ids)
+            scores = np.asarray(model.scores[: len(ids) - 1], dtype=np.float64)
+            top = scores.max(1, keepdims=True)
+            norm = np.log(np.exp(scores - top).sum(1)) + top[:, 0]
+            total += float((norm - scores[np.arange(len(ids) - 1), ids[1:]]).sum())
+            count += len(ids) - 1
+        return math.exp(total / count)
 
 
-def vllm(args: argparse.Namespace) -> Figures:
-    """The suffix drafter inside vLLM against vLLM's n-gram speculation and vLLM alone."""
-    if args.vllm is None:
-        return {}
-    target, out = foresay.load(MODEL, drafter="none", dtype="bf16"), Figures()
-    with vllm_arguments(args, "throughput") as ours:
-        forms = available(args, "vllm", "vllm(ngram=5)", ours)
-        with opened(forms, target, args.dtype) as (plain, ngram, suffix):
-            for batch in (1, 8, 32):
-                found = compared(plain, [ngram, suffix], mixed(target, batch, args.quick), args.repeats)
-                out[f"vllm_suffix_vs_plain_b{batch}"] = found[suffix.name].gain
-                out[f"vllm_suffix_vs_ngram_b{batch}"] = found[suffix.name].gain / found[ngram.name].gain
-    return {**out, "vllm_worst_vs_plain": min(out[f"vllm_suffix_vs_plain_b{batch}"] for batch in (1, 8, 32))}
+KINDS: dict[str, Any] = {"vllm": Vllm, "llama.cpp": LlamaCpp}
 
 
-def vllm_passes(args: argparse.Namespace) -> Figures:
-    """Relative error of the passes that a replay of vLLM's output takes, one row at a time with one draft length."""
-    if args.vllm is None:
-        return {}
-    target = foresay.load(MODEL, drafter="none", dtype="bf16")
-    block = mixed(target, 1, args.quick)
-    with vllm_arguments(
-        args, LENGTH, async_scheduling=False
-    ) as ours:  # one pass at a time, so that they can be counted
-        [form] = available(args, ours)
-        peer = open_peer(form, model=MODEL, dtype=args.dtype, threads=None)
+def main() -> None:
+    """Reply to lines until the input ends. Whatever an engine prints goes to standard error."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process: 1.5 times faster on two cores
+    engine: Any = None
+    for line in sys.stdin:
         try:
-            found = peer.run([ask.token_ids for ask in block.asks], block.params, 1)
-        finally:
-            peer.close()
-    assert found.passes is not None
-    # vLLM generates the first token with the prompt, before anything is drafted
-    texts = [([*map(int, ask.token_ids), out[0]], out[1:]) for ask, out in zip(block.asks, found.outputs, strict=True)]
-    records = tuple(Record(str(i), tuple(a), tuple(b)) for i, (a, b) in enumerate(texts) if b)
-    saved = Recording(records, target.target.model.vocab_size, target.target.eos_token_ids)
-    predicted = replay(saved, SuffixDrafter(), policy=ConstantLength(LENGTH)).stats.num_passes + len(texts)
-    log(f"  {sum(map(len, found.outputs))} tokens in {found.passes} passes, {predicted} predicted")
-    return {"vllm_tokens_per_pass_error": abs(found.passes / predicted - 1)}
-
-
-def llamacpp(args: argparse.Namespace) -> Figures:
-    """The kernels of llama.cpp under foresay's loop and under its own Python binding's; batches of 8 against one by one."""
-    try:
-        target = foresay.load(str(packaged_file(MODEL)), backend="llama.cpp", drafter="none")
-    except foresay.ConfigError as error:
-        log(f"  left out: {error}")
-        return {}
-    plain, suffix = plain_of(target), MethodRunner(target, Method("suffix"))
-    run = partial(compared, plain, same_output=False)
-    out = Figures()
-    with opened(available(args, "llama.cpp"), target, "bf16") as bindings:
-        if bindings:
-            found = run(bindings, mixed(target, 1, args.quick), args.repeats)
-            out["llamacpp_plain_vs_binding"] = 1 / found[bindings[0].name].gain
-        # in turn, because stretches that lie minutes apart differ by more than a batch gains
-        turns = []
-        for _ in range(args.repeats):
-            block = mixed(target, 8, args.quick)
-            turns.append([run([suffix], replace(block, batch_size=size), 1) for size in (8, 1)])
-    out["llamacpp_batch8_gain"] = statistics.median(eight[PLAIN].rate / one[PLAIN].rate for eight, one in turns)
-    out["llamacpp_suffix_b1"] = statistics.median(one[suffix.name].gain for _, one in turns)
-    out["llamacpp_suffix_b8"] = statistics.median(eight[suffix.name].gain for eight, _ in turns)
-    return {**out, "llamacpp_worst_vs_plain": min(out["llamacpp_suffix_b1"], out["llamacpp_suffix_b8"])}
-
-
-def workers(args: argparse.Namespace) -> Figures:
-    """Prompts answered by two processes of one thread against one process of one thread; loading is not timed."""
-    items = subset(load_items(), 12 if args.quick else 32)
-    params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64, ignore_eos=True)
-    load = {"target": MODEL, "drafter": "none", "dtype": "bf16", "max_batch_size": 8}
-    setup = recording.setup(load, items, params, chat=True)
-    took: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(args.repeats):
-        for count in took:
-            with Pool(Processes(setup, count, threads=1), count) as pool, tempfile.TemporaryDirectory() as folder:
-                began = perf_counter()
-                recording.record(pool, items, Path(folder) / "r.jsonl")
-                took[count].append(perf_counter() - began)
-    one, two = (statistics.median(times) for times in took.values())
-    log(f"  one worker {one:.1f} s, two {two:.1f} s")
-    return {"workers2_gain": one / two}
-
-
-def load(args: argparse.Namespace) -> Figures:
-    """Largest errors of simulated load against live load: three rates, plain and with the suffix drafter."""
-    target = foresay.load(MODEL, drafter="none", dtype="bf16")
-    items = subset(load_items(), 12 if args.quick else 36)
-    params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = record(target.with_settings(max_batch_size=ROWS), items, Path(folder) / "r.jsonl", params)
-    full = simulate(saved, profile(target), [0.0] * len(items), None, read_length("0"), batch_size=ROWS)
-    most = len(items) / full.seconds
-    errors: dict[str, list[float]] = {"throughput": [], "latency": []}
-    for drafter in ("none", "suffix"):
-        for share in (0.3, 0.6, 0.9):
-            arrivals = poisson(share * most, len(items), seed=1)
-            simulated, (tokens_per_s, latency_s) = both(target, drafter, saved, arrivals, params)
-            errors["throughput"].append(abs(simulated.tokens_per_s / tokens_per_s - 1))
-            errors["latency"].append(abs(simulated.mean("latency") / latency_s - 1))
-            log(
-                f"  {drafter:<7} {share * most:.2f}/s: {simulated.tokens_per_s:6.1f} tokens/s simulated, {tokens_per_s:6.1f} "
-                f"live; mean latency {simulated.mean('latency'):.2f} s simulated, {latency_s:.2f} live"
-            )
-    return {f"load_{name}_error": max(found) for name, found in errors.items()}
-
-
-def profile(target: foresay.Generator) -> Profile:
-    """The time of forward passes at this moment, measured in a few seconds."""
-    return measure(
-        target, batches=(1, 2, 4, ROWS), columns=(1, 3, 13), contexts=(128, 384), fills=(16, 64, 256), repeats=2
-    )
-
-
-def both(
-    target: foresay.Generator,
-    drafter: str,
-    saved: Recording,
-    times: Sequence[float],
-    params: foresay.SamplingParams,
-) -> tuple[SimulatedLoad, tuple[float, float]]:
-    """A simulated load, and `live` of the same load, with passes measured before, during and after it."""
-    method, profiles = Method(drafter), [profile(target)]
-    generator = method.generator(target, ROWS)
-    measured_live = live(generator, saved, times, params, lambda: profiles.append(profile(target)))
-    profiles.append(profile(target))
-    policy = read_length(method.own_length if drafter != "none" else 0)
-    made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
-    return simulate(saved, medians(profiles), times, made, policy, batch_size=ROWS), measured_live
-
-
-def live(
-    generator: foresay.Generator,
-    saved: Recording,
-    times: Sequence[float],
-    params: foresay.SamplingParams,
-    aside: Callable[[], None],
-) -> tuple[float, float]:
-    """Run a load live: (tokens/s from the first arrival to the last token, mean seconds from arrival to end).
-
-    aside: called between two steps about every PROFILE_EVERY_S seconds, while the clock of the load is stopped. The speed of
-    a shared machine changes within a minute, so a profile measured before or after a load does not describe it.
-    """
-    generator.generate([list(saved.records[0].prompt)], replace(params, max_new_tokens=8))  # warm
-    session = generator.session()
-    arrived: dict[int, float] = {}
-    ended: dict[int, float] = {}
-    tokens, began, due = 0, perf_counter(), PROFILE_EVERY_S
-    while len(ended) < len(times):
-        now = perf_counter() - began
-        if now >= due:
-            aside()
-            due = now + PROFILE_EVERY_S
-            began = perf_counter() - now
-        while len(arrived) < len(times) and times[len(arrived)] <= now:
-            record = saved.records[len(arrived)]
-            number = session.submit(list(record.prompt), params, text=False)
-            arrived[number] = times[len(arrived)]
-        if not session.has_work:
-            sleep(max(0.0, times[len(arrived)] - now))
-            continue
-        for chunk in session.step():
-            tokens += len(chunk.step.token_ids)
-            if chunk.finish_reason is not None:
-                ended[chunk.index] = perf_counter() - began
-    return tokens / (max(ended.values()) - times[0]), statistics.fmean(ended[i] - arrived[i] for i in ended)
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
-    "vllm": vllm,
-    "vllm_passes": vllm_passes,
-    "llamacpp": llamacpp,
-    "workers": workers,
-    "load": load,
-}
-
-
-def main() -> int:
-    parser = arguments(__doc__, parts=PARTS, repeats=3)
-    interpreters(parser)
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="dtype of vLLM (default: bf16)")
-    args = parsed(parser)
-    model = f"{MODEL} in bf16, vLLM's in {args.dtype}, llama.cpp's the 4-bit GGUF file"
-    finish = partial(publish, "engines", args=args, legend=LEGEND, model=model)
-    return measured({name: partial(part, args) for name, part in PARTS.items()}, args.only, finish)
+            message = json.loads(line)
+            if engine is None:
+                engine, value = KINDS[sys.argv[1]](**message), None
+            else:
+                value = getattr(engine, message[0])(**message[1])
+            reply = {"value": value}
+        except Exception as error:
+            reply = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
-"""Predictions of the lab against live runs on SmolLM2-135M: cost of a replay, error of predictions, quality of tuning.
+"""Predictions of the lab against live runs on SmolLM2-135M: replays, tuning, simulated load; and what two workers gain.
 
-    python benchmarks/lab.py [--quick] [--keep FILE] [--write]
+    python benchmarks/lab.py [--quick] [--only PART ...] [--keep FILE] [--write]
 
 The shipped prompts and those of benchmarks/prompts.json are split into halves. Half A is recorded and profiled; from it the
 throughput of every drafter x length x batch size is predicted, and written to a results file before half B is run. Then every
@@ -16,31 +16,43 @@ own loop.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
-from common import HERE, MODEL, Figures, arguments, log, parsed, publish, spread, table
+from common import HERE, MODEL, Figures, arguments, log, measured, parsed, publish, spread, table
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.bench import Bench, Progress
+from foresay.lab.bench.bench import Progress, bench
 from foresay.lab.bench.runners import sampling_name
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.datasets import halves, load_items, subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
+from foresay.lab.measure.profile import measure, medians
+from foresay.lab.replay.arrivals import poisson
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import replay
+from foresay.lab.replay.simulate import SimulatedLoad, simulate
 from foresay.lab.tune import Tuner, pick
 from foresay.lengths import ConstantLength
+from foresay.records.profile import Profile
+from foresay.records.recording import Recording
 from foresay.records.results import Cell, Prediction, Results, Run
+from foresay.spec.recipes import read_drafter, read_length
+from foresay.workers import recording
+from foresay.workers.pool import Pool
+from foresay.workers.processes import Processes
 
 LEGEND = {
     "replay_cost_share": ("time of a replay / of live decoding, the slowest n-gram drafter", ""),
@@ -53,10 +65,17 @@ LEGEND = {
     "plain_spread": ("difference between neighbouring runs of plain decoding", ""),
     "tune_gap": ("how much slower the tuned method is than the best", ""),
     "tune_time_share": ("time of tuning / of the sweep", ""),
+    "workers2_gain": ("two processes / one", ">= 1.5"),
+    "load_throughput_error": ("largest error of simulated throughput under load", "<= 0.15"),
+    "load_latency_error": ("largest error of simulated mean latency under load", "<= 0.15"),
 }
 DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix", "self(6)")
 GAMMAS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 8)
+ROWS = 8
+"""Most rows under load."""
+PROFILE_EVERY_S = 4.0
+"""Seconds of a load between two measurements of its forward passes."""
 
 
 def replay_cost(target: Any, tokens: int) -> dict[str, float]:
@@ -132,7 +151,7 @@ class Sweep:
         """Run every configuration live over half B."""
         began = perf_counter()
         settings = self.settings(sweep_methods(), BATCHES, self.unseen, repeats=1, between=5)
-        results = Bench(self.target, settings, on_run=report).run(path, predictions)
+        results = bench(self.target, settings, path, predictions=predictions, on_run=report)
         self.seconds["sweep"] = perf_counter() - began
         return results
 
@@ -140,7 +159,7 @@ class Sweep:
         """Speed-ups of some methods, each run three times in turn with plain decoding."""
         methods = [method for method in sweep_methods() if method.name in names]
         settings = self.settings(methods, (size,), self.unseen[::3], repeats=3, between=1)
-        runs = Bench(self.target, settings, on_run=report).run(self.folder / f"again-{size}.jsonl").runs
+        runs = bench(self.target, settings, self.folder / f"again-{size}.jsonl", on_run=report).runs
         gains: dict[str, list[float]] = {}
         for run in runs:
             gains.setdefault(run.cell.method, []).append(1.0 if run.speed_up is None else run.speed_up)
@@ -234,21 +253,121 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     return table(header, out)
 
 
-def main() -> int:
-    parser = arguments(__doc__)
-    parser.add_argument("--keep", type=Path, help="keep the results file here; a stopped run is resumed from it")
-    args = parsed(parser)
+def workers(quick: bool) -> Figures:
+    """Prompts answered by two processes of one thread against one process of one thread; loading is not timed."""
+    items = subset(load_items(), 12 if quick else 32)
+    params = foresay.SamplingParams(max_new_tokens=32 if quick else 64, ignore_eos=True)
+    load = {"target": MODEL, "drafter": "none", "dtype": "bf16", "max_batch_size": 8}
+    setup = recording.setup(load, items, params, chat=True)
+    took: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(1 if quick else 3):
+        for count in took:
+            with Pool(Processes(setup, count, threads=1), count) as pool, tempfile.TemporaryDirectory() as folder:
+                began = perf_counter()
+                recording.record(pool, items, Path(folder) / "r.jsonl")
+                took[count].append(perf_counter() - began)
+    one, two = (statistics.median(times) for times in took.values())
+    log(f"  one worker {one:.1f} s, two {two:.1f} s")
+    return {"workers2_gain": one / two}
+
+
+def load(quick: bool) -> Figures:
+    """Largest errors of simulated load against live load: three rates, plain and with the suffix drafter."""
+    target = foresay.load(MODEL, drafter="none", dtype="bf16")
+    items = subset(load_items(), 12 if quick else 36)
+    params = foresay.SamplingParams(max_new_tokens=32 if quick else 64)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = record(target.with_settings(max_batch_size=ROWS), items, Path(folder) / "r.jsonl", params)
+    full = simulate(saved, profile(target), [0.0] * len(items), None, read_length("0"), batch_size=ROWS)
+    most = len(items) / full.seconds
+    errors: dict[str, list[float]] = {"throughput": [], "latency": []}
+    for drafter in ("none", "suffix"):
+        for share in (0.3, 0.6, 0.9):
+            arrivals = poisson(share * most, len(items), seed=1)
+            simulated, (tokens_per_s, latency_s) = both(target, drafter, saved, arrivals, params)
+            errors["throughput"].append(abs(simulated.tokens_per_s / tokens_per_s - 1))
+            errors["latency"].append(abs(simulated.mean("latency") / latency_s - 1))
+            log(
+                f"  {drafter:<7} {share * most:.2f}/s: {simulated.tokens_per_s:6.1f} tokens/s simulated, {tokens_per_s:6.1f} "
+                f"live; mean latency {simulated.mean('latency'):.2f} s simulated, {latency_s:.2f} live"
+            )
+    return {f"load_{name}_error": max(found) for name, found in errors.items()}
+
+
+def profile(target: foresay.Generator) -> Profile:
+    """The time of forward passes at this moment, measured in a few seconds."""
+    return measure(
+        target, batches=(1, 2, 4, ROWS), columns=(1, 3, 13), contexts=(128, 384), fills=(16, 64, 256), repeats=2
+    )
+
+
+def both(
+    target: foresay.Generator,
+    drafter: str,
+    saved: Recording,
+    times: Sequence[float],
+    params: foresay.SamplingParams,
+) -> tuple[SimulatedLoad, tuple[float, float]]:
+    """A simulated load, and `live` of the same load, with passes measured before, during and after it."""
+    method, profiles = Method(drafter), [profile(target)]
+    generator = method.generator(target, ROWS)
+    measured_live = live(generator, saved, times, params, lambda: profiles.append(profile(target)))
+    profiles.append(profile(target))
+    policy = read_length(method.own_length if drafter != "none" else 0)
+    made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
+    return simulate(saved, medians(profiles), times, made, policy, batch_size=ROWS), measured_live
+
+
+def live(
+    generator: foresay.Generator,
+    saved: Recording,
+    times: Sequence[float],
+    params: foresay.SamplingParams,
+    aside: Callable[[], None],
+) -> tuple[float, float]:
+    """Run a load live: (tokens/s from the first arrival to the last token, mean seconds from arrival to end).
+
+    aside: called between two steps about every PROFILE_EVERY_S seconds, while the clock of the load is stopped. The speed of
+    a shared machine changes within a minute, so a profile measured before or after a load does not describe it.
+    """
+    generator.generate([list(saved.records[0].prompt)], replace(params, max_new_tokens=8))  # warm
+    session = generator.session()
+    arrived: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    tokens, began, due = 0, perf_counter(), PROFILE_EVERY_S
+    while len(ended) < len(times):
+        now = perf_counter() - began
+        if now >= due:
+            aside()
+            due = now + PROFILE_EVERY_S
+            began = perf_counter() - now
+        while len(arrived) < len(times) and times[len(arrived)] <= now:
+            record = saved.records[len(arrived)]
+            number = session.submit(list(record.prompt), params, text=False)
+            arrived[number] = times[len(arrived)]
+        if not session.has_work:
+            sleep(max(0.0, times[len(arrived)] - now))
+            continue
+        for chunk in session.step():
+            tokens += len(chunk.step.token_ids)
+            if chunk.finish_reason is not None:
+                ended[chunk.index] = perf_counter() - began
+    return tokens / (max(ended.values()) - times[0]), statistics.fmean(ended[i] - arrived[i] for i in ended)
+
+
+def predictions(args: argparse.Namespace, text: list[str]) -> Figures:
+    """Predicted throughput and tuning on half A of the prompts, measured on half B. text: gets the table."""
     with tempfile.TemporaryDirectory() as folder:
         sweep = Sweep(args.quick, Path(folder))
         log("replay against live decoding")
         shares = replay_cost(sweep.target, 300 if args.quick else 1000)
         log("predicting from half A")
-        predictions = sweep.predict()
+        predicted = sweep.predict()
         log(f"tuning on half A ({', '.join(f'{k} {v:.0f} s' for k, v in sweep.seconds.items())})")
         chosen = sweep.tune()
         path = args.keep or Path(folder) / "results.jsonl"
-        log(f"running half B, {len(predictions)} predictions written to {path}")
-        rows, apart = compare(sweep.run(predictions, path))
+        log(f"running half B, {len(predicted)} predictions written to {path}")
+        rows, apart = compare(sweep.run(predicted, path))
         gap = tune_gap(sweep, rows, chosen)
     bound = max(0.1, 2 * apart)
     tuning = sum(v for k, v in sweep.seconds.items() if k != "sweep")
@@ -265,12 +384,25 @@ def main() -> int:
         "tune_time_share": tuning / sweep.seconds["sweep"],
         "identical": all(row["identical"] for row in rows),
     }
-    text = (
+    text.append(
         f"Predicted from half A of the prompts ({len(sweep.seen)}), measured on half B ({len(sweep.unseen)}); {sweep.new} tokens "
         f"each, greedy, tokens per second with prompts included. Tuned on half A: "
         f"{', '.join(f'batch {size}: {name}' for size, name in chosen.items())}."
     )
-    return publish("lab", figures, args, legend=LEGEND, text=[text, rows_table(rows)])
+    text.append(rows_table(rows))
+    return figures
+
+
+def main() -> int:
+    parser = arguments(__doc__, parts=("predictions", "workers", "load"))
+    parser.add_argument("--keep", type=Path, help="keep the results file here; a stopped run is resumed from it")
+    args, text = parsed(parser), list[str]()
+    parts = {
+        "predictions": partial(predictions, args, text),
+        "workers": partial(workers, args.quick),
+        "load": partial(load, args.quick),
+    }
+    return measured(parts, args.only, partial(publish, "lab", args=args, legend=LEGEND, text=text))
 
 
 if __name__ == "__main__":

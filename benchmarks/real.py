@@ -1,10 +1,11 @@
-"""A GGUF file of real size: passes, prompts, long contexts and loading, compared with llama.cpp on the same file.
+"""A GGUF file of real size: passes, prompts, long contexts, whole texts and loading, compared with llama.cpp on the same file.
 
-    python benchmarks/real.py FILE [--llamacpp PYTHON] [--only PART ...] [--repeats 9] [--write] [--section NAME]
+    python benchmarks/real.py FILE [--draft FILE] [--llamacpp PYTHON] [--only PART ...] [--repeats 9] [--write]
 
-llama.cpp runs in an environment of its own with llama-cpp-python, and each of its measurements follows one of ours, so that
-both see the same machine. A pass scores some tokens after 128 others; floors are bytes of weights (and of keys and values) over
-the memory bandwidth measured here. `FORESAY_ISA=avx2` measures the kernels for fewer instructions than the processor has.
+Whole texts are 64 tokens after each of 12 shipped prompts of three kinds, greedy, batch 1, all methods in turns. llama.cpp
+runs in an environment of its own with llama-cpp-python, and each of its measurements follows one of ours, so that both see the
+same machine. A pass scores some tokens after 128 others; floors are bytes of weights (and of keys and values) over the memory
+bandwidth measured here. `FORESAY_ISA=avx2` measures the kernels for fewer instructions than the processor has.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from typing import Any
 import torch
 from common import (
     CONTEXT,
+    Engine,
+    EngineRunner,
     Figures,
-    Peer,
     arguments,
+    compared,
     environment,
     filled,
     log,
     measured,
     parsed,
     pass_seconds,
+    plain_of,
     publish,
     random_prompt,
     table,
@@ -42,6 +46,10 @@ from common import (
 import foresay
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.files import cache_dir
+from foresay.generation.method import Method
+from foresay.lab.bench.runners import MethodRunner, PromptBlock, Runner
+from foresay.lab.data.datasets import load_items
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.roofline import floor
 from foresay.models.cpu.build import instructions
 
@@ -57,6 +65,10 @@ LEGEND = {
     "plain_step_over_floor": ("pass of one token over its floor", "<= 1.2"),
     "context8k_step_over_floor": ("the same after 8,192 tokens of context", "<= 1.5"),
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
+    "texts_vs_llamacpp": ("plain decoding of texts: our rate over llama.cpp's", ">= 1.0"),
+    "best_vs_llamacpp_best": ("our fastest method over llama.cpp's fastest", ">= 2"),
+    "best_speedup": ("our fastest method over our plain decoding", ""),
+    "draft_speedup": ("with the draft model, adaptive, over our plain decoding", ">= 1.8"),
     "load_s_per_gb": ("seconds for the first load of a GB, file in the page cache, after the imports", "<= 3"),
     "warm_load_s": ("seconds for a later load of the file, after the imports", "<= 1"),
     "first_answer_s": ("seconds of `foresay generate` with 8 tokens, imports included, a later load", "<= 5"),
@@ -64,20 +76,6 @@ LEGEND = {
     "warm_peak_over_file": ("the same of a later load, whose weights are pages that processes share", "<= 1.3"),
     "warm_private_over_file": ("the same without pages of files", ""),
 }
-_PEER = """
-import json, sys
-from time import perf_counter
-from llama_cpp import Llama
-model = Llama(sys.argv[1], n_ctx=1024, n_threads=int(sys.argv[2]), n_threads_batch=int(sys.argv[2]), verbose=False)
-for line in sys.stdin:
-    before, count = json.loads(line)
-    model.reset()
-    if before:
-        model.eval([i % 4000 + 5 for i in range(before)])
-    began = perf_counter()
-    model.eval([i % 3000 + 7 for i in range(count)])
-    print(perf_counter() - began, flush=True)
-"""
 _LOAD = """
 import sys
 from time import perf_counter
@@ -95,7 +93,7 @@ settle()
 """
 
 
-def passes(model: Any, peer: Peer | None, args: argparse.Namespace, rows: list[list[str]]) -> Figures:
+def passes(model: Any, peer: Engine | None, args: argparse.Namespace, rows: list[list[str]]) -> Figures:
     """Passes of a few tokens, of one row and of eight."""
     sizes = [(1, n) for n in PASSES] + [(8, 1), (8, 4)]
     times: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
@@ -107,7 +105,7 @@ def passes(model: Any, peer: Peer | None, args: argparse.Namespace, rows: list[l
             one = (model, caches[batch], ModelInput(prompts[batch][:, :n], [n] * batch))
             times[batch, n] += pass_seconds([one], 3)
             if peer is not None and batch == 1:
-                others[batch, n].append(peer.seconds(CONTEXT, n))
+                others[batch, n].append(peer("seconds", before=CONTEXT, count=n))
     found = {size: statistics.median(some) for size, some in times.items()}
     theirs = {size: statistics.median(some) for size, some in others.items() if some}
     for batch, n in sizes:
@@ -125,7 +123,7 @@ def passes(model: Any, peer: Peer | None, args: argparse.Namespace, rows: list[l
     return out
 
 
-def prompts(model: Any, peer: Peer | None, args: argparse.Namespace, rows: list[list[str]]) -> Figures:
+def prompts(model: Any, peer: Engine | None, args: argparse.Namespace, rows: list[list[str]]) -> Figures:
     """Prompts read by one pass."""
     out: Figures = {}
     for size in PROMPTS:
@@ -138,7 +136,7 @@ def prompts(model: Any, peer: Peer | None, args: argparse.Namespace, rows: list[
             model.forward(ModelInput(ids, [size], logits=Logits.LAST), cache)
             times.append(perf_counter() - began)
             if peer is not None:
-                others.append(peer.seconds(0, size))
+                others.append(peer("seconds", before=0, count=size))
         ours, theirs = statistics.median(times), statistics.median(others) if others else 0.0
         rows.append([f"prompt of {size}, tokens/s", f"{size / ours:.0f}", f"{size / theirs:.0f}" if theirs else "-"])
         if theirs:
@@ -159,6 +157,28 @@ def context(model: Any, args: argparse.Namespace, rows: list[list[str]]) -> Figu
     assert bound is not None
     rows.append([f"pass of 1 after {LONG}, ms", f"{step * 1e3:.1f}", "-"])
     return {"context8k_step_over_floor": step / bound.seconds(1, LONG)}
+
+
+def texts(target: foresay.Generator, args: argparse.Namespace, stack: ExitStack) -> Figures:
+    """Whole texts by our methods and llama.cpp's, in turns with plain decoding."""
+    items = [item for kind in ("chat", "code", "editing") for item in load_items(category=kind)[:4]]
+    asks = RequestBuilder(target).first(items)
+    block = PromptBlock("texts", asks, 1, foresay.SamplingParams(max_new_tokens=64, ignore_eos=True))
+    drafted = [f"model({args.draft})", f"hybrid(suffix, model({args.draft}))"] if args.draft else []
+    runners: list[Runner] = [MethodRunner(target, Method(name)) for name in ("suffix", *drafted)]
+    settings: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("lookup", {"lookup": 10})]
+    settings += [("draft model", {"draft": args.draft})] if args.draft else []
+    theirs = [
+        EngineRunner(f"llama.cpp, {name}", Engine(stack, args.llamacpp, "llama.cpp", model=args.file, **more))
+        for name, more in (settings if args.llamacpp else ())
+    ]
+    gains = {name: one.gain for name, one in compared(plain_of(target), [*runners, *theirs], block, 2).items()}
+    ours = max(1.0, *(gains[runner.name] for runner in runners))
+    out: Figures = {"best_speedup": ours}
+    if theirs:
+        out["texts_vs_llamacpp"] = 1 / gains[theirs[0].name]
+        out["best_vs_llamacpp_best"] = ours / max(gains[one.name] for one in theirs)
+    return out | ({"draft_speedup": gains[runners[1].name]} if args.draft else {})
 
 
 def loading(path: str) -> Figures:
@@ -193,19 +213,22 @@ def loading(path: str) -> Figures:
 
 
 def main() -> int:
-    names = ("passes", "prompts", "context", "loading")
+    names = ("passes", "prompts", "context", "texts", "loading")
     parser = arguments(__doc__, parts=names, repeats=9, quick=False)
     parser.add_argument("file")
     parser.add_argument("--llamacpp", metavar="PYTHON")
+    parser.add_argument("--draft", help="GGUF file of a draft model", default="")
     args = parsed(parser)
-    model: Any = foresay.load(args.file, drafter="none").target.model
+    generator = foresay.load(args.file, drafter="none")
+    model: Any = generator.target.model
     rows: list[list[str]] = []
     with ExitStack() as stack:
-        peer = Peer(stack, args.llamacpp, _PEER, args.file) if args.llamacpp else None
+        peer = Engine(stack, args.llamacpp, "llama.cpp", model=args.file) if args.llamacpp else None
         parts = {
             "passes": partial(passes, model, peer, args, rows),
             "prompts": partial(prompts, model, peer, args, rows),
             "context": partial(context, model, args, rows),
+            "texts": partial(texts, generator, args, stack),
             "loading": partial(loading, args.file),
         }
 

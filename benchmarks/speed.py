@@ -12,13 +12,11 @@ is for processors without bf16 instructions, on which other engines emulate bf16
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from common import (
@@ -27,7 +25,6 @@ from common import (
     Figures,
     Timings,
     arguments,
-    available,
     compared,
     filled,
     interpreters,
@@ -47,6 +44,7 @@ import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.runners import MethodRunner, Runner
+from foresay.lab.measure.live_run import run_live
 from foresay.lab.measure.roofline import floor
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter, packaged_file
@@ -59,7 +57,6 @@ LEGEND = {
     "tokens8_over_1_int4": ("4-bit pass over 8 tokens / over 1", "<= 1.7"),
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
     "same_bits_share": ("outputs that are the same alone, in a batch and with drafts", ">= 1"),
-    "gguf_load_s_per_gb": ("loading a 4-bit GGUF file, s per GB", "<= 5"),
     "int4_default_b1": ("default method / plain, GGUF file, batch 1", ""),
     "int4_b1_vs_llamacpp": ("plain / llama.cpp, same GGUF file, batch 1", ">= 1"),
     "int4_best_b1_vs_llamacpp_best": ("best / llama.cpp's best, same GGUF file, batch 1", ">= 1.5"),
@@ -69,6 +66,12 @@ LEGEND = {
         f"default_b{b}": (f"default method / plain, batch {b}", w)
         for b, w in zip(BATCHES, (">= 1.2", ">= 1", ">= 0.98"), strict=True)
     },
+    "llamacpp_plain_vs_binding": ("llama.cpp under foresay's loop / its Python binding", ">= 0.95"),
+    "llamacpp_suffix_b1": ("suffix / plain on llama.cpp, batch 1", ""),
+    "llamacpp_suffix_b8": ("suffix / plain on llama.cpp, batch 8", ""),
+    "llamacpp_batch8_gain": ("batch 8 / one by one on llama.cpp, plain", ">= 2"),
+    **{f"overhead_share_b{b}": (f"share of a step outside the model, batch {b}", "<= 0.1") for b in (1, 32)},
+    **{f"top_p_nucleus_adds_b{b}": (f"time that top-p 0.9 adds to a step, batch {b}", "<= 0.1") for b in (1, 32)},
     **{f"speculation_worst_b{b}": (f"slowest n-gram drafter / plain, batch {b}", ">= 0.97") for b in (8, 32)},
 }
 
@@ -103,8 +106,8 @@ def bf16(bench: Speed) -> Figures:
     out: Figures = {}
     args, target = bench.args, bench.target("bf16")
     with (
-        opened(available(args, "vllm", "vllm(ngram=5)"), target, args.peer_dtype) as vllms,
-        opened(["transformers"], target, args.peer_dtype) as transformers,
+        opened(args, ["vLLM", "vLLM, n-grams"], target, args.peer_dtype) as vllms,
+        opened(args, ["transformers"], target, args.peer_dtype) as transformers,
     ):
         for batch in BATCHES:
             methods = [DEFAULT, SUFFIX, *([Method("suffix", "12")] if batch == 1 else [])]
@@ -121,7 +124,7 @@ def bf16(bench: Speed) -> Figures:
 def int4(bench: Speed) -> Figures:
     """The 4-bit blocks of a GGUF file against llama.cpp on the same file."""
     methods = [SUFFIX, Method("suffix", "12")]
-    with opened(available(bench.args, "llama.cpp", "llama.cpp(lookup=10)"), bench.target("bf16"), "bf16") as peers:
+    with opened(bench.args, ["llama.cpp", "llama.cpp, lookup"], bench.target("bf16")) as peers:
         found = bench.compare("file", 1, methods, peers)
     out = {"int4_default_b1": found[SUFFIX.name].gain}
     theirs = [found[peer.name].gain for peer in peers if peer.name in found]
@@ -177,77 +180,49 @@ def same_bits(bench: Speed) -> Figures:
     return {"same_bits_share": same / total}
 
 
-def gguf(bench: Speed) -> Figures:
-    """Seconds to load a large 4-bit GGUF file, imports and disk not included."""
-    bench.target("file")
-    with tempfile.TemporaryDirectory() as folder:
-        path = random_gguf(Path(folder) / "large.gguf", 2e8 if bench.args.quick else 1e9)
-        gigabytes = path.stat().st_size / 1e9
-        path.read_bytes()
-        began = perf_counter()
-        foresay.load(str(path), drafter="none")
-        took = perf_counter() - began
-    return {"gguf_load_s_per_gb": took / gigabytes}
+def backend(bench: Speed) -> Figures:
+    """llama.cpp under foresay's loop, against its own Python binding, and in batches of 8 against one by one."""
+    try:
+        target = foresay.load(str(packaged_file(MODEL)), backend="llama.cpp", drafter="none")
+    except foresay.ConfigError as error:
+        log(f"  left out: {error}")
+        return {}
+    plain, suffix, out = plain_of(target), MethodRunner(target, SUFFIX), Figures()
+    run = partial(compared, plain, same_output=False)
+    with opened(bench.args, ["llama.cpp"], target) as bindings:
+        if bindings:
+            found = run(bindings, mixed(target, 1, bench.args.quick), bench.args.repeats)
+            out["llamacpp_plain_vs_binding"] = 1 / found[bindings[0].name].gain
+    # in turn, because stretches that lie minutes apart differ by more than a batch gains
+    block = mixed(target, 8, bench.args.quick)
+    turns = [[run([suffix], replace(block, batch_size=size), 1) for size in (8, 1)] for _ in range(bench.args.repeats)]
+    out["llamacpp_batch8_gain"] = statistics.median(eight[PLAIN].rate / one[PLAIN].rate for eight, one in turns)
+    for i, size in enumerate((8, 1)):
+        out[f"llamacpp_suffix_b{size}"] = statistics.median(turn[i][suffix.name].gain for turn in turns)
+    return out
 
 
-def random_gguf(path: Path, size: float) -> Path:
-    """Write a Llama of random Q4_0 blocks, about `size` bytes, with the tokens of the packaged model."""
-    import gguf as library
-    import numpy as np
-
-    hidden, model_input = 2048, 5632
-    per_layer = (2 * hidden * hidden + 2 * hidden * hidden // 4 + 3 * hidden * model_input) * 18 // 32
-    layers = max(1, int((size - 49152 * hidden * 18 / 32) / per_layer))
-    reader = library.GGUFReader(str(packaged_file(MODEL)))
-    writer = library.GGUFWriter(path, "llama")
-    writer.add_context_length(2048)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(model_input)
-    writer.add_head_count(32)
-    writer.add_head_count_kv(8)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(49152)
-    for name in ("tokenizer.ggml.model", "tokenizer.ggml.pre"):
-        writer.add_string(name, reader.fields[name].contents())
-    for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"):
-        writer.add_array(name, reader.fields[name].contents())
-    for name in ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"):
-        writer.add_uint32(name, reader.fields[name].contents())
-    random = np.random.default_rng(0)
-
-    def blocks(name: str, rows: int, columns: int) -> None:
-        found = random.integers(0, 256, (rows, columns // 32, 18), dtype=np.uint8)
-        found[..., :2] = np.full(1, 0.002, np.float16).view(np.uint8)  # the scales
-        writer.add_tensor(name, found.reshape(rows, -1), raw_dtype=library.GGMLQuantizationType.Q4_0)
-
-    blocks("token_embd.weight", 49152, hidden)
-    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    for i in range(layers):
-        for part, rows, columns in (
-            ("attn_q", hidden, hidden),
-            ("attn_k", hidden // 4, hidden),
-            ("attn_v", hidden // 4, hidden),
-            ("attn_output", hidden, hidden),
-            ("ffn_gate", model_input, hidden),
-            ("ffn_up", model_input, hidden),
-            ("ffn_down", hidden, model_input),
-        ):
-            blocks(f"blk.{i}.{part}.weight", rows, columns)
-        for part in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{i}.{part}.weight", np.ones(hidden, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def overhead(bench: Speed) -> Figures:
+    """Time of a step outside the model's forward passes, as a share of a greedy step, greedy and sampled."""
+    out, target = Figures(), bench.target("bf16")
+    for batch in (1, 32):
+        block, outside, steps = mixed(target, batch, bench.args.quick), dict[str, float](), dict[str, float]()
+        generator = target.with_settings(max_batch_size=batch)
+        for kind, temperature, top_p in (("greedy", 0.0, 1.0), ("nucleus", 0.7, 0.9)):
+            params = replace(block.params, temperature=temperature, top_p=top_p, seed=1)
+            stats = run_live(generator, block.asks, params).stats
+            outside[kind] = (stats.total_s - stats.target_s) / stats.num_tokens
+            steps[kind] = stats.total_s / stats.num_tokens
+        out[f"overhead_share_b{batch}"] = outside["greedy"] / steps["greedy"]
+        out[f"top_p_nucleus_adds_b{batch}"] = (outside["nucleus"] - outside["greedy"]) / steps["greedy"]
+    return out
 
 
 PARTS: dict[str, Callable[[Speed], Figures]] = {
     "passes": passes,
     "same_bits": same_bits,
-    "gguf": gguf,
+    "backend": backend,
+    "overhead": overhead,
     "int4": int4,
     "bf16": bf16,
     "worst": worst,

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 
 import foresay
 from foresay.integrations.lm_eval import ForesayLM
-from foresay.lab.bench.peers.base import model_folder
+from foresay.integrations.vllm_arguments import model_folder
 from helpers.serving import Running
 
 MODEL = "smollm2-135m"

@@ -59,7 +59,7 @@ def test_an_actor_that_is_killed_loses_and_doubles_nothing(folder: Path, tmp_pat
     killed: list[int] = []
     with Pool(Actors(recording.setup(load(folder), items, PARAMS, chat=True), 2), 2) as pool:
         victim: Any = pool._workers[0]
-        pid = ray.get(victim._actor.__ray_call__.remote(lambda hands: os.getpid()))
+        pid = ray.get(victim.handle.__ray_call__.remote(lambda actor: os.getpid()))
 
         def kill(progress: Any) -> None:
             if progress.done and not killed:
@@ -74,4 +74,6 @@ def test_an_actor_that_is_killed_loses_and_doubles_nothing(folder: Path, tmp_pat
 
 def test_an_error_of_an_actor_is_ours() -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        Pool(Actors({"kind": "generate", "load": {"target": "./nowhere"}, "params": {}, "raw": True}, 1), 1)
+        Pool(
+            Actors({"kind": "generate", "load": {"target": "./nowhere"}, "params": SamplingParams(), "raw": True}, 1), 1
+        )

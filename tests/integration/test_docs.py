@@ -177,7 +177,7 @@ def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pyt
     command, _, wanted = block.partition("\n")
     assert _run(shlex.split(command.removeprefix("$ "))[1:]) == 0
     assert capsys.readouterr() == (wanted, ""), "vLLM resolves the name of a hub's model"
-    assert _run(["vllm-config", "--drafter", "max_gram"]) == 0
+    assert _run(["vllm-config", "--drafter", "prompt_lookup"]) == 0
     assert str(smollm2_folder) in capsys.readouterr().out, "foresay resolves an alias"
 
 

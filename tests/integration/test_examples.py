@@ -1,4 +1,4 @@
-"""The examples run on a tiny model. The one for vLLM needs vLLM; it is compiled, and its names are checked."""
+"""The examples run on a tiny model."""
 
 from __future__ import annotations
 
@@ -107,20 +107,3 @@ def test_the_notebook(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 assert '<span title="' in "".join(output["data"]["text/html"]), "the stored output is coloured too"
     assert shown == 3
     assert "tokens per target pass" in capsys.readouterr().out
-
-
-def test_the_example_for_vllm_uses_existing_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without vLLM: the command that it runs prints the arguments of vllm.LLM."""
-    from foresay.cli.app import _run
-
-    source = (EXAMPLES / "vllm_arguments.py").read_text(encoding="utf-8")
-    [command] = [
-        node.value
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign) and "vllm-config" in ast.dump(node)
-    ]
-    words = [item.value for item in command.elts if isinstance(item, ast.Constant)]  # type: ignore[attr-defined]
-    options = words[words.index("vllm-config") + 1 :]
-    assert _run(["vllm-config", str(folder), *options]) == 0
-    arguments = json.loads(capsys.readouterr().out)
-    assert arguments["model"] == str(folder) and arguments["speculative_config"]["method"] == "custom_class"

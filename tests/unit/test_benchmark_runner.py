@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,6 +138,37 @@ def test_ratios_are_to_the_neighbours_in_time(common: ModuleType) -> None:
     assert str(found["fast"]) == "3.00x (3.00 to 3.00)"
     assert found["plain"].rate == pytest.approx(1.0)
     assert common.spread([1.0, 1.0, 1.1]) == pytest.approx(0.1)
+
+
+def test_an_engine_in_its_own_interpreter(common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """llama-cpp-python simulated by a module: the worker generates the exact number of tokens, and errors come back."""
+    fake = """
+import sys, types
+class Llama:
+    def __init__(self, path, **more): print("noise")
+    def token_eos(self): return 9
+    def reset(self): pass
+    def generate(self, ids, **more):
+        for i in range(1000): yield ids[-1] + 1 + i
+sys.modules[__name__ + ".llama_speculative"] = speculative = types.ModuleType("speculative")
+speculative.LlamaDraftModel = object
+llama_speculative = speculative
+"""
+    (tmp_path / "llama_cpp.py").write_text(fake)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    asks = [PromptRequest(str(n), "", (1, n), PromptItem(str(n), "text")) for n in (5, 20)]
+    with ExitStack() as stack:
+        engine = common.Engine(stack, str(python), "llama.cpp", model="m")
+        for ignore, outputs in (
+            (True, [[6, 7, 8, 9, 10], [21, 22, 23, 24, 25]]),
+            (False, [[6, 7, 8, 9], [21, 22, 23, 24, 25]]),
+        ):
+            block = PromptBlock("set", asks, 1, foresay.SamplingParams(max_new_tokens=5, ignore_eos=ignore))
+            assert common.EngineRunner("llama.cpp", engine).run(block, asks).outputs == outputs
+        with pytest.raises(RuntimeError, match="AttributeError"):
+            engine("nothing")
 
 
 def unnamed(text: str) -> list[str]:

@@ -46,5 +46,5 @@ def test_what_is_imported_is_there() -> None:
 
 def test_what_is_not_there_is_found() -> None:
     """The control of the one above."""
-    said = "from foresay.lab.bench.bench import Bench, Gone\nfrom foresay.nowhere import a\nfrom foresay import lab"
+    said = "from foresay.lab.bench.bench import bench, Gone\nfrom foresay.nowhere import a\nfrom foresay import lab"
     assert absent(said) == ["foresay.lab.bench.bench.Gone", "foresay.nowhere.a"]

@@ -17,8 +17,6 @@ SOURCE = ROOT / "src" / "foresay"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"llama_cpp": "llama-cpp-python", "pydantic_core": "pydantic", "starlette": "fastapi"}
 """Distributions by module, where the names differ or one is a fixed part of the other."""
-USERS_OWN = {"vllm", "economize"}
-"""Programs into which foresay is installed, or that it is compared with; nothing installs them for it."""
 EXTRAS = {
     "lab": "lab",
     "training": "train",
@@ -46,7 +44,7 @@ def modules(tree: ast.AST) -> Iterator[str]:
 
 def undeclared(path: str, text: str) -> set[str]:
     """Distributions that a module at a path under src/foresay imports, and that neither foresay nor its extra requires."""
-    found = {name for name in modules(ast.parse(text)) if name not in sys.stdlib_module_names | USERS_OWN | {"foresay"}}
+    found = {name for name in modules(ast.parse(text)) if name not in sys.stdlib_module_names | {"foresay"}}
     wanted = list(PROJECT["dependencies"])
     for prefix, extra in EXTRAS.items():
         if path.removesuffix(".py") == prefix or path.startswith(f"{prefix}/"):

@@ -18,7 +18,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files", "json_files", "tensor_files", "threads", "distributed", "child_process"},
+    {"checks", "files", "json_files", "tensor_files", "threads", "distributed"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},
@@ -106,7 +106,7 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "child_process"},
         {"excess", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"chat_messages", "control_tokens"},
         {"prompts"},
@@ -136,7 +136,7 @@ INSIDE = {
         {"app"},
         {"running"},
     ],
-    "workers": [{"messages"}, {"jobs", "pool"}, {"child", "local", "recording", "benching", "ray"}],
+    "workers": [{"messages"}, {"jobs", "pool"}, {"processes", "ray", "recording", "benching"}],
     "lab": [{"data"}, {"measure"}, {"replay", "check"}, {"bench"}, {"report"}, {"tune"}],
 }
 """The order of modules inside a package; packages that are not listed only have to be free of cycles."""

@@ -34,11 +34,10 @@ from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
-from foresay.lab.bench.bench import Bench, Progress
-from foresay.lab.bench.peers import open_peer
-from foresay.lab.bench.peers.base import Peer
+from foresay.lab.bench.bench import Progress, bench
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.specdec import specdec_records
+from foresay.lab.bench.transformers import TransformersRunner
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.tune import DRAFTERS
 from foresay.models.sources.reading import native_dtype
@@ -50,7 +49,7 @@ AgainstOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="ENGINE",
-        help="Another engine, may be repeated: transformers, transformers(lookup=10), vllm=PYTHON, llama.cpp=PYTHON.",
+        help="Another engine, may be repeated: transformers, or with cache=static, assistant=MODEL or lookup=N.",
     ),
 ]
 AlsoOption = Annotated[
@@ -105,14 +104,13 @@ def run(
         setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
         return show(_shared(setup, output, sharing, machine))
     target = load_generator(*loaded, later=named, max_batch_size=max(sizes))
-    with contextlib.ExitStack() as peers:
-        engines = _opened(peers, against or [], target, machine)
-        with loading("Preparing the prompts"):
-            builder = RequestBuilder(target, chat=not data.raw)
-            requests = {name: builder.all(items, params) for name, items in sets.items()}
-        settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=repeats)
-        with _running() as report:
-            results = Bench(target, settings, engines, on_run=report).run(output)
+    engines = _opened(against or [], target, machine)
+    with loading("Preparing the prompts"):
+        builder = RequestBuilder(target, chat=not data.raw)
+        requests = {name: builder.all(items, params) for name, items in sets.items()}
+    settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=repeats)
+    with _running() as report:
+        results = bench(target, settings, output, engines, on_run=report)
     if specdec is not None:
         _write_specdec(specdec, named[0].generator(target, 1), next(iter(requests.values())), params)
     return show(results)
@@ -138,11 +136,8 @@ def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRe
         whole.write_text(json.dumps(found, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
-def _opened(
-    peers: contextlib.ExitStack, names: Sequence[str], target: Generator, machine: MachineOptions
-) -> list[Peer]:
-    """Start other engines on the target's weights; they are closed with the stack."""
-    engines = []
+def _opened(names: Sequence[str], target: Generator, machine: MachineOptions) -> list[TransformersRunner]:
+    """Load other engines with the target's weights."""
     own = target.target.generation.described().get("generation config")
     if names and own:
         raise ConfigError(
@@ -150,20 +145,14 @@ def _opened(
         )
     native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
     chosen_by_us = (machine.dtype, machine.weights, target.target.weights) == ("auto", "auto", "")
-    if chosen_by_us and target.target.dtype not in native and any(not name.startswith("llama.cpp") for name in names):
+    if names and chosen_by_us and target.target.dtype not in native:
         print(  # noqa: T201
             f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
             "--dtype fp32 is their fastest",
             file=sys.stderr,
         )
-    for name in names:
-        with loading(f"Starting {name}"):
-            engine = open_peer(
-                name, model=target.target.name, dtype=target.target.dtype or "auto", threads=machine.threads
-            )
-        peers.callback(engine.close)
-        engines.append(engine)
-    return engines
+    with loading("Loading other engines"):
+        return [TransformersRunner(name, target) for name in names]
 
 
 def _shared(setup: dict[str, Any], output: Path, sharing: SharingOptions, machine: MachineOptions) -> Results:

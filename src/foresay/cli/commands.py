@@ -201,7 +201,7 @@ COMMANDS = {
         "Print vLLM's arguments for a drafter or settings file.",
         "vllm_config:run",
         (
-            "foresay vllm-config Qwen/Qwen2.5-0.5B-Instruct --drafter suffix",
+            "foresay vllm-config Qwen/Qwen2.5-0.5B-Instruct --drafter prompt_lookup",
             "foresay vllm-config foresay.toml --json",
         ),
         OTHER,

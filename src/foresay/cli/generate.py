@@ -34,7 +34,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
 from foresay.spec.recipes import read_rule
 from foresay.text.prompts import as_chat
-from foresay.workers.messages import plain_params
+from foresay.workers.messages import check_sendable
 
 
 def run(
@@ -84,7 +84,7 @@ def run(
         if not lines:
             raise ConfigError("--workers distributes many prompts; add --lines")
         load = load_arguments(models, drafter, methods, machine, max_batch_size=batch_size, sampling=sampling)
-        setup = {"kind": "generate", "load": load, "params": plain_params(params), "raw": raw}
+        setup = {"kind": "generate", "load": load, "params": check_sendable(params), "raw": raw}
         with sharing.pool(setup, machine) as pool:
             return generate_lines.run_shared(pool, prompts, as_json=as_json)
     generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size, sampling=sampling)

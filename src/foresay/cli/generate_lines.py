@@ -54,7 +54,7 @@ def run(generator: Generator, prompts: list[str], params: SamplingParams, *, raw
 
 def run_shared(pool: Pool, prompts: list[str], *, as_json: bool) -> int:
     """Decode all prompts by workers; print each output once all earlier ones are printed."""
-    tasks = {i: {"prompt": text} for i, text in enumerate(prompts)}
+    tasks = dict(enumerate(prompts))
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
     tokens, began = 0, perf_counter()
     with progress_bar(*columns, total=len(prompts), tokens=0) as update:

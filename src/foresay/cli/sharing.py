@@ -11,8 +11,7 @@ from foresay.cli.common import check_threads
 from foresay.cli.options import MachineOptions
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
-from foresay.workers.local import Processes
-from foresay.workers.pool import Pool, WorkerBackend, check_workers
+from foresay.workers.pool import Backend, Pool, check_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,15 @@ class SharingOptions:
         """Start the workers."""
         assert self.workers is not None
         count = check_workers(self.workers)
-        place: WorkerBackend
+        place: Backend
         check_threads(machine.threads)
         if self.ray:
             from foresay.workers.ray import Actors
 
             place = Actors(setup, count, threads=machine.threads)
         else:
+            from foresay.workers.processes import Processes
+
             place = Processes(setup, count, threads=machine.threads)
         with loading(f"Starting {count} workers") as progress:
             return Pool(place, count, on_start=lambda ready: progress(f"{ready} of {count} workers are ready"))

@@ -1,4 +1,4 @@
-"""`foresay vllm-config`: vLLM's arguments for decoding with foresay's drafters."""
+"""`foresay vllm-config`: vLLM's arguments for the drafts that foresay writes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import typer
 from foresay.cli.common import model_name
 from foresay.cli.options import JsonOption, ModelChoice
 from foresay.errors import ModelNotFoundError
-from foresay.integrations.vllm_arguments import llm_arguments, serve_command
-from foresay.lab.bench.peers.base import model_folder
+from foresay.integrations.vllm_arguments import llm_arguments, model_folder, serve_command
 from foresay.models.sources.packaged import ALIASES
 from foresay.spec.expressions import parse
 from foresay.spec.settings_file import Settings, is_settings, read_settings
@@ -26,21 +25,19 @@ def run(
         str | None,
         typer.Option(
             metavar="EXPRESSION",
-            help="An n-gram drafter such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.  [default: suffix]",
+            help="head(FOLDER), block(FOLDER), model(FOLDER), mtp, prompt_lookup or none.  [default: prompt_lookup]",
         ),
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(
-            metavar="LENGTH", help="Draft length: a number; for an n-gram drafter also a policy, such as throughput."
-        ),
+        typer.Option(metavar="LENGTH", help="Draft length: a number."),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Print vLLM's arguments for a drafter or settings file.
 
-    The arguments run foresay's n-gram drafters inside vLLM. A draft head runs as vLLM's own method: write it with
-    `foresay export` first, and name that folder.
+    vLLM runs each draft by a method of its own. Write a head or a block drafter with `foresay export` first, and name that
+    folder.
     """
     name = model_name(which.name)
     settings = read_settings(name) if is_settings(name) else Settings(target=name)
@@ -54,8 +51,8 @@ def run(
 
 def _check_draft(drafter: str | None) -> None:
     """Raise ModelNotFoundError for a drafter whose head or model is neither a folder, nor an alias, nor a hub id."""
-    call = parse(drafter or "suffix")
-    names = [str(value) for key, value in call.values if key is None] if call.name in ("head", "model") else []
+    call = parse(drafter or "none")
+    names = [str(value) for key, value in call.values if key is None and call.name in ("head", "block", "model")]
     for name in names:
         if name not in ALIASES and not Path(name).expanduser().is_dir() and not _is_hub_id(name):
             raise ModelNotFoundError(

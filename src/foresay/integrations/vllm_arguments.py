@@ -1,4 +1,4 @@
-"""vLLM's arguments for foresay's settings: its speculative configuration, including ours.
+"""vLLM's arguments for foresay's settings: a draft that `foresay export`, `prune` or `distill` wrote, run by vLLM's own methods.
 
 Owns the mapping from drafter expressions to vLLM's methods. A setting that vLLM does not support is an error that names it; none
 is dropped silently. Imports nothing of vLLM.
@@ -9,22 +9,35 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from foresay.checks import check_int
-from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
-from foresay.integrations.vllm import check_settings
+from foresay.errors import ConfigError, ModelNotFoundError, UnknownNameError, UnsupportedModelError
 from foresay.lengths import ConstantLength
-from foresay.models.sources.load_options import DTYPES, TRANSFORMERS
-from foresay.models.sources.packaged import ALIASES
+from foresay.models.sources.load_options import DTYPES, TRANSFORMERS, LoadOptions
+from foresay.models.sources.packaged import ALIASES, converted
 from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.spec.settings_file import Settings
 
-PROPOSER = "foresay.integrations.vllm.Proposer"
-"""Import path of the class for vLLM."""
-_OWN = {"head": "eagle3", "model": "draft_model"}
-"""Drafters with weights that vLLM runs itself, and its methods for them."""
+METHODS = {
+    "block": "dflash",
+    "head": "eagle3",
+    "model": "draft_model",
+    "mtp": "mtp",
+    "prompt_lookup": "ngram",
+}
+"""Drafter -> the method of vLLM that runs it."""
+_NGRAMS = {"max_ngram": ("prompt_lookup_max", 4), "min_ngram": ("prompt_lookup_min", 2)}
+"""Setting of `prompt_lookup` -> (vLLM's name, default)."""
+_ALLOWED = {
+    "weights": (None, "auto", "bf16"),
+    "activations": (None, "auto"),
+    "backend": (None, TRANSFORMERS),
+    "rule": (None, "speculative"),
+}
+"""Setting -> the values that vLLM's own quantization, kernels and rule replace without a change."""
 
 
 def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
@@ -32,13 +45,10 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
 
     Raises ConfigError or UnsupportedModelError for a drafter, length, rule or weight format that vLLM does not support.
     """
-    drafter = settings.drafter or "suffix"
-    if settings.weights not in (None, "auto", "bf16"):
-        raise ConfigError(f"weights={settings.weights!r}: vLLM has its own quantization options; remove it")
-    if settings.activations not in (None, "auto"):
-        raise ConfigError(f"activations={settings.activations!r}: vLLM has its own kernels; remove it")
-    if settings.backend not in (None, TRANSFORMERS):
-        raise ConfigError(f"backend={settings.backend!r}: vLLM runs the model itself; remove it")
+    for name, allowed in _ALLOWED.items():
+        value = getattr(settings, name)
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: vLLM has its own quantization, kernels and rule; remove it")
     out: dict[str, Any] = {"model": folder}
     if settings.dtype is not None and settings.dtype != "auto":
         if settings.dtype not in DTYPES:
@@ -46,60 +56,65 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
         out["dtype"] = str(DTYPES[settings.dtype]).removeprefix("torch.")
     if settings.max_batch_size is not None:
         out["max_num_seqs"] = settings.max_batch_size
-    if drafter == "none":
-        return out
-    call = parse(drafter)
-    if call.name in _OWN:
-        out["speculative_config"] = _own_method(call, settings)
-    else:
-        out |= _ngram_method(drafter, settings)
-    if settings.rule not in (None, "speculative"):
-        raise ConfigError(
-            f"rule={settings.rule!r}: vLLM accepts drafts by its own rule, speculative sampling; remove it"
-        )
-    return out
+    call = parse(settings.drafter or "prompt_lookup")
+    return out if call.name == "none" else {**out, "speculative_config": _speculative_config(call, settings.length)}
 
 
-def _constant(length: str | int | None) -> int | None:
-    """Return the value of a constant length, or None for another policy."""
-    policy = None if length is None else read_length(length)
-    return policy.num_draft_tokens if isinstance(policy, ConstantLength) else None
-
-
-def _ngram_method(drafter: str, settings: Settings) -> dict[str, Any]:
-    chosen = check_settings(
-        {"drafter": drafter} | ({} if settings.length is None else {"length": str(settings.length)})
-    )
-    max_draft_tokens = getattr(read_length(chosen["length"]), "high", read_drafter(drafter).num_draft_tokens)
-    constant = _constant(settings.length)
-    if constant is not None:
-        max_draft_tokens = constant
-    return {
-        "speculative_config": {
-            "method": "custom_class",
-            "model": PROPOSER,
-            "num_speculative_tokens": check_int("length", max_draft_tokens, 1),
-        },
-        "additional_config": {"foresay": chosen},
-    }
-
-
-def _own_method(call: Call, settings: Settings) -> dict[str, Any]:
-    """Return the configuration of a head or a draft model, which vLLM loads and runs itself at a constant length."""
+def _speculative_config(call: Call, length: str | int | None) -> dict[str, Any]:
     recipe = read_drafter(str(call))  # checks its settings
-    names = [value for key, value in call.values if key is None]
-    others = [str(key) for key, value in call.values if key is not None and (key != "sample" or value)]
-    if others or len(names) != 1:
-        raise UnsupportedModelError(f"{call}: vLLM supports no {', '.join(others) or 'name'} for a draft; remove it")
-    if call.name == "head" and str(names[0]) in ALIASES:
-        raise ConfigError(
-            f"{call}: vLLM reads a head from a folder; write it with foresay export, and give that folder"
+    if call.name not in METHODS:
+        raise UnsupportedModelError(
+            f"drafter={str(call)!r}: vLLM runs only {', '.join(METHODS)} or none; give one of them"
         )
-    constant = _constant(settings.length)
-    if settings.length is not None and constant is None:
-        raise ConfigError(f"length={settings.length!r}: vLLM runs draft models at a constant length; give a number")
-    max_draft_tokens = recipe.num_draft_tokens if constant is None else check_int("length", constant, 1)
-    return {"method": _OWN[call.name], "model": str(names[0]), "num_speculative_tokens": max_draft_tokens}
+    values = {key: value for key, value in call.values if key != "sample" or value}
+    if call.name == "prompt_lookup":
+        positional = zip(_NGRAMS, [value for key, value in call.values if key is None], strict=False)
+        given = {**dict(positional), **{key: value for key, value in values.items() if key is not None}}
+        out: dict[str, Any] = {theirs: given.get(ours, default) for ours, (theirs, default) in _NGRAMS.items()}
+    elif values.keys() != (set() if call.name == "mtp" else {None}):
+        others = ", ".join(str(key) for key in values if key is not None)
+        raise UnsupportedModelError(f"{call}: vLLM supports no {others or 'name'} for a draft; remove it")
+    elif call.name in ("head", "block") and str(values[None]) in ALIASES:
+        raise ConfigError(
+            f"{call}: vLLM reads a draft from a folder; write it with foresay export, and give that folder"
+        )
+    else:
+        out = {} if call.name == "mtp" else {"model": str(values[None])}
+    policy = None if length is None else read_length(length)
+    if not isinstance(policy, ConstantLength | None):
+        raise ConfigError(f"length={length!r}: vLLM drafts at a constant length; give a number")
+    count = recipe.num_draft_tokens if policy is None else policy.num_draft_tokens
+    return {"method": METHODS[call.name], **out, "num_speculative_tokens": check_int("length", count, 1)}
+
+
+def model_folder(model: str) -> str:
+    """Return a folder with configuration, tokenizer and safetensors, as vLLM needs it; a hub id is resolved in the hub's cache.
+
+    Raises ModelNotFoundError if there is no such folder, and ConfigError for a single file.
+    """
+    if model in ALIASES:
+        return str(converted(model, LoadOptions()))
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise ConfigError(f"vLLM reads a transformers folder, and {model!r} is a file; give the folder, or an alias")
+    if not path.is_dir():
+        path = _downloaded(model)
+    names = [file.name for file in path.iterdir()]
+    for part, suffix in (("config.json", "config.json"), ("weights (*.safetensors)", ".safetensors")):
+        if not any(name.endswith(suffix) for name in names):
+            raise ModelNotFoundError(f"vLLM needs {part}, which {str(path)!r} does not contain; save the model there")
+    return str(path)
+
+
+def _downloaded(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception as error:  # the hub's library may raise anything
+        raise ModelNotFoundError(
+            f"{model!r} is neither a folder nor in the hub's cache; get it with: hf download {model}"
+        ) from error
 
 
 def serve_command(arguments: Mapping[str, Any]) -> str:

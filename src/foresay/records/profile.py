@@ -11,7 +11,7 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +20,9 @@ from pydantic import ConfigDict, Field
 
 from foresay.decoding.capabilities import PREFILL_CHUNK
 from foresay.errors import ConfigError
-from foresay.files import atomic_write, cache_dir
-from foresay.json_files import Schema, parse_object, read_limited
+from foresay.files import cache_dir
+from foresay.json_files import Schema
+from foresay.records import document
 
 FORMAT, VERSION = "foresay-profile", 1
 
@@ -155,37 +156,25 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile atomically and create missing folders. Raises ConfigError if it cannot be written."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
-        with atomic_write(path, parents=True) as whole:
-            whole.write_text(text + "\n", encoding="utf-8")
+        document.save(self, path, FORMAT, VERSION, parents=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read a profile. Raises ConfigError for a file that cannot be read or is not a profile of this version."""
-        name = os.fspath(path)
-        try:
-            values = parse_object(read_limited(path), name)
-            if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
-                raise ConfigError(f"{name}: not a {FORMAT} of version {VERSION}")
-            profile = _PROFILE.of(values, name)
-            _check_points(profile, name)
-        except OSError as error:
-            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{name!r} is not a profile ({error}); make one with foresay profile") from None
-        return profile
+        return _checked(document.load(path, FORMAT, VERSION, _PROFILE, "foresay profile"), os.fspath(path))
 
 
 _PROFILE: Schema[Profile] = Schema(Profile, "a profile")
 
 
-def _check_points(profile: Profile, name: str) -> None:
+def _checked(profile: Profile, name: str) -> Profile:
     """Raise ConfigError if a point has two times, because interpolation needs distinct points."""
     points: list[tuple[str, list[Any]]] = [("fills", [tokens for tokens, _ in profile.fills])]
     points += [(f"drafts.{drafter}", [(b, n) for b, n, _ in some]) for drafter, some in profile.drafts.items()]
     for label, known in points:
         if len(set(known)) < len(known):
-            raise ConfigError(f"{name}: {label} has two times for the same point")
+            raise ConfigError(f"{name!r} is not a profile ({label} has two times for the same point)")
+    return profile
 
 
 def line(points: Sequence[tuple[int, float]], x: float) -> float:

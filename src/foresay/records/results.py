@@ -138,8 +138,16 @@ class PromptResult:
         )
 
 
+class _Line:
+    __slots__ = ()
+
+    def as_line(self) -> Line:
+        """Return the line for the file."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(_Line):
     """One repeat of one cell."""
 
     __pydantic_config__ = _CHECKS
@@ -171,13 +179,9 @@ class Run:
         """Speed relative to plain decoding next to this run in time; None if there was none."""
         return None if self.plain_seconds is None else self.plain_seconds / self.seconds
 
-    def as_line(self) -> Line:
-        """Return the line for the file."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(_Line):
     """A failed attempt to run a cell."""
 
     __pydantic_config__ = _CHECKS
@@ -187,13 +191,12 @@ class Failure:
     error: str
     kind: Literal["failed"] = "failed"
 
-    def as_line(self) -> Line:
-        """Return the line for the file."""
-        return asdict(self)
+    def __str__(self) -> str:
+        return f"{self.cell}, repeat {self.repeat}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(_Line):
     """The throughput of a cell, predicted from a replay and a profile."""
 
     __pydantic_config__ = _CHECKS
@@ -203,13 +206,9 @@ class Prediction:
     tokens_per_pass: Seconds
     kind: Literal["prediction"] = "prediction"
 
-    def as_line(self) -> Line:
-        """Return the line for the file."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(_Line):
     """One output as (text, origin) pieces; origin is "draft", "residual" or "bonus"."""
 
     __pydantic_config__ = _CHECKS
@@ -218,10 +217,6 @@ class Trace:
     id: str
     pieces: tuple[tuple[str, str], ...]
     kind: Literal["trace"] = "trace"
-
-    def as_line(self) -> Line:
-        """Return the line for the file."""
-        return asdict(self)
 
 
 Result = Annotated[Run | Failure | Prediction | Trace, Field(discriminator="kind")]

@@ -16,8 +16,8 @@ from hashlib import sha256
 from time import monotonic
 from typing import Any
 
-from foresay.child_process import ChildProcess
 from foresay.errors import ConfigError, ForesayError
+from foresay.text.child_process import ChildProcess
 from foresay.text.grammar import Grammar, Source, checked, tokenizer_json
 
 PROCESSES = 2

@@ -1,6 +1,7 @@
 """The kinds of work that a worker can do, task by task, with its own model.
 
-Owns the kinds and the contents of their setup, tasks and results, all plain data. Knows neither processes nor Ray.
+Owns the kinds, the contents of their setup, tasks and results, and the two functions that run in a worker: `begin` and
+`advance`. Knows neither processes nor Ray.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import Any, Protocol
 import torch
 
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
-from foresay.errors import ForesayError, UnknownNameError
+from foresay.errors import ForesayError
 from foresay.generation.generator import seeded
 from foresay.generation.load import load
-from foresay.generation.method import Method
-from foresay.lab.data.items import PromptItem
+from foresay.lab.bench.executor import BenchExecutor
+from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.replay.grid import Grid
 from foresay.lab.replay.record import Recorder, header
 from foresay.text.prompts import as_chat
-from foresay.workers.messages import Plain, Result, read_params
+from foresay.workers.messages import Failed, Plain, Result
 
 AHEAD = 2
 """Capacity of a worker in batches, so that new tasks are available when rows end."""
@@ -36,7 +38,7 @@ class Job(Protocol):
         """Return the data that the coordinating process needs before the first task."""
         return {}
 
-    def take(self, number: int, task: Plain) -> None:
+    def take(self, number: int, task: Any) -> None:
         """Accept a task. Raises ForesayError if it cannot be done."""
         ...
 
@@ -51,18 +53,17 @@ class Job(Protocol):
 
 
 class GenerateJob(Job):
-    """Text generation: setup {load, params, raw}, task {prompt}, result: the record of a Generation."""
+    """Text generation: setup {load, params, raw}, task: a prompt, result: the record of a Generation."""
 
     def __init__(self, setup: Plain) -> None:
-        self._generator = load(**setup["load"])
-        self._params, self._raw = read_params(setup["params"]), bool(setup["raw"])
+        self._generator, self._params, self._raw = load(**setup["load"]), setup["params"], setup["raw"]
         self._session = self._generator.session(prefill_wait_s=OFFLINE_WAIT_S)
         self._numbers: dict[int, int] = {}
         self.capacity = AHEAD * self._generator.max_batch_size
 
-    def take(self, number: int, task: Plain) -> None:
+    def take(self, number: int, task: str) -> None:
         """See Job. The seed is that of task 0; other seeds are derived from it and the task number."""
-        prompt = as_chat(task["prompt"], self._generator.tokenizer, raw=self._raw)
+        prompt = as_chat(task, self._generator.tokenizer, raw=self._raw)
         self._numbers[self._session.submit(prompt, seeded(self._params, number), text=False)] = number
 
     @property
@@ -72,33 +73,33 @@ class GenerateJob(Job):
 
     def step(self) -> Sequence[Result]:
         """See Job."""
-        done = [chunk for chunk in self._session.step() if chunk.generation is not None]
-        return [(self._numbers.pop(c.index), c.generation.as_record()) for c in done if c.generation is not None]
+        done = [(chunk.index, chunk.generation) for chunk in self._session.step()]
+        return [(self._numbers.pop(index), one.as_record()) for index, one in done if one is not None]
 
 
 class RecordJob(Job):
-    """Recording: setup {load, params, chat, items}, task {item, known}, result {lines}."""
+    """Recording: setup {load, params, chat, items}, task (item index, known outputs by id), result: lines."""
 
     def __init__(self, setup: Plain) -> None:
         generator = load(**setup["load"])
-        self._params, self._chat = read_params(setup["params"]), bool(setup["chat"])
-        self._builder = RequestBuilder(generator, chat=self._chat)
-        self._requests = self._builder.first(as_item(one) for one in setup["items"])
-        self._recorder = Recorder(self._builder, self._requests, self._params, {}, self._write)
+        self._builder = RequestBuilder(generator, chat=setup["chat"])
+        self._requests = self._builder.first(setup["items"])
+        self._recorder = Recorder(self._builder, self._requests, setup["params"], {}, self._write)
         self._open: dict[str, tuple[int, list[Plain]]] = {}
         self._ended: list[Result] = []
         self.capacity = AHEAD * generator.max_batch_size
 
     def describe(self) -> Plain:
         """Return the recording's header."""
-        return dict(header(self._builder.generator, self._requests, self._params, self._chat))
+        builder = self._builder
+        return dict(header(builder.generator, self._requests, self._recorder.params, builder.chat))
 
-    def take(self, number: int, task: Plain) -> None:
-        """See Job. The task's `known` maps ids of the item's turns to existing outputs."""
-        request = self._requests[task["item"]]
-        self._recorder.done |= {name: {"output": output} for name, output in task["known"].items()}
-        self._open[request.item.id] = (number, [])
-        self._recorder.submit(request)
+    def take(self, number: int, task: tuple[int, Mapping[str, Any]]) -> None:
+        """See Job."""
+        index, known = task
+        self._recorder.done |= {name: {"output": output} for name, output in known.items()}
+        self._open[self._requests[index].item.id] = (number, [])
+        self._recorder.submit(self._requests[index])
 
     @property
     def has_work(self) -> bool:
@@ -110,7 +111,7 @@ class RecordJob(Job):
         try:
             self._recorder.step()
         except ForesayError as error:  # such as a later turn that is too long; it names its prompt
-            return [(number, error) for number, _ in self._open.values()][:1]
+            return [(number, Failed.of(error)) for number, _ in self._open.values()][:1]
         ended, self._ended = self._ended, []
         return ended
 
@@ -119,18 +120,22 @@ class RecordJob(Job):
         lines.append(dict(line))
         if request.turn >= len(request.item.followups):
             del self._open[request.item.id]
-            self._ended.append((number, {"lines": lines}))
+            self._ended.append((number, lines))
 
 
 class CallsJob(Job):
-    """Tasks of one function call each, such as a replay: `call` maps a task to its result."""
+    """Tasks of one function call each: `call` maps a task to its result."""
 
     capacity = 1
 
-    def __init__(self, call: Callable[[Plain], Plain]) -> None:
-        self._call, self._waiting = call, deque[tuple[int, Plain]]()
+    def __init__(self, call: Callable[[Any], Any], described: Plain | None = None) -> None:
+        self._call, self._described, self._waiting = call, described or {}, deque[tuple[int, Any]]()
 
-    def take(self, number: int, task: Plain) -> None:
+    def describe(self) -> Plain:
+        """See Job."""
+        return self._described
+
+    def take(self, number: int, task: Any) -> None:
         """See Job."""
         self._waiting.append((number, task))
 
@@ -145,66 +150,49 @@ class CallsJob(Job):
         try:
             return [(number, self._call(task))]
         except ForesayError as error:
-            return [(number, error)]
+            return [(number, Failed.of(error))]
 
 
-class BenchJob(CallsJob):
-    """Turns of a benchmark: setup from `benching.setup`, task {block, turns}, result {results: [[result, traces], ...]}."""
-
-    def __init__(self, setup: Plain) -> None:
-        from foresay.lab.bench.executor import BenchExecutor
-        from foresay.lab.bench.settings import BenchSettings
-
-        generator = load(**setup["load"])
-        builder = RequestBuilder(generator, chat=bool(setup["chat"]))
-        params = [read_params(one) for one in setup["params"]]
-        sets = {name: builder.all(map(as_item, items), params[0]) for name, items in setup["sets"].items()}
-        settings = BenchSettings(
-            methods=[Method(**one) for one in setup["methods"]],
-            datasets=sets,
-            params=params,
-            batch_sizes=setup["batch_sizes"],
-            repeats=setup["repeats"],
-        )
-        self._executor = BenchExecutor(generator, settings)
-        super().__init__(self._run_turns)
-
-    def describe(self) -> Plain:
-        """Return the BenchPlan as plain data."""
-        return self._executor.plan.as_plain()
-
-    def _run_turns(self, task: Plain) -> Plain:
-        turns = [(int(repeat), str(name)) for repeat, name in task["turns"]]
-        results = self._executor.run(task["block"], turns)
-        return {"results": [[result.as_line(), [one.as_line() for one in traces]] for result, traces in results]}
-
-
-def replays(setup: Plain) -> Job:
-    """Replays: setup {recording, profile, costs, ...}, task {method, recording}; see `lab/replay/grid.py`."""
-    from foresay.lab.replay.grid import Grid
-
-    return CallsJob(Grid.of(setup))
+def _bench(setup: Plain) -> Job:
+    """Turns of a benchmark: setup from `benching.setup`, task (block, turns), result: TurnResults."""
+    generator = load(**setup["load"])
+    builder = RequestBuilder(generator, chat=setup["chat"])
+    sets = {name: builder.all(items, setup["settings"]["params"][0]) for name, items in setup["sets"].items()}
+    executor = BenchExecutor(generator, BenchSettings(datasets=sets, **setup["settings"]))
+    return CallsJob(
+        lambda task: list(executor.run(*task)), {"settings": dict(executor.plan.settings), "plan": executor.plan}
+    )
 
 
 KINDS: dict[str, Callable[[Plain], Job]] = {
     "generate": GenerateJob,
     "record": RecordJob,
-    "replay": replays,
-    "bench": BenchJob,
+    "replay": lambda setup: CallsJob(Grid.of(setup)),
+    "bench": _bench,
 }
+_job: Job
+"""The job of this process, after `begin`."""
 
 
-def open_job(setup: Plain) -> Job:
-    """Create the job of a setup {kind, threads, ...}. Raises UnknownNameError for another kind, and the errors of `load`."""
-    if setup["kind"] not in KINDS:
-        raise UnknownNameError("kind of work", setup["kind"], KINDS)
-    if setup.get("threads") is not None:
-        torch.set_num_threads(setup["threads"])
-    return KINDS[setup["kind"]](setup)
+def begin(setup: Plain) -> tuple[Plain, int] | Failed:
+    """Open the job of a setup {kind, threads, ...} in this process. Return (its description, its capacity in tasks)."""
+    global _job
+    torch.set_num_threads(setup["threads"])
+    try:
+        _job = KINDS[setup["kind"]](setup)
+        return _job.describe(), _job.capacity
+    except ForesayError as error:
+        return Failed.of(error)
 
 
-def as_item(plain: Plain) -> PromptItem:
-    """Return a PromptItem from its JSON form."""
-    prompt = plain["prompt"]
-    prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-    return PromptItem(**{**plain, "prompt": prompt, "followups": tuple(plain["followups"])})
+def advance(tasks: Sequence[tuple[int, Any]]) -> list[Result]:
+    """Accept new tasks and work until results are available. Return them, in any order."""
+    results: list[Result] = []
+    for number, task in tasks:
+        try:
+            _job.take(number, task)
+        except ForesayError as error:
+            results.append((number, Failed.of(error)))
+    while _job.has_work and not results:
+        results += _job.step()
+    return results

@@ -1,6 +1,6 @@
-"""Assignment of tasks to workers: each task yields one result; a dead worker is replaced and its tasks are reassigned.
+"""Distribution of tasks over workers, with one result for each task even if workers die.
 
-Owns the assignment. Knows neither the contents of a task nor where workers run.
+Owns the assignment of tasks to workers. Does not know the tasks or where workers run.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from foresay.checks import check_int
 from foresay.errors import ConfigError, ForesayError
-from foresay.workers.messages import Plain
+from foresay.workers.messages import Failed, Plain, Result
 
 logger = logging.getLogger("foresay")
 
@@ -19,75 +22,70 @@ TRIES = 3
 """Maximum number of workers that a task may be assigned to, if each of them dies."""
 
 
-class WorkerDiedError(ForesayError):
-    """A worker died; the message contains the reason."""
+class Backend(Protocol):
+    """Starts workers and calls `jobs.begin` and `jobs.advance` in them. The future of a worker that died raises an error."""
+
+    def start(self, index: int) -> tuple[Any, Future[tuple[Plain, int] | Failed]]:
+        """Start worker `index`. Return it with the future of its `begin`."""
+        ...
+
+    def advance(self, worker: Any, tasks: Sequence[tuple[int, Any]]) -> Future[list[Result]]:
+        """Return the future of the worker's `advance`. The worker has no other call."""
+        ...
+
+    def close(self, worker: Any) -> None:
+        """End the worker, also during a call."""
+        ...
 
 
-class Worker(Protocol):
-    """A worker that performs tasks."""
-
+@dataclass(eq=False, slots=True)
+class _Worker:
     name: str
-    described: Plain
-    """The description of its job."""
-    capacity: int
-    """Maximum number of unfinished tasks."""
-
-    def give(self, number: int, task: Plain) -> None:
-        """Assign a task to the worker."""
-        ...
-
-    def close(self) -> None:
-        """End the worker."""
-        ...
-
-
-class WorkerBackend(Protocol):
-    """The backend that starts workers and receives their replies."""
-
-    def start(self, index: int) -> Worker:
-        """Start worker `index` and wait until it is ready. Raises the error of its setup."""
-        ...
-
-    def poll(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
-        """Wait for replies for a limited time and yield (worker, task number, result or error) of each.
-
-        Task number -1 with a WorkerDiedError means that the worker died.
-        """
-        ...
+    handle: Any
+    described: Plain = field(default_factory=dict)
+    capacity: int = 0
+    assigned: dict[int, None] = field(default_factory=dict)
+    call: Future[list[Result]] | None = None
 
 
 class Pool:
     """A fixed number of workers on one backend."""
 
-    def __init__(
-        self, backend: WorkerBackend, count: int, *, on_start: Callable[[int], None] = lambda ready: None
-    ) -> None:
+    def __init__(self, backend: Backend, count: int, *, on_start: Callable[[int], None] = lambda ready: None) -> None:
         """Start `count` workers. on_start: called with the number of workers that are ready."""
         self._backend = backend
         self._suspects: set[int] = set()
         """Tasks that one more dead worker makes fail. Each is assigned alone, so that no other task can cause that death."""
-        self._workers: list[Worker] = []
-        self._settings: object = None
-        """The settings in the workers' descriptions, which must be equal."""
+        self._workers: list[_Worker] = []
         try:
             for index in range(count):
-                self._workers.append(self._start_worker(index))
+                self._workers.append(self._start(index))
                 on_start(index + 1)
         except BaseException:
             self.close()
             raise
 
-    def _start_worker(self, index: int) -> Worker:
+    def _start(self, index: int) -> _Worker:
         """Start a worker. Raises ConfigError if its settings differ, because files and processors may differ by machine."""
-        worker = self._backend.start(index)
-        found = worker.described.get("settings")
-        if self._settings is not None and found != self._settings:
-            worker.close()
-            raise ConfigError(
-                f"the settings of {worker.name} differ from those of the first worker: {found} instead of {self._settings}; "
-                "set --dtype, and give all workers the same files"
-            )
-        self._settings = found
+        handle, begun = self._backend.start(index)
+        worker = _Worker(f"worker {index + 1}", handle)
+        try:
+            try:
+                reply = begun.result()
+            except Exception as error:
+                raise ForesayError(f"{worker.name} died: {error}") from error
+            if isinstance(reply, Failed):
+                raise reply.error()
+            worker.described, worker.capacity = reply
+            settings, expected = (one.described.get("settings") for one in (worker, (self._workers or [worker])[0]))
+            if settings != expected:
+                raise ConfigError(
+                    f"the settings of {worker.name} differ from those of the first worker: {settings} instead of {expected}; "
+                    "set --dtype, and give all workers the same files"
+                )
+        except BaseException:
+            self._backend.close(handle)
+            raise
         return worker
 
     @property
@@ -100,68 +98,69 @@ class Pool:
         """The first worker's description of the job; it is the same for all workers."""
         return self._workers[0].described
 
-    def run(self, tasks: Mapping[int, Plain]) -> Iterator[tuple[int, Plain]]:
+    def run(self, tasks: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
         """Yield (number, result) of each task once, in order of completion.
 
         Raises the error of a task that fails, and ForesayError for a task during which TRIES workers died.
         """
-        waiting, tries = deque(tasks), Counter[int]()
-        assigned: dict[int, dict[int, None]] = {i: {} for i in range(len(self._workers))}
-        while waiting or any(assigned.values()):
-            self._assign(waiting, assigned, tasks)
-            for worker, number, reply in self._backend.poll(self._workers):
-                if worker not in self._workers:
-                    continue  # a late reply of a dead worker, whose tasks were reassigned
-                index = self._workers.index(worker)
-                if isinstance(reply, WorkerDiedError):
-                    self._replace(index, reply, assigned, waiting, tries)
-                elif number in assigned[index]:  # otherwise it was reassigned
-                    del assigned[index][number]
-                    if isinstance(reply, ForesayError):
-                        raise reply
-                    yield number, reply
+        waiting, tries, results = deque(tasks), Counter[int](), list[Result]()
+        while results or waiting or any(worker.assigned for worker in self._workers):
+            self._assign(waiting, tasks)
+            for number, result in results:  # while the workers work
+                if isinstance(result, Failed):
+                    raise result.error()
+                yield number, result
+            results = self._collect(waiting, tries)
 
-    def _assign(self, waiting: deque[int], assigned: dict[int, dict[int, None]], tasks: Mapping[int, Plain]) -> None:
-        """Assign tasks to the least loaded worker, so that all workers end at about the same time."""
-        while waiting:
-            index = min(assigned, key=lambda i: len(assigned[i]) / self._workers[i].capacity)
-            fair = -(-(len(waiting) + sum(map(len, assigned.values()))) // len(assigned))
-            limit = (
-                1
-                if self._suspects & {waiting[0], *assigned[index]}
-                else min(self._workers[index].capacity, max(1, fair))
-            )
-            if len(assigned[index]) >= limit:
-                return
-            number = waiting.popleft()
-            assigned[index][number] = None
-            self._workers[index].give(number, tasks[number])
+    def _assign(self, waiting: deque[int], tasks: Mapping[int, Any]) -> None:
+        """Give idle workers a fair share of the tasks, so that all workers end at about the same time, and let them work."""
+        for worker in (one for one in self._workers if one.call is None):
+            new = []
+            while waiting:
+                unfinished = len(waiting) + sum(len(one.assigned) for one in self._workers)
+                limit = min(worker.capacity, -(-unfinished // len(self._workers)))
+                if len(worker.assigned) >= (1 if self._suspects & {waiting[0], *worker.assigned} else limit):
+                    break
+                number = waiting.popleft()
+                worker.assigned[number] = None
+                new.append((number, tasks[number]))
+            if worker.assigned:
+                worker.call = self._backend.advance(worker.handle, new)
 
-    def _replace(
-        self,
-        index: int,
-        cause: WorkerDiedError,
-        assigned: dict[int, dict[int, None]],
-        waiting: deque[int],
-        tries: Counter[int],
-    ) -> None:
-        tries.update(list(assigned[index]))
-        self._suspects |= {number for number in assigned[index] if tries[number] == TRIES - 1}
-        for number in assigned[index]:
+    def _collect(self, waiting: deque[int], tries: Counter[int]) -> list[Result]:
+        """Wait for a worker's results and return those of assigned tasks. Replace workers that died."""
+        calls = {worker.call: index for index, worker in enumerate(self._workers) if worker.call is not None}
+        results: list[Result] = []
+        for call in wait(calls, return_when=FIRST_COMPLETED).done:
+            worker, error = self._workers[calls[call]], call.exception()
+            worker.call = None
+            if error is not None:
+                self._replace(calls[call], error, waiting, tries)
+                continue
+            found = [(number, result) for number, result in call.result() if number in worker.assigned]
+            for number, _ in found:
+                del worker.assigned[number]
+            results += found
+        return results
+
+    def _replace(self, index: int, error: BaseException, waiting: deque[int], tries: Counter[int]) -> None:
+        worker = self._workers[index]
+        cause = f"{worker.name} died: {error}"
+        tries.update(list(worker.assigned))
+        self._suspects |= {number for number in worker.assigned if tries[number] == TRIES - 1}
+        for number in worker.assigned:
             if tries[number] >= TRIES:
-                raise ForesayError(
-                    f"task {number} was assigned to {TRIES} workers, and all of them died: {cause}"
-                ) from cause
-        logger.warning("%s; the worker is replaced and its %d tasks are reassigned", cause, len(assigned[index]))
-        waiting.extendleft(reversed(list(assigned[index])))
-        assigned[index] = {}
-        self._workers[index].close()
-        self._workers[index] = self._start_worker(index)
+                raise ForesayError(f"task {number} was assigned to {TRIES} workers, and all of them died: {cause}")
+        logger.warning("%s; the worker is replaced and its %d tasks are reassigned", cause, len(worker.assigned))
+        waiting.extendleft(reversed(list(worker.assigned)))
+        worker.assigned.clear()
+        self._backend.close(worker.handle)
+        self._workers[index] = self._start(index)
 
     def close(self) -> None:
         """End all workers."""
         for worker in self._workers:
-            worker.close()
+            self._backend.close(worker.handle)
         self._workers.clear()
 
     def __enter__(self) -> Pool:
@@ -173,14 +172,12 @@ class Pool:
 
 def check_workers(count: int) -> int:
     """Raise ConfigError for a number of workers out of range."""
-    if not 1 <= count <= 1024:
-        raise ConfigError(f"--workers {count} must be between 1 and 1024")
-    return count
+    return check_int("--workers", count, 1, 1024)
 
 
-def in_order(results: Iterator[tuple[int, Plain]], first: int = 0) -> Iterator[Plain]:
+def in_order(results: Iterator[tuple[int, Any]], first: int = 0) -> Iterator[Any]:
     """Yield results in order of their numbers, each as soon as all earlier results have arrived."""
-    early: dict[int, Plain] = {}
+    early: dict[int, Any] = {}
     for number, result in results:
         early[number] = result
         while first in early:

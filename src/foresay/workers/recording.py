@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.lab.data.items import PromptItem
 from foresay.lab.replay.record import Progress, check_unique
 from foresay.records.recording import Recording, recording_writer
-from foresay.workers.messages import Plain, plain_params
+from foresay.workers.messages import Plain, check_sendable
 from foresay.workers.pool import Pool
 
 
 def setup(load: Plain, items: Sequence[PromptItem], params: SamplingParams, *, chat: bool) -> Plain:
-    """Return the setup message of each worker. load: arguments of `foresay.load`."""
-    plain = [asdict(item) for item in items]
-    return {"kind": "record", "load": load, "params": plain_params(params), "chat": chat, "items": plain}
+    """Return the setup of each worker. load: arguments of `foresay.load`."""
+    return {"kind": "record", "load": load, "params": check_sendable(params), "chat": chat, "items": list(items)}
 
 
 def record(
@@ -41,13 +38,13 @@ def record(
         tasks = {}
         for number, item in enumerate(items):
             turns = [item.id, *(f"{item.id}/{turn + 2}" for turn in range(len(item.followups)))]
-            if any(turn not in existing for turn in turns):
-                tasks[number] = {"item": number, "known": {turn: existing[turn] for turn in turns if turn in existing}}
+            known = {turn: existing[turn] for turn in turns if turn in existing}
+            if len(known) < len(turns):
+                tasks[number] = (number, known)
         total = sum(1 + len(item.followups) for item in items)
         progress = Progress(len(existing), total, len(existing), 0)
         on_progress(progress)
-        for _, result in pool.run(tasks):
-            lines: list[dict[str, Any]] = result["lines"]
+        for _, lines in pool.run(tasks):
             for line in lines:
                 writer.append(line)
                 progress = Progress(progress.done + 1, total, progress.resumed, progress.tokens + len(line["output"]))

@@ -20,7 +20,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, methods
 from foresay.lab import tune as lab_tune
 from foresay.lab.bench import runners
-from foresay.lab.bench.bench import Bench, Progress
+from foresay.lab.bench.bench import Progress, bench
 from foresay.lab.bench.runners import MethodRunner, Outcome, sampling_name
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
@@ -424,11 +424,10 @@ def order(results: Results) -> list[str]:
 
 def test_a_benchmark(tmp_path: Path) -> None:
     generator, told = repeating(), list[Progress]()
-    bench = Bench(generator, settings(generator), on_run=told.append)
-    results = bench.run(tmp_path / "r.jsonl")
+    results = bench(generator, settings(generator), tmp_path / "r.jsonl", on_run=told.append)
     # what ran between two plain runs is written when its ratios are known
     assert order(results) == [PLAIN, PLAIN, "suffix, 4", "max_gram, 4", "suffix, 4", PLAIN, "max_gram, 4"]
-    assert bench.total == 4 and [(one.done, one.total) for one in told] == [(i, 4) for i in range(1, 5)]
+    assert [(one.done, one.total) for one in told] == [(i, 4) for i in range(1, 5)]
     for run in results.runs:
         assert run.tokens == 4 * 24 and run.seconds > 0 and run.exact and len(run.prompts) == 4
         assert run.stats["num_tokens"] == run.tokens == sum(p.generated_length for p in run.prompts)
@@ -452,9 +451,8 @@ def test_plain_decoding_is_never_far(tmp_path: Path) -> None:
     """Between any two of its runs lie three of others at most, and each ratio is with those next to it."""
     generator = repeating()
     path = tmp_path / "r.jsonl"
-    results = Bench(
-        generator, settings(generator, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
-    ).run(path)
+    many = settings(generator, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
+    results = bench(generator, many, path)
     plain = [i for i, name in enumerate(order(results)) if name == PLAIN]
     assert len(plain) == 1 + math.ceil(10 / 3)
     for i, run in enumerate(results.runs):
@@ -468,7 +466,7 @@ def test_predictions_are_written_before_anything_runs(tmp_path: Path, monkeypatc
     generator, path = repeating(), tmp_path / "r.jsonl"
     predicted = [Prediction(Cell("suffix, 4", "d", 1), 100.0, 3.0)]
     for _ in range(2):
-        Bench(generator, settings(generator, repeats=1)).run(path, predicted)
+        bench(generator, settings(generator, repeats=1), path, predictions=predicted)
     kinds = [json.loads(line).get("kind") for line in path.read_text().splitlines()]
     assert kinds[1] == "prediction" and kinds.count("prediction") == 1
     assert Results.load(path).predictions == predicted
@@ -488,19 +486,19 @@ def test_a_benchmark_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(MethodRunner, "run", stopped)
     with pytest.raises(KeyboardInterrupt):
-        Bench(generator, wanted).run(path)
+        bench(generator, wanted, path)
     monkeypatch.setattr(MethodRunner, "run", honest)
     first = [(run.cell.method, run.repeat) for run in Results.load(path).runs if run.cell.method != PLAIN]
     assert first == [("suffix, 4", 0), ("max_gram, 4", 0), ("prompt_lookup, 4", 0)]
     told: list[Progress] = []
-    results = Bench(generator, wanted, on_run=told.append).run(path)
+    results = bench(generator, wanted, path, on_run=told.append)
     runs = [(run.cell.method, run.repeat) for run in results.runs if run.cell.method != PLAIN]
     assert sorted(runs) == sorted((m.name, r) for m in wanted.methods for r in (0, 1)), "none twice, none missing"
     assert [one.done for one in told] == [4, 5, 6]
     before = path.read_bytes()
-    Bench(generator, wanted).run(path)
+    bench(generator, wanted, path)
     assert path.read_bytes() == before, "nothing is missing: nothing runs, not even plain decoding"
-    more = Bench(generator, settings(generator, methods=wanted.methods, repeats=3)).run(path)
+    more = bench(generator, settings(generator, methods=wanted.methods, repeats=3), path)
     assert sum(run.cell.method != PLAIN for run in more.runs) == 9, "more repeats go on"
 
 
@@ -518,7 +516,7 @@ def test_a_failing_method_does_not_lose_the_others(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(MethodRunner, "run", failing)
     wanted = settings(generator, methods=methods(["max_gram", "suffix", "prompt_lookup"], ["4"]), repeats=1)
     told: list[Progress] = []
-    results = Bench(generator, wanted, on_run=told.append).run(path)
+    results = bench(generator, wanted, path, on_run=told.append)
     assert order(results).count("suffix, 4") == 1 and len(told) == 3
     assert {(f.cell.method, f.error) for f in results.failures} == {
         ("max_gram, 4", "the drafter failed: ValueError: no"),
@@ -526,7 +524,7 @@ def test_a_failing_method_does_not_lose_the_others(tmp_path: Path, monkeypatch: 
     }
     assert sum(isinstance(one.last, Failure) for one in told) == 2
     monkeypatch.setattr(MethodRunner, "run", honest)
-    again = Bench(generator, wanted).run(path)
+    again = bench(generator, wanted, path)
     assert {run.cell.method for run in again.runs} == {PLAIN, "suffix, 4", "max_gram, 4", "prompt_lookup, 4"}
     assert order(again).count("suffix, 4") == 1, "what failed is tried again, what ran is not"
 
@@ -542,7 +540,7 @@ def test_other_outputs_are_flagged(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return out
 
     monkeypatch.setattr(MethodRunner, "run", differing)
-    results = Bench(generator, settings(generator, repeats=1)).run(tmp_path / "r.jsonl")
+    results = bench(generator, settings(generator, repeats=1), tmp_path / "r.jsonl")
     flags = {run.cell.method: (run.identical, run.note) for run in results.runs}
     assert flags["suffix, 4"] == (False, "3 of 4 outputs equal those of plain decoding")
     assert flags["max_gram, 4"] == (True, "")
@@ -563,7 +561,7 @@ def test_plain_decoding_that_does_not_repeat_itself_ends_the_benchmark(
 
     monkeypatch.setattr(MethodRunner, "run", drifting)
     with pytest.raises(AssertionError, match="plain decoding is not deterministic"):
-        Bench(generator, settings(generator)).run(tmp_path / "r.jsonl")
+        bench(generator, settings(generator), tmp_path / "r.jsonl")
 
 
 def test_sampled_and_lossy_runs_need_not_be_identical(tmp_path: Path) -> None:
@@ -572,7 +570,7 @@ def test_sampled_and_lossy_runs_need_not_be_identical(tmp_path: Path) -> None:
     wanted = settings(
         generator, params=(GREEDY, hot), methods=methods(["suffix"], ["4"], "typical"), repeats=1, batch_sizes=(1, 4)
     )
-    results = Bench(generator, wanted).run(tmp_path / "r.jsonl")
+    results = bench(generator, wanted, tmp_path / "r.jsonl")
     cells = {run.cell: run for run in results.runs if run.cell.method != PLAIN}
     assert {(c.batch_size, c.sampling) for c in cells} == {(1, "greedy"), (4, "greedy"), (1, "t=1"), (4, "t=1")}
     assert all(not run.exact for run in cells.values())
@@ -582,7 +580,7 @@ def test_sampled_and_lossy_runs_need_not_be_identical(tmp_path: Path) -> None:
 def test_stop_strings_stop_every_run(tmp_path: Path) -> None:
     generator = repeating()
     params = SamplingParams(max_new_tokens=24, stop=("5 ",))
-    results = Bench(generator, settings(generator, params=(params,), repeats=1)).run(tmp_path / "r.jsonl")
+    results = bench(generator, settings(generator, params=(params,), repeats=1), tmp_path / "r.jsonl")
     for run in results.runs:
         assert run.identical in (None, True) and run.tokens < 4 * 12
         assert {p.finish_reason for p in run.prompts} == {"stop"}
@@ -604,12 +602,12 @@ def test_bad_benchmarks(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             settings(generator, **changes)
     path = tmp_path / "r.jsonl"
-    Bench(generator, settings(generator, repeats=1)).run(path)
+    bench(generator, settings(generator, repeats=1), path)
     with pytest.raises(ConfigError, match=r"started with settings.datasets.d.digest="):
-        Bench(generator, settings(generator, datasets={"d": asks(generator, 3)})).run(path)
+        bench(generator, settings(generator, datasets={"d": asks(generator, 3)}), path)
     other = settings(generator, params=(SamplingParams(max_new_tokens=24, banned_token_ids=(3,)),))
     with pytest.raises(ConfigError, match=r"started with settings\.params="):
-        Bench(generator, other).run(path)
+        bench(generator, other, path)
 
 
 def test_a_live_run_is_decoding(tmp_path: Path) -> None:

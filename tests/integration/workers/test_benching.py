@@ -13,14 +13,14 @@ import pytest
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN, methods
-from foresay.lab.bench.bench import Bench, Progress
+from foresay.lab.bench.bench import Progress, bench
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.records.results import Results
 from foresay.workers import benching
-from foresay.workers.local import Processes
 from foresay.workers.pool import Pool
+from foresay.workers.processes import Processes
 from helpers import tiny
 
 pytestmark = pytest.mark.slow
@@ -49,10 +49,8 @@ def pool(folder: Path) -> Pool:
 def alone(folder: Path, path: Path) -> Results:
     target = foresay.load(**load(folder))
     asks = RequestBuilder(target).all(ITEMS, PARAMS[0])
-    return Bench(
-        target,
-        BenchSettings(methods=METHODS, datasets={"d": asks}, params=PARAMS, batch_sizes=[1, 2], repeats=2),
-    ).run(path)
+    settings = BenchSettings(methods=METHODS, datasets={"d": asks}, params=PARAMS, batch_sizes=[1, 2], repeats=2)
+    return bench(target, settings, path)
 
 
 def counted(results: Results) -> dict[Any, Any]:
@@ -71,7 +69,7 @@ def test_what_two_write_is_what_one_writes(folder: Path, tmp_path: Path) -> None
     begun.write_text("".join((tmp_path / "alone.jsonl").read_text().splitlines(keepends=True)[:9]))
     seen: list[Progress] = []
     with pool(folder) as two:
-        victims = [worker.pid for worker in two._workers]  # type: ignore[attr-defined]
+        victims = [worker.handle.process.pid for worker in two._workers]
 
         def kill(progress: Progress) -> None:
             seen.append(progress)
@@ -91,9 +89,9 @@ def test_what_two_write_is_what_one_writes(folder: Path, tmp_path: Path) -> None
 
 
 def test_few_turns_are_shared_too() -> None:
-    tasks = benching._tasks({0: [(0, "a"), (1, "a"), (2, "a")], 2: [(0, "a")]}, 3, 2)
-    assert [(one["block"], len(one["turns"])) for one in tasks.values()] == [(0, 2), (0, 1), (2, 1)]
-    assert benching._tasks({}, 3, 2) == {}
+    tasks = benching.tasks({0: [(0, "a"), (1, "a"), (2, "a")], 2: [(0, "a")]}, 3, 2)
+    assert [(block, len(turns)) for block, turns in tasks] == [(0, 2), (0, 1), (2, 1)]
+    assert benching.tasks({}, 3, 2) == []
 
 
 def test_the_command(

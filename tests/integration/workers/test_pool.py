@@ -1,9 +1,9 @@
-"""Tasks are done once each, whoever dies: a pool over workers that are played."""
+"""Each task has one result, whichever worker dies: a pool over simulated workers."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,150 +11,116 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError, ForesayError
-from foresay.workers.messages import Plain, plain_params, read_params
-from foresay.workers.pool import TRIES, Pool, Worker, WorkerDiedError, check_workers, in_order
+from foresay.errors import ConfigError, ForesayError, UnknownNameError
+from foresay.workers.messages import Failed, check_sendable
+from foresay.workers.pool import TRIES, Pool, check_workers, in_order
 
 
-class Played(Worker):
-    def __init__(self, name: str, room: int, described: Plain) -> None:
-        self.name, self.capacity, self.described = name, room, described
-        self.held: list[tuple[int, Plain]] = []
+class Simulated:
+    """A worker: its unfinished tasks, and the most that it had."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[int, Any]] = []
         self.most = 0
         self.closed = False
 
-    def give(self, number: int, task: Plain) -> None:
-        assert not self.closed
-        self.held.append((number, task))
-        self.most = max(self.most, len(self.held))
-
-    def close(self) -> None:
-        self.closed = True
-
 
 class Stage:
-    """Which worker speaks next, and whether it dies, is a script: (worker, dies); afterwards all work in turn."""
+    """A backend whose script decides for each call whether the worker dies; `cursed` is a task that ends every worker."""
 
-    def __init__(self, script: Sequence[tuple[int, bool]] = (), *, room: int = 3, cursed: int | None = None) -> None:
+    def __init__(self, script: Sequence[bool] = (), *, room: int = 3, cursed: int | None = None) -> None:
         self.script, self.room, self.cursed = list(script), room, cursed
-        self.started: list[Played] = []
-        self.turn = 0
+        self.started: list[Simulated] = []
 
-    def start(self, index: int) -> Played:
-        self.started.append(Played(f"worker {index + 1}", self.room, {"by": len(self.started)}))
-        return self.started[-1]
+    def described(self) -> dict[str, Any]:
+        return {}
 
-    def poll(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
-        self.turn += 1
-        which, dies = self.script.pop(0) if self.script else (self.turn, False)
-        worker: Any = workers[which % len(workers)]
-        if dies or any(number == self.cursed for number, _ in worker.held):
-            yield worker, -1, WorkerDiedError(f"{worker.name} was killed")
-            if worker.held:  # what a pipe still held when its end was noticed
-                yield worker, worker.held[0][0], {"late": True}
-        elif worker.held:
-            number, task = worker.held.pop(0)
-            yield worker, number, ForesayError("refused") if task.get("bad") else {"twice": 2 * task["value"]}
+    def start(self, index: int) -> tuple[Simulated, Future[Any]]:
+        self.started.append(Simulated())
+        return self.started[-1], done((self.described(), self.room))
+
+    def advance(self, worker: Simulated, tasks: Sequence[tuple[int, Any]]) -> Future[Any]:
+        assert not worker.closed
+        worker.tasks += tasks
+        worker.most = max(worker.most, len(worker.tasks))
+        if (self.script and self.script.pop(0)) or any(number == self.cursed for number, _ in worker.tasks):
+            return done(OSError("killed"))
+        number, task = worker.tasks.pop(0)
+        return done([(number, Failed.of(ConfigError("refused")) if task == "bad" else 2 * task)])
+
+    def close(self, worker: Simulated) -> None:
+        worker.closed = True
 
 
-def tasks(count: int) -> dict[int, Plain]:
-    return {i: {"value": i} for i in range(count)}
+def done(value: Any) -> Future[Any]:
+    call: Future[Any] = Future()
+    if isinstance(value, Exception):
+        call.set_exception(value)
+    else:
+        call.set_result(value)
+    return call
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    script=st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=6),
-    count=st.integers(1, 4),
-    number=st.integers(0, 25),
-)
-def test_each_task_is_done_once_whoever_dies(script: list[tuple[int, bool]], count: int, number: int) -> None:
-    dying = [(who, dies and sum(d for _, d in script[:i]) < TRIES - 1) for i, (who, dies) in enumerate(script)]
+@given(script=st.lists(st.booleans(), max_size=12), count=st.integers(1, 4), number=st.integers(0, 25))
+def test_each_task_is_done_once_whichever_worker_dies(script: list[bool], count: int, number: int) -> None:
+    dying = [dies and sum(script[:i]) < TRIES - 1 for i, dies in enumerate(script)]
     stage = Stage(dying)
     with Pool(stage, count) as pool:
-        found = list(pool.run(tasks(number)))
-    assert sorted(found) == [(i, {"twice": 2 * i}) for i in range(number)]
+        found = list(pool.run({i: i for i in range(number)}))
+    assert sorted(found) == [(i, 2 * i) for i in range(number)]
     assert all(worker.closed for worker in stage.started) and all(worker.most <= 3 for worker in stage.started)
 
 
-def test_the_last_tasks_are_shared_out() -> None:
-    """Nobody holds more than a fair share while another has nothing."""
+def test_no_worker_has_more_than_a_fair_share() -> None:
     stage = Stage(room=100)
     with Pool(stage, 4) as pool:
-        list(pool.run(tasks(8)))
+        list(pool.run({i: i for i in range(8)}))
     assert [worker.most for worker in stage.started] == [2] * 4
 
 
-def test_a_task_over_which_all_die_is_an_error() -> None:
-    with (
-        Pool(Stage(cursed=5), 2) as pool,
-        pytest.raises(ForesayError, match=f"task 5 was assigned to {TRIES} workers.*killed"),
-    ):
-        list(pool.run(tasks(10)))
+@pytest.mark.parametrize(
+    ("tasks", "cursed", "error"),
+    [
+        ({i: i for i in range(10)}, 5, f"task 5 was assigned to {TRIES} workers.*killed"),
+        ({0: 1, 1: "bad"}, None, "refused"),
+    ],
+)
+def test_a_task_that_cannot_be_done_is_an_error(tasks: dict[int, Any], cursed: int | None, error: str) -> None:
+    with Pool(Stage(cursed=cursed), 2) as pool, pytest.raises(ForesayError, match=error):
+        list(pool.run(tasks))
 
 
-def test_a_task_that_cannot_be_done_is_an_error() -> None:
-    with Pool(Stage(), 2) as pool, pytest.raises(ForesayError, match="refused"):
-        list(pool.run({0: {"value": 1}, 1: {"value": 2, "bad": True}}))
+@pytest.mark.parametrize("script", [[], [True]])
+def test_a_worker_with_other_settings_is_refused(script: list[bool]) -> None:
+    """Such as another dtype on another machine; also if it replaces a dead one. All workers are then ended."""
 
+    class Mixed(Stage):
+        def described(self) -> dict[str, Any]:
+            return {"settings": {"dtype": "bf16" if len(self.started) < 3 else "fp32"}}
 
-def test_workers_are_ended_where_one_does_not_start() -> None:
-    class Half(Stage):
-        def start(self, index: int) -> Played:
-            if index == 2:
-                raise ConfigError("no such model")
-            return super().start(index)
-
-    stage = Half()
-    with pytest.raises(ConfigError, match="no such model"):
-        Pool(stage, 4)
-    assert len(stage.started) == 2 and all(worker.closed for worker in stage.started)
+    stage = Mixed(script)
+    with pytest.raises(ConfigError, match=r"differ from those of the first worker: .*fp32"):  # noqa: SIM117
+        with Pool(stage, 2 if script else 3) as pool:
+            list(pool.run({i: i for i in range(6)}))
+    assert len(stage.started) == 3 and all(worker.closed for worker in stage.started)
 
 
 def test_results_in_order() -> None:
-    shuffled = [(2, {"n": 2}), (0, {"n": 0}), (1, {"n": 1}), (3, {"n": 3})]
-    assert [one["n"] for one in in_order(iter(shuffled))] == [0, 1, 2, 3]
-    early = in_order(iter([(0, {"n": 0}), (5, {"n": 5})]))
-    assert next(early) == {"n": 0}, "each as soon as those before it are there"
+    assert list(in_order(iter([(2, "c"), (0, "a"), (1, "b"), (3, "d")]))) == list("abcd")
+    early = in_order(iter([(0, "a"), (5, "f")]))
+    assert next(early) == "a", "each as soon as all earlier ones have arrived"
 
 
-def test_how_many() -> None:
+def test_wrong_numbers_and_parameters() -> None:
     for wrong in (0, -1, 5000):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=f"--workers={wrong}"):
             check_workers(wrong)
-
-
-def test_a_worker_that_would_do_something_else_is_refused() -> None:
-    """Another dtype on another machine, say; also where it takes a dead one's place."""
-
-    class Mixed(Stage):
-        def start(self, index: int) -> Played:
-            worker = super().start(index)
-            worker.described = {"settings": {"dtype": "bf16" if len(self.started) < 3 else "fp32"}}
-            return worker
-
-    stage = Mixed()
-    with pytest.raises(ConfigError, match=r"differ from those of the first worker: .*fp32"):
-        Pool(stage, 3)
-    assert all(worker.closed for worker in stage.started)
-    stage = Mixed([(0, True)])
-    with Pool(stage, 2) as pool, pytest.raises(ConfigError, match="differ from"):
-        list(pool.run(tasks(6)))
-    assert all(worker.closed for worker in stage.started)
-
-
-def test_parameters_go_through_json() -> None:
-    """Whose keys are strings, and which has no tuples."""
-    params = SamplingParams(
-        max_new_tokens=7,
-        temperature=0.5,
-        seed=3,
-        logit_bias={5: 1.5, 70: -2.0},
-        stop=("a", "b"),
-        allowed_token_ids=(5, 70, 71),
-        banned_token_ids=(71,),
-        stop_token_ids=(5,),
-        logprobs=2,
-    )
-    assert read_params(json.loads(json.dumps(plain_params(params)))) == params
     with pytest.raises(ConfigError, match="processors"):
-        plain_params(SamplingParams(processors=(lambda ids, scores: scores,)))
+        check_sendable(SamplingParams(processors=(lambda ids, scores: scores,)))
+
+
+def test_an_error_is_rebuilt_from_its_parts() -> None:
+    error = UnknownNameError("rule", "x", ["y"]).about("prompt 3")
+    rebuilt = Failed.of(error).error()
+    assert type(rebuilt) is UnknownNameError and str(rebuilt) == str(error) and vars(rebuilt) == vars(error)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN
 from foresay.lab.bench.executor import BenchExecutor, BenchPlan, Turn, TurnResult
-from foresay.lab.bench.peers.base import Peer
+from foresay.lab.bench.runners import Runner
 from foresay.lab.bench.settings import BenchSettings
-from foresay.records.lines import LineWriter
 from foresay.records.results import Failure, Prediction, Results, Run, read_result, results_writer
 
 Missing = Mapping[int, Sequence[Turn]]
@@ -32,32 +31,26 @@ class Progress:
     """Number of runs of methods and other engines, without plain decoding."""
 
 
-class Bench:
-    """A benchmark of one target, in this process."""
+OnRun = Callable[[Progress], None]
 
-    def __init__(
-        self,
-        target: Generator,
-        settings: BenchSettings,
-        peers: Sequence[Peer] = (),
-        *,
-        on_run: Callable[[Progress], None] = lambda progress: None,
-    ) -> None:
-        self.settings, self._on_run = settings, on_run
-        self._executor = BenchExecutor(target, settings, peers)
 
-    @property
-    def total(self) -> int:
-        """Number of runs, without plain decoding."""
-        return len(list(self._executor.plan.turns()))
+def bench(
+    target: Generator,
+    settings: BenchSettings,
+    path: str | os.PathLike[str],
+    others: Sequence[Runner] = (),
+    *,
+    predictions: Sequence[Prediction] = (),
+    on_run: OnRun = lambda progress: None,
+) -> Results:
+    """Run the turns that the file does not contain yet, in this process. predictions: written before the first run."""
+    executor = BenchExecutor(target, settings, others)
 
-    def run(self, path: str | os.PathLike[str], predictions: Sequence[Prediction] = ()) -> Results:
-        """Run the turns that the file does not contain yet. predictions: written before the first run."""
-        return write_results(path, self._executor.plan, self._perform, predictions=predictions, on_run=self._on_run)
-
-    def _perform(self, missing: Missing) -> Iterator[TurnResult]:
+    def perform(missing: Missing) -> Iterator[TurnResult]:
         for block, turns in missing.items():
-            yield from self._executor.run(block, turns)
+            yield from executor.run(block, turns)
+
+    return write_results(path, executor.plan, perform, predictions=predictions, on_run=on_run)
 
 
 def write_results(
@@ -66,12 +59,15 @@ def write_results(
     perform: Callable[[Missing], Iterator[TurnResult]],
     *,
     predictions: Sequence[Prediction] = (),
-    on_run: Callable[[Progress], None] = lambda progress: None,
+    on_run: OnRun = lambda progress: None,
 ) -> Results:
     """Perform the turns that a results file does not contain yet, append each result, and return all of them."""
     with results_writer(path, plan.settings, plan.provenance) as writer:
         so_far = Results.of(dict(plan.settings), {}, map(read_result, writer.lines))
-        _predict(writer, so_far, predictions)
+        predicted = {one.cell for one in so_far.predictions}
+        for prediction in predictions:
+            if prediction.cell not in predicted:
+                writer.append(prediction.as_line())
         known = {(run.cell, run.repeat) for run in so_far.runs}
         missing: dict[int, list[Turn]] = {}
         every = list(plan.turns())
@@ -84,18 +80,9 @@ def write_results(
             writer.append(result.as_line())
             if result.cell.method == PLAIN:
                 continue
-            if result.cell not in traced and traces:
-                traced.add(result.cell)
-                for trace in traces:
-                    writer.append(trace.as_line())
+            for trace in traces if result.cell not in traced else ():
+                writer.append(trace.as_line())
+            traced.add(result.cell)
             done += 1
             on_run(Progress(result, done, len(every)))
     return Results.load(path)
-
-
-def _predict(writer: LineWriter, so_far: Results, predictions: Sequence[Prediction]) -> None:
-    """Append the predictions that the file does not contain."""
-    predicted = {one.cell for one in so_far.predictions}
-    for one in predictions:
-        if one.cell not in predicted:
-            writer.append(one.as_line())

@@ -6,13 +6,12 @@ Owns the runners and the plan of a benchmark. Writes nothing and does not know e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.peers.base import Peer
-from foresay.lab.bench.runners import MethodRunner, Outcome, PeerRunner, PromptBlock, Runner
+from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.turns import take_turns
 from foresay.records.provenance import provenance
@@ -53,30 +52,19 @@ class BenchPlan:
                 for name in self.runner_names:
                     yield block, (repeat, name)
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return the plan as JSON-compatible data."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> BenchPlan:
-        """Invert `as_plain` after a round trip through JSON."""
-        return cls(**{**plain, "blocks": [Cell(**one) for one in plain["blocks"]]})
-
 
 class BenchExecutor:
     """Runs methods and other engines on blocks of prompts, for one target."""
 
-    def __init__(self, target: Generator, settings: BenchSettings, peers: Sequence[Peer] = ()) -> None:
+    def __init__(self, target: Generator, settings: BenchSettings, others: Sequence[Runner] = ()) -> None:
         self._settings, self._tokenizer = settings, target.tokenizer
         self._blocks = list(settings.blocks())
         self._plain = MethodRunner(target, Method("none"))
-        runners: list[Runner] = [MethodRunner(target, method) for method in settings.methods]
-        runners += [PeerRunner(peer, target.target.eos_token_ids) for peer in peers]
+        runners: list[Runner] = [*(MethodRunner(target, method) for method in settings.methods), *others]
         self._runners = {runner.name: runner for runner in runners}
-        origin = provenance() | ({"peers": {peer.name: peer.describe() for peer in peers}} if peers else {})
         self.plan = BenchPlan(
             settings.header(target),
-            origin,
+            provenance(),
             [block.cell(PLAIN) for block in self._blocks],
             list(self._runners),
             settings.repeats,

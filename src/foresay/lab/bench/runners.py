@@ -9,7 +9,6 @@ from typing import Protocol
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.peers.base import Peer, check_params
 from foresay.lab.data.requests import PromptRequest
 from foresay.lab.measure.live_run import LiveRun, run_live
 from foresay.records.results import Cell
@@ -98,25 +97,3 @@ class MethodRunner:
         """Decode with foresay's engine."""
         live = run_live(self.generator, requests, block.params)
         return Outcome(live.seconds, live.outputs, live)
-
-
-class PeerRunner:
-    """Another engine."""
-
-    def __init__(self, peer: Peer, eos: frozenset[int]) -> None:
-        self.name, self.exact, self.shares_noise = peer.name, True, False
-        self._peer, self._eos = peer, eos
-
-    def prepare(self, block: PromptBlock) -> None:
-        """Raise ConfigError for sampling parameters that other engines do not receive."""
-        check_params(self.name, block.params)
-
-    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
-        """Decode the same token ids with the other engine."""
-        done = self._peer.run([request.token_ids for request in requests], block.params, block.batch_size)
-        return Outcome(done.seconds, [self._cut(output) for output in done.outputs])
-
-    def _cut(self, output: list[int]) -> list[int]:
-        """Remove padding after the end token."""
-        ends = [i for i, token in enumerate(output) if token in self._eos]
-        return output[: ends[0] + 1] if ends else output

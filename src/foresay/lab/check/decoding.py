@@ -16,13 +16,12 @@ from foresay.checks import check_int
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import LengthPolicy
 from foresay.engine import Stats
-from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
-from foresay.errors import ConfigError, ForesayError
+from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change
 from foresay.generation.result import Generation
 from foresay.lab.check.result import CheckResult, Counts
-from foresay.lab.measure.live_run import DraftFailedError
+from foresay.lab.measure import live_run
 from foresay.lengths import LENGTHS, ConstantLength, ThroughputLength
 from foresay.records.recording import Record, Recording, read_params
 from foresay.spec.expressions import Call, parse, to_expression
@@ -107,35 +106,17 @@ def decode(
     generator: Generator,
     recording: Recording,
     on_progress: Callable[[int, int], None] = lambda done, tokens: None,
-) -> list[Generation]:
-    """Decode the recorded prompts in batches, with the recorded parameters and seeds; return one Generation per record.
-
-    on_progress: called after every step with the number of complete outputs and of tokens. Raises DraftFailedError if the drafter
-    fails, because the counts then do not describe it.
-    """
-    generator.forget()
-    session = generator.session(prefill_wait_s=OFFLINE_WAIT_S)
-    indices: dict[int, int] = {}
-    for index, record in enumerate(recording.records):
-        params = read_params(recording.params, seed=record.seed, logprobs=None)
-        prompt = record.prompt if record.source is None else record.source
-        try:
-            indices[session.submit(list(prompt), params, text=False)] = index
-        except ForesayError as error:
-            raise error.about(f"prompt {record.id!r}") from None
-    done: dict[int, Generation] = {}
-    tokens = 0
-    while session.has_work:
-        for chunk in session.step():
-            if chunk.error is not None:
-                raise chunk.error
-            tokens += len(chunk.step.token_ids)
-            if chunk.generation is not None:
-                done[indices[chunk.index]] = chunk.generation
-        on_progress(len(done), tokens)
-    if session.engine.draft_failures:
-        raise DraftFailedError(f"the drafter failed: {session.draft_error}")
-    return [done[index] for index in range(len(recording.records))]
+) -> Sequence[Generation]:
+    """Decode the recorded prompts with the recorded parameters and seeds; see `live_run.decode`."""
+    asks = [
+        (
+            one.id,
+            one.prompt if one.source is None else one.source,
+            read_params(recording.params, seed=one.seed, logprobs=None),
+        )
+        for one in recording.records
+    ]
+    return live_run.decode(generator, asks, on_progress).generations
 
 
 def settings_of(generator: Generator, recording: Recording) -> dict[str, str]:

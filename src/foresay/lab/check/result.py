@@ -5,17 +5,15 @@ Owns the format. Decodes nothing.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from foresay.errors import ConfigError
-from foresay.files import atomic_write
-from foresay.json_files import Schema, parse_object, read_limited
+from foresay.json_files import Schema
+from foresay.records import document
 
 FORMAT, VERSION = "foresay-check", 1
 
@@ -67,21 +65,12 @@ class CheckResult:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the result atomically. Raises ConfigError if it cannot be written."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False)
-        with atomic_write(path) as whole:
-            whole.write_text(text + "\n", encoding="utf-8")
+        document.save(self, path, FORMAT, VERSION)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CheckResult:
         """Read a result. Raises ConfigError for a file that cannot be read or is not a result of this version."""
-        name = os.fspath(path)
-        try:
-            values = parse_object(read_limited(path), name)
-            if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
-                raise ConfigError(f"{name}: not a {FORMAT} of version {VERSION}; make one with foresay check --save")
-            return _RESULT.of(values, name)
-        except OSError as error:
-            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        return document.load(path, FORMAT, VERSION, _RESULT, "foresay check --save")
 
 
 _RESULT: Schema[CheckResult] = Schema(CheckResult, "a result of foresay check")

@@ -8,13 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from foresay import checks
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.lab.data.items import PromptItem
-from foresay.lab.data.readers import DataRecord, file_records, hub_records, is_file, stem
-from foresay.text.text_files import check_encodable
+from foresay.lab.data.readers import DataRecord, file_records, hub_records, is_file, shown, stem
 
 SHIPPED = "shipped"
 """The name of foresay's own data set: 60 prompts in six categories."""
@@ -152,159 +150,42 @@ def _items(records: Iterable[DataRecord], format: str | None, field: str | None,
 
 
 def _generic(record: DataRecord, default_id: str, field: str | None) -> PromptItem:
-    fields = record.fields
     name = field if field is not None else _prompt_field(record)
     if field is None and name == "instruction":
         prompt: str | tuple[Mapping[str, str], ...] = _instruction(record)
-    elif isinstance(fields.get(name), list):
-        prompt = _messages(record, name)
     else:
-        prompt = _text(record, name)
-    raw, followups = _raw(record), _texts(record, "followups") if fields.get("followups") else ()
+        prompt = _messages(record, name) if isinstance(record.fields.get(name), list) else record.text(name)
+    raw, followups = _raw(record), record.texts("followups") if record.fields.get("followups") else ()
     if raw and (followups or not isinstance(prompt, str)):
-        raise ConfigError(f"{record.place}: raw applies to a text to be continued, not to messages or followups")
-    return PromptItem(_id(record, "id") or default_id, prompt, _category(record, "category"), followups, raw)
+        raise record.error("raw applies to a text to be continued, not to messages or followups")
+    return PromptItem(record.label("id") or default_id, prompt, record.optional("category"), followups, raw)
 
 
 def _prompt_field(record: DataRecord) -> str:
     present = [name for name in ("prompt", "messages", "instruction") if record.fields.get(name) is not None]
     if len(present) > 1:
-        raise ConfigError(
-            f"{record.place}: the record has both {present[0]!r} and {present[1]!r}; choose one with field"
-        )
+        raise record.error(f"the record has both {present[0]!r} and {present[1]!r}; choose one with field")
     if not present:
-        known = f"the record has: {_names(record)}"
-        raise ConfigError(
-            f"{record.place}: no field 'prompt', 'messages' or 'instruction'; {known}; see field and format"
-        )
+        known = f"the record has: {record.names}"
+        raise record.error(f"no field 'prompt', 'messages' or 'instruction'; {known}; see field and format")
     return present[0]
-
-
-def _gsm8k(record: DataRecord, default_id: str) -> PromptItem:
-    task = "Work it out step by step, and end with a line that says only: Answer: <number>"
-    return PromptItem(default_id, f"{_text(record, 'question')}\n\n{task}")
-
-
-def _mmlu(record: DataRecord, default_id: str) -> PromptItem:
-    question, subject = _text(record, "question"), _category(record, "subject")
-    options = "\n".join(f"{letter}. {text}" for letter, text in zip(_OPTIONS, _choices(record), strict=True))
-    about = (
-        f"A multiple-choice question about {subject.replace('_', ' ')}:" if subject else "A multiple-choice question:"
-    )
-    task = "Which option is right? Answer with its letter first, and then say why in a sentence or two."
-    return PromptItem(default_id, f"{about}\n\n{question}\n\n{options}\n\n{task}", subject)
-
-
-def _choices(record: DataRecord) -> Sequence[str]:
-    """Return the four options: from a list as on the hub, or from columns named by letters or numbers."""
-    if "choices" in record.fields:
-        options = _texts(record, "choices")
-        if len(options) != len(_OPTIONS):
-            raise ConfigError(
-                f"{record.place}: the field 'choices' has {len(options)} options instead of {len(_OPTIONS)}"
-            )
-        return options
-    numbered = "choice0" in record.fields
-    return [_text(record, f"choice{i}" if numbered else letter) for i, letter in enumerate(_OPTIONS)]
-
-
-def _humaneval(record: DataRecord, default_id: str) -> PromptItem:
-    return PromptItem(_id(record, "task_id") or default_id, _text(record, "prompt"), raw=True)
-
-
-def _mt_bench(record: DataRecord, default_id: str) -> PromptItem:
-    hub = "turns" not in record.fields and "prompt" in record.fields
-    turns = _texts(record, "prompt" if hub else "turns")
-    number = _id(record, "prompt_id" if hub else "question_id")
-    return PromptItem(
-        f"mt_bench-{number}" if number else default_id, turns[0], _category(record, "category"), turns[1:]
-    )
-
-
-def _hellaswag(record: DataRecord, default_id: str) -> PromptItem:
-    name = "ctx" if "ctx" in record.fields else "prompt"
-    return PromptItem(default_id, _text(record, name), _category(record, "activity_label"), raw=True)
-
-
-def _alpaca(record: DataRecord, default_id: str) -> PromptItem:
-    return PromptItem(default_id, _instruction(record))
-
-
-FORMATS: dict[str, Callable[[DataRecord, str], PromptItem]] = {
-    "alpaca": _alpaca,
-    "gsm8k": _gsm8k,
-    "hellaswag": _hellaswag,
-    "humaneval": _humaneval,
-    "mmlu": _mmlu,
-    "mt_bench": _mt_bench,
-}
-"""Format -> function (record, default id) -> item; the default id is used if the record has none."""
-
-
-def _instruction(record: DataRecord) -> str:
-    text = _text(record, "instruction")
-    context = record.fields.get("input")
-    blank = context is None or (isinstance(context, str) and not context.strip())
-    return text if blank else f"{text}\n\n{_text(record, 'input')}"
-
-
-def _text(record: DataRecord, name: str) -> str:
-    """Return the text of a required field that must not be empty."""
-    if name not in record.fields:
-        raise ConfigError(f"{record.place}: no field {name!r}; the record has: {_names(record)}")
-    return _checked(record, name, record.fields[name])
-
-
-def _texts(record: DataRecord, name: str) -> tuple[str, ...]:
-    """Return the texts of a required field that must be a non-empty list."""
-    values = record.fields.get(name)
-    if name not in record.fields:
-        raise ConfigError(f"{record.place}: no field {name!r}; the record has: {_names(record)}")
-    if not isinstance(values, list) or not values:
-        raise ConfigError(f"{record.place}: the field {name!r} must be a list of texts, not {_shown(values)}")
-    return tuple(_checked(record, f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 def _messages(record: DataRecord, name: str) -> tuple[Mapping[str, str], ...]:
     messages = record.fields[name]
     if not messages:
-        raise ConfigError(f"{record.place}: the field {name!r} is an empty list")
+        raise record.error(f"the field {name!r} is an empty list")
     for i, message in enumerate(messages):
         where = f"{name}[{i}]"
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise ConfigError(f"{record.place}: {where} must be a message with 'role' and 'content'")
+            raise record.error(f"{where} must be a message with 'role' and 'content'")
         if message["role"] not in ROLES:
-            raise ConfigError(f"{record.place}: {where} has role={message['role']!r}; known roles: {', '.join(ROLES)}")
+            raise record.error(f"{where} has role={message['role']!r}; known roles: {', '.join(ROLES)}")
         for key, value in message.items():
-            _checked(record, f"{where}.{key}", value)
+            record.checked(f"{where}.{key}", value)
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(
-            f"{record.place}: the field {name!r} ends with an assistant message; it must end with another role"
-        )
+        raise record.error(f"the field {name!r} ends with an assistant message; it must end with another role")
     return tuple(messages)
-
-
-def _checked(record: DataRecord, name: str, value: Any) -> str:
-    """Return `value` if it is a text that is not blank and that UTF-8 can encode. Raises ConfigError otherwise."""
-    if not isinstance(value, str):
-        raise ConfigError(f"{record.place}: the field {name!r} must be a text, not {_shown(value)}")
-    if not value.strip():
-        raise ConfigError(f"{record.place}: the field {name!r} is empty")
-    check_encodable(value, record.place, name)
-    return value
-
-
-def _category(record: DataRecord, name: str) -> str:
-    value = record.fields.get(name)
-    return "" if value in (None, "") else _checked(record, name, value)
-
-
-def _id(record: DataRecord, name: str) -> str:
-    """Return a text, or an integer as text; empty if missing."""
-    value = record.fields.get(name)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return "" if value in (None, "") else _checked(record, name, value)
 
 
 def _raw(record: DataRecord) -> bool:
@@ -314,14 +195,47 @@ def _raw(record: DataRecord) -> bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str | None) or value not in words:
-        raise ConfigError(f"{record.place}: the field 'raw' must be true or false, not {_shown(value)}")
+        raise record.error(f"the field 'raw' must be true or false, not {shown(value)}")
     return words[value]
 
 
-def _names(record: DataRecord) -> str:
-    return ", ".join(map(str, record.fields)) or "no fields"
+def _instruction(record: DataRecord) -> str:
+    text, context = record.text("instruction"), record.fields.get("input")
+    blank = context is None or (isinstance(context, str) and not context.strip())
+    return text if blank else f"{text}\n\n{record.text('input')}"
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:60]}..." if len(text) > 60 else text
+def _mmlu(record: DataRecord, default_id: str) -> PromptItem:
+    """Options are in a list as on the hub, or in columns named by letters or numbers."""
+    question, subject = record.text("question"), record.optional("subject")
+    if "choices" in record.fields:
+        texts: Sequence[str] = record.texts("choices")
+        if len(texts) != len(_OPTIONS):
+            raise record.error(f"the field 'choices' has {len(texts)} options instead of {len(_OPTIONS)}")
+    else:
+        numbered = "choice0" in record.fields
+        texts = [record.text(f"choice{i}" if numbered else letter) for i, letter in enumerate(_OPTIONS)]
+    options = "\n".join(f"{letter}. {text}" for letter, text in zip(_OPTIONS, texts, strict=True))
+    about = f" about {subject.replace('_', ' ')}" if subject else ""
+    task = "Which option is right? Answer with its letter first, and then say why in a sentence or two."
+    return PromptItem(default_id, f"A multiple-choice question{about}:\n\n{question}\n\n{options}\n\n{task}", subject)
+
+
+def _mt_bench(record: DataRecord, default_id: str) -> PromptItem:
+    hub = "turns" not in record.fields and "prompt" in record.fields
+    turns, number = record.texts("prompt" if hub else "turns"), record.label("prompt_id" if hub else "question_id")
+    return PromptItem(f"mt_bench-{number}" if number else default_id, turns[0], record.optional("category"), turns[1:])
+
+
+_GSM8K_TASK = "Work it out step by step, and end with a line that says only: Answer: <number>"
+FORMATS: dict[str, Callable[[DataRecord, str], PromptItem]] = {
+    "alpaca": lambda record, id: PromptItem(id, _instruction(record)),
+    "gsm8k": lambda record, id: PromptItem(id, f"{record.text('question')}\n\n{_GSM8K_TASK}"),
+    "hellaswag": lambda record, id: PromptItem(
+        id, record.text("ctx" if "ctx" in record.fields else "prompt"), record.optional("activity_label"), raw=True
+    ),
+    "humaneval": lambda record, id: PromptItem(record.label("task_id") or id, record.text("prompt"), raw=True),
+    "mmlu": _mmlu,
+    "mt_bench": _mt_bench,
+}
+"""Format -> function (record, default id) -> item; the default id is used if the record has none."""

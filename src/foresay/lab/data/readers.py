@@ -17,7 +17,17 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from foresay.errors import ConfigError
-from foresay.text.text_files import bare_name, check_object, decode, ending, is_packed, numbered, parse_json, read_bytes
+from foresay.text.text_files import (
+    bare_name,
+    check_encodable,
+    check_object,
+    decode,
+    ending,
+    is_packed,
+    numbered,
+    parse_json,
+    read_bytes,
+)
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\S+)?")
 """A data set of the hub: "owner/name" or "name", with ":config" if it has several configurations."""
@@ -34,6 +44,56 @@ class DataRecord(NamedTuple):
     number: int
     """Counted from 1: the line where it begins, its index in a JSON list, or its row in a data set of the hub."""
     fields: Mapping[str, Any]
+
+    def error(self, problem: str) -> ConfigError:
+        """Return an error that names the record."""
+        return ConfigError(f"{self.place}: {problem}")
+
+    @property
+    def names(self) -> str:
+        """Names of the fields, for errors."""
+        return ", ".join(map(str, self.fields)) or "no fields"
+
+    def checked(self, name: str, value: Any) -> str:
+        """Return `value` if it is a text that is not blank and that UTF-8 can encode. Raises ConfigError otherwise."""
+        if not isinstance(value, str):
+            raise self.error(f"the field {name!r} must be a text, not {shown(value)}")
+        if not value.strip():
+            raise self.error(f"the field {name!r} is empty")
+        check_encodable(value, self.place, name)
+        return value
+
+    def _required(self, name: str) -> Any:
+        if name not in self.fields:
+            raise self.error(f"no field {name!r}; the record has: {self.names}")
+        return self.fields[name]
+
+    def text(self, name: str) -> str:
+        """Return the text of a required field that must not be empty."""
+        return self.checked(name, self._required(name))
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Return the texts of a required field that must be a non-empty list."""
+        values = self._required(name)
+        if not isinstance(values, list) or not values:
+            raise self.error(f"the field {name!r} must be a list of texts, not {shown(values)}")
+        return tuple(self.checked(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+    def optional(self, name: str) -> str:
+        """Return the text of a field; empty if missing."""
+        value = self.fields.get(name)
+        return "" if value in (None, "") else self.checked(name, value)
+
+    def label(self, name: str) -> str:
+        """Return a text, or an integer as text; empty if missing."""
+        value = self.fields.get(name)
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.optional(name)
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value, for errors."""
+    text = repr(value)
+    return f"{text[:60]}..." if len(text) > 60 else text
 
 
 def is_file(source: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -53,29 +53,44 @@ class LiveRun:
 
 
 def run_live(generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> LiveRun:
-    """Decode every request and time the run. Each sampled request has its own seed as in `generate`, equal in every run.
+    """Decode every request and time the run. Each sampled request has its own seed as in `generate`, equal in every run."""
+    asks = []
+    for index, request in enumerate(requests):
+        seed = params.seed or 0
+        one = params if params.greedy else dataclasses.replace(params, seed=derive(seed, index) if index else seed)
+        asks.append((request.id, request.token_ids, one))
+    return decode(generator, asks)
 
-    The state that a drafter keeps between requests is cleared first. Raises DraftFailedError if the drafter fails.
+
+def decode(
+    generator: Generator,
+    prompts: Sequence[tuple[str, Sequence[int], SamplingParams]],
+    on_progress: Callable[[int, int], None] = lambda done, tokens: None,
+) -> LiveRun:
+    """Decode prompts in batches and time the run. prompts: (id, token ids, parameters) of each.
+
+    The state that a drafter keeps between requests is cleared first. on_progress: called after every step with the number of
+    complete outputs and of tokens. Raises DraftFailedError if the drafter fails, because the counts then do not describe it.
     """
     generator.forget()
     session = generator.session(prefill_wait_s=OFFLINE_WAIT_S)
     indices: dict[int, int] = {}
-    for index, request in enumerate(requests):
-        seed = params.seed or 0
-        one = params if params.greedy else dataclasses.replace(params, seed=derive(seed, index) if index else seed)
+    for index, (name, token_ids, params) in enumerate(prompts):
         try:
-            indices[session.submit(list(request.token_ids), one, text=False)] = index
+            indices[session.submit(list(token_ids), params, text=False)] = index
         except ForesayError as error:
-            raise (error.about(f"prompt {request.id!r}") if request.id else error) from None
+            raise (error.about(f"prompt {name!r}") if name else error) from None
     done: dict[int, Generation] = {}
-    start = perf_counter()
+    tokens, start = 0, perf_counter()
     while session.has_work:
         for chunk in session.step():
             if chunk.error is not None:
                 raise chunk.error
+            tokens += len(chunk.step.token_ids)
             if chunk.generation is not None:
                 done[indices[chunk.index]] = chunk.generation
+        on_progress(len(done), tokens)
     seconds = perf_counter() - start
     if session.engine.draft_failures:
         raise DraftFailedError(f"the drafter failed: {session.draft_error}")
-    return LiveRun(seconds, tuple(done[index] for index in range(len(requests))))
+    return LiveRun(seconds, tuple(done[index] for index in range(len(prompts))))

@@ -1,21 +1,97 @@
-"""Cost tables by name or file, and the number of passes of each draft model of a method.
+"""Costs of passes by model (Chen et al. 2023), and the number of passes of each draft model of a method.
 
-Owns reading tables, the names of an expression's drafters in a table, and counting passes. Does not know the meaning of a cost
-or the formula of SWI (theory.py).
+Owns the published tables, reading others, the names of an expression's drafters in a table, and counting passes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
+from foresay.checks import check_float, check_int
 from foresay.decoding.protocols import Drafter
 from foresay.drafters import Cascade, ModelDrafter
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, UnknownNameError
 from foresay.json_files import Schema, read_limited
-from foresay.lab.replay.theory import COST_TABLES, NO_COST, CostModel
 from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import named
 
+MODEL_PARAMETERS: Mapping[str, float] = MappingProxyType(
+    {
+        "flan-t5-small": 60,
+        "flan-t5-base": 220,
+        "flan-t5-large": 770,
+        "flan-t5-xl": 3000,
+        "flan-t5-xxl": 11300,
+        "llama-68m": 68,
+        "llama-160m": 160,
+        "llama-7b": 70000,
+    }
+)
+"""Millions of parameters as in CS-Drafting's table (Chen et al. 2023); its entry for llama 7b is ten times too large."""
+
+PREVIOUS_WORK: Mapping[str, float] = MappingProxyType(
+    {"flan-t5-xxl": 1, "flan-t5-large": 0.11, "flan-t5-base": 0.04, "flan-t5-small": 0.02}
+)
+"""Costs per pass that CS-Drafting takes from Leviathan et al. 2023, relative to FLAN-T5 XXL."""
+
+NO_COST = frozenset(named("lookup"))
+"""Drafters that run no model; their cost is 0 in a cost model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The cost of one pass of each model, in any unit."""
+
+    costs: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for name, cost in self.costs.items():
+            check_float(f"cost of {name!r}", cost, 0, math.inf)
+
+    def cost(self, name: str) -> float:
+        """Return the cost of one pass of a model; 0 for an n-gram drafter.
+
+        A name that is not in the table matches entries with the same last part, so that a hub id or a folder finds its model.
+        Raises UnknownNameError if no entry matches, ConfigError if several with different costs match.
+        """
+        if name in NO_COST:
+            return 0.0
+        found = [name] if name in self.costs else [one for one in self.costs if _last_part(one) == _last_part(name)]
+        if not found:
+            raise UnknownNameError("model in this cost table", name, {*self.costs, *NO_COST})
+        if len({float(self.costs[one]) for one in found}) > 1:
+            raise ConfigError(
+                f"{name!r} may be {' or '.join(map(repr, found))} of this cost table, whose costs differ; give the full name"
+            )
+        return float(self.costs[found[0]])
+
+    def swi(self, target: str, num_tokens: int, passes: Mapping[str, int]) -> float:
+        """Return the standardised walltime improvement (Chen et al. 2023): tokens * cost(target) / sum(passes * cost).
+
+        passes: of every model, including the target. Plain decoding has 1. Raises ConfigError if the target has no passes or the
+        total cost is 0, UnknownNameError for a model that is not in the table.
+        """
+        check_int("num_tokens", num_tokens, 1)
+        spent = math.fsum(check_int(f"passes of {name!r}", n, 0) * self.cost(name) for name, n in passes.items())
+        if target not in passes or spent <= 0:
+            raise ConfigError(
+                f"passes={dict(passes)} must include passes of the target {target!r}, with a positive total cost"
+            )
+        return num_tokens * self.cost(target) / spent
+
+
+def _last_part(name: str) -> str:
+    """Return the model's name in a hub id or path: "google/flan-t5-xxl" -> "flan-t5-xxl", "llama_7b" -> "llama-7b"."""
+    return name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
+
+
+COST_TABLES: Mapping[str, CostModel] = MappingProxyType(
+    {"model_parameters": CostModel(MODEL_PARAMETERS), "previous_work": CostModel(PREVIOUS_WORK)}
+)
 _COSTS: Schema[dict[str, float]] = Schema(dict[str, float], "an object of model name -> cost of a pass")
 
 

@@ -21,10 +21,9 @@ from foresay.errors import ConfigError
 from foresay.generation.load import load
 from foresay.generation.method import Method
 from foresay.json_files import Schema
-from foresay.lab.replay.cost_tables import PassCounter, drafter_names, read_costs
+from foresay.lab.replay.cost_tables import CostModel, PassCounter, drafter_names, read_costs
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import Replay, replay
-from foresay.lab.replay.theory import CostModel
 from foresay.lengths import ConstantLength
 from foresay.models.recording import RecordingModel
 from foresay.models.sources.wrapping import LoadedModel

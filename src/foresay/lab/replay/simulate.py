@@ -186,60 +186,39 @@ def simulate(
             "load is simulated over a greedy recording, and this one was sampled; record with temperature 0"
         )
     check_method(recording, drafter, rule)
-    if drafter is None:
-        drafting = _no_time
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
-    model, timed = _Clocked(records, recording, profile), Timed(policy, profile.clock(), drafting)
+    model = _Clocked(records, recording, profile)
+    timed = Timed(policy, profile.clock(), (lambda batch, count: 0.0) if drafter is None else drafting)
     prefixes = PrefixStore(prefix_bytes if profile.token_bytes else 0) if share_prefixes else None
     clock = lambda: model.fill_s  # noqa: E731
     engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes, prefill_clock=clock)
-    return _Run(engine, model, timed, recording, records).simulate(sorted(arrivals))
+    ask = lambda i: submit(engine, records[i], recording)  # noqa: E731
+    return _serve(engine, sorted(arrivals), ask, lambda: model.fill_s + timed.spent_s)
 
 
-class _Run:
-    """The loop over arrivals and steps."""
-
-    def __init__(
-        self, engine: Engine, model: _Clocked, timed: Timed, recording: Recording, records: Sequence[Record]
-    ) -> None:
-        self._engine, self._model, self._timed = engine, model, timed
-        self._recording, self._records = recording, records
-        self._now = 0.0
-        self._passes = self._row_passes = 0
-        self._requests: list[SimulatedRequest] = []
-
-    def simulate(self, arrivals: Sequence[float]) -> SimulatedLoad:
-        """Run the engine until all requests are finished."""
-        while len(self._requests) < len(arrivals) or self._engine.has_work:
-            if not self._engine.has_work:
-                self._now = max(self._now, arrivals[len(self._requests)])
-            while len(self._requests) < len(arrivals) and arrivals[len(self._requests)] <= self._now:
-                submit(self._engine, self._records[len(self._requests)], self._recording)
-                self._requests.append(SimulatedRequest(arrivals[len(self._requests)]))
-            self._step()
-        check_drafter(self._engine)
-        return SimulatedLoad(tuple(self._requests), self._busy_s, self._passes, self._row_passes)
-
-    @property
-    def _busy_s(self) -> float:
-        return self._model.fill_s + self._timed.spent_s
-
-    def _step(self) -> None:
-        busy, start = self._busy_s, self._now
-        steps = self._engine.step()
-        self._now += self._busy_s - busy
-        self._passes += bool(steps)
-        self._row_passes += len(steps)
-        for request_id in (*(row.request_id for row in self._engine.rows), *(step.request_id for step in steps)):
-            if self._requests[request_id].started is None:
-                self._requests[request_id].started = start
+def _serve(
+    engine: Engine, times: Sequence[float], start_request: Callable[[int], None], busy_s: Callable[[], float]
+) -> SimulatedLoad:
+    """Run the engine until all requests are finished. start_request: submits one. busy_s: simulated seconds of work so far."""
+    requests, now, passes, row_passes = list[SimulatedRequest](), 0.0, 0, 0
+    while len(requests) < len(times) or engine.has_work:
+        if not engine.has_work:
+            now = max(now, times[len(requests)])
+        while len(requests) < len(times) and times[len(requests)] <= now:
+            start_request(len(requests))
+            requests.append(SimulatedRequest(times[len(requests)]))
+        busy, start = busy_s(), now
+        steps = engine.step()
+        now += busy_s() - busy
+        passes, row_passes = passes + bool(steps), row_passes + len(steps)
+        for request_id in (*(row.request_id for row in engine.rows), *(step.request_id for step in steps)):
+            if requests[request_id].started is None:
+                requests[request_id].started = start
         for step in steps:
-            self._requests[step.request_id].events.append(self._now)
-            self._requests[step.request_id].tokens += len(step.token_ids)
-
-
-def _no_time(batch: int, count: int) -> float:
-    return 0.0
+            requests[step.request_id].events.append(now)
+            requests[step.request_id].tokens += len(step.token_ids)
+    check_drafter(engine)
+    return SimulatedLoad(tuple(requests), busy_s(), passes, row_passes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A benchmark report as an HTML page and as Markdown, from the templates report.html.j2 and report.md.j2.
+"""A benchmark report as an HTML page, from the template report.html.j2, and as Markdown.
 
 Owns the columns of the table and the escaping of Markdown. The page is self-contained: it loads no other resources. Knows
 neither files nor the drawing of figures, and draws no conclusions.
@@ -111,34 +111,39 @@ TABLE_NOTE = (
 
 def html(report: Report, pictures: Sequence[Picture]) -> str:
     """Render the page."""
-    return _HTML.get_template("report.html.j2").render(_context(report, pictures))
+    environment = Environment(
+        loader=PackageLoader("foresay.lab.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        pictures=pictures,
+        columns=COLUMNS,
+        words=NAMES,
+        kind=lambda row: "plain" if row.cell.method == PLAIN else "ours" if row.exact else "lossy",
+        table_note=TABLE_NOTE,
+        traces=_interleaved(report.traces)[:MOST_TRACES],
+        num_traces_left=max(0, len(report.traces) - MOST_TRACES),
+        meanings={str(origin): meaning for origin, meaning in MEANINGS.items()},
+    )
 
 
 def markdown(report: Report, pictures: Sequence[Picture]) -> str:
-    """Render the report for a README or an issue, with links to the files of the figures."""
-    return _MARKDOWN.get_template("report.md.j2").render(_context(report, pictures))
-
-
-def _context(report: Report, pictures: Sequence[Picture]) -> dict[str, Any]:
-    """Return the variables of both templates."""
-    return {
-        "report": report,
-        "pictures": pictures,
-        "columns": list(COLUMNS),
-        "words": NAMES,
-        "rows": [
-            {"kind": _kind(row), "cells": {name: cell(row) for name, cell in COLUMNS.items()}} for row in report.table
-        ],
-        "table_note": TABLE_NOTE,
-        "failures": [f"{one.cell}, repeat {one.repeat}: {one.error}" for one in report.failures],
-        "traces": _interleaved(report.traces)[:MOST_TRACES],
-        "num_traces_left": max(0, len(report.traces) - MOST_TRACES),
-        "meanings": {str(origin): meaning for origin, meaning in MEANINGS.items()},
-    }
-
-
-def _kind(row: TableRow) -> str:
-    return "plain" if row.cell.method == PLAIN else "ours" if row.exact else "lossy"
+    """Return the report for a README or an issue, with links to the files of the figures."""
+    table = [COLUMNS, [":---" if name in NAMES else "---:" for name in COLUMNS]]
+    table += [[_escaped(cell(row)) for cell in COLUMNS.values()] for row in report.table]
+    parts = [f"# {_escaped(report.title)}", *(f"- {_escaped(line)}" for line in report.summary)]
+    parts += [f"**{_escaped(line)}**" for line in report.warnings]
+    parts += ["## All results", "\n".join(f"| {' | '.join(row)} |" for row in table), TABLE_NOTE]
+    parts += ["## Failed" for _ in report.failures[:1]] + [f"- {_escaped(one)}" for one in report.failures]
+    for one in pictures:
+        parts.append(f"## {one.title}\n\n![{one.title}]({one.name}.png)\n\n{_escaped(one.caption)}")
+    parts += ["## Sources", *(f"- {_escaped(source.summary)}" for source in report.sources)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
@@ -151,19 +156,8 @@ def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
     return [trace for _, trace in sorted(zip(turns, traces, strict=True), key=lambda pair: pair[0])]
 
 
-def _escape_markdown(value: Any) -> str:
+def _escaped(value: Any) -> str:
     """Escape all Markdown syntax in a text."""
     text = escape(" ".join(str(value).split()), quote=False)
     text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
     return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text
-
-
-_HTML = Environment(
-    loader=PackageLoader("foresay.lab.report", ""),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_MARKDOWN = _HTML.overlay(autoescape=False, finalize=_escape_markdown)

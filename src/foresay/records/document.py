@@ -1,0 +1,38 @@
+"""Files with one JSON object of a format and version.
+
+Owns writing and reading such a file. Knows none of the formats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from foresay.errors import ConfigError
+from foresay.files import atomic_write
+from foresay.json_files import Schema, parse_object, read_limited
+
+T = TypeVar("T")
+
+
+def save(value: Any, path: str | os.PathLike[str], format: str, version: int, *, parents: bool = False) -> None:
+    """Write a dataclass atomically. parents: create missing folders. Raises ConfigError if it cannot be written."""
+    text = json.dumps({"format": format, "version": version, **asdict(value)}, indent=1, ensure_ascii=False)
+    with atomic_write(path, parents=parents) as whole:
+        whole.write_text(text + "\n", encoding="utf-8")
+
+
+def load(path: str | os.PathLike[str], format: str, version: int, schema: Schema[T], command: str) -> T:
+    """Read a file. command: that makes one, for errors. Raises ConfigError for a file that cannot be read or is another one."""
+    name = os.fspath(path)
+    try:
+        values = parse_object(read_limited(path), name)
+        if values.pop("format", None) != format or values.pop("version", None) != version:
+            raise ConfigError(f"{name}: not a {format} of version {version}")
+        return schema.of(values, name)
+    except OSError as error:
+        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is not {schema.noun} ({error}); make one with {command}") from None
