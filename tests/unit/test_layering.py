@@ -128,7 +128,6 @@ INSIDE = {
         {"errors", "acceptance", "settings"},
         {"metrics", "lanes"},
         {"fields", "logprobs", "guards", "connections"},
-        {"tool_fields"},
         {"option_fields"},
         {"requests"},
         {"events", "drafting_choice"},
