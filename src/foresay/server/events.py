@@ -14,7 +14,7 @@ from foresay.generation.result import Chunk, Generation
 from foresay.server.logprobs import Entry, Logprobs
 from foresay.server.option_fields import Drafting
 from foresay.server.requests import ChatRequest, CompletionRequest
-from foresay.text.tool_calls.calls import OutputParser, Pieces
+from foresay.text.tool_calls.calls import Parser, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Output:
     """One growing choice."""
 
     def __init__(
-        self, index: int, logprobs: Logprobs | None = None, echo: Echo | None = None, parser: OutputParser | None = None
+        self, index: int, logprobs: Logprobs | None = None, echo: Echo | None = None, parser: Parser | None = None
     ) -> None:
         """logprobs: collector of log-probabilities, if requested. echo: the repeated prompt.
 

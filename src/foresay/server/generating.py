@@ -34,7 +34,7 @@ from foresay.server.service import Service
 from foresay.text.grammar import Grammar
 from foresay.text.prompts import fill_in_marks
 from foresay.text.stream import Detokenizer
-from foresay.text.tool_calls.calls import OutputParser
+from foresay.text.tool_calls.calls import Parser
 
 MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
@@ -55,7 +55,7 @@ class PreparedRequest:
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
     grammar: Grammar | None = None
     """Grammar that every output follows."""
-    parser: Callable[[], OutputParser | None] = lambda: None
+    parser: Callable[[], Parser | None] = lambda: None
     """Returns a parser of one output."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:

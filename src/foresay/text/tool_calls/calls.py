@@ -75,7 +75,7 @@ class Start:
 
 
 class Parser(Protocol):
-    """A parser of one output."""
+    """A parser of one output: of calls, or of a whole message with reasoning, content and calls."""
 
     @property
     def num_calls(self) -> int:
@@ -88,16 +88,4 @@ class Parser(Protocol):
 
     def finish(self) -> Pieces:
         """Return what is left at the end of the output. Text of a call that cannot be read becomes content."""
-        ...
-
-
-class OutputParser(Protocol):
-    """A parser of whole messages: reasoning, content and calls."""
-
-    def push(self, text: str) -> Pieces:
-        """Return what the next text adds to the message."""
-        ...
-
-    def finish(self) -> Pieces:
-        """Return what is left at the end of the output."""
         ...

@@ -12,9 +12,7 @@ from foresay.text.tool_calls import parsers
 from foresay.text.tool_calls.calls import Pieces
 from foresay.text.tool_calls.formats import FORMATS
 from foresay.text.tool_calls.message import MessageParser
-from foresay.text.tool_calls.named import NamedReader
-from foresay.text.tool_calls.parsers import ObjectReader
-from foresay.text.tool_calls.tagged import TaggedReader
+from foresay.text.tool_calls.parsers import Reader
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -167,6 +165,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [("f", {"path": "x", "text": "y"})],
     ),
+    "a repeated key": (HERMES, '<tool_call>{"name": "f", "arguments": "n", "arguments": "{}"}</tool_call>', "", [("f", {})]),
     "cut in a string": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x', "", [X]),
     "cut in a key": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x", "te', "", [X]),
     "cut in an escape": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x\\u00', "", [X]),
@@ -324,8 +323,7 @@ def test_a_name_that_never_ends_is_content(tag: str) -> None:
 def test_repeated_markers_are_read_in_linear_work(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The characters that readers get, for a whole output at once."""
     work, long = list[int](), 1500
-    for kind in (ObjectReader, TaggedReader, NamedReader):
-        monkeypatch.setattr(kind, "push", counting(kind.push, work))
+    monkeypatch.setattr(Reader, "push", counting(Reader.push, work))
     read(name, part * long)
     assert sum(work) < 100 * len(part * long)
 
