@@ -171,27 +171,21 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 def _add_page_routes(app: FastAPI) -> None:
     """Serve the chat page at / from three files without external resources."""
     folder = files("foresay.server") / "page"
-    kinds = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in kinds}
 
-    def answer(name: str) -> Response:
-        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SECURITY_HEADERS)
+    def add(path: str, name: str, kind: str) -> None:
+        text = (folder / name).read_text(encoding="utf-8")
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return answer("index.html")
+        @app.get(path, include_in_schema=False)
+        async def file() -> Response:
+            return Response(text, media_type=f"{kind}; charset=utf-8", headers=_SECURITY_HEADERS)
+
+    add("/", "index.html", "text/html")
+    add("/page.css", "page.css", "text/css")
+    add("/page.js", "page.js", "text/javascript")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
         return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
-
-    @app.get("/page.css", include_in_schema=False)
-    async def style() -> Response:
-        return answer("page.css")
-
-    @app.get("/page.js", include_in_schema=False)
-    async def script() -> Response:
-        return answer("page.js")
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:

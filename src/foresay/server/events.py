@@ -19,7 +19,7 @@ from foresay.text.tool_calls.calls import Parser, Pieces
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What a step adds to an output, or a whole output."""
+    """The addition of a step to an output, or a whole output."""
 
     output: Output
     message: Pieces
