@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import httpx
+import openai
 
 import foresay
 from foresay.server.app import make_app
@@ -63,6 +64,37 @@ class Running:
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def post(self, path: str, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        """The answer to a JSON body."""
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+
+    def chat(self, **body: Any) -> httpx.Response:
+        """The answer to a chat."""
+        return self.post("/v1/chat/completions", **{"messages": TALK[1:], **body})
+
+    def client(self) -> openai.OpenAI:
+        """OpenAI's client of it."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+def choice_of(answer: httpx.Response) -> dict[str, Any]:
+    """The first choice of an answer."""
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def assert_refused(answer: httpx.Response, param: str, *words: str, status: int = 400) -> None:
+    """The answer is an error that names a parameter."""
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), answer.text
+    assert all(one in error["message"] for one in words), answer.text
 
 
 def named_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -30,6 +31,7 @@ from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.server.adapters.response_format import ResponsesFormat
 from foresay.server.errors import ApiError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
+from foresay.server.formats import ChatFormat, CompletionFormat
 from foresay.server.guards import App, Guards
 from foresay.server.lanes import LONG
 from foresay.server.message_kind import MessageKind
@@ -41,7 +43,6 @@ from foresay.server.requests import (
     PredictRequest,
     TokenizeRequest,
 )
-from foresay.server.responses import ChatShape, CompletionShape
 from foresay.server.service import Service
 
 logger = logging.getLogger("foresay.server")
@@ -137,25 +138,25 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, raw_request: Request) -> Response:
-        return await generating.generate(service, request, ChatShape(), raw_request)
+        return await generating.generate(service, request, ChatFormat, raw_request)
 
     @app.post("/v1/completions")
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
-        return await generating.generate(service, request, CompletionShape(), raw_request)
+        return await generating.generate(service, request, CompletionFormat, raw_request)
 
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
             chat = await service.prepare(request.chat)  # validates the whole conversation
             default = service.generator.target.generation.sampled(SamplingParams(temperature=DEFAULT_TEMPERATURE))
-            form = ResponsesFormat(request.echoed(chat, default), service.names[0])
-            return await generating.generate(service, chat, ChatShape(), raw_request, form)
+            form = partial(ResponsesFormat, echoed=request.echoed(chat, default))
+            return await generating.generate(service, chat, form, raw_request)
 
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
         with renamed(message_fields.CHAT_NAMES):
-            chat, form = await service.prepare(request.chat), MessagesFormat(service.names[0])
-            return await generating.generate(service, chat, ChatShape(), raw_request, form)
+            chat = await service.prepare(request.chat)
+            return await generating.generate(service, chat, MessagesFormat, raw_request)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: CountRequest) -> dict[str, int]:
@@ -170,27 +171,21 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 def _add_page_routes(app: FastAPI) -> None:
     """Serve the chat page at / from three files without external resources."""
     folder = files("foresay.server") / "page"
-    kinds = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
-    texts = {name: (folder / name).read_text(encoding="utf-8") for name in kinds}
 
-    def answer(name: str) -> Response:
-        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SECURITY_HEADERS)
+    def add(path: str, name: str, kind: str) -> None:
+        text = (folder / name).read_text(encoding="utf-8")
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return answer("index.html")
+        @app.get(path, include_in_schema=False)
+        async def file() -> Response:
+            return Response(text, media_type=f"{kind}; charset=utf-8", headers=_SECURITY_HEADERS)
+
+    add("/", "index.html", "text/html")
+    add("/page.css", "page.css", "text/css")
+    add("/page.js", "page.js", "text/javascript")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
         return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
-
-    @app.get("/page.css", include_in_schema=False)
-    async def style() -> Response:
-        return answer("page.css")
-
-    @app.get("/page.js", include_in_schema=False)
-    async def script() -> Response:
-        return answer("page.js")
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:

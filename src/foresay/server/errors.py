@@ -43,11 +43,6 @@ _MESSAGES_KINDS = {
 """Error types of Anthropic's API."""
 
 
-def messages_kind(status: int) -> str:
-    """Return the error type of Anthropic's API for a status."""
-    return _MESSAGES_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-
-
 class ApiError(Exception):
     """An error response."""
 
@@ -79,7 +74,8 @@ class ApiError(Exception):
         """Return the response body of a route. Anthropic's routes have a shape of their own."""
         if not path.startswith(MESSAGES_ROUTE):
             return self.body()
-        return {"type": "error", "error": {**self.body()["error"], "type": messages_kind(self.status)}}
+        kind = _MESSAGES_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {**self.body()["error"], "type": kind}}
 
     @property
     def headers(self) -> dict[str, str]:

@@ -10,19 +10,33 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from foresay.server.errors import ApiError
 from foresay.server.hints import ignore
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 Neutral = Mapping[str, Sequence[Any]]
 """Field -> values without effect: the API's defaults, and requests for behaviour that this server always has."""
 MAX_ITEMS = 1024
 """Limit on the items of a list or the entries of an object."""
+MAX_MESSAGES = 4096
+"""Limit on a chat's messages plus their parts."""
+MAX_TOOLS = 128
+"""OpenAI's limit on the tools of a request."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _HUGE = re.compile(rb"\d[eE]\+?\d{3}")
 """Begins every number that may be too large for a float."""
@@ -47,10 +61,9 @@ class Fields(BaseModel):
         """Return the object without neutral values, and with the first unknown field only, since one error is enough."""
         if not isinstance(data, dict):
             return data
-        for name in cls.hints.keys() & data.keys():
-            if not cls._is_neutral(name, data[name]):
-                ignore(cls.hints[name])
-        data = {name: value for name, value in data.items() if name not in cls.hints} if cls.hints else data
+        for name in [name for name in data if name in cls.hints and not cls._is_neutral(name, data[name])]:
+            ignore(cls.hints[name])
+        data = {name: value for name, value in data.items() if name not in cls.hints}
         known = _names(cls)
         unknown = next((name for name in data if name not in known and not cls._is_neutral(name, data[name])), None)
         given = {name: data[name] for name in known if name in data and not cls._is_neutral(name, data[name])}
@@ -113,7 +126,26 @@ def check_count(what: str, count: int, limit: int) -> None:
         raise PydanticCustomError("too_long", text, {"count": count, "what": what, "limit": limit})
 
 
-def read(kind: type[T], body: bytes) -> T:
+Items = Annotated[list[T], Field(fail_fast=True), at_most(MAX_ITEMS)]
+Parts = Annotated[list[T], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+Tools = Annotated[list[T], Field(fail_fast=True), at_most(MAX_TOOLS)]
+Object = Annotated[dict[str, Any], at_most(MAX_ITEMS)]
+Salt = Annotated[StrictStr, Field(min_length=1)]
+Number = Annotated[float, Field(strict=True)]
+
+
+class HasText(Protocol):
+    """A part of a message."""
+
+    text: str
+
+
+def joined(content: str | Sequence[HasText] | None) -> str:
+    """Return the text of a content, whole or in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+def read(kind: type[Model], body: bytes) -> Model:
     """Parse a request body. Raises ApiError (400) for the first error, which names the field."""
     try:
         data = from_json(body, allow_inf_nan=False)
@@ -124,7 +156,7 @@ def read(kind: type[T], body: bytes) -> T:
     return validated(kind, data)
 
 
-def validated(kind: type[T], data: Any) -> T:
+def validated(kind: type[Model], data: Any) -> Model:
     """Return an object's fields. Raises ApiError (400) for the first error, which names the field."""
     try:
         return kind.model_validate(data)

@@ -25,17 +25,16 @@ from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_errors
-from foresay.server.events import Bodies, Format, OpenAiFormat
+from foresay.server.events import Echo, Output, Reply
+from foresay.server.formats import Format
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
-from foresay.server.option_fields import Drafting
 from foresay.server.requests import OFF, ChatRequest, CompletionRequest, PredictRequest
-from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, most_probable, usage
 from foresay.server.service import Service
 from foresay.text.grammar import Grammar
 from foresay.text.prompts import fill_in_marks
 from foresay.text.stream import Detokenizer
-from foresay.text.tool_calls.calls import OutputParser
+from foresay.text.tool_calls.calls import Parser
 
 MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
@@ -56,7 +55,7 @@ class PreparedRequest:
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
     grammar: Grammar | None = None
     """Grammar that every output follows."""
-    parser: Callable[[], OutputParser | None] = lambda: None
+    parser: Callable[[], Parser | None] = lambda: None
     """Returns a parser of one output."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
@@ -76,32 +75,50 @@ class PreparedRequest:
 async def generate(
     service: Service,
     request: ChatRequest | CompletionRequest,
-    shape: Shape,
+    make: Callable[[Reply], Format],
     raw_request: Request,
-    form: Format | None = None,
 ) -> Response:
-    """Handle a request for completions. form: format of the response, by default OpenAI's.
+    """Handle a request for completions. make: returns the format of a reply.
 
     Raises ApiError for a request that is rejected or fails.
     """
-    form = OpenAiFormat() if form is None else form
     with _as_api_errors(request):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
         prepared = replace(prepared, params=service.owned(prepared.params, raw_request.state, request.cache_salt))
-        outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
+        outputs = await _unless_disconnected(_outputs(service, request, prepared), raw_request)
+        counts, is_predicted = [len(ids) for ids in prepared.prompts], bool(prepared.params.prediction)
+        form = make(Reply(service.names[0], service.fingerprint, request, counts, outputs, is_predicted))
         chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
-        builder = _ResponseBuilder(service, request, shape, prepared, outputs)
         if not request.stream:
             await _collect(chunks, outputs, raw_request)
 
             def response() -> Response:
-                return JSONResponse(form.whole(builder.whole()))
+                return JSONResponse(form.whole())
 
             # a response that repeats its prompts may be long
             return await service.prepare(response) if request.echoes else response()
         first = None if request.only_prompt else await _first(chunks, raw_request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return _Stream(form.events(builder.events(first, chunks)), media_type="text/event-stream", headers=headers)
+    return _Stream(_events(service, form, first, chunks), media_type="text/event-stream", headers=headers)
+
+
+async def _events(
+    service: Service, form: Format, first: tuple[int, Chunk] | None, chunks: Chunks
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a stream. An error is one of them, since the status has been sent."""
+    try:
+        async with aclosing(chunks):
+            for event in form.begun():
+                yield event
+            async for index, chunk in _chained(first, chunks):
+                for event in form.added(form.reply.outputs[index].take(chunk)):
+                    yield event
+        for event in form.ended():
+            yield event
+    except Exception as error:
+        api_error = _as_api_error(form.reply.request, error)
+        service.metrics.failed.labels(str(api_error.status)).inc()
+        yield form.failed(api_error)
 
 
 class _Stream(StreamingResponse):
@@ -135,7 +152,7 @@ def _as_api_errors(request: ChatRequest | CompletionRequest) -> Iterator[None]:
 
 
 async def _outputs(
-    service: Service, request: ChatRequest | CompletionRequest, shape: Shape, prepared: PreparedRequest
+    service: Service, request: ChatRequest | CompletionRequest, prepared: PreparedRequest
 ) -> list[Output]:
     """Return the outputs before their first token, each with its prompt if the response repeats it."""
     top, tokenizer, echoes = prepared.params.logprobs, service.generator.tokenizer, list[Echo | None]()
@@ -146,19 +163,14 @@ async def _outputs(
         echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if request.echoes else None)
     # the output of an encoder-decoder does not continue its prompt
     before = [[] if service.generator.target.model.capabilities.reads_source else ids for ids in prepared.prompts]
-    return [
-        Output(
-            index,
-            shape,
-            request.foresay or Drafting(),
-            None
-            if top is None
-            else Logprobs(tokenizer, prepared.params.visible_token_ids, context=before[index // prepared.n]),
-            echoes[index // prepared.n],
-            prepared.parser(),
-        )
-        for index in range(len(prepared.prompts) * prepared.n)
-    ]
+    visible = prepared.params.visible_token_ids
+
+    def output(index: int) -> Output:
+        i = index // prepared.n
+        logprobs = None if top is None else Logprobs(tokenizer, visible, context=before[i])
+        return Output(index, logprobs, echoes[i], prepared.parser())
+
+    return [output(index) for index in range(len(prepared.prompts) * prepared.n)]
 
 
 def _check_scores(tokens: int, top: int) -> None:
@@ -173,57 +185,6 @@ def _check_scores(tokens: int, top: int) -> None:
 def _echo(service: Service, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
     text = prompt if isinstance(prompt, str) else Detokenizer(service.tokenizer).all(ids)
     return Echo(text, () if scored is None else of_prompt(service.tokenizer, ids, scored))
-
-
-@dataclass(frozen=True, slots=True)
-class _ResponseBuilder:
-    """Builds the response of a request: one body, or the events of a stream."""
-
-    service: Service
-    request: ChatRequest | CompletionRequest
-    shape: Shape
-    prepared: PreparedRequest
-    outputs: list[Output]
-    names: ResponseFields = field(init=False)
-
-    def __post_init__(self) -> None:
-        names = ResponseFields.new(self.shape.prefix, self.service.names[0], self.service.fingerprint)
-        object.__setattr__(self, "names", names)
-
-    def usage(self) -> dict[str, Any]:
-        """Return the token counts so far."""
-        is_predicted = bool(self.prepared.params.prediction)
-        return usage([len(ids) for ids in self.prepared.prompts], self.outputs, is_predicted=is_predicted)
-
-    def whole(self) -> dict[str, Any]:
-        """Return the response body of complete outputs."""
-        n = self.prepared.n
-        groups = [self.outputs[i : i + n] for i in range(0, len(self.outputs), n)]
-        best = [one for group in groups for one in most_probable(group, self.prepared.returned)]
-        choices = [one.whole() | {"index": index} for index, one in enumerate(best)]
-        return self.names.body(self.shape.whole, choices, usage=self.usage())
-
-    def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        extra: dict[str, Any] = {}
-        if self.request.with_usage:
-            extra = {"usage": self.usage() if self.request.with_running_usage or not choices else None}
-        return self.names.body(self.shape.event, choices, **extra)
-
-    async def events(self, first: tuple[int, Chunk] | None, chunks: Chunks) -> Bodies:
-        """Yield the bodies of the stream's events. An error is one of them, since the status has been sent."""
-        try:
-            async with aclosing(chunks):
-                for one in self.outputs if self.request.echoes else ():
-                    yield self._event(one.echoed(alone=self.request.only_prompt))
-                async for index, chunk in _chained(first, chunks):
-                    for choice in self.outputs[index].take(chunk):
-                        yield self._event(choice)
-            if self.request.with_usage:
-                yield self._event()
-        except Exception as error:
-            api_error = _as_api_error(self.request, error)
-            self.service.metrics.failed.labels(str(api_error.status)).inc()
-            yield {**api_error.body(), "status": api_error.status}
 
 
 async def _none() -> Chunks:
@@ -245,7 +206,7 @@ async def predict(service: Service, request: PredictRequest, raw_request: Reques
     (ids,) = await service.encoded([request.prompt])
     params = service.owned(SamplingParams(max_new_tokens=request.max_tokens, temperature=0.0), raw_request.state)
     prepared = PreparedRequest([ids], params)
-    output = Output(0, CompletionShape(), Drafting(), None)
+    output = Output(0)
     await _collect(service.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)
     assert output.generation is not None
     return output.generation.text

@@ -50,6 +50,10 @@ class Entry:
     start: int
     """Offset in the output's text, in characters."""
 
+    def plain(self) -> dict[str, Any]:
+        """Return the shape of chat completions."""
+        return self.own.plain() | {"top_logprobs": [other.plain() for other in self.top]}
+
 
 def of_prompt(tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> list[Entry]:
     """Return the entries of a prompt's tokens. logprobs: one per token, None for the first."""
@@ -96,8 +100,7 @@ def _likelihood(tokenizer: Any, token: int, value: float | None) -> Likelihood:
 
 def as_chat(entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the shape of chat completions."""
-    content = [one.own.plain() | {"top_logprobs": [other.plain() for other in one.top]} for one in entries]
-    return {"content": content, "refusal": None}
+    return {"content": [one.plain() for one in entries], "refusal": None}
 
 
 def as_completion(entries: Sequence[Entry]) -> dict[str, Any]:

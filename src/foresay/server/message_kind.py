@@ -15,7 +15,7 @@ from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
 from foresay.text.grammar import Source, checked
 from foresay.text.prompts import ChatOptions
-from foresay.text.tool_calls.calls import OutputParser, Tool
+from foresay.text.tool_calls.calls import Parser, Tool
 from foresay.text.tool_calls.formats import (
     ToolFormat,
     describes_tools,
@@ -130,7 +130,7 @@ class MessageKind:
         except ConfigError as error:
             raise ApiError(400, str(error), param=param) from None
 
-    def parser(self) -> OutputParser | None:
+    def parser(self) -> Parser | None:
         """Return the parser of one output; None if all of its text is content."""
         most = 1 if self.parallel is False else None
         if self.template_ids is not None:

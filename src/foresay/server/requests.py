@@ -14,25 +14,39 @@ from pydantic_core import PydanticCustomError
 from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams, not_given
 from foresay.server.errors import ApiError
-from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count, limit_parts
-from foresay.server.option_fields import (
+from foresay.server.fields import (
+    MAX_ITEMS,
     MAX_MESSAGES,
+    Fields,
+    Items,
+    Neutral,
+    Number,
+    Object,
+    Parts,
+    Salt,
+    at_most,
+    check_count,
+    joined,
+    limit_parts,
+)
+from foresay.server.option_fields import (
     Drafting,
     Prediction,
     ResponseFormat,
+    SentCall,
     StreamOptions,
     TemplateFields,
     TextPart,
 )
-from foresay.server.tool_fields import SentCall
 from foresay.text.prompts import FillIn
 
 MAX_TOKEN_IDS = 1 << 20
 
-Number = Annotated[float, Field(strict=True)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), at_most(MAX_TOKEN_IDS)]
 _RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 """OpenAI's ranges, which are narrower than the library's."""
+_SAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
+"""Sampling parameters of the same name."""
 _MAX_BIAS = 100.0
 DEFAULT_TEMPERATURE: float = not_given(1.0)
 """OpenAI's default, where the model's generation config has none."""
@@ -75,10 +89,10 @@ class ChatMessage(Fields):
     neutral: ClassVar[Neutral] = {"type": ("text", "message"), "tool_calls": ([],), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = None
+    content: StrictStr | Parts[TextPart] | None = None
     """Absent or null only in a message of the assistant that has tool calls."""
     name: StrictStr | None = None
-    tool_calls: Annotated[list[SentCall], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
+    tool_calls: Items[SentCall] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
     reasoning: StrictStr | None = None
@@ -94,7 +108,7 @@ class ChatMessage(Fields):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read."""
-        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        text = None if self.content is None else joined(self.content)
         calls = [one.plain() for one in self.tool_calls or ()]
         more = {
             "name": self.name,
@@ -127,7 +141,7 @@ class _Sampled(Fields):
     top_k: StrictInt | None = None
     min_p: Number | None = None
     n: StrictInt | None = None
-    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
+    stop: StrictStr | Items[StrictStr] | None = None
     seed: StrictInt | None = None
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
@@ -135,11 +149,11 @@ class _Sampled(Fields):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number], at_most(MAX_ITEMS)] | None = None
-    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
+    stop_token_ids: Items[StrictInt] | None = None
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
+    cache_salt: Salt | None = None
     """Requests with different salts share no prefixes."""
     typical_p: Number | None = None
     no_repeat_ngram_size: StrictInt | None = None
@@ -148,7 +162,7 @@ class _Sampled(Fields):
     prompt_cache_key: StrictStr | None = None
     store: StrictBool | None = None
     service_tier: StrictStr | None = None
-    metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    metadata: Object | None = None
     """These six fields label a request. Any value is accepted and ignored."""
     foresay: Drafting | None = None
 
@@ -163,18 +177,11 @@ class _Sampled(Fields):
         bias = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         for token, value in bias.items():
             check_float(f"logit_bias[{token}]", value, -_MAX_BIAS, _MAX_BIAS)
-        given = {
+        given = {name: getattr(self, name) for name in _SAME} | {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
             "temperature": DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
-            "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "seed": self.seed,
-            "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -5,7 +5,6 @@ Owns decoding and JSON parsing. Does not know the meaning of a record or a docum
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import os
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from foresay.errors import ConfigError, ForesayError
 
 BLOCK_BYTES = 1 << 16
-MAX_LINE_CHARS = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """A block contains whole lines; a longer line is cut, at a space if it has one."""
 MAX_RECORD_BYTES = 256 << 20
 """The longest line that is read as one JSON record."""
@@ -99,25 +98,18 @@ def decode(raw: bytes, name: str) -> str:
 
 def read_blocks(stream: BinaryIO, label: str) -> Iterator[str]:
     """Yield a stream's text in blocks of whole lines. Raises ConfigError with the offset of a byte that is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, rest = 0, ""
-    while True:
-        raw = stream.read(BLOCK_BYTES)
-        undecoded = len(decoder.getstate()[0])
-        with _utf8(label, offset - undecoded):
-            text = decoder.decode(raw, final=not raw)
-        rest += text if offset else _without_bom(text)
-        offset += len(raw)
-        if not raw:
-            break
-        cut = rest.rfind("\n") + 1
-        if not cut and len(rest) >= MAX_LINE_CHARS:
-            cut = rest.rfind(" ") if rest.rfind(" ") > 0 else len(rest)
+    offset, rest = 0, b""
+    while raw := stream.read(BLOCK_BYTES):
+        rest += raw
+        cut = rest.rfind(b"\n") + 1
+        if not cut and len(rest) >= MAX_LINE_BYTES:
+            last = max(i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80 or i == len(rest) - 4)
+            cut = rest.rfind(b" ") if rest.rfind(b" ") > 0 else last  # not within a character
         if cut:
-            yield rest[:cut]
-            rest = rest[cut:]
+            yield _decoded(rest[:cut], label, offset)
+            offset, rest = offset + cut, rest[cut:]
     if rest:
-        yield rest
+        yield _decoded(rest, label, offset)
 
 
 def read_lines(stream: BinaryIO, label: str) -> Iterator[str]:
@@ -126,9 +118,7 @@ def read_lines(stream: BinaryIO, label: str) -> Iterator[str]:
     while raw := stream.readline(MAX_RECORD_BYTES + 1):
         if len(raw) > MAX_RECORD_BYTES:
             raise ConfigError(f"{label} has a line of more than {MAX_RECORD_BYTES} bytes at offset {offset}")
-        with _utf8(label, offset):
-            text = raw.decode("utf-8")
-        yield _without_bom(text).removesuffix("\n")
+        yield _decoded(raw, label, offset).removesuffix("\n")
         offset += len(raw)
 
 
@@ -166,11 +156,10 @@ def _without_bom(text: str) -> str:
     return text.removeprefix("\ufeff")
 
 
-@contextmanager
-def _utf8(label: str, start: int) -> Iterator[None]:
-    """Raise ConfigError with the offset of a byte that is not UTF-8. start: offset of the decoded bytes in the stream."""
+def _decoded(raw: bytes, label: str, offset: int) -> str:
+    """Decode a part of a stream. Raises ConfigError with the offset of a byte that is not UTF-8. offset: of the part."""
     try:
-        yield
+        return raw.decode("utf-8") if offset else _without_bom(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        byte, offset = error.object[error.start], start + error.start
-        raise ConfigError(f"{label} is not UTF-8 text: byte {byte:#04x} at offset {offset}") from None
+        byte, at = raw[error.start], offset + error.start
+        raise ConfigError(f"{label} is not UTF-8 text: byte {byte:#04x} at offset {at}") from None

@@ -37,9 +37,8 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model that reasons, says something, and makes two calls."""
     special = ["<tool_call>", "<think>", "</think>"]
     folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=special)
-    running = Running(foresay.load(str(folder), num_draft_tokens=3))
-    yield running
-    running.close()
+    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +52,5 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(random_model: Path) -> Iterator[Running]:
-    running = Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3))
-    yield running
-    running.close()
+    with Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3)) as running:
+        yield running

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,13 @@ import foresay
 from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.serving import TALK, TEXT, Running
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
-    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
+from helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def server(model: foresay.Generator) -> Iterator[Running]:
-    running = Running(model, max_n=4, max_prompts=8, max_body_bytes=20_000)
-    yield running
-    running.close()
+    with Running(model, max_body_bytes=20_000) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -212,54 +206,7 @@ def schema(inside: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": inside}}
 
 
-def nested(depth: int) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for _ in range(depth - 1):
-        out = {"not": out}
-    return out
-
-
-REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"messages": TALK, "functions": [{"name": "f"}]}, "'functions' is not supported", "functions"),
-    ({"messages": TALK, "foresay": {"gama": 3}}, "'foresay.gama' is not supported", "foresay.gama"),
-    ({"messages": TALK, "temperature": "1"}, "temperature", "temperature"),
-    ({"messages": TALK, "top_p": True}, "top_p", "top_p"),
-    ({"messages": TALK, "temperature": -1}, "temperature=-1.0 must be", "temperature"),
-    ({"messages": TALK, "max_tokens": 0}, "max_tokens=0 must be", "max_tokens"),
-    ({"messages": TALK, "n": 5}, "n=5 must be 1 to 4", "n"),
-    ({"messages": TALK, "user": 7}, "user", "user"),
-    ({"messages": TALK, "top_logprobs": 2}, "requires logprobs", "top_logprobs"),
-    ({"messages": TALK, "logit_bias": {"x": 1}}, "'x' is not a token id", "logit_bias"),
-    ({"messages": TALK, "stream_options": {"include_usage": True}}, "needs stream=true", "stream_options"),
-    ({"messages": TALK, "response_format": {"type": "xml"}}, "response_format.type", "response_format.type"),
-    ({"messages": TALK, "response_format": {"type": "json_schema"}}, "json_schema and type", "response_format.json_schema"),
-    ({"messages": TALK, "response_format": schema({"type": "nothing"})}, "the schema is not supported", "response_format"),
-    ({"messages": TALK, "response_format": schema(nested(40))}, "depth 40", "response_format"),
-    ({"messages": []}, "messages", "messages"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "messages.0.role"),
-    ({"messages": TALK, "foresay": {"drafter": "model(/etc)"}}, "not available", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"drafter": "max_gram(table='/etc/passwd')"}}, "not available", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"drafter": "suffix(" }}, "suffix(", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"length": "acceptance(/etc)"}}, "not available", "foresay.length"),
-    ({"messages": TALK, "foresay": {"drafter": "suffix(keep=true)"}}, "not available", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"drafter": "ngram_store(max_contexts=99999999)"}}, "not available", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"drafter": "[" * 5000}}, "200 characters", "foresay.drafter"),
-    ({"messages": TALK, "min_tokens": 5, "response_format": {"type": "json_object"}}, "cannot be combined", "min_tokens"),
-    ({"messages": TALK, "foresay": {"rule": "blok"}}, "rule='blok' is not available", "foresay.rule"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context is 4096", "messages"),
-]  # fmt: skip
-
-
 class TestRefusals:
-    @pytest.mark.parametrize(("body", "message", "param"), REFUSED, ids=[one[1] for one in REFUSED])
-    def test_what_is_not_understood_is_refused_by_name(
-        self, body: dict[str, Any], message: str, param: str | None, raw: httpx.Client
-    ) -> None:
-        answer = raw.post("/v1/chat/completions", json={"model": "tiny", **body})
-        error = answer.json()["error"]
-        assert answer.status_code == 400 and message in error["message"] and error["param"] == param
-        assert error["type"] == "invalid_request_error"
-
     def test_models_paths_and_bodies(self, raw: httpx.Client, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
             client.chat.completions.create(model="gpt-9", messages=TALK)
@@ -276,19 +223,6 @@ class TestRefusals:
                 yield b"x" * 1000
 
         assert raw.post("/v1/completions", content=pieces()).status_code == 413, "whatever length it says"
-
-    def test_keys(self, model: foresay.Generator) -> None:
-        running = Running(model, keys=frozenset({"secret", "other"}))
-        try:
-            with httpx.Client(base_url=running.url) as raw:
-                assert raw.get("/health").status_code == raw.get("/ready").status_code == 200
-                for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-                    answer = raw.get("/v1/models", headers=headers)
-                    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-                for key in ("secret", "other"):
-                    assert raw.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
-        finally:
-            running.close()
 
     def test_addresses_beyond_this_machine_need_keys(self) -> None:
         with pytest.raises(foresay.ConfigError, match="reachable from other machines"):
@@ -357,8 +291,7 @@ class TestTelling:
             ), name
 
     def test_metrics_count_what_was_done(self, model: foresay.Generator) -> None:
-        running = Running(model)
-        try:
+        with Running(model) as running:
             with httpx.Client(base_url=running.url, timeout=60) as raw:
                 body = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "foresay": {"stats": True}}
                 stats = raw.post("/v1/completions", json=body).json()["choices"][0]["foresay"]
@@ -374,8 +307,6 @@ class TestTelling:
             assert found['foresay_request_failure_total{status="400"}'] == 1
             assert found["foresay_time_to_first_token_seconds_count"] == 1
             assert found["foresay_inter_token_latency_seconds_count"] == 24 - _first(stats)
-        finally:
-            running.close()
 
 
 def _first(stats: dict[str, Any]) -> int:
@@ -408,8 +339,7 @@ class TestManyAtOnce:
         assert asyncio.run(all_of_them()) == wanted
 
     def test_a_full_queue_says_when_to_come_back(self, model: foresay.Generator) -> None:
-        running = Running(foresay.change(model, max_batch_size=1), max_waiting=1)
-        try:
+        with Running(foresay.change(model, max_batch_size=1), max_waiting=1) as running:
 
             async def two() -> list[httpx.Response]:
                 async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
@@ -422,18 +352,12 @@ class TestManyAtOnce:
             late = next(one for one in answers if one.status_code == 429)
             assert late.headers["retry-after"] == "1" and late.json()["error"]["code"] == "queue_full"
             assert "queued" in late.json()["error"]["message"]
-        finally:
-            running.close()
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_who_leaves_frees_the_row(self, stream: bool, server: Running, raw: httpx.Client) -> None:
+    def test_who_leaves_frees_the_row(self, stream: bool, server: Running) -> None:
         body = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0, "stream": stream}
 
-        def running() -> float:
-            lines = raw.get("/metrics").text.splitlines()
-            return next(float(line.split()[1]) for line in lines if line.startswith("foresay_num_requests_running "))
-
-        assert running() == 0
+        assert server.count("num_requests_running") == 0
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as held:
             text = json.dumps(body).encode()
             held.sendall(
@@ -441,62 +365,23 @@ class TestManyAtOnce:
                 + f"Content-Length: {len(text)}\r\n\r\n".encode()
                 + text
             )
-            until = time.monotonic() + 30
-            while running() == 0:
-                assert time.monotonic() < until
-        until = time.monotonic() + 10
-        while running() > 0:
-            assert time.monotonic() < until, "its row is still decoded"
-
-    def test_a_target_that_fails_fails_its_requests_alone(
-        self, server: Running, raw: httpx.Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        forward = type(server.service.generator.target.model).forward
-        monkeypatch.setattr(
-            type(server.service.generator.target.model),
-            "forward",
-            lambda *_: (_ for _ in ()).throw(MemoryError("full")),
-        )
-        answer = raw.post("/v1/completions", json={"prompt": "something else", "temperature": 0})
-        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
-        monkeypatch.setattr(type(server.service.generator.target.model), "forward", forward)
-        assert raw.post("/v1/completions", json={"prompt": TEXT, "temperature": 0}).status_code == 200
-
-
-def serve(*options: str, **more: Any) -> tuple[subprocess.Popen[str], str, str]:
-    """(the process, its address, what it said before)."""
-    child = subprocess.Popen(
-        [*tiny.FORESAY, "serve", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
-    )
-    assert child.stderr is not None
-    lines = []
-    for line in child.stderr:
-        lines.append(line)
-        if "listening at " in line:
-            break
-    assert lines and "listening at " in lines[-1], lines
-    return child, lines[-1].split()[-1], "".join(lines)
-
-
-def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
-    """From its first line to a signal in the middle of a stream, which is finished."""
-    folder = tiny.save(tmp_path / "model", chat=True)
-    child, url, _ = serve("--model", str(folder), "--port", "0", "--warmup", "--name", "mine", env=tiny.environment())
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
-        stream = client.completions.create(model="mine", prompt=TEXT, max_tokens=300, temperature=0, stream=True)
-        events = [next(stream)]
-        child.send_signal(signal.SIGTERM)
-        events += list(stream)
-    assert events[-1].choices[0].finish_reason == "length"
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGTERM and "Traceback" not in err
+            wait_until(lambda: server.count("num_requests_running") > 0, "it is decoded")
+        wait_until(lambda: server.count("num_requests_running") == 0, "its row is free")
 
 
 def test_settings_of_the_environment_and_of_a_file(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model", chat=True)
     (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\ndrafter = "max_gram"\nlength = 3\n')
     variables = {"FORESAY_SERVE_PORT": "0", "FORESAY_SERVE_NAME": "mine yours", "FORESAY_API_KEYS": "secret"}
-    child, url, said = serve("--log-requests", env=tiny.environment(**variables), cwd=tmp_path)
+    child = subprocess.Popen(
+        [*tiny.FORESAY, "serve", "--log-requests"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=tiny.environment(**variables), cwd=tmp_path,
+    )  # fmt: skip
+    said = ""
+    while child.stderr is not None and "listening at " not in said:
+        said += (line := child.stderr.readline())
+        assert line, said
+    url = said.split()[-1]
     try:
         assert "drafter=max_gram" in said and "gamma=3" in said
         assert httpx.get(f"{url}/models").status_code == 401

@@ -85,9 +85,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
 
 @pytest.fixture(scope="module")
 def server(model: foresay.Generator) -> Iterator[Running]:
-    running = Running(model)
-    yield running
-    running.close()
+    with Running(model) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -127,31 +126,12 @@ class TestFieldsThatChangeNothing:
         ]
         assert texts[0] == texts[1]
 
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
-            ("best_of", True), ("echo", True), ("top_k", -2), ("use_beam_search", True),
-            ("modalities", ["text", "audio"]), ("skip_special_tokens", False),
-        ],
-    )  # fmt: skip
-    def test_a_value_that_would_change_something_is_refused_by_name(
-        self, field: str, value: Any, raw: httpx.Client
-    ) -> None:
-        answer = raw.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 2, field: value})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
-        assert field in answer.json()["error"]["message"]
-
     def test_usage_in_every_event(self, raw: httpx.Client) -> None:
         path, body = RECORDED["guidellm, completions"]
         counts = [one["usage"]["completion_tokens"] for one in events(raw.post(path, json=body))]
         assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 4
         only_last = {**body, "stream_options": {"include_usage": True}}
         assert [one["usage"] is None for one in events(raw.post(path, json=only_last))][-2:] == [True, False]
-
-        for options in ({"continuous_usage_stats": True}, {"include_usage": True}):
-            refused = raw.post("/v1/completions", json={"prompt": "x", "stream_options": options})
-            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("stream_options")
 
     def test_a_fingerprint_names_the_configuration(self, raw: httpx.Client, client: openai.OpenAI) -> None:
         done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=2)
@@ -161,35 +141,12 @@ class TestFieldsThatChangeNothing:
 
 
 class TestRanges:
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("temperature", 2.1), ("presence_penalty", 2.5), ("presence_penalty", -2.5), ("frequency_penalty", 3),
-            ("top_p", 1.5), ("logit_bias", {"5": 101}), ("logit_bias", {"5": -101}), ("n", 0), ("n", 99), ("top_logprobs", 21),
-            ("logit_bias", {"999999": 1}), ("stop_token_ids", [999_999]), ("max_tokens", -1), ("min_tokens", 5000),
-        ],
-    )  # fmt: skip
-    def test_values_out_of_range(self, field: str, value: Any, raw: httpx.Client) -> None:
-        answer = raw.post("/v1/chat/completions", json={"messages": TALK, "logprobs": True, field: value})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
-
-    def test_the_ends_of_the_ranges_are_within(self, raw: httpx.Client) -> None:
-        for body in (
-            {"temperature": 2, "presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {"70": 100, "71": -100}},
-            {"temperature": 0, "presence_penalty": -2, "frequency_penalty": 2, "top_p": 1, "n": 16},
-        ):
-            answer = raw.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 2, **body})
-            assert answer.status_code == 200, answer.text
-
     @pytest.mark.parametrize("most", [999_999, 10**30])
     def test_more_tokens_than_the_context_holds_are_cut(self, most: int, tmp_path: Any) -> None:
-        running = Running(foresay.load(str(tiny.save(tmp_path, tiny.llama(context=96), chat=True))))
-        try:
+        with Running(foresay.load(str(tiny.save(tmp_path, tiny.llama(context=96), chat=True)))) as running:
             body = {"prompt": TEXT, "max_tokens": most, "temperature": 0}
             done = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
             assert done["choices"][0]["finish_reason"] == "length" and done["usage"]["total_tokens"] == 96
-        finally:
-            running.close()
 
 
 class TestEcho:
@@ -243,40 +200,6 @@ class TestEcho:
         assert [one["choices"][0]["text"] for one in only] == [TEXT]
         assert only[0]["choices"][0]["finish_reason"] == "length"
 
-    def test_what_cannot_be_scored(self, raw: httpx.Client) -> None:
-        for body in (
-            {"prompt": [[5] * 4000] * 16, "echo": True, "logprobs": 20, "max_tokens": 0},
-            {"prompt": [[1, 999_999]], "echo": True, "logprobs": 1, "max_tokens": 0},
-            {"prompt": [[-1, 5]], "echo": True, "logprobs": 1, "max_tokens": 0},
-            {"prompt": "x" * 5000, "echo": True, "logprobs": 1, "max_tokens": 0},
-        ):
-            answer = raw.post("/v1/completions", json=body)
-            assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt", answer.text
-        answer = raw.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 0})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
-
-
-class TestTexts:
-    @pytest.mark.parametrize(
-        ("path", "body", "param"),
-        [
-            ("/v1/completions", {"prompt": "a\ud800"}, "prompt"),
-            ("/v1/completions", {"prompt": ["a", "\udfff"], "stream": True}, "prompt.1"),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
-            ("/tokenize", {"prompt": "\ud800"}, "prompt"),
-            ("/predict", {"prompt": "\ud800"}, "prompt"),
-            ("/v1/completions", {"prompt": "a", "\ud800": 1}, "\\ud800"),
-        ],
-    )
-    def test_a_lone_surrogate_is_no_text(
-        self, path: str, body: dict[str, Any], param: str, raw: httpx.Client, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        headers = {"content-type": "application/json"}
-        answer = raw.post(path, content=json.dumps(body).encode(), headers=headers)
-        error = answer.json()["error"]
-        assert answer.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] == param
-        assert "lone surrogate" in error["message"] and not [one for one in caplog.records if one.exc_info]
-
 
 class TestHttp:
     @pytest.mark.parametrize(
@@ -322,12 +245,13 @@ class TestHttp:
             assert json.loads(rest)["choices"][0]["finish_reason"] == "length"
 
     def test_a_key_in_either_header(self, model: foresay.Generator) -> None:
-        running = Running(model, keys=frozenset({"secret"}))
-        try:
+        with Running(model, keys=frozenset({"secret"})) as running:
             for headers, status in (
                 ({"x-api-key": "secret"}, 200), ({"authorization": "Bearer secret"}, 200), ({"x-api-key": "wrong"}, 401),
                 ({"authorization": "Bearer wrong", "x-api-key": "secret"}, 401), ({}, 401), ({"x-api-key": ""}, 401),
             ):  # fmt: skip
-                assert httpx.get(f"{running.url}/v1/models", headers=headers).status_code == status, headers
-        finally:
-            running.close()
+                answer = httpx.get(f"{running.url}/v1/models", headers=headers)
+                assert answer.status_code == status, headers
+                assert status == 200 or answer.headers["www-authenticate"] == "Bearer"
+            for path in ("/health", "/ready"):
+                assert httpx.get(running.url + path).status_code == 200, "no key is needed"

@@ -10,12 +10,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import transformers
 
 import foresay
 from foresay.server import app as app_module
@@ -25,6 +27,7 @@ from foresay.server.service import Service, served_name
 from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.serving import TEXT, Running
+from helpers.waiting import wait_until
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -38,26 +41,37 @@ def until_closed(held: socket.socket) -> bytes:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(condition, "the server's state", 30)
+
+
+LONG = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 70_000 + b"\r\nContent-Length: "
+SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
+    "no end of a line": ({"head_s": 0.3}, b"GET", 408, "timeout"),
+    "no end": ({"head_s": 0.3}, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", 408, "timeout"),
+    "nothing": ({"head_s": 0.3}, b"", 0, ""),
+    "no HTTP": ({}, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "invalid_http"),
+    "too large": ({}, LONG + b"0\r\n\r\n", 431, "head_too_large"),
+    "too large, with a body": ({}, LONG + b"2\r\n\r\n{}", 431, "head_too_large"),
+    "a load balancer": ({}, b"GET /health HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
+    "a load balancer at /ready": ({}, b"GET /ready HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
+    "another host": ({}, b"GET /health HTTP/1.0\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
+    "no host": ({}, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
+}  # fmt: skip
+"""What is sent -> settings, bytes, the status (0: closed without an answer), and the code of the error."""
 
 
 class TestTheHeadOfARequest:
-    @pytest.mark.parametrize("sent", [b"GET", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
-    def test_one_that_does_not_end_is_timed_out(self, sent: bytes, serve: Any) -> None:
-        running = serve(head_s=0.3)
-        with connected(running) as held:
+    @pytest.mark.parametrize("name", SENT)
+    def test_what_is_answered(self, name: str, serve: Any) -> None:
+        """HTTP/1.0 has no Host; pages of browsers always send one."""
+        settings, sent, status, code = SENT[name]
+        with connected(serve(**settings)) as held:
             held.sendall(sent)
             answer = until_closed(held)
-        assert b" 408 " in answer.split(b"\r\n")[0]
-        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-        assert error["code"] == "timeout" and "0.3 s" in error["message"]
-
-    def test_a_connection_that_sends_nothing_is_closed(self, serve: Any) -> None:
-        with connected(serve(head_s=0.3)) as held:
-            assert until_closed(held) == b""
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert answer.count(b"HTTP/1.1") == (status > 0) and (not status or int(head.split()[1]) == status)
+        error = json.loads(body)["error"] if code else {"code": ""}
+        assert error["code"] == code and (code != "timeout" or "0.3 s" in error["message"])
 
     def test_bytes_that_trickle_in_do_not_extend_the_time(self, serve: Any) -> None:
         with connected(serve(head_s=0.3)) as held:
@@ -82,9 +96,7 @@ class TestTheHeadOfARequest:
             assert b" 408 " in until_closed(held)
 
     def test_what_is_under_way_is_not_timed_out(self, serve: Any) -> None:
-        running = serve(head_s=0.05)
-        body = {"prompt": TEXT, "max_tokens": 3000, "temperature": 0}
-        done = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        done = serve(head_s=0.05).post("/v1/completions", prompt=TEXT, max_tokens=3000, temperature=0)
         assert done.status_code == 200 and done.elapsed.total_seconds() > 0.05
 
     @pytest.mark.parametrize("line", [b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
@@ -98,34 +110,6 @@ class TestTheHeadOfARequest:
             except OSError:  # closed while this side was sending
                 return
         assert answer == b"" or b" 431 " in answer.split(b"\r\n")[0]
-
-    @pytest.mark.parametrize("body", [b"", b"{}"])
-    def test_one_that_is_too_large_and_comes_at_once(self, body: bytes, serve: Any) -> None:
-        lines = [
-            b"POST /predict HTTP/1.1",
-            b"Host: localhost",
-            b"Content-Length: %d" % len(body),
-            b"X: " + b"y" * 70_000,
-        ]
-        with connected(serve()) as held:
-            held.sendall(b"\r\n".join([*lines, b"", body]))
-            answer = until_closed(held)
-        assert b" 431 " in answer.split(b"\r\n")[0] and answer.count(b"HTTP/1.1") == 1
-
-    @pytest.mark.parametrize("path", ["/health", "/ready"])
-    def test_a_load_balancer_that_names_no_host(self, path: str, serve: Any) -> None:
-        """HTTP/1.0 has no Host; pages of browsers always send one."""
-        for version, host, status in (("1.0", "", 200), ("1.0", "Host: evil.example\r\n", 421), ("1.1", "", 421)):
-            with connected(serve()) as held:
-                held.sendall(f"GET {path} HTTP/{version}\r\n{host}Connection: close\r\n\r\n".encode())
-                assert f" {status} ".encode() in until_closed(held).split(b"\r\n")[0]
-
-    def test_what_is_not_http(self, serve: Any) -> None:
-        with connected(serve()) as held:
-            held.sendall(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
-            answer = until_closed(held)
-        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-        assert b" 400 " in answer.split(b"\r\n")[0] and error["param"] and error["type"] == "invalid_request_error"
 
 
 class TestManyConnections:
@@ -165,55 +149,31 @@ class TestManyConnections:
 
 
 class TestTheEventLoop:
-    def test_others_are_answered_while_a_large_body_is_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        running, reading, go_on = serve(), threading.Event(), threading.Event()
-        honest = app_module.read
-
-        def slowly(*args: Any) -> Any:
-            reading.set()
-            assert go_on.wait(60)
-            return honest(*args)
-
-        monkeypatch.setattr(app_module, "read", slowly)
-        body = json.dumps({"messages": [0] * 100_000}).encode()
-        said: list[httpx.Response] = []
-
-        def ask() -> None:
-            headers = {"content-type": "application/json"}
-            said.append(httpx.post(f"{running.url}/v1/chat/completions", content=body, headers=headers, timeout=60))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert reading.wait(30)
-        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
-        go_on.set()
-        asking.join(30)
-        assert said[0].status_code == 400 and said[0].json()["error"]["param"] == "messages"
-
-    def test_others_are_answered_while_tokens_become_text(
-        self, serve: Any, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("owner", "name", "path", "body", "status"),
+        [
+            (app_module, "read", "/v1/chat/completions", {"messages": [0] * 100_000}, 400),
+            (transformers.PreTrainedTokenizerBase, "decode", "/detokenize", {"tokens": [72] * 10}, 200),
+        ],
+        ids=["a large body is read", "tokens become text"],
+    )
+    def test_others_are_answered_meanwhile(
+        self, owner: Any, name: str, path: str, body: Any, status: int, serve: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        running, decoding, go_on = serve(), threading.Event(), threading.Event()
-        kind: Any = type(model.tokenizer)
-        honest = kind.decode
+        running, begun, go_on, honest = serve(), threading.Event(), threading.Event(), getattr(owner, name)
 
         def slowly(*args: Any, **kwargs: Any) -> Any:
-            decoding.set()
+            begun.set()
             assert go_on.wait(60)
             return honest(*args, **kwargs)
 
-        monkeypatch.setattr(kind, "decode", slowly)
-        said: list[httpx.Response] = []
-        body = {"tokens": [72] * 10}
-        asking = threading.Thread(
-            target=lambda: said.append(httpx.post(f"{running.url}/detokenize", json=body, timeout=60))
-        )
-        asking.start()
-        assert decoding.wait(30)
-        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
-        go_on.set()
-        asking.join(30)
-        assert said[0].status_code == 200
+        monkeypatch.setattr(owner, name, slowly)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(running.post, path, **body)
+            assert begun.wait(30)
+            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+            go_on.set()
+            assert answer.result().status_code == status
 
     def test_a_client_that_leaves_in_its_body_is_no_failure(self, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
         running = serve()
@@ -267,28 +227,33 @@ class TestWhereItListens:
             assert served_name(name) == shown
 
     def test_the_command_from_its_start_to_its_end(self, tmp_path: Path) -> None:
-        """No path of the model is shown; after a signal it is not ready, and listens until the request under way has ended."""
+        """No path of the model is shown; after a signal it is not ready, and listens until what is under way has ended."""
         folder = tiny.save(tmp_path / "own-model", chat=True)
-        child, url = started("--model", str(folder))
+        child, url = started("--model", str(folder), "--warmup")
         root = url.removesuffix("/v1")
         told = httpx.get(f"{url}/models").text
         assert '"own-model"' in told and str(tmp_path) not in told
         named = httpx.post(f"{url}/completions", json={"model": str(folder), "prompt": "x"})
         assert named.status_code == 404 and named.text.count(str(tmp_path)) == 1, "only what the client itself said"
         assert httpx.get(f"{root}/ready").status_code == 200
-        with unread_stream(int(root.rpartition(":")[2])):  # it cannot end before it is read
+        body = {"prompt": TEXT, "max_tokens": 300, "temperature": 0, "stream": True}
+        with (
+            unread_stream(int(root.rpartition(":")[2])),  # it cannot end before it is read
+            httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as other,
+        ):
             child.send_signal(signal.SIGTERM)
             wait_for(lambda: httpx.get(f"{root}/ready").status_code == 503)
             late = httpx.post(f"{url}/completions", json={"prompt": "x"}, timeout=60)
             assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
             assert httpx.get(f"{root}/health").status_code == 200
+            assert list(other.iter_lines())[-2] == "data: [DONE]"
         _, said = child.communicate(timeout=60)
         assert child.returncode == -signal.SIGTERM and "Traceback" not in said, said
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{root}/ready")
 
-    @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-    def test_a_second_signal_ends_it_at_once_and_quietly(self, sig: signal.Signals, tmp_path: Path) -> None:
+    def test_a_second_signal_ends_it_at_once_and_quietly(self, tmp_path: Path) -> None:
+        sig = signal.SIGINT
         child, url = started("--model", str(tiny.save(tmp_path / "model", chat=True)))
         with unread_stream(int(url.removesuffix("/v1").rpartition(":")[2])):
             child.send_signal(sig)

@@ -26,8 +26,7 @@ TOOL_RESULT = [
 @pytest.mark.parametrize("messages", [MESSAGES, TOOL_RESULT])
 def test_a_message_opens_no_turn(control_tokens: bool, messages: list[dict[str, Any]], tmp_path: Path) -> None:
     generator = foresay.load(str(tiny.save(tmp_path, chat=True)), drafter="none")
-    running = Running(generator, control_tokens=control_tokens)
-    try:
+    with Running(generator, control_tokens=control_tokens) as running:
         answer = httpx.post(f"{running.url}/tokenize", json={"messages": messages}, timeout=60)
         assert answer.status_code == 200, answer.text
         tokens = answer.json()["tokens"]
@@ -36,5 +35,3 @@ def test_a_message_opens_no_turn(control_tokens: bool, messages: list[dict[str, 
         assert names.count("<eos>") == control_tokens
         text = httpx.post(f"{running.url}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"]
         assert ATTACK in text
-    finally:
-        running.close()

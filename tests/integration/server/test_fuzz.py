@@ -27,9 +27,8 @@ from helpers.serving import TEXT, Running
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A context of 96 tokens, so that what is asked for is answered soon."""
     folder = tiny.save(tmp_path_factory.mktemp("fuzzed"), tiny.llama(context=96), chat=True)
-    one = Running(foresay.load(str(folder), num_draft_tokens=3), max_body_bytes=100_000)
-    yield one
-    one.close()
+    with Running(foresay.load(str(folder), num_draft_tokens=3), max_body_bytes=100_000) as one:
+        yield one
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
@@ -39,7 +38,7 @@ def test_no_request_is_the_servers_error(running: Running, mode: GenerationMode)
         operation = found.ok()
 
         @hypothesis.settings(
-            max_examples=40, deadline=None, derandomize=True, database=None,
+            max_examples=20, deadline=None, derandomize=True, database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))

@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
 
 
 def post(running: Running, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
-    return httpx.post(f"{running.url}{path}", json=body, timeout=60, **more)
+    return running.post(path, **body, **more)
 
 
 def last_event(answer: httpx.Response) -> Any:
@@ -57,9 +57,7 @@ class TestTime:
         streamed = post(running, {**LONG, "stream": True})
         assert streamed.status_code == 200 and streamed.text.count("data: ") > 2
         assert last_event(streamed)["error"]["code"] == "timeout"
-        waited = time.monotonic()
-        while running.count("num_requests_running"):
-            assert time.monotonic() < waited + 10, "its row is still decoded"
+        wait_until(lambda: not running.count("num_requests_running"), "its row is free")
         with pytest.raises(foresay.ConfigError, match="timeout_s=0"):
             ServerSettings(timeout_s=0)
 
@@ -70,15 +68,10 @@ class TestTime:
         def ask(stream: bool) -> None:
             said[stream] = post(running, {**LONG, "stream": stream})
 
-        threads = [threading.Thread(target=ask, args=[stream]) for stream in (True, False)]
-        for one in threads:
-            one.start()
-        until = time.monotonic() + 20
-        while running.count("num_requests_running") < 2:
-            assert time.monotonic() < until
+        threads = begun(ask, [(True,), (False,)])
+        wait_until(lambda: running.count("num_requests_running") == 2, "both are decoded")
         running.drain()
-        for one in threads:
-            one.join(20)
+        joined(threads)
         assert said[False].status_code == 503 and said[False].json()["error"]["code"] == "shutting_down"
         assert said[True].text.count("data: ") > 2 and last_event(said[True])["error"]["code"] == "shutting_down"
         late = post(running, LONG)
@@ -89,6 +82,19 @@ class TestTime:
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as held:
             held.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in held.recv(4096).split(b"\r\n")[0]
+
+
+def begun(target: Any, arguments: Iterable[Any]) -> list[threading.Thread]:
+    """Threads that have begun, one for each group of arguments."""
+    threads = [threading.Thread(target=target, args=one) for one in arguments]
+    for one in threads:
+        one.start()
+    return threads
+
+
+def joined(threads: list[threading.Thread]) -> None:
+    for one in threads:
+        one.join(60)
 
 
 def after(event: threading.Event, honest: Any) -> Any:
@@ -117,14 +123,11 @@ class TestBeforeTheQueue:
         monkeypatch.setattr(service, "encode", after(go_on, service.encode))
         said: list[httpx.Response] = []
         body = {"prompt": TEXT, "max_tokens": 2}
-        threads = [threading.Thread(target=lambda: said.append(post(running, body))) for _ in range(10)]
-        for one in threads:
-            one.start()
+        threads = begun(lambda: said.append(post(running, body)), [()] * 10)
         wait_until(lambda: len(said) == 4, "those without a place are refused at once")
         assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "no other request waits for it"
         go_on.set()
-        for one in threads:
-            one.join(30)
+        joined(threads)
         assert sorted(one.status_code for one in said) == [200] * 6 + [429] * 4
         refused = said[0]
         assert refused.json()["error"]["code"] == "queue_full" and refused.headers["retry-after"]
@@ -136,12 +139,12 @@ class TestBeforeTheQueue:
     ) -> None:
         """Nor does one client's second long text keep that of another out."""
         running, go_on, honest = serve(keys=frozenset({"a", "b"})), threading.Event(), service.encode
-        begun: list[str] = []
+        order: list[str] = []
 
         def slowly(prompt: Any, *given: Any, **named: Any) -> Any:
             content = prompt if isinstance(prompt, str) else prompt[0]["content"]
             if len(content) > 100:
-                begun.append(content[0])
+                order.append(content[0])
                 assert go_on.wait(60)
             return honest(prompt, *given, **named)
 
@@ -158,11 +161,10 @@ class TestBeforeTheQueue:
             one.start()
             wait_until(lambda waiting=waiting: running.service.lanes.open == waiting, "it is being prepared")
         ask("hello", "a")
-        assert said[0].status_code == 200 and begun == ["1"]
+        assert said[0].status_code == 200 and order == ["1"]
         go_on.set()
-        for one in longs:
-            one.join(60)
-        assert begun[:2] == ["1", "4"] or begun.index("4") == 2, "after at most one more of the other client"
+        joined(longs)
+        assert order[:2] == ["1", "4"] or order.index("4") == 2, "after at most one more of the other client"
         assert [one.json()["error"]["message"].startswith("the prompt has at least") for one in said[1:]] == [True] * 4
 
     def test_long_texts_of_one_client_leave_room_for_others(
@@ -176,13 +178,10 @@ class TestBeforeTheQueue:
             headers = {"Authorization": f"Bearer {key}"}
             said[key].append(post(running, {"prompt": "x" * 70_000}, headers=headers).status_code)
 
-        threads = [threading.Thread(target=ask, args=key) for key in "aaab"]
-        for one in threads:
-            one.start()
+        threads = begun(ask, "aaab")
         wait_until(lambda: said["a"] == [429], "half of four are its own")
         go_on.set()
-        for one in threads:
-            one.join(60)
+        joined(threads)
         assert sorted(said["a"]) == [400, 400, 429] and said["b"] == [400]
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,9 +239,7 @@ class TestWhoReadsSlowly:
             assert held.recv(10)
             quick = post(running, {"prompt": TEXT, "max_tokens": 8})
             assert quick.status_code == 200
-            until = time.monotonic() + 60
-            while running.count("num_requests_running"):
-                assert time.monotonic() < until
+            wait_until(lambda: not running.count("num_requests_running"), "it is written")
             assert running.count("generation_tokens_total") < 1500, "the writer waits"
             rest = bytearray()
             while part := held.recv(1 << 16):
@@ -343,6 +340,8 @@ class TestWhatIsTold:
             assert answer.status_code == 500 and "somebody" not in answer.text
             assert answer.json()["error"]["code"] == "generation_failed"
         assert running.count('request_failure_total{status="500"}') == 2
+        monkeypatch.undo()
+        assert post(running, {"prompt": TEXT, "max_tokens": 2}).status_code == 200, "its requests alone fail"
         assert running.count('request_success_total{finished_reason="error"}') == 0
 
     def test_log_probabilities_end_with_the_text(self, serve: Any, model: foresay.Generator) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import foresay
@@ -45,8 +44,7 @@ def started(folder: Path) -> Iterator[Any]:
 def passes(running: Running, key: str = "", **more: Any) -> tuple[int, str]:
     """(target passes, text) of a completion."""
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "foresay": {"stats": True}, **more}
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=headers, timeout=60)
+    answer = running.post("/v1/completions", headers={"Authorization": f"Bearer {key}"} if key else None, **body)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     memory = running.service.memory

@@ -12,7 +12,7 @@ import pytest
 import foresay
 from foresay.server import hints
 from helpers import tiny
-from helpers.serving import Running, named_events
+from helpers.serving import Running, choice_of, named_events
 from helpers.tool_chats import TALK, TEMPLATE, WEATHER
 
 WEATHER_TOOL = {"name": "weather", "description": "d", "input_schema": WEATHER["function"]["parameters"]}
@@ -25,11 +25,7 @@ def post(running: Running, path: str = "", **body: Any) -> httpx.Response:
 
 
 def chat(running: Running, messages: list[Any], **body: Any) -> dict[str, Any]:
-    answer = httpx.post(
-        f"{running.url}/v1/chat/completions", json={"messages": messages, "temperature": 0, **body}, timeout=60
-    )
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
+    return choice_of(running.chat(messages=messages, temperature=0, **body))
 
 
 def test_a_text_is_that_of_a_chat(server: Running) -> None:
@@ -76,7 +72,7 @@ def test_a_conversation_of_blocks(server: Running) -> None:
     ]
     body = post(server, messages=messages, max_tokens=12).json()
     assert body["content"][0]["text"] == chat(server, talk, max_tokens=12)["message"]["content"]
-    counted = httpx.post(f"{server.url}/tokenize", json={"messages": talk}, timeout=60).json()["count"]
+    counted = server.post("/tokenize", messages=talk).json()["count"]
     assert post(server, "/count_tokens", messages=messages).json() == {"input_tokens": counted}
     usage = body["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
@@ -153,11 +149,6 @@ def test_a_schema_and_turns_of_other_servers(server: Running) -> None:
     )
 
 
-def test_thinking_that_cannot_be_turned_off(chain: Running) -> None:
-    answer = post(chain, thinking={"type": "disabled"})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "thinking"
-
-
 def test_an_error_in_a_stream_has_its_type(serve: Any) -> None:
     running = serve(timeout_s=0.3)
     found = events(running, max_tokens=4000)
@@ -177,37 +168,6 @@ def test_the_last_message_of_the_assistant_is_continued(server: Running) -> None
     again = chat(server, talk, max_tokens=9, continue_final_message=True, add_generation_prompt=False)
     assert body["content"][0]["text"] == again["message"]["content"]
     assert body["content"][0]["text"] != chat(server, talk, max_tokens=9)["message"]["content"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
-        ({"thinking": {"type": "always"}}, "thinking"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0"),
-        ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
-        ({"container": "x"}, "container"),
-        ({"temperature": 5.0}, "temperature"),
-        ({"foresay": {"origins": True}}, "origins"),
-        ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice"),
-        ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "messages.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]}, "messages.0"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 3000}] * 2}, "messages"),
-        ({"model": "other"}, "model"),
-    ],
-)
-def test_requests_that_are_refused_in_the_shape_of_the_api(server: Running, fields: dict[str, Any], name: str) -> None:
-    answer = post(server, **fields)
-    assert answer.status_code == (404 if name == "model" else 400), answer.text
-    body = answer.json()
-    assert body["type"] == "error" and name in body["error"]["message"]
-    assert body["error"]["type"] == ("not_found_error" if name == "model" else "invalid_request_error")
 
 
 def test_keys_and_unknown_methods(serve: Any) -> None:
@@ -232,9 +192,7 @@ def test_variables_of_the_chat_template(tmp_path: Path) -> None:
     running = Running(foresay.load(str(folder)))
 
     def prompt_tokens(**fields: Any) -> int:
-        answer = httpx.post(
-            f"{running.url}/v1/chat/completions", json={"messages": TALK, "max_tokens": 1, **fields}, timeout=60
-        )
+        answer = running.chat(max_tokens=1, **fields)
         assert answer.status_code == 200, answer.text
         count: int = answer.json()["usage"]["prompt_tokens"]
         return count
@@ -258,11 +216,7 @@ def test_variables_of_the_chat_template(tmp_path: Path) -> None:
         ]
         assert counts == [base, base + encoded("quick"), base, base + encoded("long"), base + encoded("max")]
         for name in ("mood", "messages", "tokenize", "bos_token"):
-            answer = httpx.post(
-                f"{running.url}/v1/chat/completions",
-                json={"messages": TALK, "chat_template_kwargs": {name: 1}},
-                timeout=60,
-            )
+            answer = running.chat(chat_template_kwargs={name: 1})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
             assert (
                 f"no variable {name!r}; it has: enable_thinking, reasoning_effort" in answer.json()["error"]["message"]

@@ -52,9 +52,8 @@ def command(folder: Path) -> Iterator[tuple[psutil.Popen, str]]:
 
 @pytest.fixture
 def running(folder: Path) -> Iterator[Running]:
-    one = Running(foresay.load(str(folder)))
-    yield one
-    one.close()
+    with Running(foresay.load(str(folder))) as one:
+        yield one
 
 
 def wanted(schema: Any) -> dict[str, Any]:
@@ -74,6 +73,7 @@ def refusal(answer: httpx.Response) -> str:
 
 
 def test_schemas_that_take_too_much_are_refused_and_others_answered(command: tuple[psutil.Popen, str]) -> None:
+    """A signal ends the process while schemas are compiled."""
     child, url = command
     before = child.memory_info().rss
     assert "multipleOf=9999991" in refusal(ask(url, json.loads(SMALL)))
@@ -84,10 +84,6 @@ def test_schemas_that_take_too_much_are_refused_and_others_answered(command: tup
         assert all("to compile; give a simpler one" in refusal(one.result()) for one in bad)
     assert ask(url, GOOD).json()["choices"][0]["message"]["content"] in ('"yes"', '"no"')
     assert child.memory_info().rss - before < 500 << 20
-
-
-def test_a_signal_ends_the_process_while_schemas_are_compiled(command: tuple[psutil.Popen, str]) -> None:
-    child, url = command
     with ThreadPoolExecutor(3) as threads:
         for _ in range(3):
             threads.submit(ask, url, PRODUCT)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import foresay
@@ -25,25 +23,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def started(folder: Path) -> Iterator[Any]:
-    begun: list[Running] = []
-
+def started(folder: Path, serve: Any) -> Any:
     def start(drafter: str = "none", **settings: Any) -> Running:
-        generator = foresay.load(str(folder), drafter=drafter, num_draft_tokens=None if drafter == "none" else 8)
-        begun.append(Running(generator, **settings))
-        return begun[-1]
+        length = None if drafter == "none" else 8
+        return serve(foresay.load(str(folder), drafter=drafter, num_draft_tokens=length), **settings)
 
-    yield start
-    for one in begun:
-        one.close()
+    return start
 
 
 def answer(running: Running, key: str, route: str = "completions", **more: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"max_tokens": 4, "temperature": 0, **more}
     if route == "completions":
         body.setdefault("prompt", PROMPT)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    found = httpx.post(f"{running.url}/v1/{route}", json=body, headers=headers, timeout=60)
+    found = running.post(f"/v1/{route}", headers={"Authorization": f"Bearer {key}"} if key else None, **body)
     assert found.status_code == 200, found.text
     return dict(found.json())
 

@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from transformers import AutoTokenizer
 
 import foresay
-from helpers import chains, tiny
-from helpers.serving import Running
+from helpers import chains
+from helpers.serving import Running, choice_of
 from helpers.tool_chats import PIECES, TALK, TEMPLATE, TIME, WEATHER
-
-
-def client(running: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-
-
-def post(running: Running, **body: Any) -> httpx.Response:
-    return httpx.post(f"{running.url}/v1/chat/completions", json={"messages": TALK, **body}, timeout=60)
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:
@@ -31,7 +22,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
 
 
 def test_calls_of_a_whole_answer(chain: Running) -> None:
-    done = client(chain).chat.completions.create(model="tiny", messages=TALK, tools=[WEATHER, TIME], temperature=0)
+    done = chain.client().chat.completions.create(model="tiny", messages=TALK, tools=[WEATHER, TIME], temperature=0)
     message: Any = done.choices[0].message
     assert done.choices[0].finish_reason == "tool_calls"
     assert message.content == "Let me look." and message.reasoning_content == "What is asked?"
@@ -62,7 +53,7 @@ def test_calls_of_a_stream(chain: Running) -> None:
     assert "".join(one["function"]["arguments"] for one in pieces if one["index"] == 0) == '{"city": "Rome"}'
     assert "".join(one["delta"].get("content", "") for one in choices).strip() == "Let me look."
     assert "".join(one["delta"].get("reasoning_content", "") for one in choices) == "What is asked?"
-    with client(chain).chat.completions.stream(
+    with chain.client().chat.completions.stream(
         model="tiny", messages=TALK, tools=[WEATHER, TIME], temperature=0
     ) as stream:
         message = stream.get_final_completion().choices[0].message
@@ -80,52 +71,51 @@ def test_the_page_of_the_docs(chain: Running, capsys: pytest.CaptureFixture[str]
 def test_log_probabilities_end_with_the_text(chain: Running) -> None:
     """Before a stop string, though special tokens are part of the text."""
     body = {"temperature": 0, "logprobs": True, "stop": "look", "tools": [WEATHER]}
-    choice = post(chain, **body).json()["choices"][0]
+    choice = choice_of(chain.chat(**body))
     assert choice["message"]["content"] == "Let me "
     tokens = [one["token"] for one in choice["logprobs"]["content"]]
     assert tokens[-1] == "Let me look" and "".join(tokens).startswith("<think>\nWhat is asked?</think>")
-    whole = post(chain, temperature=0, logprobs=True, tools=[WEATHER]).json()["choices"][0]["logprobs"]["content"]
+    whole = choice_of(chain.chat(temperature=0, logprobs=True, tools=[WEATHER]))["logprobs"]["content"]
     assert "".join(one["token"] for one in whole).startswith("".join(PIECES))
 
 
 def test_without_tools_the_text_is_content(chain: Running) -> None:
     for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-        choice = post(chain, temperature=0, **more).json()["choices"][0]
+        choice = choice_of(chain.chat(temperature=0, **more))
         assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
         assert '{"name": "weather", "arguments"' in choice["message"]["content"]
 
 
 def test_one_call_at_most(chain: Running) -> None:
-    choice = post(chain, temperature=0, tools=[WEATHER, TIME], parallel_tool_calls=False).json()["choices"][0]
+    choice = choice_of(chain.chat(temperature=0, tools=[WEATHER, TIME], parallel_tool_calls=False))
     assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["weather"]
     assert choice["finish_reason"] == "tool_calls"
-    whole = post(chain, temperature=0, tools=[WEATHER, TIME], parallel_tool_calls=True).json()["choices"][0]
+    whole = choice_of(chain.chat(temperature=0, tools=[WEATHER, TIME], parallel_tool_calls=True))
     assert len(whole["message"]["tool_calls"]) == 2, "control"
 
 
 def test_an_output_that_is_cut_within_a_call(chain: Running) -> None:
-    choice = post(chain, temperature=0, tools=[WEATHER], max_tokens=11).json()["choices"][0]
+    choice = choice_of(chain.chat(temperature=0, tools=[WEATHER], max_tokens=11))
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": "{}"}
 
 
 def test_each_output_has_its_own_calls(chain: Running) -> None:
-    choices = post(chain, temperature=0, tools=[WEATHER], n=2).json()["choices"]
+    choices = chain.chat(temperature=0, tools=[WEATHER], n=2).json()["choices"]
     ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
     assert len(ids) == len(set(ids)) == 4
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 @pytest.mark.parametrize("tool_format", ["auto", "hermes", "mistral", "mistral_named", "llama3_json", "pythonic"])
-def test_required_calls_follow_their_schemas(tool_format: str, temperature: float, random_model: Path) -> None:
+def test_required_calls_follow_their_schemas(tool_format: str, temperature: float, server: Running) -> None:
     """By a model that writes noise, with drafts: without the grammar, no output is a call."""
-    running = Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3), tool_format=tool_format)
-    try:
+    with Running(server.service.generator, tool_format=tool_format) as running:
         for seed in range(2):
             body = {"tools": [WEATHER, TIME], "temperature": temperature, "seed": seed, "max_tokens": 400}
             named = {"type": "function", "function": {"name": "weather"}}
             for choice, single in (("required", True), (named, False)):
-                done = post(running, tool_choice=choice, parallel_tool_calls=not single, **body).json()["choices"][0]
+                done = choice_of(running.chat(tool_choice=choice, parallel_tool_calls=not single, **body))
                 if done["finish_reason"] == "length":  # noise may go on calling
                     assert not single
                     continue
@@ -138,35 +128,15 @@ def test_required_calls_follow_their_schemas(tool_format: str, temperature: floa
                     if call["name"] == "weather":
                         assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2, 3)
                         assert 1 <= len(arguments["city"]) <= 8 and arguments["city"].isalpha()
-            free = post(running, **body).json()["choices"][0]["message"]
+            free = choice_of(running.chat(**body))["message"]
             assert not free.get("tool_calls"), "control"
-    finally:
-        running.close()
-
-
-def test_drafts_do_not_change_a_required_call(server: Running) -> None:
-    body = {
-        "tools": [WEATHER],
-        "tool_choice": "required",
-        "temperature": 0,
-        "max_tokens": 200,
-        "parallel_tool_calls": False,
-    }
-    plain, drafted = (
-        post(server, foresay={"drafter": drafter, "stats": True}, **body).json()["choices"][0]
-        for drafter in ("none", "suffix")
-    )
-    arguments = [one["message"]["tool_calls"][0]["function"]["arguments"] for one in (plain, drafted)]
-    assert arguments[0] == arguments[1] and plain["foresay"]["drafted"] == 0
 
 
 @pytest.mark.parametrize("stop", ["city", '"', ["e", "}"]])
 def test_a_stop_string_does_not_cut_a_required_call(stop: Any, server: Running) -> None:
     body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 200}
-    choice = post(server, stop=stop, **body).json()["choices"][0]
-    assert choice == post(server, **body).json()["choices"][0] | {"message": choice["message"]}, (
-        "the stop string changes nothing"
-    )
+    choice = choice_of(server.chat(stop=stop, **body))
+    assert choice == choice_of(server.chat(**body)) | {"message": choice["message"]}, "the stop string changes nothing"
     (call,) = choice["message"]["tool_calls"]
     assert (
         set(json.loads(call["function"]["arguments"])) == {"city", "days"} and choice["finish_reason"] == "tool_calls"
@@ -174,7 +144,7 @@ def test_a_stop_string_does_not_cut_a_required_call(stop: Any, server: Running) 
 
 
 def test_a_call_that_a_stop_string_cuts_is_no_whole_one(chain: Running) -> None:
-    choice = post(chain, temperature=0, tools=[WEATHER, TIME], stop="Rome").json()["choices"][0]
+    choice = choice_of(chain.chat(temperature=0, tools=[WEATHER, TIME], stop="Rome"))
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "Rome")
     assert [json.loads(one["function"]["arguments"]) for one in choice["message"]["tool_calls"]] == [{"city": ""}]
     with httpx.stream(
@@ -184,7 +154,7 @@ def test_a_call_that_a_stop_string_cuts_is_no_whole_one(chain: Running) -> None:
     ) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert json.loads(lines[-2])["choices"][0]["finish_reason"] == "stop"
-    after = post(chain, temperature=0, tools=[WEATHER, TIME], stop="\n </tool").json()["choices"][0]
+    after = choice_of(chain.chat(temperature=0, tools=[WEATHER, TIME], stop="\n </tool"))
     assert after["finish_reason"] == "tool_calls" and after["stop_reason"] == "\n </tool", "both calls are whole"
 
 
@@ -204,8 +174,8 @@ def answers_of(running: Running, tools: list[Any]) -> list[tuple[str, str, list[
     schema = {"name": "answer", "schema": ANSWER}
     body: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 60}
     chat = {**body, "messages": TALK, "tools": tools, "response_format": {"type": "json_schema", "json_schema": schema}}
-    whole: Any = client(running).chat.completions.create(**chat).choices[0].message
-    with client(running).chat.completions.stream(**chat) as stream:
+    whole: Any = running.client().chat.completions.create(**chat).choices[0].message
+    with running.client().chat.completions.stream(**chat) as stream:
         final: Any = stream.get_final_completion().choices[0].message
     found = [
         (getattr(one, "reasoning_content", None) or "", one.content or "", calls)
@@ -215,7 +185,7 @@ def answers_of(running: Running, tools: list[Any]) -> list[tuple[str, str, list[
     flat = [{"type": "function", **one["function"]} for one in tools]
     body = {"temperature": 0, "max_output_tokens": 60, "input": TALK, "tools": flat}
     body["text"] = {"format": {"type": "json_schema", **schema}}
-    output = httpx.post(f"{running.url}/v1/responses", json=body, timeout=60).json()["output"]
+    output = running.post("/v1/responses", **body).json()["output"]
     parts = {kind: [one for one in output if one["type"] == kind] for kind in ("reasoning", "message", "function_call")}
     texts = [
         "".join(part["text"] for one in parts[kind] for part in one["content"]) for kind in ("reasoning", "message")
@@ -224,7 +194,7 @@ def answers_of(running: Running, tools: list[Any]) -> list[tuple[str, str, list[
     named = [{"name": one["function"]["name"], "input_schema": one["function"]["parameters"]} for one in tools]
     body = {"temperature": 0, "max_tokens": 60, "messages": TALK, "tools": named}
     body["output_config"] = {"format": {"type": "json_schema", "schema": ANSWER}}
-    blocks = httpx.post(f"{running.url}/v1/messages", json=body, timeout=60).json()["content"]
+    blocks = running.post("/v1/messages", **body).json()["content"]
     thoughts, texts = ("".join(one.get(key, "") for one in blocks) for key in ("thinking", "text"))  # type: ignore[assignment]
     uses = [(one["name"], json.dumps(one["input"])) for one in blocks if one["type"] == "tool_use"]
     return [*found, (str(thoughts), str(texts), uses)]
@@ -252,42 +222,36 @@ def test_an_answer_by_a_schema_after_reasoning_or_a_call(
 ) -> None:
     special = [one for one in MARKS if one in (*pieces, *(part for other in others for part in other))]
     folder = chains.save(tmp_path, pieces, template, special=special, others=others)
-    running = Running(foresay.load(str(folder), num_draft_tokens=3))
-    try:
+    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
         assert answers_of(running, tools) == [wanted] * 4
-    finally:
-        running.close()
 
 
 def test_reasoning_whose_beginning_is_missing(tmp_path: Path) -> None:
     """A stream has sent it as content before its end is known."""
     pieces = ["so", " it", " is", "</think>", "\n\n", "Yes", "."]
     folder = chains.save(tmp_path, pieces, TEMPLATE + "{# </think> #}", special=["</think>"])
-    running = Running(foresay.load(str(folder), num_draft_tokens=3))
-    try:
-        message = post(running, temperature=0).json()["choices"][0]["message"]
+    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
+        message = choice_of(running.chat(temperature=0))["message"]
         assert (message["reasoning_content"], message["content"]) == ("so it is", "Yes.")
-        with client(running).chat.completions.create(model="tiny", messages=TALK, temperature=0, stream=True) as stream:
+        with running.client().chat.completions.create(
+            model="tiny", messages=TALK, temperature=0, stream=True
+        ) as stream:
             deltas: list[Any] = [one.choices[0].delta for one in stream]
         texts = ["".join(getattr(one, key, None) or "" for one in deltas) for key in ("reasoning_content", "content")]
         assert "".join(texts).replace(" ", "") in ("soitisYes.", "itissoYes.", "issoitYes.") and texts[1].endswith(
             "Yes."
         )
-    finally:
-        running.close()
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-def test_noise_is_a_call_or_an_answer(temperature: float, random_model: Path) -> None:
+def test_noise_is_a_call_or_an_answer(temperature: float, server: Running) -> None:
     for tool_format in ("auto", "llama3_json", "mistral", "pythonic", "qwen3_coder"):
-        generator = foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3)
-        running = Running(generator, tool_format=tool_format)
-        try:
+        with Running(server.service.generator, tool_format=tool_format) as running:
             form = {"type": "json_schema", "json_schema": {"schema": ANSWER}}
             tools = [TIME] if tool_format == "qwen3_coder" else [WEATHER, TIME]
             body = {"tools": tools, "response_format": form, "temperature": temperature, "max_tokens": 300}
             for seed in range(2):
-                choice = post(running, seed=seed, parallel_tool_calls=False, **body).json()["choices"][0]
+                choice = choice_of(running.chat(seed=seed, parallel_tool_calls=False, **body))
                 message = choice["message"]
                 if choice["finish_reason"] == "length":
                     continue
@@ -295,8 +259,6 @@ def test_noise_is_a_call_or_an_answer(temperature: float, random_model: Path) ->
                 assert choice["finish_reason"] == ("stop" if is_answer else "tool_calls")
                 assert not is_answer or set(json.loads(message["content"])) == {"a"}
                 assert is_answer or not message["content"]
-        finally:
-            running.close()
 
 
 def test_a_talk_goes_on_after_calls(server: Running) -> None:
@@ -307,16 +269,16 @@ def test_a_talk_goes_on_after_calls(server: Running) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
     ]
-    ids = httpx.post(f"{server.url}/tokenize", json={"messages": talk}).json()["tokens"]
-    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    ids = server.post("/tokenize", messages=talk).json()["tokens"]
+    text = server.post("/detokenize", tokens=ids).json()["prompt"]
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in text
     assert text.endswith("<user>sunnycall_1<assistant>")
-    assert post(server, messages=talk, tools=[WEATHER], max_tokens=4).status_code == 200
-    done = client(server).chat.completions.create(
+    assert server.chat(messages=talk, tools=[WEATHER], max_tokens=4).status_code == 200
+    done = server.client().chat.completions.create(
         model="tiny", messages=TALK, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=300
     )
     result = {"role": "tool", "tool_call_id": done.choices[0].message.tool_calls[0].id, "content": "sunny"}  # type: ignore[index]
-    again = client(server).chat.completions.create(
+    again = server.client().chat.completions.create(
         model="tiny",
         messages=[*TALK, done.choices[0].message, result],
         tools=[WEATHER],
@@ -331,7 +293,7 @@ def test_arguments_that_a_model_wrote_badly_come_back(arguments: str, server: Ru
         "role": "assistant",
         "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
     }
-    answer = post(server, messages=[*TALK, sent], max_tokens=2)
+    answer = server.chat(messages=[*TALK, sent], max_tokens=2)
     assert answer.status_code in (200, 400) and "traceback" not in answer.text.lower(), answer.text
     assert answer.status_code == 200 or answer.json()["error"]["param"] == "messages"
 
@@ -345,8 +307,7 @@ NEEDS_NONE = (
 
 def test_a_history_of_calls_without_content(tmp_path: Path) -> None:
     """The template finds None in all three APIs, and the object of arguments that were cut off; other arguments are named."""
-    running = Running(foresay.load(str(chains.save(tmp_path, ["ok"], NEEDS_NONE))))
-    try:
+    with Running(foresay.load(str(chains.save(tmp_path, ["ok"], NEEDS_NONE)))) as running:
         prompts = list[str]()
         encode = running.service._encoded
         decode = running.service.tokenizer.decode
@@ -354,66 +315,20 @@ def test_a_history_of_calls_without_content(tmp_path: Path) -> None:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome'}}
         talk: list[Any] = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
         result = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
-        assert post(running, messages=[*talk, result]).status_code == 200
+        assert running.chat(messages=[*talk, result]).status_code == 200
         items = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"city": "Rome'}]
         output = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
         body: dict[str, Any] = {"input": [*TALK, *items, output]}
-        assert httpx.post(f"{running.url}/v1/responses", json=body, timeout=60).status_code == 200
+        assert running.post("/v1/responses", **body).status_code == 200
         used = {"type": "tool_use", "id": "c", "name": "f", "input": {"city": "Rome"}}
         answer = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "sunny"}]}
         body = {"max_tokens": 4, "messages": [*TALK, {"role": "assistant", "content": [used]}, answer]}
-        assert httpx.post(f"{running.url}/v1/messages", json=body, timeout=60).status_code == 200
+        assert running.post("/v1/messages", **body).status_code == 200
         assert len(prompts) == 3 and len(set(prompts)) == 1
         assert "<assistant>NONEcity=Rome;<tool>sunny<assistant>" in prompts[0]
         call["function"]["arguments"] = "Rome"  # type: ignore[index]
-        error = post(running, messages=[*talk, result]).json()["error"]
+        error = running.chat(messages=[*talk, result]).json()["error"]
         assert error["param"] == "messages" and "messages[1].tool_calls[0].function.arguments" in error["message"]
-    finally:
-        running.close()
-
-
-SENT = "messages.0.tool_calls.0.function.arguments"
-
-
-def function(**changes: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **changes}}
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
-        ({"tools": [function(name="a b")]}, "tools.0.function.name", "1 to 64 letters"),
-        ({"tools": [function(), function()]}, "tools", "same name"),
-        ({"tools": [function()] * 129}, "tools", "at most 128"),
-        ({"tools": [function(parameters=7)]}, "tools.0.function.parameters", "dictionary"),
-        ({"tools": [function(parameters={"a": {"multipleOf": 12345677}})]}, "tools", "multipleOf"),
-        ({"tools": [function(parameters={"properties": {"a": {"pattern": "("}}})], "tool_choice": "required"}, "tools", "schema"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tool_choice": function(name="g"), "tools": [function()]}, "tool_choice", "no tool is named 'g'"),
-        ({"tools": [function()], "response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", "schema"),
-        ({"tools": [function()], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "schema"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0", "content"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [function()]}]}, "messages.0", "assistant"),
-        ({"messages": [{"role": "assistant", "tool_calls": [function(arguments=7)]}]}, SENT, "string"),
-        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-    ],
-)  # fmt: skip
-def test_refusals(body: dict[str, Any], param: str, message: str, server: Running) -> None:
-    answer = post(server, max_tokens=2, **body)
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == param and message in error["message"], answer.text
-
-
-def test_a_model_without_a_template_for_tools(tmp_path: Path) -> None:
-    running = Running(foresay.load(str(tiny.save(tmp_path, chat=True))))
-    try:
-        answer = post(running, tools=[TIME])
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
-        assert "does not describe tools" in answer.json()["error"]["message"]
-    finally:
-        running.close()
 
 
 class TestPrediction:
@@ -422,8 +337,8 @@ class TestPrediction:
         """Whatever the drafting method: one without lookups is replaced."""
         length = {"length": 8} if drafter == "suffix" else {}
         body: dict[str, Any] = {"temperature": 0, "foresay": {"drafter": drafter, "stats": True, **length}}
-        plain = post(chain, **body).json()
-        done = post(chain, prediction={"type": "content", "content": "".join(PIECES)}, **body).json()
+        plain = chain.chat(**body).json()
+        done = chain.chat(prediction={"type": "content", "content": "".join(PIECES)}, **body).json()
         assert done["choices"][0]["message"] == plain["choices"][0]["message"]
         passes = [one["choices"][0]["foresay"]["passes"] for one in (done, plain)]
         assert passes[0] < passes[1] / (4 if length else 1.2)
@@ -434,25 +349,18 @@ class TestPrediction:
         assert set(plain["usage"]["completion_tokens_details"]) == {"reasoning_tokens"}
 
     def test_a_prediction_that_does_not(self, chain: Running) -> None:
-        plain = post(chain, temperature=0).json()
+        plain = chain.chat(temperature=0).json()
         parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]
-        done = post(chain, temperature=0, prediction={"type": "content", "content": parts}).json()
+        done = chain.chat(temperature=0, prediction={"type": "content", "content": parts}).json()
         assert done["choices"][0]["message"] == plain["choices"][0]["message"]
         assert done["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
-
-    @pytest.mark.parametrize(
-        "prediction", [{"type": "text", "content": "x"}, {"type": "content"}, "x", {"type": "content", "content": 7}]
-    )
-    def test_refusals(self, prediction: Any, chain: Running) -> None:
-        answer = post(chain, prediction=prediction)
-        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prediction")
 
 
 def test_forced_tokens_are_drafted(server: Running) -> None:
     """Most of a required call is fixed by its grammar, and takes few passes."""
     body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 200}
     forced, plain = (
-        post(server, foresay={"stats": True, **one}, **body).json()["choices"][0]
+        choice_of(server.chat(foresay={"stats": True, **one}, **body))
         for one in ({"drafter": "suffix", "length": 16}, {"drafter": "none"})
     )
     functions = [one["message"]["tool_calls"][0]["function"] for one in (forced, plain)]
@@ -463,15 +371,15 @@ def test_forced_tokens_are_drafted(server: Running) -> None:
 def test_a_required_call_that_is_cut_has_no_content(server: Running) -> None:
     body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0}
     for most in (1, 2, 5):
-        choice = post(server, max_tokens=most, **body).json()["choices"][0]
+        choice = choice_of(server.chat(max_tokens=most, **body))
         assert choice["finish_reason"] == "length" and not choice["message"]["content"]
 
 
 def test_a_chat_with_tools_is_counted(server: Running) -> None:
     """By /tokenize, with the fields that its template reads."""
     body = {"messages": TALK, "tools": [WEATHER], "add_generation_prompt": True, "add_special_tokens": True}
-    count = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["count"]
-    done = post(server, tools=[WEATHER], max_tokens=1).json()
+    count = server.post("/tokenize", **body).json()["count"]
+    done = server.chat(tools=[WEATHER], max_tokens=1).json()
     assert done["usage"]["prompt_tokens"] == count > 50
 
 
@@ -485,18 +393,17 @@ def test_messages_in_the_harmony_format(tmp_path: Path) -> None:
     """Channels are split with tools and without; marks never reach the content."""
     special = [piece for piece in HARMONY_PIECES if re.fullmatch(r"<\|\w+\|>", piece)]
     folder = chains.save(tmp_path, HARMONY_PIECES, TEMPLATE + "{# <|channel|> #}", special=special)
-    running = Running(foresay.load(str(folder), num_draft_tokens=3))
-    try:
-        done = client(running).chat.completions.create(model="tiny", messages=TALK, tools=[WEATHER], temperature=0)
+    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
+        done = running.client().chat.completions.create(model="tiny", messages=TALK, tools=[WEATHER], temperature=0)
         message: Any = done.choices[0].message
         assert message.reasoning_content == "They want rain." and not message.content
         assert calls_of(message) == [("weather", {"city": "Rome"})] and done.choices[0].finish_reason == "tool_calls"
-        with client(running).chat.completions.create(model="tiny", messages=TALK, temperature=0, stream=True) as stream:
+        with running.client().chat.completions.create(
+            model="tiny", messages=TALK, temperature=0, stream=True
+        ) as stream:
             deltas: list[Any] = [one.choices[0].delta for one in stream]
         assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas) == "They want rain."
         assert not any("<|" in (one.content or "") for one in deltas)
-    finally:
-        running.close()
 
 
 RESPONSE_TEMPLATE = {
@@ -516,29 +423,24 @@ def test_a_response_template_of_the_tokenizer(tmp_path: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.response_template = RESPONSE_TEMPLATE
     tokenizer.save_pretrained(folder)
-    running = Running(foresay.load(str(folder), num_draft_tokens=3))
-    try:
+    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
         body = {"model": "tiny", "messages": TALK, "tools": [WEATHER, TIME], "temperature": 0}
-        message: Any = client(running).chat.completions.create(**body).choices[0].message  # type: ignore[call-overload]
+        message: Any = running.client().chat.completions.create(**body).choices[0].message  # type: ignore[call-overload]
         assert message.reasoning_content.strip() == "What is asked?" and message.content.strip() == "Let me look."
         assert calls_of(message) == [("weather", {"city": "Rome"}), ("time", {})]
-        with client(running).chat.completions.stream(**body) as stream:  # type: ignore[arg-type]
+        with running.client().chat.completions.stream(**body) as stream:  # type: ignore[arg-type]
             assert calls_of(stream.get_final_completion().choices[0].message) == calls_of(message)
-        one = post(running, tools=[WEATHER, TIME], temperature=0, parallel_tool_calls=False).json()["choices"][0][
-            "message"
-        ]
+        one = choice_of(running.chat(tools=[WEATHER, TIME], temperature=0, parallel_tool_calls=False))["message"]
         assert len(one["tool_calls"]) == 1
-        refused = post(running, tools=[WEATHER], tool_choice="required")
+        refused = running.chat(tools=[WEATHER], tool_choice="required")
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
-        plain = post(running, temperature=0).json()["choices"][0]["message"]
+        plain = choice_of(running.chat(temperature=0))["message"]
         assert plain["reasoning_content"].strip() == "What is asked?"
         deep: dict[str, Any] = {}
         for _ in range(40):
             deep = {"properties": {"a": deep}}
         nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
-        assert post(running, tools=[nested]).json()["error"]["param"] == "tools", "the schema is checked here, too"
+        assert running.chat(tools=[nested]).json()["error"]["param"] == "tools", "the schema is checked here, too"
         running.service.generator.tokenizer.response_template = {"version": 7}  # type: ignore[union-attr]
-        wrong = post(running, temperature=0)
+        wrong = running.chat(temperature=0)
         assert wrong.status_code == 400 and "Unsupported response_template version" in wrong.json()["error"]["message"]
-    finally:
-        running.close()

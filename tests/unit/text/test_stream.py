@@ -49,14 +49,6 @@ def test_pieces_of_any_byte_level_ids_join_to_the_full_decode(ids: list[int]) ->
 
 @given(text=texts, data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_an_output_cut_within_a_character_is_flushed_as_the_full_decode(text: str, data: st.DataObject) -> None:
-    ids = encoded(byte_level(), text)
-    ids = ids[: data.draw(st.integers(0, len(ids)))]
-    assert "".join(pieces_of(byte_level(), ids)) == decoded(byte_level(), ids)
-
-
-@given(text=texts, data=st.data())
-@settings(max_examples=200, deadline=None)
 def test_a_cut_byte_fallback_output_keeps_its_whole_characters(text: str, data: st.DataObject) -> None:
     """A full decode turns a whole run of byte tokens into replacement characters when its last one is incomplete."""
     ids = encoded(byte_fallback(), text)
@@ -77,30 +69,15 @@ def test_a_character_comes_whole_with_its_last_byte(make: Any, text: str) -> Non
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_the_characters_of_these_tests_do_span_tokens() -> None:
-    assert len(encoded(byte_fallback(), "😀")) == 5
-    assert len(encoded(byte_level(), "𝕏")) == 4
-    assert pieces_of(byte_level(), encoded(byte_level(), "𝕏")) == ["", "", "", "𝕏", ""]
-
-
-def test_what_stays_incomplete_is_flushed_once() -> None:
-    detokenizer = Detokenizer(byte_level())
-    pushed = [detokenizer.push(token) for token in encoded(byte_level(), "𝕏")[:2]]
-    assert pushed == ["", ""]
-    assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.flush() == ""
-
-
-def test_special_tokens_have_no_text() -> None:
-    tokenizer = byte_fallback()
-    ids = encoded(tokenizer, "a b")
-    ids = [*ids[:2], tokenizer.eos_token_id, *ids[2:]]
-    assert "".join(pieces_of(tokenizer, ids)) == "a b"
-
-
-def test_spaces_between_words_survive() -> None:
-    tokenizer = byte_fallback()
-    assert pieces_of(tokenizer, encoded(tokenizer, "a bc"))[:5] == ["", "a", " ", "b", "c"]
+def test_spaces_special_tokens_and_incomplete_characters() -> None:
+    tokenizer, level = byte_fallback(), byte_level()
+    ids = encoded(tokenizer, "a bc")
+    assert pieces_of(tokenizer, ids)[:5] == ["", "a", " ", "b", "c"]
+    assert "".join(pieces_of(tokenizer, [*ids[:2], tokenizer.eos_token_id, *ids[2:]])) == "a bc", "special: no text"
+    assert len(encoded(tokenizer, "😀")) == 5 and pieces_of(level, encoded(level, "𝕏")) == ["", "", "", "𝕏", ""]
+    detokenizer = Detokenizer(level)
+    assert [detokenizer.push(token) for token in encoded(level, "𝕏")[:2]] == ["", ""]
+    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""], "what stays incomplete is flushed once"
 
 
 # --- context ---
@@ -203,23 +180,19 @@ def stopper(*strings: str, min_new_tokens: int = 0) -> StopStrings:
 
 
 @pytest.mark.parametrize(
-    ("ids", "keep", "cut_at"),
+    ("ids", "strings", "keep", "cut_at"),
     [
-        ([A, END], 2, 1),
-        ([A, E, N, DD, LB], 4, 1),
-        ([XEN, DY, LB], 2, 1),
-        ([AEND, A], 1, 1),
-        ([END2], 1, 0),
-        ([E, E, N, DD], 4, 1),
-        ([E, N, E, N], None, None),
-        ([], None, None),
+        ([A, END], "END", 2, 1), ([A, E, N, DD, LB], "END", 4, 1), ([XEN, DY, LB], "END", 2, 1), ([AEND, A], "END", 1, 1),
+        ([END2], "END", 1, 0), ([E, E, N, DD], "END", 4, 1), ([E, N, E, N], "END", None, None), ([], "END", None, None),
+        ([A, LB, XEN, DY, A], "END", 4, 3), ([A, END], "D END ND", 2, 1), ([A, END, A, XEN, DY], "ENd end NDE", None, None),
     ],
-)
+)  # fmt: skip
 def test_a_stop_string_ends_with_the_token_that_completes_it(
-    ids: list[int], keep: int | None, cut_at: int | None
+    ids: list[int], strings: str, keep: int | None, cut_at: int | None
 ) -> None:
+    """Of several, the first in the text; its text is cut before it."""
     for blocks in ([ids], [[token] for token in ids], [ids[:1], ids[1:]]):
-        stop, seen, kept = stopper("END"), 0, None
+        stop, seen, kept = stopper(*strings.split()), 0, None
         for block in blocks:
             count = stop(block)
             if count is not None:
@@ -227,25 +200,6 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(
                 break
             seen += len(block)
         assert (kept, stop.cut_at) == (keep, cut_at)
-
-
-def test_the_text_is_cut_before_the_string() -> None:
-    stop = stopper("END")
-    assert stop([A, LB, XEN]) is None
-    assert stop([DY, A]) == 1
-    assert stop.cut_at is not None
-    assert stop.text[: stop.cut_at] == "abx"
-
-
-def test_the_first_of_several_strings_in_the_text_wins() -> None:
-    stop = stopper("D", "END", "ND")
-    assert stop([A, END]) == 2
-    assert stop.cut_at == 1
-
-
-def test_a_string_of_other_letters_does_not_stop() -> None:
-    stop = stopper("ENd", "end", "NDE")
-    assert stop([A, END, A, XEN, DY]) is None
 
 
 @pytest.mark.parametrize(("minimum", "keep"), [(0, 1), (1, 1), (2, 3), (3, 3), (4, None)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.text.text_files import BLOCK_BYTES, MAX_LINE_CHARS
+from foresay.text.text_files import BLOCK_BYTES, MAX_LINE_BYTES
 from foresay.training.corpus import CorpusReader
 
 
@@ -54,15 +54,15 @@ def test_blocks_do_not_change_a_text(tmp_path: Path, separator: str) -> None:
     """Lines of many lengths in several scripts, over several blocks, one of them longer than is read at a time."""
     generator = np.random.default_rng(0)
     lines = ["né 東京 " * int(n) + "x" for n in generator.integers(1, 400, 200)]
-    lines[50] = "long " * (MAX_LINE_CHARS // 4)
-    lines[60] = "東" * (MAX_LINE_CHARS + 7)
+    lines[50] = "long " * (MAX_LINE_BYTES // 4)
+    lines[60] = "東" * (MAX_LINE_BYTES + 7)
     text = "\n".join(lines)
     assert len(text.encode()) > 20 * BLOCK_BYTES
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     reader = CorpusReader([str(tmp_path / "a.txt")], separator=separator)
     assert joined(reader) == (lines if separator == "line" else [text])
     longest = max(len(piece.text) for piece in reader.pieces())
-    assert longest <= MAX_LINE_CHARS + BLOCK_BYTES
+    assert longest <= MAX_LINE_BYTES + BLOCK_BYTES
 
 
 def test_json_lines(tmp_path: Path) -> None:

@@ -26,21 +26,14 @@ class History:
     def add_text(self, role: str, text: str) -> None:
         """Add a text. Reasoning and text of the assistant, then its calls, are one message."""
         if role == "assistant":
-            last = self._assistant()
-            if last["content"] is not None or "tool_calls" in last:
-                self._open = False
-                last = self._assistant()
-            last["content"] = text
-            return
-        self._open = False
-        self._messages.append({"role": role, "content": text})
+            self._assistant(before_text=True)["content"] = text
+        else:
+            self._open = False
+            self._messages.append({"role": role, "content": text})
 
     def add_reasoning(self, text: str) -> None:
         """Add reasoning of the assistant."""
-        last = self._assistant()
-        if last["content"] is not None or "tool_calls" in last:
-            self._open = False
-            last = self._assistant()
+        last = self._assistant(before_text=True)
         if text:
             last["reasoning_content"] = last.get("reasoning_content", "") + text
 
@@ -54,8 +47,10 @@ class History:
         self._open = False
         self._messages.append({"role": "tool", "tool_call_id": identity, "content": text})
 
-    def _assistant(self) -> dict[str, Any]:
-        if not self._open:
+    def _assistant(self, *, before_text: bool = False) -> dict[str, Any]:
+        """Return the message to which an item belongs. before_text: True if one with a text or calls is complete."""
+        last = self._messages[-1] if self._open else None
+        if last is None or (before_text and (last["content"] is not None or "tool_calls" in last)):
             self._messages.append({"role": "assistant", "content": None})
             self._open = True
         return self._messages[-1]

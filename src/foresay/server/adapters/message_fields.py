@@ -5,7 +5,8 @@ Owns the fields' names. Knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag, model_validator
@@ -13,10 +14,22 @@ from pydantic_core import PydanticCustomError
 
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
-from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, limit_parts, validated
-from foresay.server.option_fields import MAX_MESSAGES, Drafting, no_origins
-from foresay.server.requests import ChatRequest, Number
-from foresay.server.tool_fields import MAX_TOOLS
+from foresay.server.fields import (
+    MAX_MESSAGES,
+    Fields,
+    Items,
+    Neutral,
+    Number,
+    Object,
+    Parts,
+    Tools,
+    by_type,
+    joined,
+    limit_parts,
+    validated,
+)
+from foresay.server.option_fields import Drafting, no_origins
+from foresay.server.requests import ChatRequest
 
 CHAT_NAMES = {
     "stop": "stop_sequences",
@@ -45,7 +58,7 @@ class TextBlock(Label):
     text: StrictStr
 
 
-Texts = Annotated[list[TextBlock], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+Texts = Parts[TextBlock]
 
 
 class ThinkingBlock(Fields):
@@ -82,19 +95,13 @@ class ToolResultBlock(Label):
     """Accepted and ignored: chat templates do not mark results as errors."""
 
 
-Blocks = Annotated[
-    list[
-        Annotated[
-            Annotated[TextBlock, Tag("text")]
-            | Annotated[ThinkingBlock, Tag("thinking")]
-            | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-            | Annotated[ToolUseBlock, Tag("tool_use")]
-            | Annotated[ToolResultBlock, Tag("tool_result")],
-            by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-        ]
-    ],
-    Field(fail_fast=True),
-    at_most(MAX_MESSAGES),
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 
 
@@ -111,7 +118,7 @@ class InputMessage(Fields):
 
     role: Literal["user", "assistant", "system"]
     """Turns of the role "system" are moved to the beginning."""
-    content: StrictStr | Blocks
+    content: StrictStr | Parts[Block]
 
     @model_validator(mode="after")
     def _has_blocks_of_its_role(self) -> InputMessage:
@@ -132,27 +139,19 @@ class InputMessage(Fields):
     def add_to(self, history: History) -> None:
         """Add the turn to a chat. Adjacent texts are one text."""
         if isinstance(self.content, str) or not self.content:
-            history.add_text(self.role, self.content if isinstance(self.content, str) else "")
+            history.add_text(self.role, self.text)
             return
-        texts: list[str] = []
-
-        def add_texts() -> None:
-            if texts:
-                history.add_text(self.role, "".join(texts))
-                texts.clear()
-
-        for block in self.content:
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
+        for kind, blocks in groupby(self.content, type):
+            if kind is TextBlock:
+                history.add_text(self.role, "".join(block.text for block in blocks if isinstance(block, TextBlock)))
                 continue
-            add_texts()
-            if isinstance(block, ThinkingBlock):
-                history.add_reasoning(block.thinking)
-            elif isinstance(block, ToolUseBlock):
-                history.add_call(block.id, block.name, block.input)
-            elif isinstance(block, ToolResultBlock):
-                history.add_result(block.tool_use_id, _text(block.content or ""))
-        add_texts()
+            for block in blocks:
+                if isinstance(block, ThinkingBlock):
+                    history.add_reasoning(block.thinking)
+                elif isinstance(block, ToolUseBlock):
+                    history.add_call(block.id, block.name, block.input)
+                elif isinstance(block, ToolResultBlock):
+                    history.add_result(block.tool_use_id, joined(block.content))
 
 
 class Tool(Label):
@@ -163,7 +162,7 @@ class Tool(Label):
     type: Literal["custom"] = "custom"
     name: StrictStr
     description: StrictStr | None = None
-    input_schema: Annotated[dict[str, Any], at_most(MAX_ITEMS)]
+    input_schema: Object
     strict: StrictBool | None = None
 
     def chat(self) -> dict[str, Any]:
@@ -220,7 +219,7 @@ class CountRequest(Label):
     model: StrictStr | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
     system: StrictStr | Texts | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tools: Tools[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -229,7 +228,7 @@ class CountRequest(Label):
         """Return the messages of a chat."""
         history = History()
         own = [message for message in self.messages if message.role == "system"]
-        system = [_text(self.system or ""), *(message.text for message in own)]
+        system = [joined(self.system), *(message.text for message in own)]
         if any(system):
             history.add_text("system", "\n\n".join(filter(None, system)))
         for message in self.messages:
@@ -244,23 +243,20 @@ class CountRequest(Label):
         """Return the chat request. A last message of the assistant is continued."""
         thinking = {"disabled": False, "enabled": True}.get("" if self.thinking is None else self.thinking.type)
         effort = None if self.output_config is None else self.output_config.effort
-        more = {"enable_thinking": thinking, "reasoning_effort": effort}
-        return validated(ChatRequest, {**self.chat_fields(), **more})
+        return validated(ChatRequest, {**self.chat_fields(), "enable_thinking": thinking, "reasoning_effort": effort})
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of the chat request that do not depend on the model."""
         choice, messages = self.tool_choice, self.conversation()
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
             raise ApiError(400, "tool_choice: a name and type=tool require each other", param="tool_choice")
-        parallel = (
-            None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
-        )
+        is_single = None if choice is None else choice.disable_parallel_tool_use
         return {
             "model": self.model,
             "messages": messages,
             "tools": [one.chat() for one in self.tools or ()],
             "tool_choice": None if choice is None else choice.chat(),
-            "parallel_tool_calls": parallel,
+            "parallel_tool_calls": None if is_single is None else not is_single,
             "continue_final_message": messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
         }
 
@@ -272,9 +268,9 @@ class MessagesRequest(CountRequest):
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
-    stop_sequences: Annotated[list[StrictStr], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
+    stop_sequences: Items[StrictStr] | None = None
     stream: StrictBool | None = None
-    metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    metadata: Object | None = None
     service_tier: StrictStr | None = None
     """These two fields label a request. Any value is accepted and ignored."""
     foresay: Drafting | None = None
@@ -295,7 +291,3 @@ class MessagesRequest(CountRequest):
             "stream_options": options,
             "foresay": self.foresay and self.foresay.model_dump(),
         }
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -1,4 +1,4 @@
-"""Bodies, stream events and errors of Anthropic's Messages API, from those of chat completions.
+"""Bodies, stream events and errors of Anthropic's Messages API.
 
 Owns the formats. Knows no engine and no route.
 """
@@ -6,14 +6,15 @@ Owns the formats. Knows no engine and no route.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from foresay.server.adapters.blocks import Block, BlockReader, Change, Changes, Kind
-from foresay.server.errors import messages_kind
-from foresay.server.events import Bodies, encode_event
+from foresay.server.adapters.blocks import Block, BlockFormat, Kind
+from foresay.server.errors import MESSAGES_ROUTE, ApiError
+from foresay.server.events import Added, Reply
+from foresay.server.formats import encode_event
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {
@@ -23,77 +24,72 @@ _DELTAS = {
 }
 
 
-class MessagesFormat:
+class MessagesFormat(BlockFormat):
     """One message."""
 
-    def __init__(self, model: str) -> None:
-        """model: the served name."""
-        self._model, self._id = model, f"msg_{uuid4().hex[:24]}"
-        self._reader = BlockReader()
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply)
+        self._id = f"msg_{uuid4().hex[:24]}"
 
-    def whole(self, body: dict[str, Any]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """See Format."""
-        self._reader.take(body)
-        self._reader.finish()
-        return self._message([_block(one) for one in self._reader.blocks])
+        self.read_whole()
+        return self._message([_block(one) for one in self.blocks], **self.statistics)
 
-    async def events(self, bodies: Bodies) -> AsyncGenerator[bytes, None]:
+    def added(self, event: Added) -> Iterator[bytes]:
         """See Format."""
-        has_begun = False
-        async with aclosing(bodies):
-            async for body in bodies:
-                if "error" in body:
-                    yield _event("error", error={**body["error"], "type": messages_kind(body["status"])})
-                    return
-                changes = self._reader.take(body)
-                if not has_begun:
-                    begun = self._message([]) | {"stop_reason": None, "stop_sequence": None}
-                    yield _event("message_start", message=begun)
-                    has_begun = True
-                for event in _changed(changes):
-                    yield event
-        for event in _changed(self._reader.finish()):
-            yield event
+        if len(self.output.steps) == 1:
+            message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
+            yield _event("message_start", message=message)
+        yield from super().added(event)
+
+    def ended(self) -> Iterator[bytes]:
+        """See Format."""
+        yield from self.last_block_ended()
         ended = self._message([])
         delta = {name: ended[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=delta, usage=ended["usage"])
         yield _event("message_stop")
 
-    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        stopped, usage = self._reader.stop_string, self._reader.usage
-        reason = "stop_sequence" if stopped is not None else _REASONS.get(self._reader.finish_reason or "stop")
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
+    def failed(self, error: ApiError) -> bytes:
+        """See Format."""
+        return _event("error", error=error.body_at(MESSAGES_ROUTE)["error"])
+
+    def block_begun(self, block: Block) -> Iterator[bytes]:
+        """See BlockFormat."""
+        yield _event("content_block_start", index=block.index, content_block=_block(block))
+
+    def block_added(self, block: Block, text: str) -> bytes:
+        """See BlockFormat."""
+        kind, field = _DELTAS[block.kind]
+        return _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
+
+    def block_ended(self, block: Block) -> Iterator[bytes]:
+        """See BlockFormat."""
+        yield _event("content_block_stop", index=block.index)
+
+    def _message(self, content: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        usage, stopped = self.reply.usage(), self.output.stop_string
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.reply.model,
             "content": content,
-            "stop_reason": reason,
+            "stop_reason": _REASONS[self.output.finish_reason] if stopped is None else "stop_sequence",
             "stop_sequence": stopped,
-            **({} if self._reader.statistics is None else {"foresay": self._reader.statistics}),
+            **extra,
             "usage": {
-                "input_tokens": usage["prompt_tokens"] - cached,
+                "input_tokens": usage.prompt - usage.cached,
                 "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": cached,
-                "output_tokens": usage["completion_tokens"],
+                "cache_read_input_tokens": usage.cached,
+                "output_tokens": usage.generated,
             },
         }
 
 
 def _event(kind: str, /, **values: Any) -> bytes:
     return encode_event({"type": kind, **values}, kind)
-
-
-def _changed(changes: Changes) -> Iterator[bytes]:
-    for change, block, added in changes:
-        if change is Change.OPEN:
-            yield _event("content_block_start", index=block.index, content_block=_block(block.empty()))
-        elif change is Change.ADD:
-            kind, field = _DELTAS[block.kind]
-            yield _event("content_block_delta", index=block.index, delta={"type": kind, field: added})
-        else:
-            yield _event("content_block_stop", index=block.index)
 
 
 def _block(block: Block) -> dict[str, Any]:

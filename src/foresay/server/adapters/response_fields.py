@@ -5,7 +5,7 @@ Owns the fields' names. Knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
@@ -13,10 +13,24 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
-from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, by_type, limit_parts, validated
-from foresay.server.option_fields import MAX_MESSAGES, Drafting, no_origins
-from foresay.server.requests import ChatRequest, Number
-from foresay.server.tool_fields import MAX_TOOLS
+from foresay.server.fields import (
+    MAX_ITEMS,
+    MAX_MESSAGES,
+    Fields,
+    Neutral,
+    Number,
+    Object,
+    Parts,
+    Salt,
+    Tools,
+    at_most,
+    by_type,
+    joined,
+    limit_parts,
+    validated,
+)
+from foresay.server.option_fields import Drafting, no_origins
+from foresay.server.requests import ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that requests log-probabilities."""
@@ -55,11 +69,11 @@ class InputMessage(_Stored):
     type: Literal["message"] = "message"
     id: StrictStr | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: StrictStr | Annotated[list[ContentPart], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+    content: StrictStr | Parts[ContentPart]
 
     def add_to(self, history: History) -> None:
         """Add the item to a chat."""
-        history.add_text(self.role, _text(self.content))
+        history.add_text(self.role, joined(self.content))
 
 
 class FunctionCall(_Stored):
@@ -82,11 +96,11 @@ class FunctionOutput(_Stored):
     type: Literal["function_call_output"]
     id: StrictStr | None = None
     call_id: StrictStr
-    output: StrictStr | Annotated[list[ContentPart], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+    output: StrictStr | Parts[ContentPart]
 
     def add_to(self, history: History) -> None:
         """Add the item to a chat."""
-        history.add_result(self.call_id, _text(self.output))
+        history.add_result(self.call_id, joined(self.output))
 
 
 class ReasoningPart(Fields):
@@ -124,7 +138,7 @@ class FunctionTool(Fields):
     type: Literal["function"]
     name: StrictStr
     description: StrictStr | None = None
-    parameters: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    parameters: Object | None = None
     strict: StrictBool | None = None
 
     def chat(self) -> dict[str, Any]:
@@ -199,10 +213,10 @@ class ResponsesRequest(Fields):
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
-    cache_salt: Annotated[StrictStr, Field(min_length=1)] | None = None
+    cache_salt: Salt | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS)] | None = None
+    tools: Tools[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
@@ -219,7 +233,7 @@ class ResponsesRequest(Fields):
     prompt_cache_retention: StrictStr | None = None
     store: StrictBool | None = None
     service_tier: StrictStr | None = None
-    metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    metadata: Object | None = None
     """These seven fields label a request. Any value is accepted and ignored."""
     max_tool_calls: StrictInt | None = None
     """Limits calls of the API's own tools, which do not exist here."""
@@ -296,7 +310,3 @@ class ResponsesRequest(Fields):
 
 def _dumped(fields: Fields) -> dict[str, Any]:
     return fields.model_dump(by_alias=True, exclude_none=True)
-
-
-def _text(content: str | Sequence[ContentPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

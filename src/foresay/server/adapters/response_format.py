@@ -1,18 +1,18 @@
-"""Bodies and stream events of OpenAI's Responses API, from those of chat completions.
+"""Bodies and stream events of OpenAI's Responses API.
 
 Owns the formats. Knows no engine and no route.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing
-from time import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
-from foresay.server.adapters.blocks import Block, BlockReader, Change, Changes, Kind
-from foresay.server.events import Bodies, encode_event
+from foresay.server.adapters.blocks import Block, BlockFormat, Kind
+from foresay.server.errors import ApiError
+from foresay.server.events import Reply
+from foresay.server.formats import encode_event
 
 _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 _TEXTS = {
@@ -23,108 +23,107 @@ _TEXTS = {
 """Prefix of the events of a block's text, and the field of the whole text in the last of them."""
 
 
-class ResponsesFormat:
+class ResponsesFormat(BlockFormat):
     """One response."""
 
-    def __init__(self, echoed: Mapping[str, Any], model: str) -> None:
-        """echoed: fields of the request that the response repeats. model: the served name."""
-        self._echoed, self._model = echoed, model
-        self._id, self._created = f"resp_{uuid4().hex[:24]}", int(time())
-        self._reader = BlockReader()
+    def __init__(self, reply: Reply, echoed: Mapping[str, Any]) -> None:
+        """echoed: fields of the request that the response repeats."""
+        super().__init__(reply)
+        self._echoed, self._id = echoed, f"resp_{uuid4().hex[:24]}"
         self._count = 0
         self._is_cut = False
 
-    def whole(self, body: dict[str, Any]) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """See Format."""
-        self._reader.take(body)
-        self._reader.finish()
+        self.read_whole()
         return self._ended()
 
-    async def events(self, bodies: Bodies) -> AsyncGenerator[bytes, None]:
+    def begun(self) -> Iterator[bytes]:
         """See Format."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))
-        async with aclosing(bodies):
-            async for body in bodies:
-                if "error" in body:
-                    failed = {"code": body["error"]["code"] or "server_error", "message": body["error"]["message"]}
-                    self._is_cut = True
-                    yield self._event("response.failed", response=self._response("failed", error=failed))
-                    return
-                for event in self._changed(self._reader.take(body)):
-                    yield event
-        for event in self._changed(self._reader.finish()):
-            yield event
+
+    def ended(self) -> Iterator[bytes]:
+        """See Format."""
+        self._is_cut = self.output.finish_reason == "length"
+        yield from self.last_block_ended()
         ended = self._ended()
         yield self._event(f"response.{ended['status']}", response=ended)
+
+    def failed(self, error: ApiError) -> bytes:
+        """See Format."""
+        body, self._is_cut = error.body()["error"], True
+        cause = {"code": body["code"] or "server_error", "message": body["message"]}
+        return self._event("response.failed", response=self._response("failed", error=cause))
+
+    def block_begun(self, block: Block) -> Iterator[bytes]:
+        """See BlockFormat."""
+        item = _item(block, "in_progress")
+        yield self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind is not Kind.CALL:
+            yield self._event("response.content_part.added", **_where(block), part=_part(block))
+
+    def block_added(self, block: Block, text: str) -> bytes:
+        """See BlockFormat."""
+        more = {"logprobs": list[Any]()} if block.kind is Kind.TEXT else {}
+        return self._event(f"{_TEXTS[block.kind][0]}.delta", **_where(block), delta=text, **more)
+
+    def block_ended(self, block: Block) -> Iterator[bytes]:
+        """See BlockFormat."""
+        name, field = _TEXTS[block.kind]
+        more: dict[str, Any] = {"name": block.name} if block.kind is Kind.CALL else {}
+        more |= {"logprobs": block.logprobs} if block.kind is Kind.TEXT else {}
+        yield self._event(f"{name}.done", **_where(block), **{field: block.text}, **more)
+        if block.kind is not Kind.CALL:
+            yield self._event("response.content_part.done", **_where(block), part=_part(block))
+        yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
 
     def _event(self, kind: str, /, **values: Any) -> bytes:
         self._count += 1
         return encode_event({"type": kind, "sequence_number": self._count - 1, **values}, kind)
 
-    def _changed(self, changes: Changes) -> Iterator[bytes]:
-        for change, block, added in changes:
-            where = {"item_id": _identity(block), "output_index": block.index}
-            inner = where if block.kind is Kind.CALL else {**where, "content_index": 0}
-            name, field = _TEXTS[block.kind]
-            if change is Change.OPEN:
-                yield self._event("response.output_item.added", output_index=block.index, item=_opened(block))
-                if block.kind is not Kind.CALL:
-                    yield self._event("response.content_part.added", **inner, part=_part(block.empty()))
-            elif change is Change.ADD:
-                more: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
-                yield self._event(f"{name}.delta", **inner, delta=added, **more)
-            else:
-                more = {"name": block.name} if block.kind is Kind.CALL else {}
-                more |= {"logprobs": block.logprobs} if block.kind is Kind.TEXT else {}
-                yield self._event(f"{name}.done", **inner, **{field: block.text}, **more)
-                if block.kind is not Kind.CALL:
-                    yield self._event("response.content_part.done", **inner, part=_part(block))
-                yield self._event("response.output_item.done", output_index=block.index, item=self._item(block))
-
     def _item(self, block: Block) -> dict[str, Any]:
         """Return a complete block, or the last one of an output that was cut."""
-        is_cut = self._is_cut or self._reader.finish_reason == "length"
-        return _item(block, "incomplete" if is_cut and block is self._reader.blocks[-1] else "completed")
+        return _item(block, "incomplete" if self._is_cut and block is self.blocks[-1] else "completed")
 
     def _ended(self) -> dict[str, Any]:
         """Return the response after its end."""
-        cut = self._reader.finish_reason == "length"
-        details = {"reason": "max_output_tokens"} if cut else None
-        return self._response("incomplete" if cut else "completed", incomplete_details=details, usage=self._usage())
+        self._is_cut = self.output.finish_reason == "length"
+        details = {"reason": "max_output_tokens"} if self._is_cut else None
+        status, usage = "incomplete" if self._is_cut else "completed", self.reply.usage()
+        counts = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached},
+            "output_tokens": usage.generated,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+            "total_tokens": usage.prompt + usage.generated,
+        }
+        return self._response(status, incomplete_details=details, usage=counts, **self.statistics)
 
     def _response(self, status: str, **values: Any) -> dict[str, Any]:
-        output = [self._item(block) for block in self._reader.blocks] if status != "in_progress" else []
+        output = [self._item(block) for block in self.blocks] if status != "in_progress" else []
         return {
             "id": self._id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._model,
+            "model": self.reply.model,
             "output": output,
             "usage": None,
             **self._echoed,
-            **({} if self._reader.statistics is None else {"foresay": self._reader.statistics}),
             **values,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self._reader.usage
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {
-                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-            },
-            "total_tokens": usage["total_tokens"],
         }
 
 
 def _identity(block: Block) -> str:
     return f"{_PREFIXES[block.kind]}_{block.identity}"
+
+
+def _where(block: Block) -> dict[str, Any]:
+    where = {"item_id": _identity(block), "output_index": block.index}
+    return where if block.kind is Kind.CALL else {**where, "content_index": 0}
 
 
 def _part(block: Block) -> dict[str, Any]:
@@ -141,7 +140,3 @@ def _item(block: Block, status: str = "completed") -> dict[str, Any]:
     if block.kind is Kind.REASONING:
         return {"id": _identity(block), "type": "reasoning", "status": status, "summary": [], "content": parts}
     return {"id": _identity(block), "type": "message", "status": status, "role": "assistant", "content": parts}
-
-
-def _opened(block: Block) -> dict[str, Any]:
-    return _item(block.empty(), "in_progress")

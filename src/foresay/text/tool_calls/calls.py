@@ -6,7 +6,7 @@ Owns the types that formats, parsers and the server share.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 
@@ -29,6 +29,8 @@ class CallPiece:
     """The function, in the first piece of a call; else None."""
     arguments: str
     """The next part of the arguments, a JSON object as text."""
+    identity: str = ""
+    """Id in an API, in the first piece of a call."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Pieces:
         for one in other.calls:
             last = self.calls[-1] if self.calls else None
             if last is not None and last.index == one.index and one.name is None:
-                self.calls[-1] = CallPiece(last.index, last.name, last.arguments + one.arguments)
+                self.calls[-1] = replace(last, arguments=last.arguments + one.arguments)
             else:
                 self.calls.append(one)
 
@@ -73,7 +75,7 @@ class Start:
 
 
 class Parser(Protocol):
-    """A parser of one output."""
+    """A parser of one output: of calls, or of a whole message with reasoning, content and calls."""
 
     @property
     def num_calls(self) -> int:
@@ -86,16 +88,4 @@ class Parser(Protocol):
 
     def finish(self) -> Pieces:
         """Return what is left at the end of the output. Text of a call that cannot be read becomes content."""
-        ...
-
-
-class OutputParser(Protocol):
-    """A parser of whole messages: reasoning, content and calls."""
-
-    def push(self, text: str) -> Pieces:
-        """Return what the next text adds to the message."""
-        ...
-
-    def finish(self) -> Pieces:
-        """Return what is left at the end of the output."""
         ...

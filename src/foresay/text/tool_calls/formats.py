@@ -6,6 +6,7 @@ Owns the texts around calls, as the families' templates show them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +16,12 @@ from typing import Any
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
-from foresay.text.tool_calls.calls import OutputParser, Parser, Tool
+from foresay.text.tool_calls.calls import Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, HarmonyParser
-from foresay.text.tool_calls.named import NamedReader
-from foresay.text.tool_calls.parsers import EitherReader, MarkedParser, ObjectReader, Reader
+from foresay.text.tool_calls.objects import NamedReader, ObjectReader
+from foresay.text.tool_calls.parsers import MarkedParser, Readers
 from foresay.text.tool_calls.pythonic import PythonReader
-from foresay.text.tool_calls.tagged import TaggedReader, rules_of
+from foresay.text.tool_calls.tagged import TaggedReader, definitions, ordered, rules_of
 
 Terminal = Callable[[str], str]
 """Returns the grammar's terminals for a text."""
@@ -33,8 +34,8 @@ class ToolFormat:
     """The format of one family's calls."""
 
     name: str
-    is_in: Callable[[str], bool]
-    """True for a chat template of this format."""
+    signs: tuple[str, ...]
+    """Texts of which a chat template of this format has one."""
     parser: Callable[[Schemas, bool], Parser] | None
     """Returns a parser of calls for the tools, by the schemas of their arguments; None for a format of whole messages.
 
@@ -49,7 +50,7 @@ class ToolFormat:
     """True if arguments are keyword arguments of Python."""
     is_tagged: bool = False
     """True if arguments are texts between tags."""
-    message: Callable[[int | None, bool], OutputParser] | None = None
+    message: Callable[[int | None, bool], Parser] | None = None
     """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too.
 
     Its arguments are `most` and `only_calls` of MessageParser."""
@@ -67,13 +68,12 @@ def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, 
 
 _AROUND = ("```json", "```", "}", "[", "]", ",")
 """Texts around the object of a call that models add: fences of code, a list, and brackets that are too many."""
-Readers = dict[str, Callable[[int], Reader]]
 
 
-def _in_code(schemas: Schemas) -> Readers:
+def _in_code(schemas: Schemas) -> dict[str, Readers]:
     """Return the readers of calls in blocks of code: then the name is a tool's."""
     reader = partial(ObjectReader, separators=_AROUND[2:], end="```", names=schemas, stops=("```",))
-    return {"```json\n": reader, "```\n": reader}
+    return {"```json\n": {"": reader}, "```\n": {"": reader}}
 
 
 def _marked(schemas: Schemas, is_answer: bool) -> Parser:
@@ -84,26 +84,23 @@ def _marked(schemas: Schemas, is_answer: bool) -> Parser:
     tagged = partial(TaggedReader, schemas=schemas)
     stops = ("</tool_call>", "<tool_call>", "```")
     objects = partial(ObjectReader, separators=_AROUND, end="</tool_call>", stops=stops)
-    marked: Readers = {
-        "<tool_call>": partial(EitherReader, readers={"<": tagged}, other=objects),
-        "<function=": partial(tagged, begun=True),
+    marked: dict[str, Readers] = {
+        "<tool_call>": {"<": tagged, "": objects},
+        "<function=": {"": partial(tagged, begun=True)},
     }
     alone = partial(ObjectReader, separators=_AROUND, names=schemas, stops=stops)
-    return (
-        MarkedParser(marked) if is_answer else MarkedParser({**marked, **_in_code(schemas)}, {"{": alone, "[": alone})
-    )
+    return MarkedParser(marked) if is_answer else MarkedParser(marked | _in_code(schemas), {"{": alone, "[": alone})
 
 
 def _mistral(schemas: Schemas, is_answer: bool) -> Parser:
     mark = "[TOOL_CALLS]"
     objects = partial(ObjectReader, separators=("[", ","), end="]", stops=(mark,))
-    named = partial(NamedReader, stop=mark)
-    return MarkedParser({mark: partial(EitherReader, readers={"[": objects, "{": objects}, other=named)})
+    return MarkedParser({mark: {"[": objects, "{": objects, "": partial(NamedReader, stop=mark)}})
 
 
 def _python(schemas: Schemas, is_answer: bool) -> Parser:
     reader = partial(PythonReader, end="<|python_end|>")
-    return MarkedParser({"<|python_start|>": reader}, {"[": reader})
+    return MarkedParser({"<|python_start|>": {"": reader}}, {"[": reader})
 
 
 def _llama(schemas: Schemas, is_answer: bool) -> Parser:
@@ -111,7 +108,8 @@ def _llama(schemas: Schemas, is_answer: bool) -> Parser:
     reader = partial(ObjectReader, separators=(";", *_AROUND[2:], *ends), stops=(*ends, "<|python_tag|>"))
     alone = partial(reader, names=schemas)
     tagged = partial(TaggedReader, schemas=schemas, begun=True)
-    return MarkedParser({"<|python_tag|>": reader, "<function=": tagged, **_in_code(schemas)}, {"{": alone, "[": alone})
+    marked: dict[str, Readers] = {"<|python_tag|>": {"": reader}, "<function=": {"": tagged}}
+    return MarkedParser(marked | _in_code(schemas), {"{": alone, "[": alone})
 
 
 FORMATS = {
@@ -119,7 +117,7 @@ FORMATS = {
     for one in (
         ToolFormat(
             "mistral_named",
-            lambda template: "[TOOL_CALLS]" in template and ("[ARGS]" in template or "[CALL_ID]" in template),
+            ("[ARGS]", "[CALL_ID]"),
             _mistral,
             ("", "", ""),
             ("[TOOL_CALLS]", "[ARGS]", ""),
@@ -127,7 +125,7 @@ FORMATS = {
         ),
         ToolFormat(
             "mistral",
-            lambda template: "[TOOL_CALLS]" in template,
+            ("[TOOL_CALLS]",),
             _mistral,
             ("[TOOL_CALLS] [", ", ", "]"),
             _json_call("arguments"),
@@ -135,7 +133,7 @@ FORMATS = {
         ),
         ToolFormat(
             "harmony",
-            lambda template: CHANNEL in template,
+            (CHANNEL,),
             None,
             ("", "", ""),
             (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
@@ -147,7 +145,7 @@ FORMATS = {
         ),
         ToolFormat(
             "qwen3_coder",
-            lambda template: "<function=" in template,
+            ("<function=",),
             _marked,
             ("", "\n", ""),
             ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
@@ -156,7 +154,7 @@ FORMATS = {
         ),
         ToolFormat(
             "hermes",
-            lambda template: "<tool_call>" in template,
+            ("<tool_call>",),
             _marked,
             ("", "\n", ""),
             _json_call("arguments", "<tool_call>\n", "\n</tool_call>"),
@@ -164,7 +162,7 @@ FORMATS = {
         ),
         ToolFormat(
             "pythonic",
-            lambda template: "<|python_start|>" in template or "func_name1(params_name1" in template,
+            ("<|python_start|>", "func_name1(params_name1"),
             _python,
             ("[", ", ", "]"),
             ("", "(", ")"),
@@ -173,7 +171,7 @@ FORMATS = {
         ),
         ToolFormat(
             "llama3_json",
-            lambda template: "<|python_tag|>" in template or '"parameters": dictionary of argument' in template,
+            ("<|python_tag|>", '"parameters": dictionary of argument'),
             _llama,
             ("", "; ", ""),
             _json_call("parameters"),
@@ -185,10 +183,16 @@ FORMATS = {
 """The formats by name; of several that a template has, the first is chosen."""
 
 
+def _found(tokenizer: Any, *, of_messages: bool = False) -> ToolFormat | None:
+    """Return the first format whose sign is in a chat template. of_messages: look only at formats of whole messages."""
+    template = _template(tokenizer)
+    formats = [one for one in FORMATS.values() if one.message is not None or not of_messages]
+    return next((one for one in formats if any(sign in template for sign in one.signs)), None)
+
+
 def has_format(tokenizer: Any) -> bool:
     """True if a chat template's format of calls is known."""
-    template = _template(tokenizer)
-    return any(one.is_in(template) for one in FORMATS.values())
+    return _found(tokenizer) is not None
 
 
 def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
@@ -196,13 +200,9 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
 
     Raises ConfigError for a model without a chat template for tools, or with an unknown format.
     """
-    template = _template(tokenizer)
     if not describes_tools(tokenizer):
         raise ConfigError("the chat template of this model does not describe tools")
-    if name != "auto":
-        return FORMATS[name]
-
-    found = next((one for one in FORMATS.values() if one.is_in(template)), None)
+    found = _found(tokenizer) if name == "auto" else FORMATS[name]
     if found is None:
         names = ", ".join(FORMATS)
         raise ConfigError(f"the format of this model's tool calls is not known; choose it by --tool-format: {names}")
@@ -211,8 +211,7 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
 
 def message_format(tokenizer: Any) -> ToolFormat | None:
     """Return the format of whole messages that a chat template has, None if it has none."""
-    template = _template(tokenizer)
-    return next((one for one in FORMATS.values() if one.message is not None and one.is_in(template)), None)
+    return _found(tokenizer, of_messages=True)
 
 
 def describes_tools(tokenizer: Any) -> bool:
@@ -232,21 +231,13 @@ def _template(tokenizer: Any) -> str:
 
 def visible_ids(chosen: ToolFormat | None, tokenizer: Any, *, reasons: bool = False) -> tuple[int, ...]:
     """Return the special tokens that must stay in the text of an output: those of a format, and the marks of reasoning."""
-    special = {index: one.content for index, one in _added(tokenizer).items() if one.special}
-
     markers = {*(chosen.markers if chosen is not None else ()), *((message.BEGIN, message.END) if reasons else ())}
-    return tuple(sorted(index for index, text in special.items() if text in markers))
+    return tuple(sorted(index for index, one in _added(tokenizer).items() if one.special and one.content in markers))
 
 
 def _added(tokenizer: Any) -> Mapping[int, Any]:
     """Return the added tokens by id; none for a tokenizer of another library."""
     return getattr(tokenizer, "added_tokens_decoder", None) or {}
-
-
-def _ids(tokenizer: Any, markers: Sequence[str]) -> dict[str, int]:
-    """Return the ids of the markers that are added tokens."""
-    added = {one.content: index for index, one in _added(tokenizer).items()}
-    return {marker: added[marker] for marker in markers if marker in added}
 
 
 def grammar_of(
@@ -264,7 +255,8 @@ def grammar_of(
     chosen: None without tools. after_reasoning: True if the output begins inside reasoning. may_reason: True if it may begin with
     reasoning. answer: schema of an output without calls. Raises ConfigError for tools that the format cannot express.
     """
-    terminal = partial(_terminals, _ids(tokenizer, () if chosen is None else chosen.markers))
+    added = {one.content: index for index, one in _added(tokenizer).items()}
+    terminal = _terminal(added, () if chosen is None else chosen.markers)
     outputs, before, rules = list[str](), "", list[str]()
     if chosen is not None and tools:
         begin, between, end = map(terminal, chosen.around)
@@ -278,7 +270,7 @@ def grammar_of(
         before = f"({terminal(chosen.thought[0])} thought)?"
         rules.append(_up_to("thought", chosen.thought[1], terminal))
     if after_reasoning or may_reason:
-        marks = partial(_terminals, _ids(tokenizer, (message.BEGIN, message.END)))
+        marks = _terminal(added, (message.BEGIN, message.END))
         before += " reasoning /\\n*/" if after_reasoning else f" ({marks(message.BEGIN)} reasoning /\\n*/)?"
         rules.append(_up_to("reasoning", message.END, marks))
     return "\n".join([f"start: {before} output", f"output: {' | '.join(outputs)}", *rules]) + "\n"
@@ -286,8 +278,6 @@ def grammar_of(
 
 def _calls(chosen: ToolFormat, tools: Sequence[Tool], terminal: Terminal) -> list[str]:
     """Return the rules of a call of one of the tools."""
-    if chosen.is_python:
-        _check_python(tools)
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         before, middle, after = chosen.call
@@ -295,7 +285,7 @@ def _calls(chosen: ToolFormat, tools: Sequence[Tool], terminal: Terminal) -> lis
         if chosen.is_tagged:
             rules += rules_of(f"args_{i}", tool)
         elif chosen.is_python:
-            rules += _keywords(f"args_{i}", tool.parameters)
+            rules += _keywords(f"args_{i}", tool)
         else:
             rules.append(f"args_{i}: {json_rule({'type': 'object', **tool.parameters})}")
     return rules
@@ -309,46 +299,36 @@ def _up_to(rule: str, ending: str, terminal: Terminal) -> str:
     return f"{rule}[suffix={json.dumps(ending)}]: /(.|\\n)*/"
 
 
-def _check_python(tools: Sequence[Tool]) -> None:
-    """Raise ConfigError for tools that cannot be written as Python calls with keyword arguments."""
-    for tool in tools:
-        properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
-        if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise ConfigError(f"the parameters of {tool.name!r} are no JSON schema of an object")
-        for name in (*tool.name.split("."), *properties):
-            if not name.isidentifier() or iskeyword(name):
-                raise ConfigError(
-                    f"this model writes Python calls, in which {name!r} cannot be a name; use tool_choice='auto'"
-                )
+def _terminal(added: Mapping[str, int], markers: Sequence[str]) -> Terminal:
+    """Return a function from a text to its terminals: markers that are tokens as such, the rest as strings."""
+    pattern = re.compile("(" + "|".join(re.escape(one) for one in markers if one in added) + ")")
+
+    def terminals(text: str) -> str:
+        parts = pattern.split(text) if pattern.pattern != "()" else [text]
+        return " ".join(f"<[{added[one]}]>" if i % 2 else json.dumps(one) for i, one in enumerate(parts) if one)
+
+    return terminals
 
 
-def _terminals(ids: Mapping[str, int], text: str) -> str:
-    """Return the terminals of a text: markers that are tokens as such, the rest as strings. ids: of those markers."""
-    for marker, index in ids.items():
-        before, found, rest = text.partition(marker)
-        if found:
-            return f" <[{index}]> ".join(_terminals(ids, part) for part in (before, rest))
-    return json.dumps(text) if text else ""
+def _keywords(rule: str, tool: Tool) -> list[str]:
+    """Return the rules of keyword arguments: the required ones, then others, in the order of the schema.
 
-
-def _keywords(rule: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return the rules of keyword arguments: the required ones, then others, in the order of the schema."""
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    needed = [name for name in properties if name in schema.get("required", ())]
-    names = needed + [name for name in properties if name not in needed]
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    Raises ConfigError for tools that cannot be written as Python calls with keyword arguments.
+    """
+    names, count = ordered(tool)
+    for name in (*tool.name.split("."), *names):
+        if not name.isidentifier() or iskeyword(name):
+            raise ConfigError(
+                f"this model writes Python calls, in which {name!r} cannot be a name; use tool_choice='auto'"
+            )
+    shared, schemas = definitions(tool), [tool.parameters["properties"][name] for name in names]
     rules = [
-        f"{rule}_{i}: {json.dumps(name + '=')} {json_rule({**shared, **_object(properties[name])})}"
-        for i, name in enumerate(names)
+        f"{rule}_{i}: {json.dumps(name + '=')} {json_rule({**shared, **(one if isinstance(one, Mapping) else {})})}"
+        for i, (name, one) in enumerate(zip(names, schemas, strict=True))
     ]
-    tails = [f'{rule}_tail_{i}: (", " {rule}_{i})? {rule}_tail_{i + 1}' for i in range(len(needed), len(names))]
-    last = f"{rule}_tail_{len(names)}: "
-    if needed:
-        whole = ' ", " '.join(f"{rule}_{i}" for i in range(len(needed))) + f" {rule}_tail_{len(needed)}"
+    tails = [f'{rule}_tail_{i}: (", " {rule}_{i})? {rule}_tail_{i + 1}' for i in range(count, len(names))]
+    if count:
+        whole = ' ", " '.join(f"{rule}_{i}" for i in range(count)) + f" {rule}_tail_{count}"
     else:
         whole = " | ".join(['""', *(f"{rule}_{i} {rule}_tail_{i + 1}" for i in range(len(names)))])
-    return [f"{rule}: {whole}", *rules, *tails, last + '""']
-
-
-def _object(schema: Any) -> Mapping[str, Any]:
-    return schema if isinstance(schema, Mapping) else {}
+    return [f"{rule}: {whole}", *rules, *tails, f'{rule}_tail_{len(names)}: ""']

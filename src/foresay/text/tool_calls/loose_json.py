@@ -163,6 +163,7 @@ class LooseJson:
         self._write(before)
         if len(self._stack) == 1 and self._name is not None:
             self.members[self._name], self._start = "", self._length
+            self.complete.discard(self._name)  # a repeated key
 
     def _end_value(self) -> None:
         self._wants, self.done = "comma", not self._stack

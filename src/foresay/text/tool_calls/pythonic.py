@@ -25,37 +25,33 @@ class PythonReader(Reader):
     def __init__(self, first: int, end: str = "") -> None:
         """end: a marker that may follow the list."""
         super().__init__(first)
-        self._unread, self._end = "", end
+        self._end = end
         self._calls: list[tuple[str, LooseJson]] = []
 
-    def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """See Reader."""
-        self.text += text
-        self._unread += text
-        pieces: list[CallPiece] = []
-        while not self.ended and self._unread:
-            if self.num_calls:
-                after = self._unread.lstrip()
-                if len(after) < len(self._end) and self._end.startswith(after):
-                    break
-                self.ended, self._unread = True, after.removeprefix(self._end) if self._end else self._unread
-            elif self._calls and not self._calls[-1][1].done:
-                self._unread = self._calls[-1][1].push(self._unread)
-                self.ended = self._calls[-1][1].broken
-            elif found := (_NEXT if self._calls else _FIRST).match(self._unread):
-                self._calls.append((found[1], LooseJson("(")))
-                self._unread = self._unread[found.end() - 1 :]
-            elif self._calls and (found := _LAST.match(self._unread)):
-                self._unread = self._unread[found.end() :]
-                pieces = self._read()
-                self.ended = not self.num_calls or not self._end
-            elif _UNFINISHED.fullmatch(self._unread):
-                break
-            else:
-                self.ended = True
-        rest = self._unread if self.ended else ""
-        self.text = self.text[: len(self.text) - len(rest)]
-        return rest, pieces
+    def _next(self) -> list[CallPiece] | None:
+        if not self._unread:
+            return None
+        if self.num_calls:
+            after = self._unread.lstrip()
+            if len(after) < len(self._end) and self._end.startswith(after):
+                return None
+            self.ended, self._unread = True, after.removeprefix(self._end) if self._end else self._unread
+        elif self._calls and not self._calls[-1][1].done:
+            self._unread = self._calls[-1][1].push(self._unread)
+            self.ended = self._calls[-1][1].broken
+        elif found := (_NEXT if self._calls else _FIRST).match(self._unread):
+            self._calls.append((found[1], LooseJson("(")))
+            self._unread = self._unread[found.end() - 1 :]
+        elif self._calls and (found := _LAST.match(self._unread)):
+            self._unread = self._unread[found.end() :]
+            pieces = self._read()
+            self.ended = not self.num_calls or not self._end
+            return pieces
+        elif _UNFINISHED.fullmatch(self._unread):
+            return None
+        else:
+            self.ended = True
+        return []
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """See Reader. A list of complete calls whose last bracket is missing is one."""

@@ -14,7 +14,7 @@ from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls.calls import CallPiece, Tool
 from foresay.text.tool_calls.loose_json import LooseJson
-from foresay.text.tool_calls.parsers import Reader, after_fault, as_json, has_surrogates, overlap
+from foresay.text.tool_calls.parsers import Reader, as_json, has_surrogates, overlap
 from foresay.text.tool_calls.schema_types import Allowed
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
@@ -42,7 +42,7 @@ class TaggedReader(Reader):
 
     def __init__(self, first: int, schemas: Mapping[str, Mapping[str, Any]], *, begun: bool = False) -> None:
         """schemas: of each tool's arguments. begun: True after "<function=" instead of "<tool_call>"."""
-        super().__init__(first)
+        super().__init__(first, _STOPS)
         self._schemas, self._unread = schemas, _FUNCTION if begun else ""
         self._names = schemas if begun else None
         """Names that a call may have, None for any."""
@@ -54,41 +54,21 @@ class TaggedReader(Reader):
         """Characters of the value that contain no tag that may end it."""
         self._object: LooseJson | None = None
         """Arguments that are written as an object instead of parameters."""
-        self._is_last = self._is_closed = self._drops = False
-        """_drops: True in the rest of an object with a fault, which is lost, because its beginning was sent."""
-
-    def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """See Reader."""
-        self.text += text
-        self._unread += text
-        out: list[CallPiece] = []
-        while not self.ended and (piece := self._next()) is not None:
-            if piece.name is not None or piece.arguments:
-                out.append(piece)
-        rest = self._unread if self.ended else ""
-        if self._names is not None and not self.num_calls:
-            rest = rest[len(_FUNCTION) :]  # it was read before
-        self.text = self.text[: len(self.text) - len(rest)]
-        return rest, out
+        self._is_last = self._is_closed = False
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """See Reader. Closes the value and the call."""
         self._is_last = True
-        _, out = self.push("")
+        rest, out = self.push("")
         if self.num_calls and not self._is_closed:
-            out.append(self._close())
-        return self._unread if self.ended else "", out
+            out += self._close() or [CallPiece(self.first, None, "")]
+        return rest, out
 
-    def _next(self) -> CallPiece | None:
-        """Read the next complete part. Returns None if more text is needed, or at the end of the call."""
+    def _next(self) -> list[CallPiece] | None:
         if self._key is not None:
             return self._read_value(self._key)
         if self._object is not None and not self._object.done:
             return self._read_object(self._object)
-        if self._drops:
-            self._unread, self._drops = after_fault(self._unread, _STOPS)
-            if self._drops:
-                return None
         text = self._unread.lstrip()
         if not self.num_calls:
             return self._read_name(text)
@@ -100,10 +80,10 @@ class TaggedReader(Reader):
         takes = not self._is_closed and self._object is None
         if takes and (found := _HEAD.match(text)) and text.startswith(_PARAMETER):
             self._key, self._unread, self._scanned = _name(found), text[found.end() :], 0
-            return CallPiece(self.first, None, "")
+            return []
         if takes and text.startswith("{") and not self._keys:
             self._unread, self._object = text, LooseJson(ends=_STOPS)
-            return CallPiece(self.first, None, "")
+            return []
         if text.startswith(_PARAMETER) and not _UNFINISHED.fullmatch(text):
             text = "-"  # no tag: a name is short
         begins = (_END, *(() if self._is_closed else (_END_FUNCTION,)), *((_PARAMETER,) if takes else ()))
@@ -112,7 +92,7 @@ class TaggedReader(Reader):
             return None if self._is_closed else self._close()
         return None
 
-    def _read_name(self, text: str) -> CallPiece | None:
+    def _read_name(self, text: str) -> list[CallPiece] | None:
         found = _HEAD.match(text) if text.startswith(_FUNCTION) else None
         name = _name(found) if found else ""
         if found is None and (
@@ -121,39 +101,44 @@ class TaggedReader(Reader):
             return None
         if found is None or not name or has_surrogates(name) or (self._names and name not in self._names):
             self.ended = True
+            if self._names is not None:
+                self._unread = self._unread[len(_FUNCTION) :]  # it was read before
             return None
         self._unread, self.num_calls = text[found.end() :], 1
         self._schema = self._schemas.get(name) or {}
-        return CallPiece(self.first, name, "")
+        return [CallPiece(self.first, name, "")]
 
-    def _read_object(self, found: LooseJson) -> CallPiece | None:
+    def _sent(self, arguments: str) -> list[CallPiece]:
+        return [CallPiece(self.first, None, arguments)] if arguments else []
+
+    def _read_object(self, found: LooseJson) -> list[CallPiece] | None:
         sent, text = len(found.json), self._unread
         self._unread = found.push(text)
         self._drops = found.broken
         if found.broken or (self._is_last and not self._unread):
             found.close()
-        return CallPiece(self.first, None, found.json[sent:]) if text or found.done else None
+        return self._sent(found.json[sent:]) if text or found.done else None
 
-    def _close(self) -> CallPiece:
+    def _close(self) -> list[CallPiece]:
         """Close the arguments."""
         self._is_closed = True
         if self._object is not None and self._object.json:
-            return CallPiece(self.first, None, "")
-        return CallPiece(self.first, None, "}" if self._keys else "{}")
+            return []
+        return self._sent("}" if self._keys else "{}")
 
-    def _read_value(self, key: str) -> CallPiece | None:
+    def _read_value(self, key: str) -> list[CallPiece] | None:
         found = self._end_of_value()
         if found is None:
             return None
         value, self._unread, self._key = self._unread[: found[0]], self._unread[found[1] :], None
         if key in self._keys:  # a repeated parameter: the first was sent
-            return CallPiece(self.first, None, "")
+            return []
         opening = ", " if self._keys else "{"
         self._keys.add(key)
         value = value.removeprefix("\n").removesuffix("\n")
         properties = self._schema.get("properties")
         schema = (properties if isinstance(properties, Mapping) else {}).get(key)
-        return CallPiece(self.first, None, f"{opening}{as_json(key)}: {Allowed(schema, self._schema).json_of(value)}")
+        return self._sent(f"{opening}{as_json(key)}: {Allowed(schema, self._schema).json_of(value)}")
 
     def _end_of_value(self) -> tuple[int, int] | None:
         """Return where the value ends and where the text goes on. None if that is not known yet."""
@@ -196,19 +181,30 @@ def rules_of(rule: str, tool: Tool) -> list[str]:
 
     Raises ConfigError for strings with bounds that the grammar does not express.
     """
-    properties = tool.parameters.get("properties") or {}
-    required = tool.parameters.get("required") or []
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise ConfigError(f"the parameters of {tool.name!r} are no JSON schema of an object")
-    names = [name for name in properties if name in required]
-    names += [name for name in properties if name not in required]
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    names, count = ordered(tool)
+    shared, properties = definitions(tool), tool.parameters.get("properties", {})
     rules, parts = list[str](), []
     for i, name in enumerate(names):
-        parts.append(f"{rule}_{i}" if name in required else f"({rule}_{i})?")
+        parts.append(f"{rule}_{i}" if i < count else f"({rule}_{i})?")
         opening, ending = json.dumps(f"{_PARAMETER}{name}>\n"), f"\n{_END_PARAMETER}\n"
         rules += _value(f"{rule}_{i}", opening, ending, properties[name], shared, tool.name)
     return [f"{rule}: " + (" ".join(parts) or '""'), *rules]
+
+
+def definitions(tool: Tool) -> dict[str, Any]:
+    """Return the part of a tool's schema to which the schemas of its parameters may refer."""
+    return {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+
+
+def ordered(tool: Tool) -> tuple[list[str], int]:
+    """Return the names of a tool's parameters, the required ones first, and the number of these.
+
+    Raises ConfigError for parameters that are no schema of an object.
+    """
+    properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise ConfigError(f"the parameters of {tool.name!r} are no JSON schema of an object")
+    return sorted(properties, key=lambda name: name not in required), sum(name in required for name in properties)
 
 
 def _value(rule: str, opening: str, ending: str, schema: Any, shared: Mapping[str, Any], tool: str) -> list[str]:

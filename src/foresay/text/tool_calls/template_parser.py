@@ -24,7 +24,7 @@ def has_response_template(tokenizer: Any) -> bool:
 
 
 class TemplateParser:
-    """Splits an output into reasoning, content and calls; see OutputParser."""
+    """Splits an output into reasoning, content and calls; see Parser."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TemplateParser:
         self._is_broken = False
 
     def push(self, text: str) -> Pieces:
-        """See OutputParser."""
+        """See Parser."""
         if self._is_broken:
             return self._content(text)
         try:
@@ -59,7 +59,7 @@ class TemplateParser:
             return self._content(text)
 
     def finish(self) -> Pieces:
-        """See OutputParser."""
+        """See Parser."""
         if self._is_broken:
             return Pieces()
         try:

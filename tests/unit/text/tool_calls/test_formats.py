@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from foresay.text.grammar import Grammar
 from foresay.text.tool_calls.calls import Tool
 from foresay.text.tool_calls.formats import FORMATS, format_of, grammar_of, visible_ids
 from helpers import tiny
+from helpers.tool_chats import written
 
 TEMPLATES = {
     "harmony": "{{ tools }}<|start|>assistant<|channel|>final<|message|>",
@@ -106,17 +106,7 @@ def accepts(grammar: str, text: str, one: Any) -> bool:
 
 
 def output(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    one = FORMATS[name]
-    texts = []
-    for function, arguments in calls:
-        inside = (
-            ", ".join(f"{k}={json.dumps(v)}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
-        )
-        if one.is_tagged:
-            shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
-            inside = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown.items())
-        texts.append(one.call[0] + function + one.call[1] + inside + one.call[2])
-    return one.around[0] + one.around[1].join(texts) + one.around[2]
+    return written(FORMATS[name], *calls)
 
 
 ROME, OSLO = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo", "when": True})
@@ -187,16 +177,12 @@ def test_a_grammar_after_reasoning(added: bool) -> None:
     call = output("hermes", ("time", {}))
     assert accepts(grammar, f"so, the time\n</think>\n\n{call}", one)
     assert not accepts(grammar, call, one)
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_a_draft_in_reasoning_is_taken_back(added: bool) -> None:
-    one = tokenizer(None, *(("</think>",) if added else ()))
-    grammar = grammar_of(FORMATS["hermes"], [TIME], one, parallel=True, after_reasoning=True)
     mask = Grammar(grammar, one, len(one), [0]).mask_after(0)
     before, draft = one("so, the ").input_ids, one("time\n</think>\n").input_ids
     assert mask.forced_tokens(before) is not None and mask.forced_tokens(before + draft) is not None
-    assert mask.forced_tokens(before + one("x").input_ids) is not None and not mask._matcher.is_error()
+    assert mask.forced_tokens(before + one("x").input_ids) is not None and not mask._matcher.is_error(), (
+        "it is taken back"
+    )
 
 
 @pytest.mark.parametrize(

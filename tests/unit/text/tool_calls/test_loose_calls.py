@@ -12,9 +12,8 @@ from foresay.text.tool_calls import parsers
 from foresay.text.tool_calls.calls import Pieces
 from foresay.text.tool_calls.formats import FORMATS
 from foresay.text.tool_calls.message import MessageParser
-from foresay.text.tool_calls.named import NamedReader
-from foresay.text.tool_calls.parsers import ObjectReader
-from foresay.text.tool_calls.tagged import TaggedReader
+from foresay.text.tool_calls.parsers import Reader
+from helpers.tool_chats import parser_of, read_output
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -167,6 +166,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
         "",
         [("f", {"path": "x", "text": "y"})],
     ),
+    "a repeated key": (HERMES, '<tool_call>{"name": "f", "arguments": "n", "arguments": "{}"}</tool_call>', "", [("f", {})]),
     "cut in a string": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x', "", [X]),
     "cut in a key": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x", "te', "", [X]),
     "cut in an escape": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": "x\\u00', "", [X]),
@@ -226,36 +226,18 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
 }  # fmt: skip
 
 
-def read(name: str, text: str, cuts: random.Random | None = None) -> Pieces:
+def read(name: str, text: str, cuts: random.Random | None = None) -> tuple[str, str, list[tuple[str, str]]]:
     """The message that a text becomes, cut anywhere."""
-    one = FORMATS[name]
-    calls = None if one.parser is None else one.parser(TOOLS, False)
-    parser: Any = MessageParser(calls) if one.message is None else one.message(None, False)
-    out, at = Pieces(), 0
-    while at < len(text):
-        step = len(text) if cuts is None else cuts.randrange(1, 9)
-        out.add(parser.push(text[at : at + step]))
-        at += step
-    out.add(parser.finish())
-    return out
-
-
-def calls_of(pieces: Pieces) -> list[tuple[str | None, str]]:
-    whole: list[tuple[str | None, str]] = []
-    for one in pieces.calls:
-        if one.index == len(whole):
-            whole.append((one.name, ""))
-        whole[one.index] = (whole[one.index][0], whole[one.index][1] + one.arguments)
-    return whole
+    return read_output(parser_of(name, TOOLS), text, 1 + len(text) if cuts is None else cuts)
 
 
 @pytest.mark.parametrize("case", LOOSE)
 def test_loose_calls(case: str) -> None:
     name, text, content, calls = LOOSE[case]
     for seed in range(8):
-        found = read(name, text, random.Random(seed) if seed else None)
-        assert [(one, json.loads(arguments)) for one, arguments in calls_of(found)] == calls
-        assert (found.content, found.reasoning) == (content, "")
+        *found, written = read(name, text, random.Random(seed) if seed else None)
+        assert [(one, json.loads(arguments)) for one, arguments in written] == calls
+        assert found == [content, ""]
 
 
 PARTS = (
@@ -278,30 +260,27 @@ def test_any_text(name: str, seed: int) -> None:
             loose = chance.choice([one[1] for one in LOOSE.values() if one[0] == name] or [text])
             at = chance.randrange(len(loose))
             text = loose[:at] + chance.choice(["", chance.choice(PARTS)]) + loose[at + chance.randrange(3) :]
-        whole = read(name, text)
+        content, reasoning, calls = read(name, text)
         for _ in range(3):
-            cut = read(name, text, chance)
-            assert (cut.content, cut.reasoning, calls_of(cut)) == (whole.content, whole.reasoning, calls_of(whole)), (
-                text
-            )
-        for _, arguments in calls_of(whole):
+            assert read(name, text, chance) == (content, reasoning, calls), text
+        for _, arguments in calls:
             assert isinstance(json.loads(arguments), dict), text
         if name != "harmony":
-            assert whole.calls or whole.content == text, "a text without calls is content, whole"
+            assert calls or content == text, "a text without calls is content, whole"
             rest = iter(text)
-            assert all(char in rest for char in whole.content), text
+            assert all(char in rest for char in content), text
 
 
 @pytest.mark.parametrize("case", [case for case, one in LOOSE.items() if one[0] == CODER])
 def test_calls_come_back_as_history(case: str) -> None:
     """A template as Qwen3-Coder's writes the arguments, sent back as text, so that they are read as the same again."""
     _, text, _, calls = LOOSE[case]
-    (sent, *_) = [arguments for _, arguments in calls_of(read(CODER, text))]
+    (sent, *_) = [arguments for _, arguments in read(CODER, text)[2]]
     again = ""
     for key, value in json.loads(sent).items():
         shown = json.dumps(value) if isinstance(value, dict | list) else str(value)
         again += f"<parameter={key}>\n{shown}\n</parameter>\n"
-    found = calls_of(read(CODER, tagged(again)))
+    found = read(CODER, tagged(again))[2]
     assert [(one, json.loads(arguments)) for one, arguments in found] == calls[:1]
 
 
@@ -324,8 +303,7 @@ def test_a_name_that_never_ends_is_content(tag: str) -> None:
 def test_repeated_markers_are_read_in_linear_work(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The characters that readers get, for a whole output at once."""
     work, long = list[int](), 1500
-    for kind in (ObjectReader, TaggedReader, NamedReader):
-        monkeypatch.setattr(kind, "push", counting(kind.push, work))
+    monkeypatch.setattr(Reader, "push", counting(Reader.push, work))
     read(name, part * long)
     assert sum(work) < 100 * len(part * long)
 
@@ -354,11 +332,6 @@ def test_control_of_the_property() -> None:
 
     calls = FORMATS[HERMES].parser
     assert calls is not None
-    text, found = LOOSE["single quotes"][1], list[bool]()
-    for step in (5, len(text)):
-        parser, out = Hasty(calls(TOOLS, False)), Pieces()
-        for at in range(0, len(text), step):
-            out.add(parser.push(text[at : at + step]))
-        out.add(parser.finish())
-        found.append(out.content == text)
+    text = LOOSE["single quotes"][1]
+    found = [read_output(Hasty(calls(TOOLS, False)), text, step)[0] == text for step in (5, len(text))]
     assert found == [True, False]

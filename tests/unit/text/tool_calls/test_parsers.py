@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces
-from foresay.text.tool_calls.formats import FORMATS, ToolFormat
-from foresay.text.tool_calls.message import MessageParser
+from foresay.text.tool_calls.formats import FORMATS
+from helpers.tool_chats import parser_of, read_output, written
 
 Found = tuple[str, str, list[tuple[str, str]]]
 SCHEMAS: dict[str, Any] = {
@@ -27,57 +27,19 @@ CALLS = [
 ]
 
 
-def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, **more: bool) -> Found:
+def parsed(name: str, text: str, cuts: int | random.Random, **more: bool) -> Found:
     """Content, reasoning and calls of an output."""
-    chosen = FORMATS[name] if name else None
-    calls_of = chosen.parser(SCHEMAS, False) if chosen is not None and chosen.parser is not None else None
-    parser: Any = MessageParser(calls_of, reasons=reasons, **more)
-    if chosen is not None and chosen.message is not None:
-        parser = chosen.message(None, False)
-    content = reasoning = ""
-    calls: list[tuple[str, str]] = []
-    at = 0
-    while True:
-        step = cuts if isinstance(cuts, int) else cuts.randrange(1, 12)
-        ended = at >= len(text)
-        pieces = parser.finish() if ended else parser.push(text[at : at + step])
-        if pieces.ends_reasoning:
-            content, reasoning = "", reasoning + content
-        content, reasoning, at = content + pieces.content, reasoning + pieces.reasoning, at + step
-        for one in pieces.calls:
-            if one.name is not None:
-                assert one.index == len(calls), "calls are numbered in order"
-                calls.append((one.name, ""))
-            calls[one.index] = (calls[one.index][0], calls[one.index][1] + one.arguments)
-        if ended:
-            assert parser.num_calls == len(calls)
-            return content, reasoning, calls
+    return read_output(parser_of(name, SCHEMAS, **more), text, cuts)
 
 
-def written(one: ToolFormat, calls: list[tuple[str, dict[str, object]]]) -> str:
-    """Calls as the family writes them."""
-    (begin, between, end), (before, middle, after) = one.around, one.call
-    texts = []
-    for name, arguments in calls:
-        given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
-        if one.is_tagged:
-            shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
-            given = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown.items())
-        texts.append(before + name + middle + given + after)
-    return begin + between.join(texts) + end
-
-
-CONSTRAINED = [name for name, one in FORMATS.items()]
-
-
-@pytest.mark.parametrize("name", CONSTRAINED)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_a_family_writes(name: str, seed: int) -> None:
     chance, one = random.Random(seed), FORMATS[name]
     calls = [chance.choice(CALLS[: 1 if one.is_python and seed else 3]) for _ in range(chance.randrange(1, 4))]
     calls = [(n.replace("-", "_"), a) for n, a in calls if not (one.is_python and "in" in a)] or CALLS[:1]
     calls = calls if one.parallel or name == "llama3_json" else calls[:1]
-    content, reasoning, found = parsed(name, written(one, calls), chance)
+    content, reasoning, found = parsed(name, written(one, *calls, value=repr), chance)
     assert (content.strip(), reasoning) == ("", "")
     assert [(n, json.loads(a)) for n, a in found] == calls
 
@@ -90,17 +52,10 @@ DEEP = "[" * 3000 + "]" * 3000
 CASES: dict[str, tuple[str, str, Found]] = {
     "tagged: text around": ("qwen3_coder", f"I look.\n{CODER}\nDone.", ("I look.\nDone.", "", [("w", '{"a": 1}')])),
     "tagged: two": ("qwen3_coder", f"{CODER}\n{CODER}", ("", "", [("w", '{"a": 1}')] * 2)),
-    "tagged: no first mark": ("qwen3_coder", CODER.removeprefix("<tool_call>\n"), ("", "", [("w", '{"a": 1}')])),
-    "tagged: no last mark": ("qwen3_coder", CODER.removesuffix("</tool_call>") + "x", ("x", "", [("w", '{"a": 1}')])),
     "tagged: lines": (
         "qwen3_coder",
         "<tool_call><function=find><parameter=what>\na <b>\n\n1\n</parameter></function></tool_call>",
         ("", "", [("find", '{"what": "a <b>\\n\\n1"}')]),
-    ),
-    "tagged: a number that is a string": (
-        "qwen3_coder",
-        "<tool_call><function=find><parameter=what>7</parameter></function></tool_call>",
-        ("", "", [("find", '{"what": "7"}')]),
     ),
     "tagged: text that is no JSON": (
         "qwen3_coder",
@@ -115,18 +70,12 @@ CASES: dict[str, tuple[str, str, Found]] = {
         ("Hello.", "hm", []),
     ),
     "harmony: a call": ("harmony", THINKS + HARMONY, ("", "hm", [("w", '{"a": 1}')])),
-    "harmony: the recipient first": (
-        "harmony",
-        f"{THINKS} to=functions.w<|channel|>commentary json<|message|>{{}}<|call|>",
-        ("", "hm", [("w", "{}")]),
-    ),
     "harmony: a preamble": (
         "harmony",
         f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY}",
         ("I look.", "", [("w", '{"a": 1}')]),
     ),
     "harmony: two calls": ("harmony", f"{HARMONY}<|start|>assistant{HARMONY}", ("", "", [("w", '{"a": 1}')] * 2)),
-    "harmony: no arguments": ("harmony", "<|channel|>commentary to=functions.w<|message|><|call|>", ("", "", [("w", "{}")])),
     "harmony: cut": ("harmony", "<|channel|>analysis<|message|>because it <|e", ("", "because it <|e", [])),
     "harmony: plain text": ("harmony", "just text", ("just text", "", [])),
     "an object alone": ("hermes", '{"name": "w", "arguments": {"a": 1}}\n', ("", "", [("w", '{"a": 1}')])),
@@ -136,27 +85,10 @@ CASES: dict[str, tuple[str, str, Found]] = {
     "text after a call": ("hermes", f"{HERMES}\nDone.", ("Done.", "", [("w", '{"a": 1}')])),
     "text between calls": ("hermes", f"{HERMES} and {HERMES}", ("and ", "", [("w", '{"a": 1}')] * 2)),
     "arguments first": ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "w"}</tool_call>', ("", "", [("w", '{"a": 1}')])),
-    "arguments as a string": (
-        "hermes",
-        '<tool_call>{"name": "w", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        ("", "", [("w", '{"a": 1}')]),
-    ),
     "no arguments": ("hermes", '<tool_call>{"name": "w"}</tool_call>', ("", "", [("w", "{}")])),
-    "two calls in one marker": (
-        "hermes",
-        '<tool_call>{"name": "w", "arguments": {}}\n{"name": "v", "arguments": {}}</tool_call>',
-        ("", "", [("w", "{}"), ("v", "{}")]),
-    ),
     "no call after the marker": ("hermes", "<tool_call>none</tool_call> x", ("<tool_call>none</tool_call> x", "", [])),
     "an object that is no call": ("hermes", '<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', "", [])),
     "a name that is none": ("hermes", '<tool_call>{"name": 7}</tool_call>', ('<tool_call>{"name": 7}</tool_call>', "", [])),
-    "cut within a call": ("hermes", HERMES[:-16], ("", "", [("w", "{}")])),
-    "cut before the name": ("hermes", HERMES[:20], (HERMES[:20], "", [])),
-    "a block of code": (
-        "hermes",
-        'So:\n```json\n{\n "name": "w",\n "arguments": {"a": 1}\n}\n```\nDone.',
-        ("So:\nDone.", "", [("w", '{"a": 1}')]),
-    ),
     "a block of other JSON": ("hermes", '```json\n{"name": "Bob"}\n```', ('```json\n{"name": "Bob"}\n```', "", [])),
     "a block of code in between": ("hermes", f"```\nx\n```\n{HERMES}", ("```\nx\n```\n", "", [("w", '{"a": 1}')])),
     "nearly a marker": ("hermes", "a < b <tool", ("a < b <tool", "", [])),
@@ -217,7 +149,6 @@ CASES: dict[str, tuple[str, str, Found]] = {
     "a set of lists": ("pythonic", "[w(a={[1]})]", ("[w(a={[1]})]", "", [])),
     "a number of many digits": ("pythonic", f"[w(a=0x{'f' * 5000})]", (f"[w(a=0x{'f' * 5000})]", "", [])),
     "words of JSON": ("pythonic", "[w(a=true, b=null, c=-1.5)]", ("", "", [("w", '{"a": true, "b": null, "c": -1.5}')])),
-    "brackets in strings": ("pythonic", "[w(a='])', b=\"\\\"]\")] x", ("x", "", [("w", '{"a": "])", "b": "\\"]"}')])),
     "markers around": ("pythonic", "<|python_start|>[w()]<|python_end|>", ("", "", [("w", "{}")])),
     "a list": ("pythonic", "[1, 2] is a list", ("[1, 2] is a list", "", [])),
     "a link": ("pythonic", "[see](http://x) y", ("[see](http://x) y", "", [])),
