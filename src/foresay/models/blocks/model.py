@@ -24,13 +24,12 @@ from foresay.models.blocks.module import BlockLayer
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
-from foresay.models.cpu.product import CompiledProduct
+from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.heads.model import FEATURE_ROWS, DenseProduct, target_rows
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable, attend, feed_forward, rotary_of
-from foresay.models.huggingface.products import Product
 from foresay.threads import all_threads
 
 LAST = 1
@@ -118,7 +117,7 @@ class BlockModel(LanguageModel):
 
     def _compiled(self, activation: str) -> NativeLayers | None:
         products = (self._head, self._context, self._fc, self._markov or self._head)
-        if self.device.type != "cpu" or not all(isinstance(one, CompiledProduct) for one in products):
+        if self.device.type != "cpu" or not all(isinstance(one, NativeProduct) for one in products):
             return None
         try:
             return NativeLayers(self._layers, self._norm, activation, 1.0, self.dtype)

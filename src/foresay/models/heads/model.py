@@ -23,7 +23,7 @@ from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.chain import Limits, NativeChain, Start, table_of
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
-from foresay.models.cpu.product import CompiledProduct, NativeProduct
+from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.heads.config import LAST, NEXT
 from foresay.models.heads.files import Head, check_target
 from foresay.models.huggingface import attention, linears
@@ -31,7 +31,6 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.fused import padded
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
-from foresay.models.huggingface.products import Product
 from foresay.threads import all_threads
 
 FEATURE_ROWS = 16
@@ -121,7 +120,7 @@ class HeadModel(LanguageModel):
         return target_rows(self.target, head.token_ids)
 
     def _compiled(self, activation: str) -> NativeLayers | None:
-        if self.device.type != "cpu" or not isinstance(self._head, CompiledProduct):
+        if self.device.type != "cpu" or not isinstance(self._head, NativeProduct):
             return None
         try:
             first_norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)

@@ -21,21 +21,8 @@ _INSTALL_HINT = "pip install 'foresay[llamacpp]' compiles it for this machine, i
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.DEBUG, 4: logging.INFO}
 """Python's level for each of ggml's (debug, info, warning, error); DEBUG for all others, such as continuation lines."""
 _ERROR = 4
-_REQUIRED_FUNCTIONS = (
-    "llama_memory_seq_rm",
-    "llama_memory_seq_cp",
-    "llama_state_seq_get_data",
-    "llama_decode",
-    "llama_get_memory",
-    "llama_model_is_hybrid",
-    "llama_model_is_diffusion",
-    "llama_model_n_head_kv",
-    "llama_supports_gpu_offload",
-)
-_REQUIRED_FIELDS = {
-    "llama_context_params": {"kv_unified", "swa_full", "n_seq_max"},
-    "llama_model_params": {"use_extra_bufts"},
-}
+_NEWEST_FUNCTION = "llama_model_is_hybrid"
+"""The newest of the functions and fields that are used here."""
 
 
 @cache
@@ -47,11 +34,8 @@ def library() -> Any:
         raise ConfigError(f"backend='llama.cpp' needs llama-cpp-python ({error}): {_INSTALL_HINT}") from None
     except (ImportError, OSError, RuntimeError) as error:  # its shared library cannot be opened
         raise ConfigError(f"llama-cpp-python is installed but cannot be loaded: {error}; {_INSTALL_HINT}") from error
-    missing = [name for name in _REQUIRED_FUNCTIONS if not hasattr(found, name)]
-    for kind, names in _REQUIRED_FIELDS.items():  # ctypes silently accepts unknown fields
-        missing += sorted(names - {field[0] for field in getattr(getattr(found, kind, None), "_fields_", ())})
-    if missing:
-        raise ConfigError(f"this llama-cpp-python is too old (it lacks {', '.join(missing)}); {_INSTALL_HINT}")
+    if not hasattr(found, _NEWEST_FUNCTION):
+        raise ConfigError(f"this llama-cpp-python is too old (it lacks {_NEWEST_FUNCTION}); {_INSTALL_HINT}")
     _redirect_log(found)
     found.llama_backend_init()
     return found
@@ -96,21 +80,18 @@ class Weights:
     """A GGUF file loaded by llama.cpp; freed with the last reference to this object.
 
     gpu_layers: number of layers on GPUs; None for all if there is a GPU. main_gpu: index of the only GPU to use; None splits the
-    layers over all GPUs. extra_buffers: True to let kernels repack weights. Raises ModelLoadError if llama.cpp cannot load the
-    file, and UnsupportedModelError for an encoder, a diffusion model, or a model whose state cannot be rewound.
+    layers over all GPUs. Raises ModelLoadError if llama.cpp cannot load the file, and UnsupportedModelError for an encoder, a
+    diffusion model, or a model whose state cannot be rewound.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, gpu_layers: int | None, main_gpu: int | None, extra_buffers: bool
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, gpu_layers: int | None, main_gpu: int | None) -> None:
         c = library()
         params = c.llama_model_default_params()
         if gpu_layers is not None:
             params.n_gpu_layers = gpu_layers
-        params.use_extra_bufts = extra_buffers
+        params.use_extra_bufts = self.repacked = not _has_amx()
         if main_gpu is not None:
             params.main_gpu, params.split_mode = main_gpu, c.LLAMA_SPLIT_MODE_NONE
-        self.path, self.extra_buffers = Path(path), extra_buffers
         self.offloaded = gpu_layers != 0 and bool(c.llama_supports_gpu_offload())
         """True if layers may be on GPUs."""
         self.pointer: int = c.llama_model_load_from_file(os.fsencode(path), params)
@@ -143,3 +124,11 @@ class Weights:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return int(library().llama_model_size(self.pointer))
+
+
+def _has_amx() -> bool:
+    """True on a processor with AMX, where llama.cpp's kernels for repacked 4-bit weights crash (signal 11)."""
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
