@@ -131,7 +131,7 @@ class NativeProduct(Product):
             struct.bias = structs.address(self._kept, (struct.outputs,), torch.float32)
         self.in_features: int = self.struct.depth
         self.out_features: int = sum(one.outputs for one in self._structs)
-        self.nbytes = sum(part.nbytes for part in parts) + sum(weight.nbytes for weight in weights)
+        self.nbytes: int = sum(part.nbytes for part in parts) + sum(weight.nbytes for weight in weights)
         self.bits = 8.0 * self.nbytes / (self._padded_outputs * self.in_features)
         kinds = [_roundings(one.format, found) for one in self._structs]
         self.allowed = tuple(kind for kind in kinds[0] if all(kind in others for others in kinds))

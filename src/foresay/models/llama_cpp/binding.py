@@ -18,9 +18,8 @@ from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 logger = logging.getLogger("foresay")
 
 _INSTALL_HINT = "pip install 'foresay[llamacpp]' compiles it for this machine, in about 8 minutes"
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.DEBUG, 4: logging.INFO}
-"""Python's level for each of ggml's (debug, info, warning, error); DEBUG for all others, such as continuation lines."""
 _ERROR = 4
+"""ggml's level of errors."""
 _NEWEST_FUNCTION = "llama_model_is_hybrid"
 """The newest of the functions and fields that are used here."""
 
@@ -30,13 +29,14 @@ def library() -> Any:
     """Return the functions of llama.h. Raises ConfigError if llama-cpp-python is missing, broken or too old."""
     try:
         import llama_cpp.llama_cpp as found
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"backend='llama.cpp' needs llama-cpp-python ({error}): {_INSTALL_HINT}") from None
-    except (ImportError, OSError, RuntimeError) as error:  # its shared library cannot be opened
-        raise ConfigError(f"llama-cpp-python is installed but cannot be loaded: {error}; {_INSTALL_HINT}") from error
+    except (ImportError, OSError, RuntimeError) as error:  # it is missing, or its shared library cannot be opened
+        raise ConfigError(
+            f"backend='llama.cpp' needs llama-cpp-python, which cannot be loaded ({error}): {_INSTALL_HINT}"
+        ) from error
     if not hasattr(found, _NEWEST_FUNCTION):
         raise ConfigError(f"this llama-cpp-python is too old (it lacks {_NEWEST_FUNCTION}); {_INSTALL_HINT}")
-    _redirect_log(found)
+    _callbacks.append(found.llama_log_callback(_log))
+    found.llama_log_set(_callbacks[-1], ctypes.c_void_p(0))
     found.llama_backend_init()
     return found
 
@@ -45,23 +45,17 @@ _last_errors: list[str] = []
 """The last four error lines of llama.cpp."""
 
 
-def _redirect_log(found: Any) -> None:
-    """Send llama.cpp's messages to the log; by default it prints thousands of lines to stderr."""
-
-    def write_log(level: int, text: bytes, _: Any) -> None:
-        line = text.decode(errors="replace").strip()
-        if level == _ERROR and line:
-            _last_errors[:] = [*_last_errors[-3:], line]
-        if line and logger.isEnabledFor(_LEVELS.get(level, logging.DEBUG)):
-            logger.log(_LEVELS.get(level, logging.DEBUG), "llama.cpp: %s", line)
-
-    called = found.llama_log_callback(write_log)
-    _callbacks.append(called)
-    found.llama_log_set(called, ctypes.c_void_p(0))
-
-
 _callbacks: list[Any] = []
 """Callbacks registered with llama.cpp, referenced here so that they live as long as the library."""
+
+
+def _log(level: int, text: bytes, _: Any) -> None:
+    """Send llama.cpp's messages to the log; by default it prints thousands of lines to stderr."""
+    line = text.decode(errors="replace").strip()
+    if level == _ERROR and line:
+        _last_errors[:] = [*_last_errors[-3:], line]
+    if line:
+        logger.log(logging.INFO if level == _ERROR else logging.DEBUG, "llama.cpp: %s", line)
 
 
 def last_error() -> str:
@@ -99,19 +93,16 @@ class Weights:
             raise ModelLoadError(f"llama.cpp ({version()}) cannot load {os.fspath(path)!r}: {last_error()}")
         weakref.finalize(self, c.llama_model_free, self.pointer)
         self.vocab = c.llama_model_get_vocab(self.pointer)
-        why = self._unsupported_reason()
-        if why is not None:
-            raise UnsupportedModelError(f"{os.fspath(path)!r} is not supported with backend='llama.cpp': {why}")
-
-    def _unsupported_reason(self) -> str | None:
-        c = library()
-        if c.llama_model_has_encoder(self.pointer):
-            return "it has an encoder"
-        if c.llama_model_is_diffusion(self.pointer):
-            return "it is a diffusion model, which does not generate from left to right"
-        if c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer):
-            return "its recurrent state cannot be rewound to before a rejected token"
-        return None
+        refused = {
+            "it has an encoder": c.llama_model_has_encoder,
+            "it is a diffusion model, which does not generate from left to right": c.llama_model_is_diffusion,
+            "its recurrent state cannot be rewound to before a rejected token": lambda model: (
+                c.llama_model_is_recurrent(model) or c.llama_model_is_hybrid(model)
+            ),
+        }
+        for why, applies in refused.items():
+            if applies(self.pointer):
+                raise UnsupportedModelError(f"{os.fspath(path)!r} is not supported with backend='llama.cpp': {why}")
 
     @property
     def description(self) -> str:

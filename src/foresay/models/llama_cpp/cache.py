@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,9 +64,7 @@ class Context:
     def truncate(self, sequence: int, length: int) -> None:
         """Remove a sequence's tokens from position `length` on. Raises UnsupportedModelError if llama.cpp cannot do that."""
         if not library().llama_memory_seq_rm(self._memory, sequence, length, -1):
-            raise UnsupportedModelError(
-                "llama.cpp cannot rewind this model's cache, so rejected tokens cannot be removed"
-            )
+            raise UnsupportedModelError("llama.cpp cannot rewind this model's cache to remove rejected tokens")
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Set a sequence to the first `length` tokens of another; both share the cells."""
@@ -83,6 +80,11 @@ class Context:
     def restore(self, sequence: int, saved: Bytes) -> bool:
         """Load a saved state into an empty sequence. Return False if there are not enough contiguous free cells."""
         return bool(library().llama_state_seq_set_data(self.pointer, _address(saved), len(saved), sequence))
+
+    def load(self, sequence: int, saved: Bytes, length: int) -> None:
+        """`restore`, in a new context. Raises OutOfMemoryError if the saved tokens do not fit."""
+        if not self.restore(sequence, saved):
+            raise OutOfMemoryError(f"llama.cpp cannot fit {length} tokens into {self.cells} cells")
 
     def decode(self, tokens: IntArray, positions: IntArray, sequences: IntArray, wanted: Flags) -> FloatArray:
         """Append tokens to sequences, and return the logits [number of wanted tokens, V] after the wanted ones, in their order.
@@ -113,17 +115,12 @@ class Context:
         return scores
 
 
-@dataclass(frozen=True, slots=True)
-class SavedRow:
-    """A copy of a row's state in llama.cpp. length: number of tokens in it."""
+class SavedRow(NamedTuple):
+    """A copy of a row's state in llama.cpp. nbytes: its size. length: number of tokens in it."""
 
     data: Bytes
+    nbytes: int
     length: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the copy in bytes."""
-        return int(self.data.nbytes)
 
 
 class LlamaCache(KVCache):
@@ -177,7 +174,8 @@ class LlamaCache(KVCache):
 
     def save_prefix(self, row: int, length: int) -> SavedRow:
         """Return a copy of a row's state, which contains all its tokens and not only the first `length`."""
-        return SavedRow(self._active.save(self._sequences[row]), self.lengths[row])
+        data = self._active.save(self._sequences[row])
+        return SavedRow(data, data.nbytes, self.lengths[row])
 
     def load_prefix(self, row: int, saved: SavedRow, length: int) -> None:
         """Set row `row` to the first `length` tokens of a saved row."""
@@ -187,8 +185,7 @@ class LlamaCache(KVCache):
         if needed > self._active.cells or not self._active.restore(self._sequences[row], saved.data):
             # the free cells may be fragmented, while those of a new context are contiguous
             self._grow(cells=max(needed, self._active.cells + 1))
-            if not self._active.restore(self._sequences[row], saved.data):
-                raise OutOfMemoryError(f"llama.cpp cannot fit {saved.length} tokens into {self._active.cells} cells")
+            self._active.load(self._sequences[row], saved.data, saved.length)
         self._active.truncate(self._sequences[row], length)
         self.lengths[row] = length
 
@@ -216,24 +213,20 @@ class LlamaCache(KVCache):
     def _grow(self, *, cells: int = 0, sequences: int = 0) -> None:
         """Replace the context by a larger one and copy the rows into it."""
         old = self._context
-        cells = _doubled(cells, _INITIAL_CELLS if old is None else old.cells)
-        sequences = min(MAX_SEQUENCES, _doubled(sequences, _INITIAL_SEQUENCES if old is None else old.sequences))
+        sizes = (_INITIAL_CELLS, _INITIAL_SEQUENCES) if old is None else (old.cells, old.sequences)
+        cells, sequences = (
+            size << max(0, -(-wanted // size) - 1).bit_length()
+            for wanted, size in zip((cells, sequences), sizes, strict=True)
+        )
+        sequences = min(MAX_SEQUENCES, sequences)
         new = Context(self._weights, cells, sequences)
         for row, sequence in enumerate(self._sequences):
             if self.lengths[row]:
                 assert old is not None
-                if not new.restore(row, old.save(sequence)):
-                    raise OutOfMemoryError(f"llama.cpp cannot fit {self.lengths[row]} tokens into {cells} cells")
+                new.load(row, old.save(sequence), self.lengths[row])
         self._context = new
         self._sequences = list(range(len(self._sequences)))
         self._free = list(range(sequences - 1, len(self._sequences) - 1, -1))
-
-
-def _doubled(wanted: int, size: int) -> int:
-    """Return `size`, doubled until it is at least `wanted`."""
-    while size < wanted:
-        size *= 2
-    return size
 
 
 def _address(array: Bytes) -> Any:
