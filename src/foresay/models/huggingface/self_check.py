@@ -101,7 +101,8 @@ def fused_difference(model: CausalModel) -> float:
     fused, scores = model.fused, []
     try:
         for decoder, prefilled in ((None, 0), (fused, _PROMPT)):
-            model.fused, cache = decoder, model.new_cache()
+            model.fused = decoder
+            cache = model.new_cache()
             cache.add_rows(1)
             if prefilled:
                 model.forward(ModelInput(tokens[:, :prefilled], (prefilled,), logits=Logits.NONE), cache)

@@ -443,16 +443,10 @@ def test_rows_that_are_not_whole_blocks_are_not_packed(shape: tuple[int, ...]) -
 
 
 def test_attention_of_different_widths_is_refused_when_a_file_is_loaded(tmp_path: Path) -> None:
-    """In a process of its own, which it used to end."""
     path = write_gguf(tmp_path / "model.gguf", llama(), dict.fromkeys(LAYERS, "Q4_0"))
-    reader = gguf.GGUFReader(path)
-    names = [tensor.name for tensor in reader.tensors]
-    assert "blk.0.attn_k.weight" in names
     widen(path, "blk.0.attn_q.weight", 1 << 20)
-    done = tiny.foresay("generate", "--model", str(path), "--max-new-tokens", "2", "hello")
-    shown = done.stderr.decode()
-    assert (done.returncode, done.stdout) == (2, b""), shown
-    assert shown.startswith("foresay: ") and shown.count("\n") == 1
+    with pytest.raises(ModelLoadError, match=r"'blk.0.attn_q.weight' has shape \[64, 1048576\]"):
+        load_model(path)
 
 
 def widen(path: Path, name: str, width: int) -> None:
