@@ -9,7 +9,6 @@ import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, SelfDrafter
-from foresay.models.cache.stores import SpareStores
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.graphs import SWITCH
@@ -96,7 +95,7 @@ def test_passes_are_captured_again_after_every_graph_was_dropped() -> None:
     params, replays = SamplingParams(max_new_tokens=12), 0
     wanted = run(target, PROMPTS, params, gamma=0)[0]
     for _ in range(3):
-        target._spare = SpareStores()
+        target._spare = []
         gc.collect()
         assert not target.graphs._recordings
         assert run(target, PROMPTS, params, gamma=0)[0] == wanted

@@ -33,7 +33,7 @@ class Processor:
         self._memory = os.open("/proc/self/mem", os.O_RDWR)
         folder = Path(tempfile.mkdtemp(prefix="foresay-emulated-"))
         arguments = levels._LEVELS["aarch64"][level][0].split()
-        flags = [flag for flag in build._FLAGS if flag not in ("-shared", "-fPIC")]
+        flags = [flag for flag in build._FLAGS if flag != "-fPIC"]
         driver = Path(__file__).with_name("emulated_driver.cpp")
         output = ["-static", "-o", str(folder / "driver")]
         subprocess.run(

@@ -5,6 +5,7 @@
 // and a text, or 'D', the result, and the changed words.
 
 #include "kernels.cpp"
+#include "multiply.cpp"
 
 #include <csignal>
 #include <cstdlib>

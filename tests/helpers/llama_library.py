@@ -22,14 +22,6 @@ class Batch(ctypes.Structure):
     ]
 
 
-class ModelParams(ctypes.Structure):
-    _fields_ = [("use_extra_bufts", ctypes.c_bool)]
-
-
-class ContextParams(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_bool) for name in ("kv_unified", "swa_full", "n_seq_max")]
-
-
 class Memory:
     """Cells that hold a token at a place, for one sequence or several."""
 
@@ -48,7 +40,6 @@ class Memory:
 class Library(ModuleType):
     """The functions that foresay calls. `contexts` are those that were made, `freed` what was given back."""
 
-    llama_batch, llama_model_params, llama_context_params = Batch, ModelParams, ContextParams
     LLAMA_SPLIT_MODE_NONE = 0
 
     def __init__(self, table: torch.Tensor, *, encoder: bool = False, rewinds: bool = True) -> None:
@@ -165,6 +156,19 @@ class Library(ModuleType):
                 scores.append(self.logits[held[-1] if held else 0, token])
         memory.scores = np.array(scores, dtype=np.float32)
         return 0
+
+    def llama_batch_init(self, size: int, embeddings: int, sequences: int) -> Batch:
+        arrays = [(ctypes.c_int32 * size)() for _ in range(3)]
+        places, wanted = (ctypes.POINTER(ctypes.c_int32) * size)(), (ctypes.c_int8 * size)()
+        each = [(ctypes.c_int32 * sequences)() for _ in range(size)]
+        for i, one in enumerate(each):
+            places[i] = ctypes.cast(one, ctypes.POINTER(ctypes.c_int32))
+        self.kept = [*arrays, places, wanted, each]
+        token, pos, counts = (ctypes.cast(one, ctypes.POINTER(ctypes.c_int32)) for one in arrays)
+        logits = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int8))
+        return Batch(0, token, None, pos, counts, ctypes.cast(places, Batch._fields_[5][1]), logits)
+
+    def llama_batch_free(self, batch: Batch) -> None: ...
 
     def llama_get_logits(self, memory: Memory) -> Any:
         return memory.scores.ctypes.data_as(ctypes.POINTER(ctypes.c_float))

@@ -36,7 +36,7 @@ from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.llama_cpp.binding import version
-from foresay.models.llama_cpp.model import LlamaCppModel, compared
+from foresay.models.llama_cpp.model import LlamaCppModel
 from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import LoadedModel
 
@@ -85,11 +85,8 @@ def _shared(loaded: LoadedModel) -> dict[str, str]:
 
 
 def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: int | None) -> dict[str, str]:
-    difference, same = compared(model)
     layout = (
-        "repacked for this machine"
-        if model.weights.extra_buffers
-        else "in the file's layout: llama.cpp's repacked kernels crash on this machine"
+        "repacked for this machine" if model.weights.repacked else "in the file's layout: repacked ones crash with AMX"
     )
     return {
         "supported": "yes: speculation, ragged batches, every rule, every drafter except heads and self-speculation",
@@ -99,8 +96,8 @@ def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: 
         "context": f"{model.max_length} tokens",
         "memory": _memory(model, model.weights.nbytes, rows, length),
         **_shared(loaded),
-        "same bits": f"{same} of 16 tokens have the same scores alone, together and in a batch; the others differ by up to "
-        f"{difference:.1e} of the scores' range. Where two tokens are that close, the output may depend on batch and draft",
+        "same bits": "no: llama.cpp's sums depend on the number of tokens in a pass. Where two tokens' scores are as close as "
+        "rounding errors, the output may depend on batch and draft",
     }
 
 

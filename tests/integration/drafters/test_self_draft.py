@@ -18,7 +18,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, ModelDrafter, PromptLookup, SelfDrafter
 from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength
-from foresay.models.cache.slot_cache import BorrowedSlots, SlotCache
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers, trimmed_head
 from helpers.families import FAMILIES, VOCAB, make
@@ -146,7 +146,7 @@ class Seen(SelfDrafter):
     def propose(self, rows: Rows, budget: Sequence[int], policy: Any) -> Proposal:
         proposal = super().propose(rows, budget, policy)
         short = self.context.model.inner
-        assert isinstance(short, CausalModel) and isinstance(self.context.cache, BorrowedSlots)
+        assert isinstance(short, CausalModel) and self.context.cache.owner is not None
         for i, row in enumerate(rows):
             context = row.tokens.tolist()
             for token in proposal.token_ids[i, : proposal.num_tokens[i]].tolist():

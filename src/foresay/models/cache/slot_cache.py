@@ -8,7 +8,6 @@ left-padded. Knows no model: a layer is created when it is first written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import torch
 
 from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import Move
-from foresay.models.cache.stores import WIDTH, KeyValues, RowStores, SavedSlots, SpareStores, Stores, round_up
+from foresay.models.cache.stores import WIDTH, KeyValues, RowStores, SavedSlots, Stores, round_up
 
 
 def spans(width: int) -> list[tuple[int, int]]:
@@ -151,37 +150,40 @@ def _ancestors_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
 
 
 class SlotCache:
-    """Lengths of rows, with the keys and values of their slots in all layers."""
+    """Lengths of rows, with the keys and values of their slots in all layers.
 
-    def __init__(self, stores: KeyValues | None = None, *, spare: SpareStores | None = None) -> None:
-        """stores: the memory of keys and values; None makes a rectangle, or takes one from `spare` and returns it at the end."""
+    With an owner it is a view of that cache's slots with separate lengths: for a draft model that consists of the target's first
+    layers and shares the target's cache of these layers. The entries that the draft writes are overwritten by the target's next
+    pass, with the same values or with those of other tokens.
+    """
+
+    def __init__(
+        self, stores: KeyValues | None = None, *, owner: SlotCache | None = None, sources: SlotCache | None = None
+    ) -> None:
+        """stores: the memory of keys and values; None for a new rectangle. sources: the cross-attention keys and values of each
+        row's source, for an encoder-decoder."""
         self.lengths: list[int] = []
+        self.owner = owner
+        self.sources: SlotCache | None = sources if owner is None else owner.sources
+        self._own: KeyValues = Stores() if stores is None else stores
         self.last_writer: object | None = None
-        """The draft cache that last wrote to these slots; see BorrowedSlots."""
-        if stores is None:
-            stores = rectangle = Stores() if spare is None else spare.take()
-            if spare is not None:
-                finalize(self, spare.give, rectangle).atexit = False
-        self._own: KeyValues = stores
-
-    @staticmethod
-    def over(stores: KeyValues) -> SlotCache:
-        """Return a cache without rows over existing tensors, for passes whose placement is computed elsewhere."""
-        return SlotCache(stores)
+        """The draft cache that last wrote to these slots as their borrower."""
 
     @property
     def tensors(self) -> KeyValues:
         """The memory of keys and values."""
-        return self._own
+        return self._own if self.owner is None else self.owner.tensors
 
     @property
     def rows_in_use(self) -> int:
-        """Number of rows in use; rows from this index on are empty."""
-        return len(self.lengths)
+        """Number of rows in use, by this cache or its owner; rows from this index on are empty."""
+        return len(self.lengths) if self.owner is None else max(len(self.lengths), self.owner.rows_in_use)
 
     def add_rows(self, count: int) -> None:
-        """Append empty rows."""
+        """Append empty rows, whose sources are not encoded yet."""
         self.lengths += [0] * count
+        if self.owner is None and self.sources is not None:
+            self.sources.add_rows(count)
 
     def begin_pass(
         self, first_row: int, batch: int, columns: int, device: torch.device, parents: torch.Tensor | None = None
@@ -252,48 +254,30 @@ class SlotCache:
 
     @torch.inference_mode()
     def swap(self, one: int, other: int) -> None:
-        """Exchange two rows."""
+        """Exchange two rows and their sources."""
+        if self.owner is None and self.sources is not None:
+            self.sources.swap(one, other)
         self._own.swap(one, other, max(self.lengths[one], self.lengths[other]))
         self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
 
     @torch.inference_mode()
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Apply the moves of rows, then drop the rows from index `count` on and free their memory."""
+        """Apply the moves of rows and their sources, then drop the rows from index `count` on and free their memory.
+
+        The owner of borrowed slots moves them itself.
+        """
+        if self.owner is None and self.sources is not None:
+            self.sources.rearrange(moves, count)
         for source, target in moves:
-            self._own.move(source, target, self.lengths[source])
+            if self.owner is None:
+                self._own.move(source, target, self.lengths[source])
             self.lengths[target] = self.lengths[source]
         del self.lengths[count:]
-        self._own.drop(self.lengths)
+        if self.owner is None:
+            self._own.drop(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use."""
-        return self._own.nbytes
-
-
-class BorrowedSlots(SlotCache):
-    """A view of another cache's slots with separate lengths.
-
-    For a draft model that consists of the target's first layers and shares the target's cache of these layers. The entries
-    that the draft writes are overwritten by the target's next pass, with the same values or with those of other tokens.
-    """
-
-    def __init__(self, owner: SlotCache) -> None:
-        super().__init__()
-        self._owner = owner
-
-    @property
-    def tensors(self) -> KeyValues:
-        """The owner's memory of keys and values."""
-        return self._owner.tensors
-
-    @property
-    def rows_in_use(self) -> int:
-        """Number of rows in use by this cache or its owner."""
-        return max(len(self.lengths), self._owner.rows_in_use)
-
-    def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Apply the moves to the lengths; the owner moves the keys and values."""
-        for source, target in moves:
-            self.lengths[target] = self.lengths[source]
-        del self.lengths[count:]
+        """Bytes of memory in use, without borrowed memory."""
+        sources = 0 if self.sources is None or self.owner is not None else self.sources.nbytes
+        return self._own.nbytes + sources

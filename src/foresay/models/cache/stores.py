@@ -8,7 +8,8 @@ forward passes need. Does not know which slots are valid; the cache does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ _GENEROUS = 1 << 28
 """Stores up to this many bytes grow beyond the requested size, so that they are copied less often."""
 _SHRINK = 4
 """A rectangle is copied to a smaller one if that needs at most a quarter of the memory."""
+MOST_SPARE = 1 << 30
+"""Stores above this many bytes are freed instead of kept for the next cache."""
 _SMALL = 1 << 26
 """Freed memory below this many bytes is kept for the next rows."""
 
@@ -30,69 +33,11 @@ def round_up(value: int, unit: int = WIDTH) -> int:
     return -(-value // unit) * unit
 
 
-class KeyValues(Protocol):
-    """Keys and values of rows."""
-
-    version: int
-    """Incremented whenever tensors are allocated, moved or freed: addresses are valid while it is unchanged."""
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers with keys and values."""
-        ...
-
-    def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
-        """Make room for `rows` rows, and for `slots[i]` slots of row `first_row + i`."""
-        ...
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
-        """Store keys, values [B, heads, T, dim]. rows: [B, 1] int64. slots: [B, T] int64."""
-        ...
-
-    def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
-        """Return keys and values of the rows from `first_row` on, [B, heads, width, dim] each. slots: the B rows' valid slots."""
-        ...
-
-    def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Move slots within rows. moves: (row, from, to)."""
-        ...
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Move row `source`, of `length` slots, to row `target`."""
-        ...
-
-    def swap(self, one: int, other: int, length: int) -> None:
-        """Exchange two rows, of `length` slots at most."""
-        ...
-
-    def drop(self, lengths: Sequence[int]) -> None:
-        """Free all rows but the first len(lengths), which have these lengths, and memory that is no longer needed."""
-        ...
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` slots of a row to another."""
-        ...
-
-    def save(self, row: int, length: int) -> SavedSlots:
-        """Return a copy of a row's first `length` slots."""
-        ...
-
-    def load(self, row: int, saved: SavedSlots, length: int) -> None:
-        """Overwrite a row's first `length` slots from a copy."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory in use."""
-        ...
-
-
+@dataclass(frozen=True, slots=True)
 class SavedSlots:
-    """A copy of a row's first slots in all layers."""
+    """A copy of a row's first slots: keys and values of each layer, [slots, heads, dim] each; None for one never written."""
 
-    def __init__(self, parts: Sequence[Pair | None]) -> None:
-        """parts: keys and values of each layer, [slots, heads, dim] each; None for a layer that was never written."""
-        self.parts = tuple(parts)
+    parts: tuple[Pair | None, ...]
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +59,7 @@ class RowStores:
 
     @property
     def num_layers(self) -> int:
-        """See KeyValues."""
+        """See Stores."""
         return self._layers
 
     @property
@@ -124,11 +69,11 @@ class RowStores:
 
     @property
     def nbytes(self) -> int:
-        """See KeyValues."""
+        """See Stores."""
         return sum(self._used) * self.slot_bytes
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
-        """See KeyValues. A row that outgrows its block gets a larger one: twice its slots, or 5/4 of them from 1024 on."""
+        """See Stores. A row that outgrows its block gets a larger one: twice its slots, or 5/4 of them from 1024 on."""
         if rows > len(self.blocks):
             self._used += [0] * (rows - len(self.blocks))
             self.blocks += [None] * (rows - len(self.blocks))
@@ -155,14 +100,14 @@ class RowStores:
         return block
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
-        """See KeyValues."""
+        """See Stores."""
         for i, row in enumerate(rows[:, 0].tolist()):
             block = self._block(row)
             block[2 * layer, slots[i]] = keys[i].transpose(0, 1)
             block[2 * layer + 1, slots[i]] = values[i].transpose(0, 1)
 
     def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
-        """See KeyValues. Returns a copy with zeros after the valid slots: weight zero times uninitialized memory may be NaN."""
+        """See Stores. Returns a copy with zeros after the valid slots: weight zero times uninitialized memory may be NaN."""
         out = torch.zeros(2, len(slots), width, self.heads, self.dim, dtype=self.dtype)
         for i, count in enumerate(slots):
             if count:
@@ -170,14 +115,14 @@ class RowStores:
         return out[0].transpose(1, 2), out[1].transpose(1, 2)
 
     def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """See KeyValues."""
+        """See Stores."""
         for row in sorted({row for row, _, _ in moves}):
             sources, targets = torch.tensor([(a, b) for one, a, b in moves if one == row]).unbind(1)
             block = self._block(row)
             block[:, targets] = block[:, sources]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See KeyValues. Nothing is copied."""
+        """See Stores. Nothing is copied."""
         self.reserve(max(source, target) + 1, 0, ())
         self._freed += self._used[target] * self.slot_bytes
         self.blocks[target], self._used[target] = self.blocks[source], self._used[source]
@@ -185,14 +130,14 @@ class RowStores:
         self.version += 1
 
     def swap(self, one: int, other: int, length: int) -> None:
-        """See KeyValues. Nothing is copied."""
+        """See Stores. Nothing is copied."""
         self.reserve(max(one, other) + 1, 0, ())
         self.blocks[one], self.blocks[other] = self.blocks[other], self.blocks[one]
         self._used[one], self._used[other] = self._used[other], self._used[one]
         self.version += 1
 
     def drop(self, lengths: Sequence[int]) -> None:
-        """See KeyValues."""
+        """See Stores."""
         count = len(lengths)
         self._freed += sum(self._used[count:]) * self.slot_bytes
         if len(self.blocks) > count:
@@ -203,16 +148,16 @@ class RowStores:
             trim()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See KeyValues."""
+        """See Stores."""
         self._block(target)[:, :length] = self._block(source)[:, :length]
 
     def save(self, row: int, length: int) -> SavedSlots:
-        """See KeyValues."""
+        """See Stores."""
         copied = self._block(row)[:, :length].clone()
-        return SavedSlots([(copied[i], copied[i + 1]) for i in range(0, len(copied), 2)])
+        return SavedSlots(tuple((copied[i], copied[i + 1]) for i in range(0, len(copied), 2)))
 
     def load(self, row: int, saved: SavedSlots, length: int) -> None:
-        """See KeyValues."""
+        """See Stores."""
         block = self._block(row)
         for i, part in enumerate(saved.parts):
             assert part is not None
@@ -228,14 +173,15 @@ class Stores:
         self.rows = self.slots = 0
         """Allocated rows, and allocated slots of each row."""
         self.version = 0
+        """Incremented whenever tensors are allocated, moved or freed: addresses are valid while it is unchanged."""
 
     @property
     def num_layers(self) -> int:
-        """See KeyValues."""
+        """Number of layers with keys and values."""
         return len(self.layers)
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
-        """See KeyValues. All rows get as many slots as the longest; layers are resized one after another."""
+        """Make room for `rows` rows, and for `slots[i]` slots of row `first_row + i`. All rows get as many as the longest."""
         rows, needed = max(rows, first_row + len(slots)), max(slots, default=0)
         if rows <= self.rows and needed <= self.slots:
             return
@@ -273,32 +219,35 @@ class Stores:
         return tensors
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
-        """See KeyValues."""
+        """Store keys, values [B, heads, T, dim]. rows: [B, 1] int64. slots: [B, T] int64."""
         tensors = self.layer_tensors(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
         for store, new in zip(tensors, (keys, values), strict=True):
             store[rows, slots] = new.transpose(1, 2)
 
     def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
-        """See KeyValues. Returns views."""
+        """Return keys and values of the rows from `first_row` on, [B, heads, width, dim] each, as views.
+
+        slots: the B rows' valid slots.
+        """
         tensors = self.layers[layer]
         assert tensors is not None
         end = first_row + len(slots)
         return tensors[0][first_row:end, :width].transpose(1, 2), tensors[1][first_row:end, :width].transpose(1, 2)
 
     def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """See KeyValues."""
+        """Move slots within rows. moves: (row, from, to)."""
         for stores in self.layers:
             for store in stores or ():
                 rows, sources, targets = torch.tensor(moves, device=store.device).unbind(1)
                 store[rows, targets] = store[rows, sources]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See KeyValues. An empty row may lie outside the allocated rows."""
+        """Move row `source`, of `length` slots, to row `target`. An empty row may lie outside the allocated rows."""
         if length:
             self.copy(source, target, length)
 
     def swap(self, one: int, other: int, length: int) -> None:
-        """See KeyValues."""
+        """Exchange two rows, of `length` slots at most."""
         self.reserve(max(one, other) + 1, 0, ())
         for layer in self.layers:
             for store in layer or ():
@@ -307,31 +256,27 @@ class Stores:
                 store[other, :length] = kept
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """See KeyValues."""
+        """Copy the first `length` slots of a row to another."""
         for layer in self.layers:
             for store in layer or ():
                 store[target, :length] = store[source, :length]
 
     def drop(self, lengths: Sequence[int]) -> None:
-        """See KeyValues. Shrinks the rectangle if most of it is no longer needed."""
+        """Free all rows but the first len(lengths), which have these lengths. Shrinks the rectangle if most of it is unused."""
         rows, slots = len(lengths), round_up(max(lengths, default=0))
         on_cpu = any(layer is not None and layer[0].device.type == "cpu" for layer in self.layers)
         # shrinking moves the tensors, which invalidates captured passes: on a GPU only very large stores shrink
-        if self.nbytes >= (_SMALL if on_cpu else SpareStores.MOST) and _SHRINK * rows * slots <= self.rows * self.slots:
+        if self.nbytes >= (_SMALL if on_cpu else MOST_SPARE) and _SHRINK * rows * slots <= self.rows * self.slots:
             self._resize(rows, slots)
             trim()
 
     def save(self, row: int, length: int) -> SavedSlots:
-        """See KeyValues."""
-        return SavedSlots(
-            [
-                None if layer is None else (layer[0][row, :length].clone(), layer[1][row, :length].clone())
-                for layer in self.layers
-            ]
-        )
+        """Return a copy of a row's first `length` slots."""
+        found = [None if layer is None else (layer[0][row, :length], layer[1][row, :length]) for layer in self.layers]
+        return SavedSlots(tuple(None if one is None else (one[0].clone(), one[1].clone()) for one in found))
 
     def load(self, row: int, saved: SavedSlots, length: int) -> None:
-        """See KeyValues."""
+        """Overwrite a row's first `length` slots from a copy."""
         for i, part in enumerate(saved.parts):
             if part is None:
                 continue
@@ -342,26 +287,14 @@ class Stores:
 
     @property
     def nbytes(self) -> int:
-        """See KeyValues."""
+        """Bytes of memory in use."""
         return sum(store.nbytes for layer in self.layers for store in layer or ())
 
 
-class SpareStores:
-    """The stores of a discarded cache, kept for the next one so that graphs captured over them stay valid."""
+KeyValues = RowStores | Stores
 
-    MOST = 1 << 30
-    """Stores above this many bytes are freed instead."""
 
-    def __init__(self) -> None:
-        self._stores: Stores | None = None
-
-    def take(self) -> Stores:
-        """Return unused stores: the kept ones, or new ones."""
-        found, self._stores = self._stores, None
-        return Stores() if found is None else found
-
-    def give(self, stores: Stores) -> None:
-        """Take back stores that are no longer used; of two, keep the larger."""
-        kept = 0 if self._stores is None else self._stores.nbytes
-        if kept <= stores.nbytes <= self.MOST:
-            self._stores = stores
+def give(spare: list[Stores], stores: Stores) -> None:
+    """Keep the stores of a discarded cache, over which graphs may be captured, for the next one; of two, the larger."""
+    if sum(one.nbytes for one in spare) <= stores.nbytes <= MOST_SPARE:
+        spare[:] = [stores]

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from foresay.files import cache_dir
@@ -31,37 +32,12 @@ from foresay.models.cpu.library_files import (
 
 logger = logging.getLogger("foresay")
 
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in (
-        "kernels.cpp",
-        "amx.h",
-        "attention.h",
-        "blocks.h",
-        "chain.h",
-        "checks.h",
-        "dots.h",
-        "experts.h",
-        "inputs.h",
-        "integers.h",
-        "layer.h",
-        "model.h",
-        "multiply.h",
-        "numbers.h",
-        "pool.h",
-        "products.h",
-        "quantized.h",
-        "rounded.h",
-        "tiles.h",
-        "vectors.h",
-    )
-)
-"""Source files; the first is compiled and includes the others."""
+SOURCES = tuple(sorted(one for one in Path(__file__).parent.iterdir() if one.suffix in (".cpp", ".h")))
+"""Source files; those that end in .cpp are compiled side by side, and include the others."""
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
     "-O3",
     "-std=c++17",
-    "-shared",
     "-fPIC",
     "-pthread",
     "-fno-math-errno",
@@ -267,8 +243,15 @@ def _compile(path: Path, machine: Sequence[str]) -> None:
     """Compile the kernels to a path. machine: the compiler's arguments that select the instruction set."""
     compiler = _compiler()
     more = () if "clang" in _version(tuple(compiler)).lower() else _GCC_FLAGS
-    with write_library(path) as output:
-        done = _run([*compiler, *_FLAGS, *machine, *more, "-o", str(output), str(SOURCES[0])])
-        if done.returncode != 0:
-            first = next(iter(done.stderr.strip().splitlines()), "no message")
-            raise BuildError(f"{' '.join(compiler)} failed: {first}")
+    units = [source for source in SOURCES if source.suffix == ".cpp"]
+    with write_library(path) as output, ThreadPoolExecutor(len(units)) as pool:
+        objects = [output.with_suffix(f".{unit.stem}.o") for unit in units]
+
+        def run(*arguments: str | Path) -> None:
+            done = _run([*compiler, *_FLAGS, *machine, *more, "-o", *map(str, arguments)])
+            if done.returncode != 0:
+                first = next(iter(done.stderr.strip().splitlines()), "no message")
+                raise BuildError(f"{' '.join(compiler)} failed: {first}")
+
+        list(pool.map(lambda unit, made: run(made, "-c", unit), units, objects))
+        run(output, "-shared", *objects)

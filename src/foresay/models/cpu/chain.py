@@ -16,9 +16,8 @@ from torch import nn
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu import structs
-from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
-from foresay.models.cpu.product import CompiledProduct, NativeProduct
+from foresay.models.cpu.product import NativeProduct
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Start:
     rotary: tuple[torch.Tensor, torch.Tensor]
 
 
-def table_of(embed: nn.Module) -> CompiledProduct | None:
+def table_of(embed: nn.Module) -> NativeProduct | None:
     """Return an embedding's rows as a product that the kernels can read; None if they cannot."""
     product = getattr(embed, "product", None)
     if isinstance(product, NativeProduct):
@@ -47,7 +46,7 @@ def table_of(embed: nn.Module) -> CompiledProduct | None:
     ):
         return None
     try:
-        return InPlaceProduct([embed.weight], [None])
+        return NativeProduct.in_place([embed.weight], [None])
     except LookupError:
         return None
 
@@ -58,7 +57,7 @@ class NativeChain:
     def __init__(
         self,
         layers: NativeLayers,
-        embeddings: CompiledProduct,
+        embeddings: NativeProduct,
         scores: NativeProduct,
         token_ids: torch.Tensor | None,
         dtype: torch.dtype,

@@ -9,8 +9,6 @@
 #include "rounded.h"
 #include "tiles.h"
 
-#include <algorithm>
-#include <chrono>
 
 namespace foresay {
 
@@ -203,41 +201,14 @@ inline void byte_tiles(const L &levels, const float *scales, int64_t depth, Roun
 #undef TILE
 }
 
-#if defined(FORESAY_TILES)
-// True if this processor multiplies TILE_ROWS rows faster by matrix instructions. The first call measures it.
-inline bool tiles_are_faster() {
-    static const bool faster = tiles_allowed() && [] {
-        static Decoded block{};
-        static int8_t levels[TILE_ROWS * SUPER]{};
-        static float numbers[TILE_ROWS * SUPER / GROUP]{}, sums[TILE_ROWS * PANEL]{};
-        RoundedBlock x{levels, numbers, numbers, SUPER, SUPER / GROUP, SUPER / GROUP};
-        auto seconds = [&](auto &&body) {
-            double best = 1.0;
-            for (int i = 0; i < 20; i++) {
-                auto start = std::chrono::steady_clock::now();
-                for (int j = 0; j < 10; j++) body();
-                best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-            }
-            return best;
-        };
-        Tiles owned(TILE_ROWS, 0, GROUP);
-        double by_tiles = seconds([&] { bytes_by_tiles<GROUP>(block.levels, block.scales, SUPER, x, TILE_ROWS, sums, block.levels, 0); });
-        return by_tiles < seconds([&] { byte_tiles<LEVELS_8, GROUP>(Plain{block.levels}, block.scales, SUPER, x, TILE_ROWS, sums); });
-    }();
-    return faster;
-}
-
 // Number of rows that are multiplied by matrix instructions: in whole tiles, and in a last one if that is faster, which has more rows
 // where levels are decoded for it alone.
 inline int64_t rows_by_tiles(int64_t rows) {
     constexpr int64_t ALONE = 13, AFTER_OTHERS = 5;
-    if (rows < ALONE || !tiles_are_faster()) return 0;
+    if (rows < ALONE || !tiles_allowed()) return 0;
     int64_t left = rows % TILE_ROWS;
     return rows < TILE_ROWS || left >= AFTER_OTHERS ? rows : rows - left;
 }
-#else
-constexpr int64_t rows_by_tiles(int64_t) { return 0; }
-#endif
 
 // sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With at most two tiles of rows by vectors,
 // levels are decoded in registers where they are used; with more, they are decoded once to `room` [SUPER * PANEL].

@@ -195,7 +195,7 @@ extern "C" int64_t foresay_multiply(const Product *p, const void *x, void *out, 
     });
 }
 
-// Packs the blocks of `outputs` rows into levels and scales of panels, which must be zero; see quantized.h
+// Packs the blocks of `outputs` rows into levels and scales of panels; see quantized.h
 extern "C" int64_t foresay_pack(int64_t kind, const uint8_t *const *rows, int64_t outputs, int64_t depth, uint8_t *levels, uint8_t *scales,
                                 int64_t threads) {
     return guarded([&] {
@@ -203,8 +203,10 @@ extern "C" int64_t foresay_pack(int64_t kind, const uint8_t *const *rows, int64_
         const BlockLayout &layout = LAYOUTS[kind];
         each((outputs + PANEL - 1) / PANEL, check_threads(threads), [&](int64_t panel) {
             int64_t first = panel * PANEL, count = outputs - first < PANEL ? outputs - first : PANEL;
-            pack_panel(kind, rows + first, count, depth, levels + panel * level_bytes(layout.bits, depth),
-                       scales + panel * scale_bytes(layout.scaling, depth));
+            int64_t level_size = level_bytes(layout.bits, depth), scale_size = scale_bytes(layout.scaling, depth);
+            std::memset(levels + panel * level_size, 0, level_size);
+            std::memset(scales + panel * scale_size, 0, scale_size);
+            pack_panel(kind, rows + first, count, depth, levels + panel * level_size, scales + panel * scale_size);
         });
     });
 }

@@ -20,7 +20,7 @@ from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
 from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm
-from foresay.models.cpu.product import CompiledProduct
+from foresay.models.cpu.product import NativeProduct
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Supported dtypes of a cache, and their numbers in the kernels. In int8 each head of a key or value has a scale."""
@@ -340,7 +340,7 @@ def _inner(layers: Sequence[GatedLayer]) -> int:
     return _native(product).out_features // 2
 
 
-def _native(product: Any) -> CompiledProduct:
-    if not isinstance(product, CompiledProduct):
+def _native(product: Any) -> NativeProduct:
+    if not isinstance(product, NativeProduct):
         raise LookupError(f"the kernels do not support a {type(product).__name__}")
     return product

@@ -1,14 +1,14 @@
-"""Matrix products by the compiled kernels, for weights in 32, 16, 8, 6 and 4 bits.
+"""Frozen matrix products: one class over the compiled kernels for weights in 32, 16, 8, 6 and 4 bits, and PyTorch's packed bf16.
 
-Owns the packing of weights into the layout that products.h and quantized.h read. Sums have a fixed order, so a row's bits are the
-same alone, in any batch, and with any number of threads. Knows nothing of models.
+Owns the packing of weights into the layout that products.h and quantized.h read. Sums of the kernels have a fixed order, so a
+row's bits are the same alone, in any batch, and with any number of threads. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,9 @@ ACTIVATIONS = ("float32", "bf16", "int8")
 """Roundings of activations, in the order of the enum in products.h."""
 PANEL = 32
 """Number of outputs that are interleaved in memory."""
-_FLOAT32, _BFLOAT16, _QUANTIZED, FLOAT32_ROWS, BFLOAT16_ROWS = range(5)
-_FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
+_FLOAT32, _BFLOAT16, _QUANTIZED, _FLOAT32_ROWS, _BFLOAT16_ROWS = range(5)
+_PACKED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
+_IN_PLACE = {torch.float32: _FLOAT32_ROWS, torch.bfloat16: _BFLOAT16_ROWS}
 _SCALE, _SCALE_OFFSET, _MULTIPLES, _MULTIPLES_16 = range(4)
 BLOCKS = {
     "Q4_0": (32, 18, 4, _SCALE),
@@ -44,151 +45,149 @@ _SCALE_BYTES = {_SCALE: (32, 64), _SCALE_OFFSET: (32, 128), _MULTIPLES: (256, 64
 """Depths that share a record of scales of a panel, and its bytes, by scaling; see quantized.h."""
 _DENSE = 1 << 21
 """Number of weights dequantized at once."""
-Packed = tuple[torch.Tensor, torch.Tensor]
-"""Packed levels and scales, each [panels, bytes] uint8; see quantized.h."""
-Allocate = Callable[[str, int, int], Packed]
-"""Returns memory for weights to be packed, filled with zeros: (type in BLOCKS, number of rows, weights in a row) -> Packed."""
 
 
 def packed_shapes(kind: str, rows: int, depth: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the shapes of packed levels and scales of a type in BLOCKS."""
+    """Return the shapes of packed levels and scales of a type in BLOCKS, [panels, bytes] each; see quantized.h."""
     _, _, bits, scaling = BLOCKS[kind]
     step, size = _SCALE_BYTES[scaling]
     panels = -(-rows // PANEL)
     return (panels, depth * PANEL * bits // 8), (panels, depth // step * size)
 
 
-def packed_views(memory: mmap.mmap, at: int, kind: str, rows: int, depth: int) -> Packed:
-    """Return levels and scales, which follow each other from byte `at` of mapped memory on."""
-    levels, scales = packed_shapes(kind, rows, depth)
-    middle, end = at + levels[0] * levels[1], at + levels[0] * levels[1] + scales[0] * scales[1]
-    data = np.frombuffer(memory, np.uint8)
-    return torch.from_numpy(data[at:middle]).view(levels), torch.from_numpy(data[middle:end]).view(scales)
+class Product(Protocol):
+    """x [..., in] -> x W^T + b, [..., out], with frozen weights W [out, in]."""
 
-
-def in_memory(kind: str, rows: int, depth: int) -> Packed:
-    """Allocate packed weights outside any file."""
-    levels, scales = packed_shapes(kind, rows, depth)
-    return torch.zeros(levels, dtype=torch.uint8), torch.zeros(scales, dtype=torch.uint8)
-
-
-class CompiledProduct:
-    """x [..., in] W^T + b in float32 or bf16 by the kernels, with float32 sums. Subclasses own the memory of the weights."""
-
-    allowed: tuple[str, ...] = ("float32",)
-    """Possible values of `activations`, the default first."""
-
+    in_features: int
+    out_features: int
+    bias: torch.Tensor | None
     bits: float
-    """See Product."""
-
-    def __init__(self, struct: structs.Product) -> None:
-        """struct: see products.h. Raises LookupError without compiled kernels."""
-        found = library()
-        if found is None:
-            raise LookupError("there are no compiled kernels")
-        self.in_features: int = struct.depth
-        self.out_features: int = struct.outputs
-        self._multiply = found.foresay_multiply
-        self.struct = struct
-        """The argument of the kernels, valid while this object exists."""
-
-    @property
-    def activations(self) -> str:
-        """The dtype that inputs are rounded to before they are multiplied."""
-        return ACTIVATIONS[self.struct.activations]
-
-    @activations.setter
-    def activations(self, kind: str) -> None:
-        """Change the rounding of inputs. Raises ConfigError for a kind that these weights do not support."""
-        if kind not in self.allowed:
-            raise ConfigError(f"activations={kind!r} must be {' or '.join(map(repr, self.allowed))} for these weights")
-        self.struct.activations = ACTIVATIONS.index(kind)
+    """Bits per weight in memory, scales included."""
+    nbytes: int
+    """Bytes of weights that one call reads."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Product. Inputs other than float32 and bf16 are converted. Raises ValueError for a wrong width or device."""
-        if x.dtype not in _FORMATS:
-            return self(x.float()).to(x.dtype)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        count = len(rows)
-        address = structs.address(rows, (count, self.in_features), rows.dtype)
-        out = rows.new_empty(count, self.out_features)
-        threads = num_threads()
-        self._multiply(ctypes.byref(self.struct), address, out.data_ptr(), count, rows.dtype is torch.bfloat16, threads)
-        return out.view(*x.shape[:-1], self.out_features)
+        """Multiply x [..., in] -> [..., out], both in the dtype that the product was made for."""
+        ...
+
+    def dense(self) -> torch.Tensor:
+        """Return the weights in plain layout, [out, in]."""
+        ...
 
 
-class NativeProduct(CompiledProduct):
-    """A product with weights packed in panels: float32, bf16, or a GGUF file's blocks."""
+class PackedProduct(Product):
+    """bf16 or float32 weights in oneDNN's packed layout, for machines without compiled kernels.
+
+    PyTorch's bf16 linear packs weights again on every call and reaches about half of the memory bandwidth; this reaches most
+    of it.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
+        self.bias, self.bits, self.nbytes = bias, 8.0 * weight.element_size(), weight.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Product."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
+        return out
+
+    def dense(self) -> torch.Tensor:
+        """See Product."""
+        return self._packed.to_dense()
+
+
+class NativeProduct(Product):
+    """A product by the kernels, in float32 or bf16 with float32 sums: of weights in one format, or of several such parts."""
+
+    kind: str = ""
+    """Type in BLOCKS of quantized weights."""
 
     def __init__(
-        self, struct: structs.Product, weights: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
+        self,
+        struct: structs.Product,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        parts: Sequence[NativeProduct] = (),
     ) -> None:
-        """struct: without addresses. weights, scales: packed; see products.h and quantized.h. bias: [out] in any dtype."""
-        self.bias, self._wide_bias = bias, None if bias is None else bias.detach().float().contiguous()
-        self._weights, self._scales = weights, scales
-        struct.weights = weights.data_ptr()
-        struct.scales = None if scales is None else scales.data_ptr()
-        if self._wide_bias is not None:
-            struct.bias = structs.address(self._wide_bias, (struct.outputs,), torch.float32)
-        self.allowed = _allowed(struct.format)
-        super().__init__(struct)
+        """struct: see products.h, without the address of `bias`. weights: the memory that it points to. bias: [out] in any dtype.
+
+        parts: products that are stacked vertically, instead of weights. Raises LookupError without compiled kernels.
+        """
+        self._library = found = _library()
+        self._multiply, self.packed, self.parts = found.foresay_multiply, list(weights), list(parts)
+        self.struct = struct
+        """The argument of the kernels, valid while this object exists."""
+        self._kept: Any = None
+        """Further memory that the struct points to."""
+        self._structs, self.bias = [struct], bias
+        if parts:
+            self._structs = [structs.Product.from_buffer_copy(part.struct) for part in parts]
+            for one, following in zip(self._structs, self._structs[1:], strict=False):
+                one.next = ctypes.addressof(following)
+            self.struct = self._structs[0]
+        elif bias is not None and struct.bias is None:
+            self._kept = bias.detach().float().contiguous()
+            struct.bias = structs.address(self._kept, (struct.outputs,), torch.float32)
+        self.in_features: int = self.struct.depth
+        self.out_features: int = sum(one.outputs for one in self._structs)
+        self.nbytes: int = sum(part.nbytes for part in parts) + sum(weight.nbytes for weight in weights)
+        self.bits = 8.0 * self.nbytes / (self._padded_outputs * self.in_features)
+        kinds = [_roundings(one.format, found) for one in self._structs]
+        self.allowed = tuple(kind for kind in kinds[0] if all(kind in others for others in kinds))
+        """Possible values of `activations`, the default first."""
         self.activations = self.allowed[0]
-        self.bits = 8.0 * self.nbytes / (-(-self.out_features // PANEL) * PANEL * self.in_features)
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
         """Pack weights [out, in] in float32 or bf16 without quantization. Raises LookupError for another dtype."""
-        if weight.dtype not in _FORMATS:
+        if weight.dtype not in _PACKED:
             raise LookupError(f"the kernels do not support weights of {weight.dtype}")
         rows, columns = map(int, weight.shape)
         padded = F.pad(weight.detach(), (0, columns % 2, 0, -rows % PANEL))
         panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)  # [panels, depth / 2, 32, 2]
-        if weight.dtype is torch.float32:
-            panels = panels.transpose(2, 3)
-        struct = structs.Product(_FORMATS[weight.dtype], rows, columns)
-        return cls(struct, panels.contiguous(), None, bias)
+        panels = (panels.transpose(2, 3) if weight.dtype is torch.float32 else panels).contiguous()
+        struct = structs.Product(_PACKED[weight.dtype], rows, columns, weights=panels.data_ptr())
+        return cls(struct, [panels], bias)
 
     @classmethod
     def of_blocks(
-        cls,
-        kind: str,
-        stored: Sequence[Bytes],
-        bias: torch.Tensor | None = None,
-        depth: int | None = None,
-        allocate: Allocate = in_memory,
+        cls, kind: str, stored: Sequence[Bytes], bias: torch.Tensor | None = None, depth: int | None = None
     ) -> NativeProduct:
         """Pack blocks of a type in BLOCKS. stored: vertically stacked arrays [rows, bytes] uint8.
 
         depth: number of weights in a row without padding of the last block. Raises ValueError if rows differ in their number of
         weights or do not consist of whole blocks, and LookupError without compiled kernels.
         """
-        found = library()
-        if found is None:
-            raise LookupError("there are no compiled kernels")
-        [whole] = (
-            {_depth(kind, data) for data in stored}
-            if len({data.shape[1] for data in stored}) == 1
-            else {_uneven(kind, stored)}
-        )
-        addresses = torch.cat([row_addresses(data.ctypes.data, data.strides[0], len(data)) for data in stored])
+        depths = {_depth(kind, data) for data in stored}
+        if len(depths) > 1:
+            raise ValueError(_uneven(depths))
+        [whole] = depths
+        addresses = torch.cat([_addresses(data.ctypes.data, data.strides[0], len(data)) for data in stored])
         rows = len(addresses)
-        weights, scales = allocate(kind, rows, whole)
+        # NumPy allocates large arrays in huge pages
+        levels, scales = (torch.from_numpy(np.empty(shape, np.uint8)) for shape in packed_shapes(kind, rows, whole))
         number = list(BLOCKS).index(kind)
-        found.foresay_pack(
-            number, addresses.data_ptr(), rows, whole, weights.data_ptr(), scales.data_ptr(), num_threads()
+        _library().foresay_pack(
+            number, addresses.data_ptr(), rows, whole, levels.data_ptr(), scales.data_ptr(), num_threads()
         )
-        return cls.of_packed(kind, rows, whole if depth is None else depth, (weights, scales), bias)
+        return cls.of_packed(kind, rows, whole if depth is None else depth, [levels, scales], bias)
 
     @classmethod
     def of_packed(
-        cls, kind: str, rows: int, depth: int, packed: Packed, bias: torch.Tensor | None = None
+        cls, kind: str, rows: int, depth: int, packed: Sequence[torch.Tensor], bias: torch.Tensor | None
     ) -> NativeProduct:
         """Return the product of weights that were packed by `of_blocks`, of a type in BLOCKS, [rows, depth].
 
-        Raises LookupError without compiled kernels.
+        packed: levels and scales of the shapes of `packed_shapes`, uint8.
         """
         _, _, bits, scaling = BLOCKS[kind]
-        return cls(structs.Product(_QUANTIZED, rows, depth, bits, scaling), *packed, bias)
+        levels, scales = packed
+        struct = structs.Product(_QUANTIZED, rows, depth, bits, scaling)
+        struct.weights, struct.scales = levels.data_ptr(), scales.data_ptr()
+        product = cls(struct, packed, bias)
+        product.kind = kind
+        return product
 
     @classmethod
     def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
@@ -200,85 +199,115 @@ class NativeProduct(CompiledProduct):
         """Quantize weights [out, in] of any dtype to 4 bits in groups of 32 and pack them; `in` must be a multiple of 32."""
         return cls.of_blocks("Q4_1", [q4_1_blocks(weight.detach())], bias)
 
-    @property
-    def nbytes(self) -> int:
-        """See Product."""
-        return self._weights.nbytes + (0 if self._scales is None else self._scales.nbytes)
+    @classmethod
+    def in_place(cls, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> NativeProduct:
+        """Read weights directly from a model's tensors: nothing is copied, and changes of the weights and biases take effect.
 
-    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows of the weights, [...] int64 -> [..., in]."""
-        if self._scales is None:
-            panel, output = ids // PANEL, ids % PANEL
-            wide = self._weights.transpose(2, 3) if self._weights.dtype is torch.float32 else self._weights
-            return wide[panel, :, output].flatten(-2)[..., : self.in_features].to(dtype)
-        flat = ids.reshape(-1).contiguous()
-        out = torch.empty(len(flat), self.in_features)
-        found = library()
-        assert found is not None
-        found.foresay_rows(ctypes.byref(self.struct), flat.data_ptr(), len(flat), out.data_ptr())
-        return out.view(*ids.shape, self.in_features).to(dtype)
+        weights: [out, in] each, stacked vertically, float32 or bf16 on the CPU. biases: [out] each in the same dtype, or None for
+        all. Sums run in another order than those of packed weights. Raises LookupError for other weights or biases, and without
+        compiled kernels.
+        """
+        own, dtype = [one for one in biases if one is not None], weights[0].dtype
+        if len(own) not in (0, len(weights)) or not all(_plain(one, dtype) for one in (*weights, *own)):
+            raise LookupError(f"the kernels cannot read weights of {dtype} in their current layout")
+        if len({one.shape[1:] for one in weights}) > 1 or weights[0].dim() != 2:
+            shapes = ", ".join(str(list(one.shape)) for one in weights)
+            raise LookupError(f"weights of shapes {shapes} cannot be multiplied together")
+        if own and [one.shape for one in own] != [one.shape[:1] for one in weights]:
+            raise LookupError("the lengths of the biases differ from those of their weights")
+        rows = _row_addresses([one.detach() for one in weights])
+        struct = structs.Product(_IN_PLACE[dtype], len(rows), int(weights[0].shape[1]), weights=rows.data_ptr())
+        addresses = _row_addresses([one.detach()[:, None] for one in own]) if own else None
+        struct.bias = None if addresses is None else addresses.data_ptr()
+        product = cls(struct, [one.detach() for one in weights], torch.cat(own).detach() if own else None)
+        product._kept = rows, addresses, own
+        return product
 
-    def dense(self) -> torch.Tensor:
-        """See Product. bf16 for bf16 weights, else float32."""
-        dtype = torch.bfloat16 if self._weights.dtype is torch.bfloat16 else torch.float32
-        parts = torch.split(torch.arange(self.out_features), max(PANEL, _DENSE // self.in_features))
-        return torch.cat([self.rows(part, dtype) for part in parts])
+    @classmethod
+    def stacked(cls, parts: Sequence[NativeProduct]) -> NativeProduct:
+        """Stack products of the same input vertically, whose weights may be in different formats.
 
-
-class StackedProduct(CompiledProduct):
-    """Products of the same input, stacked vertically, whose weights may be in different formats."""
-
-    def __init__(self, parts: Sequence[NativeProduct]) -> None:
-        """parts: at least one, each with its own bias or without. Raises ValueError if their inputs differ in width."""
-        if len({part.in_features for part in parts}) > 1:
-            widths = ", ".join(str(part.in_features) for part in parts)
-            raise ValueError(f"rows of {widths} weights are not one matrix; all rows need the same number")
-        self.parts = list(parts)
-        self._chain = [structs.Product.from_buffer_copy(part.struct) for part in parts]
-        for one, following in zip(self._chain, self._chain[1:], strict=False):
-            one.next = ctypes.addressof(following)
-        super().__init__(self._chain[0])
-        self.out_features = sum(part.out_features for part in parts)
+        parts: at least one, each with its own bias or without. Raises ValueError if their inputs differ in width.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        if len(widths := {part.in_features for part in parts}) > 1:
+            raise ValueError(_uneven(widths))
         biases = [part.bias for part in parts if part.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
-        shared = set.intersection(*(set(part.allowed) for part in parts))
-        self.allowed = tuple(one for one in parts[0].allowed if one in shared)
-        self.bits = 8.0 * self.nbytes / (self.out_features * self.in_features)
-        self.activations = self.allowed[0]
+        return cls(parts[0].struct, (), torch.cat(biases) if biases else None, parts)
+
+    def with_bias(self, bias: torch.Tensor | None) -> NativeProduct:
+        """Return the product of the same memory of blocks with a bias."""
+        return self.of_packed(self.kind, self.out_features, self.in_features, self.packed, bias)
+
+    @property
+    def _padded_outputs(self) -> int:
+        """Number of outputs with those that fill up the last panel of a single packed part."""
+        packed = not self.parts and self.struct.format not in _IN_PLACE.values()
+        return -(-self.out_features // PANEL) * PANEL if packed else self.out_features
 
     @property
     def activations(self) -> str:
-        """See CompiledProduct."""
+        """The dtype that inputs are rounded to before they are multiplied."""
         return ACTIVATIONS[self.struct.activations]
 
     @activations.setter
     def activations(self, kind: str) -> None:
-        for part, one in zip(self.parts, self._chain, strict=True):
-            part.activations = kind
+        """Change the rounding of inputs. Raises ConfigError for a kind that these weights do not support."""
+        if kind not in self.allowed:
+            raise ConfigError(f"activations={kind!r} must be {' or '.join(map(repr, self.allowed))} for these weights")
+        for one in (*self._structs, *(part.struct for part in self.parts)):
             one.activations = ACTIVATIONS.index(kind)
 
-    @property
-    def nbytes(self) -> int:
-        """See Product."""
-        return sum(part.nbytes for part in self.parts)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Product. Inputs other than float32 and bf16 are converted. Raises ValueError for a wrong width or device."""
+        if x.dtype not in _PACKED:
+            return self(x.float()).to(x.dtype)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        count = len(rows)
+        address = structs.address(rows, (count, self.in_features), rows.dtype)
+        out = rows.new_empty(count, self.out_features)
+        threads = num_threads()
+        self._multiply(ctypes.byref(self.struct), address, out.data_ptr(), count, rows.dtype is torch.bfloat16, threads)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of packed weights in one format, [...] int64 -> [..., in]."""
+        if self.struct.format != _QUANTIZED:
+            [packed] = self.packed
+            panel, output = ids // PANEL, ids % PANEL
+            wide = packed.transpose(2, 3) if packed.dtype is torch.float32 else packed
+            return wide[panel, :, output].flatten(-2)[..., : self.in_features].to(dtype)
+        flat = ids.reshape(-1).contiguous()
+        out = torch.empty(len(flat), self.in_features)
+        self._library.foresay_rows(ctypes.byref(self.struct), flat.data_ptr(), len(flat), out.data_ptr())
+        return out.view(*ids.shape, self.in_features).to(dtype)
 
     def dense(self) -> torch.Tensor:
-        """See Product."""
-        return torch.cat([part.dense() for part in self.parts])
+        """See Product. bf16 for bf16 weights, else float32."""
+        if self.parts:
+            return torch.cat([part.dense() for part in self.parts])
+        if self.struct.format in _IN_PLACE.values():
+            return torch.cat(self.packed)
+        dtype = torch.bfloat16 if self.struct.format == _BFLOAT16 else torch.float32
+        pieces = torch.split(torch.arange(self.out_features), max(PANEL, _DENSE // self.in_features))
+        return torch.cat([self.rows(piece, dtype) for piece in pieces])
 
 
-def row_addresses(start: int, step: int, count: int) -> torch.Tensor:
-    """Return the addresses of `count` rows that are `step` bytes apart, [count] int64."""
-    return start + step * torch.arange(count)
+def _library() -> ctypes.CDLL:
+    """Return the compiled kernels. Raises LookupError if there are none."""
+    found = library()
+    if found is None:
+        raise LookupError("there are no compiled kernels")
+    return found
 
 
-def _allowed(form: int) -> tuple[str, ...]:
+def _roundings(form: int, kernels: ctypes.CDLL) -> tuple[str, ...]:
     """Return the possible roundings of activations for a format of weights, the default first."""
     if form == _QUANTIZED:
         return ("int8", "float32")
     if form == _BFLOAT16:
-        found = library()
-        return ("bf16", "float32") if found is not None and found.foresay_bf16_dots() else ("float32", "bf16")
+        return ("bf16", "float32") if kernels.foresay_bf16_dots() else ("float32", "bf16")
     return ("float32",)
 
 
@@ -292,6 +321,22 @@ def _depth(kind: str, data: Bytes) -> int:
     return int(data.shape[1]) // size * weights
 
 
-def _uneven(kind: str, stored: Sequence[Bytes]) -> int:
-    found = ", ".join(sorted({str(_depth(kind, data)) for data in stored}))
-    raise ValueError(f"rows of {found} weights are not one matrix; all rows need the same number")
+def _uneven(widths: set[int]) -> str:
+    return f"rows of {', '.join(map(str, sorted(widths)))} weights are not one matrix; all rows need the same number"
+
+
+def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True for a plain CPU tensor of this dtype whose last dimension is contiguous."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return tensor.dtype == dtype and dtype in _IN_PLACE and tensor.device.type == "cpu" and tensor.stride(-1) == 1
+
+
+def _addresses(start: int, step: int, count: int) -> torch.Tensor:
+    """Return the addresses of `count` rows that are `step` bytes apart, [count] int64."""
+    return start + step * torch.arange(count)
+
+
+def _row_addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the address of each row of tensors [rows, columns] one after another, [rows] int64."""
+    return torch.cat([_addresses(one.data_ptr(), one.stride(0) * one.element_size(), len(one)) for one in weights])

@@ -20,13 +20,6 @@ _SHARES = (1.0, 0.97, 0.94, 0.91, 0.87, 0.83)
 """Shares of a group's range that are tried as the range of the levels."""
 
 
-def quantize_int8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize weights [out, in] to int8 levels [out, in] in [-127, 127] and row scales [out] in `dtype`."""
-    scales = (weight.float().abs().amax(1).clamp(min=1e-30) / 127).to(dtype)
-    # levels are rounded for the stored scale
-    return (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
-
-
 def quantize_int4(weight: torch.Tensor, dtype: torch.dtype) -> Groups:
     """Quantize weights [out, in] to levels [out, in] in [0, 15], and scales and offsets [out, in / 32] in `dtype`.
 

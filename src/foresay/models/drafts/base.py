@@ -20,14 +20,13 @@ from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
-from foresay.models.cpu.product import CompiledProduct
+from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable
-from foresay.models.huggingface.products import Product
 from foresay.threads import all_threads
 
 NEXT, LAST = 0, 1
@@ -136,7 +135,7 @@ class DraftModel(SlotCacheRows):
         first_norms: FirstLayerNorms | None = None,
     ) -> NativeLayers | None:
         """Return the layers for the kernels; None without them. products: the others of a pass."""
-        if self.device.type != "cpu" or not all(isinstance(one, CompiledProduct) for one in (self._head, *products)):
+        if self.device.type != "cpu" or not all(isinstance(one, NativeProduct) for one in (self._head, *products)):
             return None
         try:
             return NativeLayers(list(layers), self._norm, activation, 1.0, self.dtype, first_norms=first_norms)

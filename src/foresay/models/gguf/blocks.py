@@ -13,28 +13,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.models.cpu.product import NativeProduct, StackedProduct
+from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.header import GgufHeader, StoredTensor
-from foresay.models.gguf.packed import PackedWeights, packed_weights
+from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model, gguf_namer
 from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, is_quantized, read_weight
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.experts import is_experts
 from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, UsualGate
-from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, freeze_linears, replace_jointly
+from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
 
 
 def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
     """Return a transformers model whose linear layers use the file's blocks. Activations and all other weights are in `dtype`.
 
     header: checked by `check_values`, of one of ARCHITECTURES. Raises ModelLoadError if the tensors do not match the model or
-    contain numbers that are not finite.
+    contain numbers that are not finite, and ConfigError without compiled kernels.
     """
+    check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
     model, name = empty_model(config, dtype), gguf_namer(header, config)
     check_tensors(header, model, name)
-    with packed_weights(header) as packed:
-        _fill(model, _File(header, config, dtype, name, packed))
+    packed = PackedWeights(header)
+    _fill(model, _File(header, config, dtype, name, packed))
+    packed.write()
     scale_positions(model, header)
     return model.eval()
 
@@ -67,38 +69,38 @@ class _File:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
         return weight
 
-    def product(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | StackedProduct | None:
-        """Return one product of parameters whose rows are concatenated; None unless the kernels multiply all of them.
+    def product(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:
+        """Return one product of parameters whose rows are concatenated; None unless all of them are quantized.
 
         Raises as `get` does, and ModelLoadError for rows of different lengths.
         """
         stored = [one for one in map(self._stored, names) if one is not None]
-        if not compiled() or len(stored) < len(names) or not all(map(is_quantized, stored)):
+        if len(stored) < len(names) or not all(map(is_quantized, stored)):
             return None
-        kept = self._packed.find(names[0], sum(one.shape[0] for one in stored), stored[0].shape[-1], bias)
-        if kept is not None:
-            return kept
-        weight = concatenated([self.get(name) for name in names])
-        assert weight is not None
-        return weight.product(bias, partial(self._packed.allocate, names[0]))
 
-    def expert_products(self, names: Sequence[str], count: int) -> list[NativeProduct | StackedProduct] | None:
+        def make() -> NativeProduct:
+            weight = concatenated([self.get(name) for name in names])
+            assert weight is not None
+            return weight.product(bias)
+
+        shape = sum(one.shape[0] for one in stored), stored[0].shape[-1]
+        return self._packed.product(names[0], shape, bias, make)
+
+    def expert_products(self, names: Sequence[str], count: int) -> list[NativeProduct] | None:
         """Return the product of each expert, of parameters [experts, out, in] whose rows are concatenated; see `product`."""
         stored = [one for one in map(self._stored, names) if one is not None]
-        if not compiled() or not all(map(is_quantized, stored)):
+        if not all(map(is_quantized, stored)):
             return None
-        rows, depth = sum(one.shape[1] for one in stored), stored[0].shape[-1]
-        found = [self._packed.find(f"{names[0]}.{i}", rows, depth, None) for i in range(count)]
-        kept = [one for one in found if one is not None]
-        if len(kept) == count:
-            return kept
-        weights = [one for one in map(self.get, names) if isinstance(one, BlockWeight)]
-        products = []
-        for i in range(count):
-            weight = concatenated([one.part(i, count) for one in weights])
+        weights: list[Weight | None] = []
+
+        def make(i: int) -> NativeProduct:
+            weights.extend(map(self.get, () if weights else names))
+            weight = concatenated([one.part(i, count) for one in weights if isinstance(one, BlockWeight)])
             assert weight is not None
-            products.append(weight.product(None, partial(self._packed.allocate, f"{names[0]}.{i}")))
-        return products
+            return weight.product(None)
+
+        shape = sum(one.shape[1] for one in stored), stored[0].shape[-1]
+        return [self._packed.product(f"{names[0]}.{i}", shape, None, partial(make, i)) for i in range(count)]
 
     def release_pages(self) -> None:
         """See `GgufHeader`."""
@@ -148,7 +150,6 @@ def _fill_embeddings(model: Any, file: _File) -> None:
     parent, _, short = names[output].rpartition(".")
     table = file.product([embedding_name], None) if type(embedding) is nn.Embedding else None
     if table is not None:
-        assert isinstance(table, NativeProduct)  # of a single tensor
         model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
     if not file.contains(output_name) and table is not None:
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
@@ -158,7 +159,7 @@ def _fill_embeddings(model: Any, file: _File) -> None:
 
 
 def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor | None, file: _File) -> None:
-    """Load a linear layer with the parameter `source`: as a product if the kernels read its blocks, else as a plain layer."""
+    """Load a linear layer with the parameter `source`: as a product if it is quantized, else as a plain layer."""
     product = file.product([source], bias)
     if product is not None:
         setattr(parent, name, FrozenLinear(product))
@@ -174,7 +175,7 @@ def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor |
 
 
 def _filled_experts(experts: Any, path: str, file: _File) -> Any:
-    """Return the experts of a layer: with products if the kernels read the file's blocks, else with numbers."""
+    """Return the experts of a layer: with products if they are quantized, else with numbers."""
     gate, up, down = (f"{path}.{short}.weight" for short in EXPERTS)
     gate_up = file.expert_products([gate, up], experts.num_experts)
     products = file.expert_products([down], experts.num_experts)
@@ -192,9 +193,7 @@ def _filled_experts(experts: Any, path: str, file: _File) -> Any:
 def _fill_joint(parent: Any, path: str, names: Sequence[str], file: _File) -> None:
     """Replace layers that read the same input by one product, if all their weights are quantized."""
     layers = [getattr(parent, name, None) for name in names]
-    if not compiled() or not all(
-        isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers
-    ):
+    if not all(isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers):
         return
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
     if len({bias is None for bias in biases}) > 1:

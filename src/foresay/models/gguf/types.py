@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.cpu.product import BLOCKS, Allocate, NativeProduct, StackedProduct, in_memory
+from foresay.models.cpu.product import BLOCKS, NativeProduct
 from foresay.models.cpu.rounding import q8_0_blocks
 from foresay.models.gguf.header import Bytes, StoredTensor
 
@@ -54,7 +54,7 @@ class BlockWeight:
         """True if no weight is infinite or NaN."""
         return all(_scales_are_finite(one) for one in self.stored)
 
-    def product(self, bias: torch.Tensor | None, allocate: Allocate = in_memory) -> NativeProduct | StackedProduct:
+    def product(self, bias: torch.Tensor | None) -> NativeProduct:
         """Return the product with these weights: of parts, if several types are concatenated.
 
         Raises LookupError without compiled kernels.
@@ -63,10 +63,9 @@ class BlockWeight:
         for kind, group in groupby(self.stored, lambda one: one.kind):
             data = [one.data for one in group]
             end = first + sum(map(len, data))
-            part = NativeProduct.of_blocks(kind, data, None if bias is None else bias[first:end], allocate=allocate)
-            parts.append(part)
+            parts.append(NativeProduct.of_blocks(kind, data, None if bias is None else bias[first:end]))
             first = end
-        return parts[0] if len(parts) == 1 else StackedProduct(parts)
+        return NativeProduct.stacked(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
+from weakref import finalize
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -18,7 +19,7 @@ from foresay.decoding.protocols import KVCache, Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cache.stores import RowStores, SpareStores
+from foresay.models.cache.stores import RowStores, Stores, give
 from foresay.models.huggingface.fused import FusedDecoder, state_of
 from foresay.models.huggingface.graphs import CudaGraphs, GraphedPasses
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
@@ -133,7 +134,8 @@ class CausalModel(TransformersModel):
         """Runs forward passes instead of the family's own code; see `use_fused`."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
-        self._spare = SpareStores()
+        self._spare: list[Stores] = []
+        """Memory of a discarded cache, over which passes are captured."""
         self._watched_state: list[tuple[int, bool]] | None = None
         self.num_layers = int(getattr(config, "num_hidden_layers", 0))
         # ALiBi is computed from slots, not from positions
@@ -170,7 +172,9 @@ class CausalModel(TransformersModel):
             )
             self.fused = None
         if self.graphs is not None:
-            return SlotCache(spare=self._spare)
+            cache = SlotCache(stores := self._spare.pop() if self._spare else Stores())
+            finalize(cache, give, self._spare, stores).atexit = False
+            return cache
         return (None if self.fused is None else self.fused.new_cache()) or SlotCache()
 
     def borrowed(self, owner: SlotCache) -> SlotCache:

@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.gated_layer import ClampedGate
-from foresay.models.cpu.product import NativeProduct
-from foresay.models.huggingface.products import Int8Product, Product
-
-Table = Int8Product | NativeProduct
-"""A product whose weight rows can be read, as an embedding needs."""
+from foresay.models.cpu.product import NativeProduct, Product
 
 
 class FrozenLinear(nn.Module):
@@ -38,7 +34,7 @@ class FrozenLinear(nn.Module):
 class FrozenEmbedding(nn.Module):
     """An embedding over a frozen product, which decodes rows when they are read. The output head may share the product."""
 
-    def __init__(self, product: Table, dtype: torch.dtype) -> None:
+    def __init__(self, product: NativeProduct, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.product = product.out_features, product.in_features, product
         self._dtype = dtype

@@ -18,9 +18,8 @@ import torch
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm, Product
-from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
-from foresay.models.cpu.product import CompiledProduct
+from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
@@ -180,7 +179,7 @@ class FusedDecoder:
         try:
             cache_dtype = self.cache_dtype or self._dtype
             native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, cache_dtype)
-            if not isinstance(self._head, CompiledProduct):  # its bits would depend on the other rows
+            if not isinstance(self._head, NativeProduct):  # its bits would depend on the other rows
                 raise LookupError(f"the kernels do not support an output head of type {type(self._head).__name__}")
             return native
         except LookupError as error:
@@ -314,7 +313,7 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     gate_up, down, gate = parts
     router = getattr(mlp, "router", None) or mlp.gate
     try:
-        scores = InPlaceProduct([router.weight], [getattr(router, "bias", None)])
+        scores = NativeProduct.in_place([router.weight], [getattr(router, "bias", None)])
     except LookupError as error:
         raise NotFusedError(str(error)) from None
     # Mixtral and gpt-oss always normalize the weights

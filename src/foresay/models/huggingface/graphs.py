@@ -222,7 +222,7 @@ class GraphedPasses:
         def run() -> Outputs:
             stores = stores_ref()
             assert stores is not None
-            return results.keep(self._run_eagerly(buffers, SlotCache.over(stores)))
+            return results.keep(self._run_eagerly(buffers, SlotCache(stores)))
 
         assert self._capture is not None
         return _Recording(buffers, self._capture(run))

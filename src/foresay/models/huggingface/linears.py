@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.models.cpu.build import library
+from foresay.models.cpu.build import failure_reason, library
 from foresay.models.cpu.gated_layer import ClampedGate
-from foresay.models.cpu.in_place import InPlaceProduct
-from foresay.models.cpu.product import CompiledProduct, NativeProduct
+from foresay.models.cpu.product import NativeProduct, PackedProduct, Product
 from foresay.models.cpu.rounding import GROUP
 from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
 from foresay.models.huggingface.frozen import (
@@ -29,7 +28,6 @@ from foresay.models.huggingface.frozen import (
     UsualGate,
 )
 from foresay.models.huggingface.joined import join, joined
-from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
 JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to the same input."""
@@ -49,7 +47,7 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     plain = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
     if len(plain) == len(layers):
         with suppress(LookupError):
-            return InPlaceProduct([layer.weight for layer in plain], [layer.bias for layer in plain])
+            return NativeProduct.in_place([layer.weight for layer in plain], [layer.bias for layer in plain])
     if len(layers) == 1:
         return first
     return joined(layers) or (lambda x: torch.cat([layer(x) for layer in layers], -1))
@@ -66,7 +64,7 @@ def expert_products(module: nn.Module) -> tuple[list[Any], list[Any], UsualGate 
     if weights is None or not weights.in_place:
         return None
     gate_up, down = (
-        [InPlaceProduct([weight], [bias]) for weight, bias in map(of, range(weights.count))]
+        [NativeProduct.in_place([weight], [bias]) for weight, bias in map(of, range(weights.count))]
         for of in (weights.gate_up, weights.down)
     )
     return gate_up, down, weights.gate
@@ -135,18 +133,21 @@ def device_of(embedding: nn.Module) -> torch.device:
 
 def set_activations(model: nn.Module, kind: str) -> None:
     """Set the rounding of the inputs of all frozen products. Raises ConfigError for a kind that weights do not support."""
-    products = [m.product for m in model.modules() if isinstance(m, FrozenLinear | JointLinear)]
-    compiled_products = [one for one in products if isinstance(one, CompiledProduct)]
-    if not compiled_products:
+    products = _compiled_products(model)
+    if not products:
         raise ConfigError(f"activations={kind!r} applies to the compiled CPU kernels, which do not run this model")
-    for one in compiled_products:
+    for one in products:
         one.activations = kind
 
 
 def activations_of(model: nn.Module) -> list[str]:
     """Return the roundings of the inputs of frozen products by the compiled kernels, each once."""
+    return sorted({one.activations for one in _compiled_products(model)})
+
+
+def _compiled_products(model: nn.Module) -> list[NativeProduct]:
     products = (m.product for m in model.modules() if isinstance(m, FrozenLinear | JointLinear))
-    return sorted({one.activations for one in products if isinstance(one, CompiledProduct)})
+    return [one for one in products if isinstance(one, NativeProduct)]
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -171,13 +172,12 @@ def _is_head(model: nn.Module, key: int) -> bool:
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """True if frozen products are faster: on a CPU with compiled kernels, or in bf16 with oneDNN's."""
-    if device.type != "cpu":
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    if library() is not None and dtype in (torch.float32, torch.bfloat16):
-        return True
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if library() is not None or dtype == torch.float32:
+        return library() is not None
+    found = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(found and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def compiled() -> bool:
@@ -185,32 +185,28 @@ def compiled() -> bool:
     return library() is not None
 
 
+def check_compiled(what: str, instead: str) -> None:
+    """Raise ConfigError if there are no compiled kernels. what: the setting that needs them. instead: what to do without."""
+    if library() is None:
+        reason = f"and there are none ({failure_reason()}); install a C++ compiler, or {instead}"
+        raise ConfigError(f"{what} needs the compiled CPU kernels, {reason}")
+
+
 def unquantized(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return the product of unquantized weights."""
     native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)
-    return (NativeProduct.of_numbers if native else PackedProduct)(weight, bias)
-
-
-def int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Return the product of weights quantized to 8 bits."""
-    return (Int8Product if library() is None else NativeProduct.int8)(weight, bias)
+    return NativeProduct.of_numbers(weight, bias) if native else PackedProduct(weight, bias)
 
 
 def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return the product of weights quantized to 4 bits, or to 8 bits if rows are not multiples of a group."""
-    if not int4_fits(weight):
-        return int8(weight, bias)
-    return (Int4Product if library() is None else NativeProduct.int4)(weight, bias)
-
-
-def int4_fits(weight: torch.Tensor) -> bool:
-    """True if the rows of a weight [out, in] divide into whole groups."""
-    return weight.shape[1] % GROUP == 0
+    return (NativeProduct.int8 if weight.shape[1] % GROUP else NativeProduct.int4)(weight, bias)
 
 
 def quantizer(bits: int) -> MakeProduct:
-    """Return the function that makes products with 8 or 4 bits per weight."""
-    return int8 if bits == 8 else int4
+    """Return the function that makes products with 8 or 4 bits per weight. Raises ConfigError without compiled kernels."""
+    check_compiled(f"weights='int{bits}'", "leave the weights in bfloat16")
+    return NativeProduct.int8 if bits == 8 else int4
 
 
 _READ_DIRECTLY = ("dt_proj",)

@@ -19,7 +19,7 @@ from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput, PreparedPrompt
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.memory import free_bytes, kv_bytes
-from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
+from foresay.models.cache.slot_cache import Placement, SlotCache, visible_width
 from foresay.models.huggingface import attention, linears
 
 MAX_TOKENS = 256
@@ -136,8 +136,8 @@ class TransformersModel:
         return distributed.minimum(free) if self.is_shared else free
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
-        """Return a cache over the owner's slots, for a draft model of the owner's first layers."""
-        return BorrowedSlots(owner)
+        """Return a cache over the owner's slots and encoded sources, for a draft model of the owner's first layers."""
+        return SlotCache(owner=owner)
 
     def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
         """Return the prompt and parameters unchanged."""

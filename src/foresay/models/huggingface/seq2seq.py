@@ -18,50 +18,14 @@ import torch
 from torch import nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, Move, PreparedPrompt
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, PreparedPrompt
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import PromptError, UnsupportedModelError
-from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
+from foresay.models.cache.slot_cache import Placement, SlotCache, visible_width
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import TransformersCache
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
-
-
-class Seq2SeqCache(SlotCache):
-    """The decoder's slots, and in `sources` the cross-attention keys and values of each row's source."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sources = SlotCache()
-
-    def add_rows(self, count: int) -> None:
-        """Append empty rows whose sources are not encoded yet."""
-        super().add_rows(count)
-        self.sources.add_rows(count)
-
-    def swap(self, one: int, other: int) -> None:
-        """Exchange two rows and their sources."""
-        super().swap(one, other)
-        self.sources.swap(one, other)
-
-    def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Apply the moves of rows and their sources, then drop the rows from index `count` on."""
-        super().rearrange(moves, count)
-        self.sources.rearrange(moves, count)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory in use."""
-        return super().nbytes + self.sources.nbytes
-
-
-class BorrowedSources(BorrowedSlots):
-    """A view of another cache's slots with the sources that its model encoded."""
-
-    def __init__(self, owner: Seq2SeqCache) -> None:
-        super().__init__(owner)
-        self.sources = owner.sources
 
 
 def unsupported_reasons(model: PreTrainedModel) -> list[str]:
@@ -164,14 +128,9 @@ class Seq2SeqModel(TransformersModel):
         forced = self.model.generation_config.forced_bos_token_id
         return PreparedPrompt([self.decoder_start_token_id, *([] if forced is None else [int(forced)])], params, prompt)
 
-    def new_cache(self) -> Seq2SeqCache:
-        """Return a cache without rows."""
-        return Seq2SeqCache()
-
-    def borrowed(self, owner: SlotCache) -> SlotCache:
-        """Return a cache over the owner's slots and encoded sources, for a model of the owner's first decoder layers."""
-        assert isinstance(owner, Seq2SeqCache)
-        return BorrowedSources(owner)
+    def new_cache(self) -> SlotCache:
+        """Return a cache without rows: of the decoder, and of the cross-attention over each row's source."""
+        return SlotCache(sources=SlotCache())
 
     @torch.inference_mode()
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
@@ -179,14 +138,11 @@ class Seq2SeqModel(TransformersModel):
 
         Raises PromptError for a row without a source.
         """
-        assert isinstance(cache, Seq2SeqCache | BorrowedSources) and len(cache.lengths) == first
-        if isinstance(cache, BorrowedSources):
-            cache.add_rows(len(rows) - first)
-            return
-        sources = [self._source(row) for row in list(rows)[first:]]
-        cache.add_rows(len(sources))
+        assert isinstance(cache, SlotCache) and cache.sources is not None and len(cache.lengths) == first
+        sources = [self._source(row) for row in list(rows)[first:]] if cache.owner is None else []
+        cache.add_rows(len(rows) - first)
         for index, source in enumerate(sources, first):
-            self._encode(source, index, cache)
+            self._encode(source, index, cache.sources)
 
     def _source(self, row: Row) -> torch.Tensor:
         """Return a row's source, [1, S], truncated to the limit of this model's encoder: a draft model's may be shorter."""
@@ -195,7 +151,7 @@ class Seq2SeqModel(TransformersModel):
         source = row.source[: self.max_source_length]
         return torch.from_numpy(np.minimum(source, self.vocab_size - 1))[None].to(self.device)
 
-    def _encode(self, source: torch.Tensor, index: int, cache: Seq2SeqCache) -> None:
+    def _encode(self, source: torch.Tensor, index: int, sources: SlotCache) -> None:
         """Encode one source [1, S] and cache its cross-attention keys and values of every layer for row `index`.
 
         The decoder runs over its start token, so that each layer computes and caches its own keys and values without knowledge of
@@ -206,8 +162,8 @@ class Seq2SeqModel(TransformersModel):
         scratch = SlotCache()
         scratch.add_rows(1)
         at = scratch.begin_pass(0, 1, 2, self.device)
-        read = cache.sources.begin_pass(index, 1, length, self.device)
-        memory = EncoderDecoderCache(TransformersCache(scratch, at), TransformersCache(cache.sources, read))
+        read = sources.begin_pass(index, 1, length, self.device)
+        memory = EncoderDecoderCache(TransformersCache(scratch, at), TransformersCache(sources, read))
         with attention.during(at):
             self._decoder(
                 input_ids=source.new_full((1, 2), self.decoder_start_token_id),
@@ -216,7 +172,7 @@ class Seq2SeqModel(TransformersModel):
                 past_key_values=memory,
                 use_cache=True,
             )
-        cache.sources.lengths[index] = length
+        sources.lengths[index] = length
 
     def _cross_mask(self, lengths: Sequence[int], columns: int, width: int) -> torch.Tensor:
         """Return the additive mask [B, 1, T, width]: 0 at the slots of each row's source, the dtype's minimum after them."""
@@ -228,9 +184,9 @@ class Seq2SeqModel(TransformersModel):
     def _call(
         self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
-        assert isinstance(cache, Seq2SeqCache | BorrowedSources)
         logits, hidden = model_input.logits, model_input.hidden_layers
         sources = cache.sources
+        assert sources is not None
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)
         memory = EncoderDecoderCache(TransformersCache(cache, at), TransformersCache(sources))

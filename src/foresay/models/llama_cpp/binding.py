@@ -18,24 +18,10 @@ from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 logger = logging.getLogger("foresay")
 
 _INSTALL_HINT = "pip install 'foresay[llamacpp]' compiles it for this machine, in about 8 minutes"
-_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.DEBUG, 4: logging.INFO}
-"""Python's level for each of ggml's (debug, info, warning, error); DEBUG for all others, such as continuation lines."""
 _ERROR = 4
-_REQUIRED_FUNCTIONS = (
-    "llama_memory_seq_rm",
-    "llama_memory_seq_cp",
-    "llama_state_seq_get_data",
-    "llama_decode",
-    "llama_get_memory",
-    "llama_model_is_hybrid",
-    "llama_model_is_diffusion",
-    "llama_model_n_head_kv",
-    "llama_supports_gpu_offload",
-)
-_REQUIRED_FIELDS = {
-    "llama_context_params": {"kv_unified", "swa_full", "n_seq_max"},
-    "llama_model_params": {"use_extra_bufts"},
-}
+"""ggml's level of errors."""
+_NEWEST_FUNCTION = "llama_model_is_hybrid"
+"""The newest of the functions and fields that are used here."""
 
 
 @cache
@@ -43,16 +29,14 @@ def library() -> Any:
     """Return the functions of llama.h. Raises ConfigError if llama-cpp-python is missing, broken or too old."""
     try:
         import llama_cpp.llama_cpp as found
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"backend='llama.cpp' needs llama-cpp-python ({error}): {_INSTALL_HINT}") from None
-    except (ImportError, OSError, RuntimeError) as error:  # its shared library cannot be opened
-        raise ConfigError(f"llama-cpp-python is installed but cannot be loaded: {error}; {_INSTALL_HINT}") from error
-    missing = [name for name in _REQUIRED_FUNCTIONS if not hasattr(found, name)]
-    for kind, names in _REQUIRED_FIELDS.items():  # ctypes silently accepts unknown fields
-        missing += sorted(names - {field[0] for field in getattr(getattr(found, kind, None), "_fields_", ())})
-    if missing:
-        raise ConfigError(f"this llama-cpp-python is too old (it lacks {', '.join(missing)}); {_INSTALL_HINT}")
-    _redirect_log(found)
+    except (ImportError, OSError, RuntimeError) as error:  # it is missing, or its shared library cannot be opened
+        raise ConfigError(
+            f"backend='llama.cpp' needs llama-cpp-python, which cannot be loaded ({error}): {_INSTALL_HINT}"
+        ) from error
+    if not hasattr(found, _NEWEST_FUNCTION):
+        raise ConfigError(f"this llama-cpp-python is too old (it lacks {_NEWEST_FUNCTION}); {_INSTALL_HINT}")
+    _callbacks.append(found.llama_log_callback(_log))
+    found.llama_log_set(_callbacks[-1], ctypes.c_void_p(0))
     found.llama_backend_init()
     return found
 
@@ -61,23 +45,17 @@ _last_errors: list[str] = []
 """The last four error lines of llama.cpp."""
 
 
-def _redirect_log(found: Any) -> None:
-    """Send llama.cpp's messages to the log; by default it prints thousands of lines to stderr."""
-
-    def write_log(level: int, text: bytes, _: Any) -> None:
-        line = text.decode(errors="replace").strip()
-        if level == _ERROR and line:
-            _last_errors[:] = [*_last_errors[-3:], line]
-        if line and logger.isEnabledFor(_LEVELS.get(level, logging.DEBUG)):
-            logger.log(_LEVELS.get(level, logging.DEBUG), "llama.cpp: %s", line)
-
-    called = found.llama_log_callback(write_log)
-    _callbacks.append(called)
-    found.llama_log_set(called, ctypes.c_void_p(0))
-
-
 _callbacks: list[Any] = []
 """Callbacks registered with llama.cpp, referenced here so that they live as long as the library."""
+
+
+def _log(level: int, text: bytes, _: Any) -> None:
+    """Send llama.cpp's messages to the log; by default it prints thousands of lines to stderr."""
+    line = text.decode(errors="replace").strip()
+    if level == _ERROR and line:
+        _last_errors[:] = [*_last_errors[-3:], line]
+    if line:
+        logger.log(logging.INFO if level == _ERROR else logging.DEBUG, "llama.cpp: %s", line)
 
 
 def last_error() -> str:
@@ -96,21 +74,18 @@ class Weights:
     """A GGUF file loaded by llama.cpp; freed with the last reference to this object.
 
     gpu_layers: number of layers on GPUs; None for all if there is a GPU. main_gpu: index of the only GPU to use; None splits the
-    layers over all GPUs. extra_buffers: True to let kernels repack weights. Raises ModelLoadError if llama.cpp cannot load the
-    file, and UnsupportedModelError for an encoder, a diffusion model, or a model whose state cannot be rewound.
+    layers over all GPUs. Raises ModelLoadError if llama.cpp cannot load the file, and UnsupportedModelError for an encoder, a
+    diffusion model, or a model whose state cannot be rewound.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, gpu_layers: int | None, main_gpu: int | None, extra_buffers: bool
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, gpu_layers: int | None, main_gpu: int | None) -> None:
         c = library()
         params = c.llama_model_default_params()
         if gpu_layers is not None:
             params.n_gpu_layers = gpu_layers
-        params.use_extra_bufts = extra_buffers
+        params.use_extra_bufts = self.repacked = not _has_amx()
         if main_gpu is not None:
             params.main_gpu, params.split_mode = main_gpu, c.LLAMA_SPLIT_MODE_NONE
-        self.path, self.extra_buffers = Path(path), extra_buffers
         self.offloaded = gpu_layers != 0 and bool(c.llama_supports_gpu_offload())
         """True if layers may be on GPUs."""
         self.pointer: int = c.llama_model_load_from_file(os.fsencode(path), params)
@@ -118,19 +93,16 @@ class Weights:
             raise ModelLoadError(f"llama.cpp ({version()}) cannot load {os.fspath(path)!r}: {last_error()}")
         weakref.finalize(self, c.llama_model_free, self.pointer)
         self.vocab = c.llama_model_get_vocab(self.pointer)
-        why = self._unsupported_reason()
-        if why is not None:
-            raise UnsupportedModelError(f"{os.fspath(path)!r} is not supported with backend='llama.cpp': {why}")
-
-    def _unsupported_reason(self) -> str | None:
-        c = library()
-        if c.llama_model_has_encoder(self.pointer):
-            return "it has an encoder"
-        if c.llama_model_is_diffusion(self.pointer):
-            return "it is a diffusion model, which does not generate from left to right"
-        if c.llama_model_is_recurrent(self.pointer) or c.llama_model_is_hybrid(self.pointer):
-            return "its recurrent state cannot be rewound to before a rejected token"
-        return None
+        refused = {
+            "it has an encoder": c.llama_model_has_encoder,
+            "it is a diffusion model, which does not generate from left to right": c.llama_model_is_diffusion,
+            "its recurrent state cannot be rewound to before a rejected token": lambda model: (
+                c.llama_model_is_recurrent(model) or c.llama_model_is_hybrid(model)
+            ),
+        }
+        for why, applies in refused.items():
+            if applies(self.pointer):
+                raise UnsupportedModelError(f"{os.fspath(path)!r} is not supported with backend='llama.cpp': {why}")
 
     @property
     def description(self) -> str:
@@ -143,3 +115,11 @@ class Weights:
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
         return int(library().llama_model_size(self.pointer))
+
+
+def _has_amx() -> bool:
+    """True on a processor with AMX, where llama.cpp's kernels for repacked 4-bit weights crash (signal 11)."""
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False

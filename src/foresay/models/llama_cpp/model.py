@@ -13,12 +13,10 @@ import torch
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
-from foresay.decoding.rows import Row, Rows
-from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.rows import Rows
 from foresay.models.cache.memory import free_bytes
 from foresay.models.llama_cpp.binding import Weights, library
-from foresay.models.llama_cpp.cache import LlamaCache
-from foresay.models.llama_cpp.context import MAX_PASS_TOKENS, MAX_SEQUENCES
+from foresay.models.llama_cpp.cache import MAX_PASS_TOKENS, MAX_SEQUENCES, LlamaCache
 
 _NUMBER_BYTES = 2
 """Size of a float16 number of a key or value."""
@@ -95,30 +93,3 @@ class LlamaCppModel(LanguageModel):
         logits = torch.zeros(*shown.shape, self.vocab_size)
         logits[torch.from_numpy(shown)] = scores
         return ModelOutput(logits)
-
-
-def compared(model: LlamaCppModel, *, tokens: int = 16, rows: int = 8) -> tuple[float, int]:
-    """Compare the logits of tokens fed one by one with those of all in one pass, and of a batch of `rows` equal rows.
-
-    Return the largest absolute difference, divided by the logits' standard deviation, and the number of positions with identical
-    bits. If the latter is less than `tokens`, a greedy text may depend on the batch.
-    """
-    prompt = [(5 + i) % model.vocab_size for i in range(tokens)]
-    ids = torch.tensor([prompt] * rows)
-    single, joint, batched = (
-        _scores(model, fed, widths)
-        for fed, widths in ((ids[:1], [1] * tokens), (ids[:1], [tokens]), (ids, [1] * tokens))
-    )
-    difference = torch.maximum((joint - single).abs(), (batched - single).abs()).amax(-1)
-    return float(difference.max() / single.std()), int((difference == 0).sum())
-
-
-def _scores(model: LlamaCppModel, token_ids: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-    """Return the first row's logits [T, V] for rows [B, T] fed in passes of the given widths."""
-    limit = model.max_length
-    rows = Rows([Row(i, one.tolist(), SamplingParams(), limit=limit) for i, one in enumerate(token_ids)])
-    cache, out = model.new_cache(), []
-    model.admit(rows, 0, cache)
-    for width, part in zip(widths, torch.split(token_ids, list(widths), 1), strict=True):
-        out.append(model.forward(ModelInput(part, [width] * len(part)), cache).scores()[0])
-    return torch.cat(out)

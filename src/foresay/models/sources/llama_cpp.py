@@ -1,4 +1,4 @@
-"""A GGUF file for llama.cpp: its options, and a trial of its kernels on this machine.
+"""A GGUF file for llama.cpp, with its options.
 
 Owns the checks before llama.cpp loads a file. Does not know where files are (location.py).
 """
@@ -11,7 +11,6 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.llama_cpp import binding
 from foresay.models.llama_cpp.model import LlamaCppModel
-from foresay.models.llama_cpp.probe import extra_buffers_work, machine_mark
 from foresay.models.sources.load_options import LoadOptions
 
 
@@ -24,10 +23,6 @@ def open_gguf(header: GgufHeader, options: LoadOptions) -> LlamaCppModel:
             f"{str(path)!r} scales rotary positions by factors that depend on the size of llama.cpp's context, which grows with "
             "the rows; decode it without backend='llama.cpp'"
         )
-    kinds = " ".join(sorted({one.kind for one in header.tensors.values()}))
-    if options.progress is not None:
-        options.progress("Testing llama.cpp's kernels (once per machine and file format)")
-    extra = extra_buffers_work(path, kinds, f"llama-cpp-python {binding.version()}, {machine_mark()}")
     device = torch.device("cpu" if options.device == "cpu" else options.device or "cuda")
     if options.progress is not None:
         options.progress(f"Loading {path.name}")
@@ -35,7 +30,6 @@ def open_gguf(header: GgufHeader, options: LoadOptions) -> LlamaCppModel:
         path,
         gpu_layers=0 if device.type == "cpu" else options.gpu_layers,
         main_gpu=device.index,
-        extra_buffers=extra,
     )
     size = header.values.get(f"{header.architecture}.attention.key_length")
     return LlamaCppModel(weights, head_size=None if size is None else int(size))

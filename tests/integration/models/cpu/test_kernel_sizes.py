@@ -17,7 +17,6 @@ from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
@@ -155,9 +154,9 @@ def test_a_product_takes_inputs_of_its_own_width() -> None:
 
 def test_weights_of_other_depths_are_not_one_product() -> None:
     with pytest.raises(LookupError, match="together"):
-        InPlaceProduct([torch.ones(4, 8), torch.ones(4, 4)], [None, None])
+        NativeProduct.in_place([torch.ones(4, 8), torch.ones(4, 4)], [None, None])
     with pytest.raises(LookupError, match="biases"):
-        InPlaceProduct([torch.ones(4, 8)], [torch.ones(3)])
+        NativeProduct.in_place([torch.ones(4, 8)], [torch.ones(3)])
 
 
 @pytest.mark.parametrize("place", ["rows", "slots"])

@@ -19,7 +19,6 @@ from helpers.broken_kernels import broken_kernels, changed_kernels
 from helpers.families import make
 
 HEADER = Path(__file__).parents[3] / "helpers" / "emulated_amx.h"
-ALWAYS = ("static const bool faster = tiles_allowed() &&", "static const bool faster = true ||")
 ROWS = (1, 2, 5, 7, 9, 12, 13, 15, 16, 17, 20, 21, 24, 31, 32, 33, 48, 63, 96, 97, 130)
 Changes = dict[str, tuple[tuple[str, str], ...]]
 
@@ -55,10 +54,7 @@ if "VNNI" not in build.instructions():  # levels of 8 bits are signed there, as 
 
 def emulated(folder: Path, changes: Changes | None = None, level: str = "-O3") -> Iterator[None]:
     """Kernels over emulated instructions, which are used wherever they can be."""
-    whole: Changes = {"integers.h": (ALWAYS,)}
-    for file, more in (changes or {}).items():
-        whole[file] = (*whole.get(file, ()), *more)
-    with changed_kernels(folder, whole, {"amx.h": HEADER}, level=level):
+    with changed_kernels(folder, changes or {}, {"amx.h": HEADER}, level=level):
         library = build.library()
         assert library is not None and library.foresay_tiles()
         yield

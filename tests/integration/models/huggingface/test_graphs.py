@@ -71,7 +71,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LookupError("no kernels")
 
     monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
-    monkeypatch.setattr(linears, "InPlaceProduct", none)
+    monkeypatch.setattr(linears.NativeProduct, "in_place", none)
 
 
 def graphed(family: str = "llama", capture: Any = recorded) -> CausalModel:

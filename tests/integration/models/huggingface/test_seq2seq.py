@@ -17,11 +17,12 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.errors import UnsupportedModelError
 from foresay.lengths import ConstantLength
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.self_check import check, probe, verified
-from foresay.models.huggingface.seq2seq import Seq2SeqCache, Seq2SeqModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.sources.wrapping import wrap
 from helpers.comparing import assert_same
 from helpers.families import PROBED_SEQ2SEQ, SEQ2SEQ, VOCAB, make, make_seq2seq
@@ -129,7 +130,7 @@ def test_cached_logits_equal_a_fresh_forward_after_every_step(family: str) -> No
         engine.step()
         cache, rows = engine._cache, engine._items
         moved += [row.request_id for row in rows] != before[: len(rows)]
-        assert isinstance(cache, Seq2SeqCache)
+        assert isinstance(cache, SlotCache) and cache.sources is not None
         assert cache.lengths == [row.size - 1 for row in rows]
         assert cache.sources.lengths == [len(_source(row)) for row in rows]
         if rows:
@@ -142,7 +143,7 @@ def _source(row: Row) -> list[int]:
     return row.source.tolist()
 
 
-def _assert_coherent(engine: Engine, cache: Seq2SeqCache, reference: PreTrainedModel) -> None:
+def _assert_coherent(engine: Engine, cache: SlotCache, reference: PreTrainedModel) -> None:
     rows, before = engine._items, list(cache.lengths)
     last = torch.tensor([[int(row.tokens[-1])] for row in rows])
     cached = engine.target.forward(ModelInput(last, [1] * len(rows)), cache).scores()[:, 0]
@@ -155,7 +156,7 @@ def _assert_coherent(engine: Engine, cache: Seq2SeqCache, reference: PreTrainedM
         assert float((cached[i] - fresh).abs().max()) < 1e-4 * max(1.0, float(fresh.abs().max()))
 
 
-def _admitted(model: Seq2SeqModel, sources: Sequence[Sequence[int]]) -> Seq2SeqCache:
+def _admitted(model: Seq2SeqModel, sources: Sequence[Sequence[int]]) -> SlotCache:
     cache = model.new_cache()
     rows = [Row(i, [0], SamplingParams(), limit=99, source=source) for i, source in enumerate(sources)]
     model.admit(Rows(rows), 0, cache)

@@ -22,8 +22,8 @@ from foresay.decoding.rows import Rows
 from foresay.engine.prefixes import SharesPrefixes
 from foresay.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from foresay.models.llama_cpp import binding
-from foresay.models.llama_cpp.context import MAX_PASS_TOKENS, PassError
-from foresay.models.llama_cpp.model import LlamaCppModel, compared
+from foresay.models.llama_cpp.cache import MAX_PASS_TOKENS, PassError
+from foresay.models.llama_cpp.model import LlamaCppModel
 from foresay.models.table import TableModel
 from helpers.llama_library import Library
 from helpers.making import make_row
@@ -52,7 +52,7 @@ def table() -> TableModel:
 
 
 def weights(name: str = "a.gguf") -> binding.Weights:
-    return binding.Weights(name, gpu_layers=None, main_gpu=0, extra_buffers=True)
+    return binding.Weights(name, gpu_layers=None, main_gpu=0)
 
 
 def model() -> LlamaCppModel:
@@ -222,20 +222,6 @@ def test_only_wanted_scores_are_asked_for(library: Library) -> None:
             assert found.scores().shape == shape and torch.equal(found.scores()[0], wanted.scores()[0])
 
 
-def test_bits_are_compared_alone_and_together(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compared(model()) == (0.0, 16)
-    decode = library.llama_decode
-
-    def wider(memory: Any, batch: Any) -> int:
-        code = decode(memory, batch)
-        memory.scores += 1e-3 * (batch.n_tokens > 1)
-        return code
-
-    monkeypatch.setattr(library, "llama_decode", wider)
-    difference, same = compared(model())
-    assert same == 0 and 0 < difference < 0.1
-
-
 def test_what_cannot_be_decoded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in put(monkeypatch, Library(table().table, encoder=True)):
         with pytest.raises(UnsupportedModelError, match="it has an encoder"):
@@ -268,7 +254,7 @@ def test_what_a_column_costs_is_known_on_processors_alone(
     library: Library, offloads: bool, layers: int | None, known: bool
 ) -> None:
     library.offloads = offloads
-    found = LlamaCppModel(binding.Weights("a.gguf", gpu_layers=layers, main_gpu=None, extra_buffers=True))
+    found = LlamaCppModel(binding.Weights("a.gguf", gpu_layers=layers, main_gpu=None))
     assert (found.capabilities.column_cost is not None) == known
 
 

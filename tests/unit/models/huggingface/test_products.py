@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.errors import ConfigError
 from foresay.models.cpu import build
-from foresay.models.cpu.in_place import InPlaceProduct
-from foresay.models.cpu.product import NativeProduct
+from foresay.models.cpu.product import NativeProduct, PackedProduct
 from foresay.models.cpu.rounding import q4_1_blocks, quantize_int4
-from foresay.models.huggingface import linears, products
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.linears import (
     FrozenLinear,
     JointLinear,
@@ -25,17 +25,14 @@ from foresay.models.huggingface.linears import (
     quantizer,
     weight_bytes,
 )
-from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
 from helpers.broken_kernels import broken_kernels
 
 SEEDED = torch.Generator()
 KINDS: dict[str, tuple[Any, float]] = {
-    "int8": (Int8Product, 0.012),
-    "int4": (Int4Product, 0.1),
     "native": (NativeProduct.of_numbers, 1e-9),
     "native int8": (NativeProduct.int8, 0.012),
     "native int4": (NativeProduct.int4, 0.1),
-    "native in place": (lambda weight, bias: InPlaceProduct([weight], [bias]), 1e-9),
+    "native in place": (lambda weight, bias: NativeProduct.in_place([weight], [bias]), 1e-9),
 }
 """What makes a product, and its greatest error."""
 if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -79,11 +76,8 @@ def test_four_bits_round_each_group_by_itself() -> None:
     assert error(ours, weight) < error(nearest.flatten(1), weight), "narrower ranges round more finely"
 
 
-def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole() -> None:
     weight, x = weights(640, 128), torch.randn(3, 128, generator=SEEDED).to(torch.bfloat16)
-    whole = Int4Product(weight, None)
-    monkeypatch.setattr(products, "_PACKED", 1)
-    assert torch.equal(Int4Product(weight, None)(x), whole(x))
     blocks, native = q4_1_blocks(weight), NativeProduct.int4(weight, None)
     pieces = [blocks[a:b] for a, b in itertools.pairwise([0, 100, 350, 351, 600, 640])]
     cut = NativeProduct.of_blocks("Q4_1", pieces)
@@ -284,24 +278,21 @@ def test_broken_kernels_are_noticed(fault: str, tmp_path: Path) -> None:
         check_exactly(NativeProduct.int4(weights(200, 576), None), torch.randn(300, 576, generator=SEEDED))
 
 
-@pytest.mark.parametrize("kind", ["int8", "native int8", "native int4", "native"])
+@pytest.mark.parametrize("kind", ["native int8", "native int4", "native"])
 def test_rows_are_looked_up(kind: str) -> None:
     product, ids = KINDS[kind][0](weights(70, 64), None), torch.tensor([[3, 69], [0, 3]])
     found = product.rows(ids, torch.bfloat16)
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 2, 64))
     one = torch.eye(64)  # the weights, as products with unit vectors have them
-    wanted = product.dense() if kind == "int8" else as_float32(product)(one).t()
-    torch.testing.assert_close(found, wanted[ids].to(torch.bfloat16))
+    torch.testing.assert_close(found, as_float32(product)(one).t()[ids].to(torch.bfloat16))
 
 
 def test_bytes() -> None:
     weight = weights(128, 256)
     assert NativeProduct.of_numbers(weight, None).nbytes == 128 * 256 * 2
-    assert Int8Product(weight, None).nbytes == 128 * 256 + 128 * 2
     assert NativeProduct.int8(weight, None).nbytes == 128 * 256 + 128 * 8 * 2
-    for four in (Int4Product(weight, None), NativeProduct.int4(weight, None)):
-        assert four.nbytes == 128 * 256 // 2 + 128 * 8 * 2 * 2
-        assert four.bits == 5.0
+    four = NativeProduct.int4(weight, None)
+    assert four.nbytes == 128 * 256 // 2 + 128 * 8 * 2 * 2 and four.bits == 5.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,14 +311,6 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[True, False], ids=["compiled", "PyTorch's"])
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """With the compiled kernels, and on a machine without them."""
-    if not request.param:
-        monkeypatch.setattr(linears, "library", lambda: None)
-    return bool(request.param)
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -340,29 +323,33 @@ class Block(torch.nn.Module):
         return [self.q_proj(x), self.k_proj(x), self.v_proj(y), self.q_proj(y), self.q_proj(x)]
 
 
-def test_layers_that_read_one_input_are_one_product(native: bool) -> None:
+def test_layers_that_read_one_input_are_one_product() -> None:
     block, x = Block(), torch.randn(3, 64, generator=SEEDED).to(torch.bfloat16)
     assert freeze_linears(block, quantizer(4), all_dtypes=True) == 4
     together = product_of(block.q_proj, block.k_proj, block.v_proj)
-    assert isinstance(together, NativeProduct if native else Int4Product)
-    assert together.bits == 5.0
+    assert isinstance(together, NativeProduct) and together.bits == 5.0
     assert torch.equal(together(x), torch.cat([block.q_proj(x), block.k_proj(x), block.v_proj(x)], -1))
     assert isinstance(block.k_proj, JointLinear)
     two = product_of(block.q_proj, block.k_proj)  # not all of them: each by itself
     assert torch.equal(two(x), together(x)[:, :96])
 
 
-def test_rows_that_are_not_whole_groups_take_eight_bits(native: bool) -> None:
+def test_rows_that_are_not_whole_groups_take_eight_bits() -> None:
     block = Block()
     freeze_linears(block, quantizer(4), all_dtypes=True)
     assert isinstance(block.odd, FrozenLinear)
-    assert isinstance(block.odd.product, NativeProduct if native else Int8Product)
     assert 8 <= block.odd.product.bits < 16  # of 40 weights in two groups
     assert weight_bytes(block) == block.q_proj.product.nbytes + block.odd.product.nbytes
 
 
-@pytest.mark.usefixtures("native")
-def test_joint_linear_layers_equal_separate_ones() -> None:
+@pytest.mark.parametrize("kernels", [True, False], ids=["compiled", "PyTorch's"])
+def test_joint_linear_layers_equal_separate_ones(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(linears, "library", lambda: None)
+        with pytest.raises(
+            ConfigError, match=r"weights='int4' needs the compiled CPU kernels.*install a C\+\+ compiler"
+        ):
+            quantizer(4)
     block: Any = Block()
     x, y = (torch.randn(3, 64, dtype=torch.bfloat16) for _ in range(2))
     with torch.no_grad():
@@ -378,13 +365,13 @@ def test_weights_in_place_are_read_where_they_lie(dtype: torch.dtype) -> None:
     """Parts of other tensors, one below the other, deep to no multiple of a vector; and what is written to them later."""
     whole, biases = weights(90, 100).to(dtype), torch.randn(90, generator=SEEDED).to(dtype)
     parts, shifts = [whole[3:40, 1:94], whole[41:, 2:95]], [biases[3:40], biases[41:]]
-    product, x = InPlaceProduct(parts, shifts), torch.randn(7, 93, generator=SEEDED)
+    product, x = NativeProduct.in_place(parts, shifts), torch.randn(7, 93, generator=SEEDED)
     for _ in range(2):
         wanted = x.double() @ torch.cat(parts).double().t() + torch.cat(shifts).double()
         torch.testing.assert_close(product(x).double(), wanted, atol=2e-5, rtol=2e-5)
         whole *= -2
         biases += 1
-    copied = InPlaceProduct([part.clone() for part in parts], shifts)
+    copied = NativeProduct.in_place([part.clone() for part in parts], shifts)
     whole *= 0
     assert not torch.equal(product(x), copied(x)), "control: a copy stays"
 
@@ -402,4 +389,4 @@ def test_weights_in_place_are_read_where_they_lie(dtype: torch.dtype) -> None:
 )
 def test_weights_that_lie_otherwise_are_left_alone(weights_: list[torch.Tensor], biases: list[Any]) -> None:
     with pytest.raises(LookupError):
-        InPlaceProduct(weights_, biases)
+        NativeProduct.in_place(weights_, biases)
