@@ -4,7 +4,7 @@
 
 Each method decodes the same prompts of a category (batch 1, bf16, greedy, the same number of tokens); plain decoding runs after
 every third method, so that a ratio compares neighbours in time. Speed-ups are over the time in decoding steps, prompts not
-included. The bigram table is built from Python's standard library by `foresay ngram build`, never from the prompts.
+included. The bigram table is built from Python's standard library by `foresay distill --kind ngram`, never from the prompts.
 
 Floor: a pass reads 269 MB of weights, 5 to 11 ms at 25 to 50 GB/s, however many tokens it scores; an n-gram drafter reads a few
 dictionary entries. So a method's speed-up is at most its tokens per pass, and the difference is the larger pass.
@@ -115,7 +115,8 @@ def bigram_table(folder: Path) -> Path:
 
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     path = folder / "bigrams.safetensors"
-    code = _run(["ngram", "build", *map(str, files), "--model", MODEL, "--order", "3", "--output", str(path)])
+    texts = [word for file in files for word in ("--text", str(file))]
+    code = _run(["distill", str(path), "--kind", "ngram", *texts, "--model", MODEL, "--order", "3"])
     assert code == 0
     return path
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+import click
 
+from foresay.cli.command import Given, command, option
 from foresay.cli.common import model_name
-from foresay.cli.options import JsonOption, ModelChoice
+from foresay.cli.options import JSON, MODEL, MODEL_ARGUMENT
 from foresay.errors import ModelNotFoundError
 from foresay.integrations.vllm_arguments import llm_arguments, serve_command
 from foresay.lab.bench.peers.base import model_folder
@@ -19,36 +19,33 @@ from foresay.spec.expressions import parse
 from foresay.spec.settings_file import Settings, is_settings, read_settings
 
 
-def run(
-    *,
-    which: ModelChoice,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="EXPRESSION",
-            help="An n-gram drafter such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.  [default: suffix]",
-        ),
-    ] = None,
-    length: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LENGTH", help="Draft length: a number; for an n-gram drafter also a policy, such as throughput."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
+@command(
+    MODEL_ARGUMENT,
+    MODEL,
+    option(
+        "--drafter EXPRESSION",
+        "An n-gram drafter such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.  [default: suffix]",
+    ),
+    option("--length LENGTH", "Draft length: a number; for an n-gram drafter also a policy, such as throughput."),
+    JSON,
+    examples="""
+        foresay vllm-config Qwen/Qwen2.5-0.5B-Instruct --drafter suffix
+        foresay vllm-config foresay.toml --json""",
+)
+def run(given: Given) -> int:
     """Print vLLM's arguments for a drafter or settings file.
 
     The arguments run foresay's n-gram drafters inside vLLM. A draft head runs as vLLM's own method: write it with
     `foresay export` first, and name that folder.
     """
-    name = model_name(which.name)
+    name = model_name(given.model)
     settings = read_settings(name) if is_settings(name) else Settings(target=name)
-    given: dict[str, Any] = {name: value for name, value in (("drafter", drafter), ("length", length)) if value}
-    settings = dataclasses.replace(settings, **given)
+    settings = dataclasses.replace(
+        settings, **{name: value for name in ("drafter", "length") if (value := getattr(given, name))}
+    )
     _check_draft(settings.drafter)
     arguments = llm_arguments(settings, _location(settings.target))
-    typer.echo(json.dumps(arguments, indent=2) if as_json else serve_command(arguments))
+    click.echo(json.dumps(arguments, indent=2) if given.json else serve_command(arguments))
     return 0
 
 

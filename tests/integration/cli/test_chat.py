@@ -122,7 +122,7 @@ def test_without_the_template_the_conversation_is_one_text(piped: Piped, model: 
 def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Generator, small: Path) -> None:
     [expected] = answers(model, "hello")
     lines = ["hello"]
-    for setting in ("/drafter suffix(scale=3)", "/length heuristic", f"/draft {small}", "/rule block", "/gamma 2"):
+    for setting in ("/drafter suffix(scale=3)", "/length heuristic", f"/draft {small}", "/rule block", "/length 2"):
         lines += [setting, "/retry"]
     out, err = piped(*lines, cascade := f"/drafter cascade(model={small}, max_gram; k=[[2, 4], [0, 4]])", "/retry")
     assert err == []
@@ -150,8 +150,7 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
         ("/rule exact", "unknown rule 'exact'"),
         ("/rule lenience(0.5)", "lenience(0.5): lenience=0.5 must be"),
         ("/length heuristics", "unknown length 'heuristics'. Did you mean 'heuristic'?"),
-        ("/gamma 99", "/gamma 99 must be an integer in [0, 64]"),
-        ("/gamma two", "/gamma 'two' must be an integer"),
+        ("/gamma 99", "/length 99 must be an integer in [0, 64]"),
         ("/temperature warm", "/temperature 'warm' must be a number"),
         ("/temperature nan", "/temperature 'nan' must be a finite number"),
         ("/temperature -1", "/temperature -1.0 must be a finite number in [0, inf)"),
@@ -159,15 +158,14 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
         ("/seed x", "/seed 'x' must be an integer or random"),
         ("/max-new-tokens 0", "/max-new-tokens 0 must be an integer at least 1"),
         ("/trace maybe", "/trace 'maybe' must be on or off"),
-        ("/store rest", "/store 'rest' must be reset, or nothing"),
-        ("/greedy 1", "/greedy takes no value; drop '1'"),
+        ("/forget 1", "/forget takes no value; drop '1'"),
         ("/undo", "there is no answer yet"),
         ("/retry", "there is no answer yet"),
         ("/stats", "there is no answer yet"),
         ("/compare", "there is no answer yet"),
         ("/save", "/save needs a file name"),
         ("/save /nowhere/at/all.json", "cannot write '/nowhere/at/all.json': No such file or directory"),
-        ("/help gama", "unknown command /gama. Did you mean /gamma?"),
+        ("/help lenth", "unknown command /lenth. Did you mean /length?"),
         ("x" * 5000, "the prompt has 5003 tokens; the model's context is 4096"),
     ],
 )
@@ -186,7 +184,7 @@ def test_a_line_that_is_not_utf8_is_left_out(shell: tiny.Shell, piped: Piped, mo
 
 def test_sampling(piped: Piped, model: foresay.Generator) -> None:
     lines = ("/temp 0.9", "/top-k 20", "/top-p 0.9", "/min-p 0.01", "/seed 5", "hello")
-    out, err = piped(*lines, "/drafter none", "/retry", "/seed random", "/greedy")
+    out, err = piped(*lines, "/drafter none", "/retry", "/seed random", "/temp 0")
     message = [{"role": "user", "content": "hello"}]
     sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 5}
     expected = model.generate(message, max_new_tokens=8, **sampled).text
@@ -213,18 +211,9 @@ def test_undo_clear_and_history(piped: Piped, model: foresay.Generator) -> None:
     assert out == [one, two, *told, "removed: two", two, "a new conversation", "no messages yet", one]
 
 
-def test_the_store_is_shown_and_forgotten(piped: Piped) -> None:
-    lines = ("/store", "hello", "/store reset", "/drafter max_gram", "/store", "/store reset")
-    out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)"))
-    assert out[0].startswith("suffix(") and "keep=true" in out[0]
-    assert out[0].endswith("): learns from earlier answers")
-    assert out[2] == "forgotten"
-    assert out[-2].startswith("max_gram learns nothing from earlier answers; ") and out[-1] == "nothing to forget"
-
-
 def test_a_forgetful_store_guesses_as_at_first(piped: Piped) -> None:
     """With the same message again, suffix has seen the answer; after a reset it has not."""
-    lines = ("hello", "/stats", "/retry", "/stats", "/store reset", "/retry", "/stats")
+    lines = ("hello", "/stats", "/retry", "/stats", "/forget", "/retry", "/stats")
     out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)", "--length", "12"))
     passes = [line.split(", ")[2] for line in out if line.startswith("last answer")]
     assert passes[0] == passes[2] != passes[1]
@@ -328,7 +317,6 @@ def test_trace_explains_its_colours(piped: Piped) -> None:
     ("args", "message"),
     [
         (["--drafter", "sufix"], "unknown drafter 'sufix'. Did you mean 'suffix'?"),
-        (["--length", "5", "--num-draft-tokens", "4"], "--num-draft-tokens 4 and --length '5' contradict"),
         (["--seed", "3"], "--seed has no effect at temperature 0; add --temperature"),
         (["--draft", "x/y/z", "--drafter", "none"], "--drafter 'none' does not use a draft model"),
         (["-n", "0"], "--max-new-tokens 0 must be an integer at least 1"),
@@ -411,7 +399,7 @@ def test_a_terminal_of_80_columns(folder: Path, tmp_path: Path, model: foresay.G
         wrong = terminal("/drafter sufix")
         assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
         assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
-        terminal("/gamma 4")  # a length that adapts may find that nothing pays
+        terminal("/length 4")  # a length that adapts may find that nothing pays
         assert "trace: on" in plain(terminal("/trace on"))
         assert colours(terminal("hello hello hello")) >= {"32", "36"}
         table = plain(terminal("/compare"))
@@ -458,12 +446,10 @@ def test_ctrl_c_ends_an_answer_and_keeps_it(folder: Path, tmp_path: Path, model:
 
 @pytest.mark.slow
 def test_a_terminal_of_40_columns_without_colours(folder: Path, tmp_path: Path) -> None:
-    terminal = Terminal(
-        folder, 40, "-n", "12", "--trace", "--drafter", "max_gram", NO_COLOR="1", XDG_STATE_HOME=str(tmp_path)
-    )
+    terminal = Terminal(folder, 40, "-n", "12", "--drafter", "max_gram", NO_COLOR="1", XDG_STATE_HOME=str(tmp_path))
     try:
         printed = [
-            terminal("hello hello"),
+            terminal("/trace on") + terminal("hello hello"),
             terminal("/compare"),
             terminal("/help"),
             terminal("/stats"),

@@ -292,14 +292,14 @@ def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Pa
     Profile("tiny", "float32", {}, timings, ((8, 0.0), (256, 0.0))).save("p.json")
     Path("costs.json").write_text('{"big": 4}')
     args = ["--drafter", "suffix", "--length", "4", "--length", "throughput", "--profile", "p.json"]
-    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big", "--json")
+    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json=big", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [line["method"] for line in lines] == ["suffix, 4", "suffix, throughput"]
     for line in lines:
         passes = line["stats"]["num_passes"]
         assert line["swi"] == pytest.approx(72 / passes)
         assert line["tokens_per_s"] == pytest.approx(72 / passes, rel=0.02), "a second a pass"
-    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big")
+    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json=big")
     assert code == 0 and "SWI" in out.splitlines()[0] + out.splitlines()[1]
 
 
@@ -308,9 +308,7 @@ def test_costs_by_the_sources_names(shell: tiny.Shell, made: Path, folder: Path,
     Path("google").mkdir()
     Path("google/flan-t5-base").symlink_to(folder)
     args = ["--dtype", "fp32", "--drafter", "model(google/flan-t5-base)", "--length", "3", "--json"]
-    code, out, err = shell(
-        "replay", str(made), *args, "--costs", "model_parameters", "--target-cost", "google/flan-t5-xxl"
-    )
+    code, out, err = shell("replay", str(made), *args, "--costs", "model_parameters=google/flan-t5-xxl")
     assert (code, err) == (0, "")
     line = json.loads(out)
     passes, drafted = line["stats"]["num_passes"], line["stats"]["num_drafted"]
@@ -323,12 +321,12 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
     assert "replay it with a profile of the target" in shell.refused("replay", str(made), "--length", "throughput")
     assert (
         shell.refused("replay", str(made), "--costs", "previous_work")
-        == "--costs and --target-cost need each other; give both, or drop one"
+        == "--costs 'previous_work' must be TABLE=NAME, a cost table and the target's name in it"
     )
     assert "no methods to compare" in shell.refused("replay", str(made), "--drafter", "none")
-    refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work", "--target-cost", "gpt"]
+    refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work=gpt"]
     assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
-    assert "--count applies to the prompts" in shell.refused("replay", str(made), "--count", "3")
+    assert "--prompts applies to the prompts" in shell.refused("replay", str(made), "--prompts", "p.jsonl")
     assert "--weights applies to the model" in shell.refused("replay", str(made), "--weights", "int8")
     Path("x.json").write_text("hello")
     assert "'x.json' is not a recording" in shell.refused("replay", "x.json")
@@ -342,7 +340,7 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
 
 
 def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    small = ["--batch-size", "1,2", "--num-draft-tokens", "0,2", "--context", "16,32", "--repeats", "2"]
+    small = ["--batch-size", "1,2", "--length", "0,2", "--context", "16,32", "--repeats", "2"]
     code, out, err = shell("profile", *which, *small, "-o", "mine.json")
     assert (code, err) == (0, "")
     assert "quartiles" in out and "floor" in out and "prefill, in tokens: 8 in " in out
@@ -364,8 +362,8 @@ def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> Non
         shell.refused("profile", *which, "--batch-size", "1,x")
         == "--batch-size '1,x' must be integers separated by commas, such as 1,4,8"
     )
-    message = shell.refused("profile", *which, "--num-draft-tokens", "3,-1")
-    assert message == "--num-draft-tokens '3,-1' must be integers of at least 0"
+    message = shell.refused("profile", *which, "--length", "3,-1")
+    assert message == "--length '3,-1' must be integers of at least 0"
     assert "5000" in shell.refused("profile", *which, "--context", "5000", "--batch-size", "1")
     assert not (here / "cache").exists()
 
@@ -454,7 +452,7 @@ def test_tune_writes_settings_that_are_picked_up(
         "--length",
         "6",
     ]
-    code, out, err = shell(*command, "--finalists", "1")
+    code, out, err = shell(*command)
     assert code == 0 and re.fullmatch(ESTIMATE, err), err
     assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
     said = read_settings("foresay.toml")
@@ -595,7 +593,8 @@ def test_tune_from_a_recording(
     assert 'prompts = "r.jsonl"' in Path("foresay.toml").read_text()
     for more in (["--count", "3"], ["-n", "20"]):
         assert "contradict: a recording has its own prompts" in shell.refused("tune", *which, *args, *more, "-o", "x")
-    assert shell("tune", *which, *args, "--activations", "float32", "-o", "rounded.toml")[0] == 0
+    Path("own.toml").write_text(f'target = "{which[1]}"\ndtype = "fp32"\nactivations = "float32"\n')
+    assert shell("tune", "own.toml", *args, "-o", "rounded.toml")[0] == 0
     assert 'activations = "float32"' in Path("rounded.toml").read_text()
     assert "activations" not in Path("foresay.toml").read_text()
     other = tiny.save(here / "other")
