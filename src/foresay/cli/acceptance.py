@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from foresay.cli.command import Given
-from foresay.cli.common import load_generator
+from foresay.cli.common import check_folder, load_generator
 from foresay.cli.progress import advancing
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
@@ -35,8 +35,7 @@ def make(given: Given) -> Iterator[str]:
         rate=given.learning_rate,
         seed=given.seed,
     )
-    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in (NOTE, "data")):
-        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
+    check_folder(folder, (NOTE, "data"))
     data = given.states or folder / "data"
     found = _collect(given, data)
     learn, held_out = split_examples(load_examples(data))

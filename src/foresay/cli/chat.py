@@ -19,14 +19,10 @@ from foresay.spec.expressions import to_expression
 
 
 @command(
-    opt.MODEL_ARGUMENT,
-    opt.MODEL,
+    opt.WHICH,
     option("--system TEXT", "The system message."),
     option("--no-history", "Do not store what is entered."),
-    opt.DRAFT,
-    opt.DRAFTER,
-    opt.LENGTH,
-    opt.RULE,
+    opt.METHOD,
     opt.ALL_SAMPLING,
     opt.ALL_MACHINE,
     examples="""

@@ -135,6 +135,18 @@ def check_output(output: Path, *, force: bool, name: str = "--output") -> None:
         raise ConfigError(f"{name} {str(output)!r}: the folder {str(output.parent)!r} is not writable")
 
 
+def check_folder(folder: Path, ours: Sequence[str]) -> None:
+    """Make a folder that is written or continued. Raises ConfigError for one with other content than that of these names."""
+    if folder.is_file():
+        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
+        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from None
+
+
 def model_name(given: str | None) -> str:
     """Return the model to load: the given one, else foresay.toml in this folder, else the default.
 

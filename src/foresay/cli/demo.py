@@ -8,12 +8,13 @@ from foresay.cli.colours import console, legend
 from foresay.cli.command import Given, command, option
 from foresay.cli.common import model_name
 from foresay.cli.generate import stream
-from foresay.cli.options import MODEL, MODEL_ARGUMENT
+from foresay.cli.options import WHICH
 from foresay.cli.progress import loading
-from foresay.cli.tables import comparison, first_difference
+from foresay.cli.tables import first_difference, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.generation.load import load
+from foresay.text.formatting import percent
 
 PROMPTS = (
     "Correct the spelling mistakes in this note and repeat the rest as it is:\n"
@@ -30,8 +31,7 @@ PROMPTS = (
 
 
 @command(
-    MODEL_ARGUMENT,
-    MODEL,
+    WHICH,
     option("-n --max-new-tokens N", "Generate at most N tokens per prompt.", 128),
     examples="foresay demo\nforesay demo Qwen/Qwen2.5-0.5B-Instruct -n 64",
 )
@@ -61,6 +61,14 @@ def run(given: Given) -> int:
             seconds[i] += times[i + 1] - times[i]
         difference = difference or first_difference(plain, fast, generator.tokenizer)
     out.print()
-    out.print(comparison(seconds[1], totals[1], seconds[0], totals[0], out), soft_wrap=not out.is_terminal)
+    headings = ("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted")
+    rows = [_row("plain", totals[1], seconds[1], seconds[1]), _row("foresay", totals[0], seconds[0], seconds[1])]
+    show_table(headings, rows)
     out.print("identical output: yes" if difference is None else f"identical output: no, at {difference}")
     return 0 if difference is None else 1
+
+
+def _row(name: str, stats: Stats, seconds: float, plain_s: float) -> list[str]:
+    rate, passes = f"{stats.num_tokens / seconds:.1f}", f"{stats.block_efficiency or 0:.2f}"
+    speed = f"{plain_s / seconds:.2f}x"
+    return [name, str(stats.num_tokens), f"{seconds:.2f}", rate, speed, passes, percent(stats.acceptance_rate)]

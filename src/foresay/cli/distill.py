@@ -18,7 +18,7 @@ from foresay.checks import check_float, check_int
 from foresay.cli import acceptance, ngram, prune
 from foresay.cli import options as opt
 from foresay.cli.command import Given, Option, argument, command, group, option
-from foresay.cli.common import load_options, target_name, use_threads
+from foresay.cli.common import check_folder, load_options, target_name, use_threads
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
@@ -236,12 +236,17 @@ def _trained(given: Given) -> Iterator[str]:
     if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
         raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
     layers = _layers(given.hidden_layers)
-    _check_folder(given.output)
+    check_folder(given.output, (NOTE, LOG, CHECKPOINT))
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(target_name(given.model), load_options(given, device=own_device(given.device)))
     learn, rest = split(_texts(target, given), given.held_out)
     tokens = sum(one.size for one in learn)
-    note = {"from": given.start, "outputs": list(given.outputs), "text": list(given.text), "texts": len(learn)}
+    note = {
+        "from": given.start,
+        "outputs": list(map(str, given.outputs)),
+        "text": list(given.text),
+        "texts": len(learn),
+    }
     with _progress() as on_progress:
         report = {HEAD: _train_head, BLOCK: _train_block, MODEL: _train_model}[given.kind](
             target,
@@ -325,18 +330,6 @@ def _texts(target: LoadedModel, given: Given) -> list[Text]:
             raise ConfigError("the model has no tokenizer, so --text cannot be read; give --outputs")
         out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(list(given.text)).pieces()), length)
     return out
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
-    ours = any((folder / name).exists() for name in (NOTE, LOG, CHECKPOINT))
-    if folder.is_dir() and any(folder.iterdir()) and not ours:
-        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from None
 
 
 @contextmanager

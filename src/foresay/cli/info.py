@@ -45,7 +45,6 @@ from foresay.models.sources.wrapping import LoadedModel
     opt.DEVICE,
     opt.TRUST,
     opt.BACKEND,
-    opt.GPU_LAYERS,
     examples="""
         foresay info
         foresay info --methods

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import click
 
-from foresay.cli.command import Given, argument, command
+from foresay.cli.command import Given, argument, command, option
 from foresay.drafters import Memory
 from foresay.errors import ConfigError
 
 
 @command(
     argument("DIR", "Folder of a memory.", Path),
-    argument("[OTHER...]", "Memories whose texts are added to it; it is created if it is missing.", Path),
-    examples="foresay memory memory\nforesay memory all memory-1 memory-2",
+    option("--add DIR...", "Add the texts of this memory, may be repeated; DIR is created if it is missing."),
+    examples="foresay memory memory\nforesay memory all --add memory-1 --add memory-2",
 )
 def run(given: Given) -> int:
     """Show the texts that a server keeps; add those of others.
 
     Texts are added by owner, without those that the memory has already.
     """
-    if given.other:
-        _merge(given.dir, given.other)
+    if given.add:
+        _merge(given.dir, given.add)
     memory = _opened(given.dir)
     owners = [store for _, store in memory.owners()]
     tokens, texts = sum(store.size for store in owners), sum(1 for store in owners for _ in store.texts())

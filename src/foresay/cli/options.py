@@ -30,6 +30,8 @@ def model(default: str = f"foresay.toml in this folder, else {DEFAULT_MODEL}", *
 
 
 MODEL = model()
+WHICH = (MODEL_ARGUMENT, MODEL)
+"""The model as the argument or with -m."""
 TARGET = model(DEFAULT_MODEL, settings=False)
 PROMPT = argument("[PROMPT]", "The prompt, in quotes; '-' or none reads standard input.", many=True)
 
@@ -58,6 +60,7 @@ DRAFT = group(
     option("--draft-device DEVICE", "Device of draft models.  [default: the target's]"),
 )
 group(DRAFTING, DRAFTER, DRAFTERS, DRAFTERS_TO_COMPARE, LENGTH, LENGTHS, RULE)
+METHOD = (*DRAFT, DRAFTER, LENGTH, RULE)
 
 # -- sampling
 

@@ -20,8 +20,7 @@ from foresay.models.sources.loading import load_model
 
 
 @command(
-    opt.MODEL_ARGUMENT,
-    opt.MODEL,
+    opt.WHICH,
     opt.DTYPE,
     opt.WEIGHTS,
     opt.TRUST,

@@ -18,8 +18,7 @@ from foresay.records.profile import Profile
 
 
 @command(
-    opt.MODEL_ARGUMENT,
-    opt.MODEL,
+    opt.WHICH,
     batch_sizes("1,2,4,8"),
     option(
         "--length N[,N...]", "Draft tokens scored per row; each row is scored for one token more.", "0,1,2,3,4,5,6,8"

@@ -75,8 +75,7 @@ def _settings(given: Given) -> ServerSettings:
 
 
 @command(
-    opt.MODEL_ARGUMENT,
-    opt.MODEL,
+    opt.WHICH,
     option(
         "--sampling SOURCE",
         "Defaults of requests that leave sampling fields out: model (its generation config), or foresay.",
@@ -85,10 +84,7 @@ def _settings(given: Given) -> ServerSettings:
     opt.MAX_BATCH,
     option("--warmup", "Decode a little before the first request."),
     option("--log-requests", "Log a line of JSON for each request, without its text."),
-    opt.DRAFT,
-    opt.DRAFTER,
-    opt.LENGTH,
-    opt.RULE,
+    opt.METHOD,
     SERVER,
     opt.ALL_MACHINE,
     examples="""
@@ -124,10 +120,5 @@ def run(given: Given) -> int:
         logging.getLogger("foresay.server").setLevel(logging.INFO)
     click.echo(generator.description, err=True)
     listening = "listening at {}/v1".format
-    serve(
-        service,
-        sockets,
-        warm=given.warmup,
-        on_listening=lambda address: click.echo(listening(address), err=True),
-    )
+    serve(service, sockets, warm=given.warmup, on_listening=lambda address: click.echo(listening(address), err=True))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,15 @@ def run(given: Given) -> int:
     check_used([given.recording], named, given)
     times, loads = Profile.load(given.profile), _loads(given)
     resources, recorded = open_recording(given.recording, named, given)
-    server = _SimulatedServer(recorded, times, resources, given.batch_size)
+    simulated = _server(recorded, times, resources, given.batch_size)
     lines, searched = [], []
     for method in named:
         for name, arrivals in loads:
             with loading(f"{method.name} at {name}"):
-                lines.append(_figures(method, name, server.simulated(method, arrivals)))
+                lines.append(_figures(method, name, simulated(method, arrivals)))
         if targets != LatencyTargets():
             with loading(f"{method.name}: the highest rate"):
-                searched.append(_highest(server, method, targets, given))
+                searched.append(_highest(simulated, method, targets, given))
     if given.json:
         for line in [*lines, *searched]:
             click.echo(json.dumps(line))
@@ -122,38 +122,23 @@ def _at(rate: float, given: Given) -> list[float]:
     return bursts(rate, given.requests, given.burst, given.seed)
 
 
-@dataclass(frozen=True, slots=True)
-class _SimulatedServer:
-    """Recording, profile and drafters that serve a simulated load."""
+Simulated = Callable[[Method, Sequence[float]], SimulatedLoad]
 
-    recorded: Recording
-    profile: Profile
-    resources: Resources
-    batch_size: int
 
-    def simulated(self, method: Method, times: Sequence[float]) -> SimulatedLoad:
-        """Simulate requests at these times, with a new drafter."""
-        recipe = read_drafter(method.drafter)
-        if recipe.loads_model and method.drafter not in self.profile.drafts:
+def _server(recorded: Recording, profile: Profile, resources: Resources, batch_size: int) -> Simulated:
+    """Return a function of a method and arrival times that simulates the load, with a new drafter."""
+
+    def simulated(method: Method, times: Sequence[float]) -> SimulatedLoad:
+        recipe, known = read_drafter(method.drafter), method.drafter in profile.drafts
+        if recipe.loads_model and not known:
             raise ConfigError(f"the profile does not contain the drafting times of --drafter {method.drafter!r}")
-        drafter = recipe.prepare(self.resources)()
-        return simulate(
-            self.recorded,
-            self.profile,
-            times,
-            drafter,
-            read_length(method.own_length if drafter is not None else 0),
-            rule=read_rule(method.rule),
-            batch_size=self.batch_size,
-            drafting=self._drafting(method.drafter),
-            prefix_bytes=PREFIX_BYTES,
-        )
+        drafter = recipe.prepare(resources)()
+        length = read_length(method.own_length if drafter is not None else 0)
+        drafting = partial(profile.draft_seconds, method.drafter) if known else None
+        more: dict[str, Any] = {"rule": read_rule(method.rule), "batch_size": batch_size, "drafting": drafting}
+        return simulate(recorded, profile, times, drafter, length, prefix_bytes=PREFIX_BYTES, **more)
 
-    def _drafting(self, drafter: str) -> Callable[[int, int], float] | None:
-        """The profile's drafting times; None if it has none for the drafter."""
-        if drafter not in self.profile.drafts:
-            return None
-        return lambda batch, count: self.profile.draft_seconds(drafter, batch, count)
+    return simulated
 
 
 def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
@@ -165,12 +150,12 @@ def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
     return out
 
 
-def _highest(server: _SimulatedServer, method: Method, targets: LatencyTargets, given: Given) -> dict[str, Any]:
+def _highest(simulated: Simulated, method: Method, targets: LatencyTargets, given: Given) -> dict[str, Any]:
     """Highest rate of a method within the targets, and the engines that --total-rate needs."""
-    full = server.simulated(method, [0.0] * given.requests)
+    full = simulated(method, [0.0] * given.requests)
     full_rate = len(full.requests) / full.seconds  # the throughput of a full batch is an upper bound
     found = highest_rate(
-        lambda rate: server.simulated(method, _at(rate, given)), targets, low=full_rate * _LOWEST, high=full_rate
+        lambda rate: simulated(method, _at(rate, given)), targets, low=full_rate * _LOWEST, high=full_rate
     )
     out: dict[str, Any] = {"method": method.name, "highest_rate": found}
     if given.total_rate is not None:

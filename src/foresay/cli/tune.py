@@ -24,6 +24,7 @@ from foresay.files import work_folder
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
 from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import record
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.lab.tune import LENGTHS as TRIED
@@ -38,8 +39,7 @@ FINALISTS = 3
 
 
 @command(
-    opt.MODEL_ARGUMENT,
-    opt.MODEL,
+    opt.WHICH,
     batch_sizes("1"),
     option("--latency X", "Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
     option("--recording FILE", "A recording of this model, in place of --prompts."),
@@ -88,8 +88,14 @@ def run(given: Given) -> int:
     target = load_target(given, named, max_batch_size=size)
     tuner = None if recorded is None else Tuner(target, recorded)
     with loading("Estimating the duration"):
-        more: dict[str, Any] = {"methods": named, "params": params, "sizes": sizes, "rows": size, "chat": chat}
-        expected = estimate(target, prompts, recorded, finalists=FINALISTS, **more)
+        if recorded is None:
+            first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
+            shape = len(prompts), params.max_new_tokens
+        else:
+            first = [one.prompt for one in recorded.records[:size]]
+            shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
+        more: dict[str, Any] = {"methods": named, "sizes": sizes, "rows": size, "finalists": FINALISTS}
+        expected = estimate(target, first, shape, recorded=recorded is not None, **more)
     if given.estimate:
         click.echo(str(expected))
         return 0

@@ -10,7 +10,7 @@ import click
 
 from foresay.cli.command import Given, command, option
 from foresay.cli.common import model_name
-from foresay.cli.options import JSON, MODEL, MODEL_ARGUMENT
+from foresay.cli.options import JSON, WHICH
 from foresay.errors import ModelNotFoundError
 from foresay.integrations.vllm_arguments import llm_arguments, serve_command
 from foresay.lab.bench.peers.base import model_folder
@@ -20,8 +20,7 @@ from foresay.spec.settings_file import Settings, is_settings, read_settings
 
 
 @command(
-    MODEL_ARGUMENT,
-    MODEL,
+    WHICH,
     option(
         "--drafter EXPRESSION",
         "An n-gram drafter such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.  [default: suffix]",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pexpect
@@ -21,14 +19,9 @@ READY = "\x1b[?2004h"
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("chat") / "tiny", chat=True)
+def folder(chat_folder: Path) -> Path:
+    return chat_folder
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +43,6 @@ class Piped:
         code, out, err = self._shell(*self.base, *args, stdin="".join(line + "\n" for line in lines).encode())
         assert code == 0, (out, err)
         return out.splitlines(), err.splitlines()
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -190,11 +178,8 @@ def test_sampling(piped: Piped, model: foresay.Generator) -> None:
     expected = model.generate(message, max_new_tokens=8, **sampled).text
     assert err == []
     assert out[:5] == ["temperature: 0.9", "top-k: 20", "top-p: 0.9", "min-p: 0.01", "seed: 5"]
+    assert piped("/top-k 5")[1] == ["(has no effect while decoding is greedy; /temperature 0.7 samples)"]
     assert out[5:] == [out[5], "drafter: none", "length: 0 tokens", expected, "seed: random", "temperature: greedy"]
-
-
-def test_what_has_no_effect_yet_says_so(piped: Piped) -> None:
-    assert piped("/top-k 5") == (["top-k: 5"], ["(has no effect while decoding is greedy; /temperature 0.7 samples)"])
 
 
 def test_a_lossy_rule_is_marked(piped: Piped) -> None:
@@ -313,36 +298,7 @@ def test_trace_explains_its_colours(piped: Piped) -> None:
     assert "(this terminal shows no colours)" in err
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--drafter", "sufix"], "unknown drafter 'sufix'. Did you mean 'suffix'?"),
-        (["--seed", "3"], "--seed has no effect at temperature 0; add --temperature"),
-        (["--draft", "x/y/z", "--drafter", "none"], "--drafter 'none' does not use a draft model"),
-        (["-n", "0"], "--max-new-tokens 0 must be an integer at least 1"),
-    ],
-)
-def test_wrong_options(shell: tiny.Shell, piped: Piped, args: list[str], message: str) -> None:
-    assert message in shell.refused(*piped.base, *args, stdin=b"hello\n")
-
-
 # -- processes and terminals -----------------------------------------------------------------------------------------
-
-
-def test_a_reader_that_has_gone_ends_it_quietly(folder: Path) -> None:
-    command = [*tiny.FORESAY, "chat", "--model", str(folder), "--dtype", "fp32", "-n", "3000"]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment()
-    )
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    process.stdin.write(b"hello\n")
-    process.stdin.flush()
-    assert len(process.stdout.read(1)) == 1
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 141
-    process.stdin.close()
-    process.stderr.close()
 
 
 class Terminal:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +28,13 @@ from helpers import tiny
 
 ESTIMATE = r"foresay: tuning takes about \d+ s: (\w[\w ]* \d+ s(, )?)+\n"
 """Line that `foresay tune` prints before it starts."""
+TUNE = ["tune", "--prompts", "p.jsonl", "--drafter", "suffix"]
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "_BLOCK_BYTES", 1 << 16)
-    yield from tiny.one_thread()
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("lab") / "tiny")
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -97,22 +86,8 @@ def test_record(shell: tiny.Shell, here: Path, which: list[str]) -> None:
 
 
 def test_record_sampled_with_logprobs(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    command = [
-        "record",
-        "r.jsonl",
-        *which,
-        "--prompts",
-        "p.jsonl",
-        "--category",
-        "b",
-        "-n",
-        "6",
-        "-t",
-        "0.8",
-        "--seed",
-        "3",
-    ]
-    assert shell(*command, "--logprobs", "2", "--batch-size", "1")[0] == 0
+    command = ["record", "r.jsonl", *which, "--prompts", "p.jsonl", "--category", "b", "-n", "6", "-t", "0.8"]
+    assert shell(*command, "--seed", "3", "--logprobs", "2", "--batch-size", "1")[0] == 0
     one = Recording.load("r.jsonl")
     assert len(one.records) == 2 and not one.greedy and one.params["temperature"] == 0.8
     assert all(r.token_probs and r.logprobs and r.top and r.seed is not None for r in one.records)
@@ -180,7 +155,7 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
     code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", *args)
     lines = [json.loads(line) for line in out.splitlines()]
     assert (code, err) == (0, "") and [line["method"] for line in lines] == [
-        *("max_gram, 3", "self(1), 3", f"model({folder}), 3"),
+        *("max_gram, 3", "self(1), 3", f"model({folder}), 3")
     ]
     for line, drafter in zip(lines, ("max_gram", "self(1)", f"model({folder})"), strict=True):
         generator = foresay.load(folder, drafter=drafter, length=3, dtype="fp32", max_batch_size=1)
@@ -438,20 +413,7 @@ def test_tune_writes_settings_that_are_picked_up(
         return self.tuning.confirmed
 
     monkeypatch.setattr(lab.Tuner, "confirm", fast)
-    command = [
-        "tune",
-        *which,
-        "--prompts",
-        "p.jsonl",
-        "-n",
-        "16",
-        "--drafter",
-        "suffix",
-        "--length",
-        "4",
-        "--length",
-        "6",
-    ]
+    command = [*TUNE, *which, "-n", "16", "--length", "4", "--length", "6"]
     code, out, err = shell(*command)
     assert code == 0 and re.fullmatch(ESTIMATE, err), err
     assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
@@ -477,20 +439,7 @@ def test_tune_where_nothing_pays(
     shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiled(monkeypatch, 9.0)
-    command = [
-        "tune",
-        *which,
-        "--prompts",
-        "p.jsonl",
-        "-n",
-        "12",
-        "--drafter",
-        "suffix",
-        "--length",
-        "4",
-        "-o",
-        "t.toml",
-    ]
+    command = [*TUNE, *which, "-n", "12", "--length", "4", "-o", "t.toml"]
     code, out, err = shell(*command)
     assert (
         code == 0
@@ -523,7 +472,7 @@ class Terminal(io.TextIOWrapper):
 
 
 def test_the_duration_of_tune_is_estimated(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4", "--estimate"]
+    command = [*TUNE, *which, "-n", "12", "--length", "4", "--estimate"]
     code, out, err = shell(*command)
     assert (code, err) == (0, "") and re.fullmatch(ESTIMATE.removeprefix("foresay: "), out)
     assert not Path("foresay.toml").exists()
@@ -547,7 +496,7 @@ def test_a_long_run_is_confirmed_on_a_terminal(
     profiled(monkeypatch, 9.0)
     monkeypatch.setattr(tune, "estimate", lambda *_, **__: Estimate({"recording": 600.0}))
     monkeypatch.setattr("io.TextIOWrapper", Terminal)
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "8", "--drafter", "suffix", "--length", "4", *args]
+    command = [*TUNE, *which, "-n", "8", "--length", "4", *args]
     code, _, err = shell(*command, stdin=f"{answer}\n".encode())
     assert "tuning takes about 10 min: recording 10 min" in err
     assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
@@ -555,7 +504,7 @@ def test_a_long_run_is_confirmed_on_a_terminal(
 
 def test_tune_with_a_latency(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     profiled(monkeypatch, 9.0)
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
+    command = [*TUNE, *which, "-n", "12", "--length", "4"]
     code, _, err = shell(*command, "--latency", "1")
     estimate, message = err.splitlines()
     assert code == 2 and re.fullmatch(ESTIMATE, estimate + "\n")
@@ -579,7 +528,7 @@ def test_the_batch_size_is_that_of_what_won(
         self.tuning.confirmed = [lab.Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
 
     monkeypatch.setattr(lab.Tuner, "confirm", confirm)
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
+    command = [*TUNE, *which, "-n", "12", "--length", "4"]
     assert shell(*command, "--latency", "5000", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 1
 

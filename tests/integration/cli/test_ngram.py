@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import resource
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from foresay.cli.app import _run
 from foresay.drafters.ngram_table import NgramTable
 from foresay.text.tokenizer import tokenizer_fingerprint
 from helpers import tiny
 
 TEXT = "hello world, hello\nhello you, hello world\n\nyou hell\n"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +27,6 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("names") / "tiny"
     tiny.tokenizer().save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -214,29 +199,6 @@ def test_a_disk_without_room(base: list[str], here: Path) -> None:
     assert os.listdir(here) == ["a.txt"]
 
 
-def test_ctrl_c_leaves_nothing(base: list[str], here: Path) -> None:
-    """The child waits for standard input that never ends: interrupted there, in the middle of its counting."""
-    process = subprocess.Popen(
-        [*tiny.FORESAY, *base[:-1], "-", "--separator", "line"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=tiny.environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal's shell
-    )
-    assert process.stdin is not None
-    for _ in range(20):  # far more than a pipe holds: when it is all taken, counting has begun
-        process.stdin.write(TEXT.encode() * 1000)
-    process.stdin.flush()
-    process.send_signal(signal.SIGINT)
-    try:
-        out, err = process.communicate(timeout=60)
-    except BrokenPipeError:  # communicate closes standard input, whose reader has gone
-        out, err = b"", b""
-    assert (process.wait(timeout=60), out, err) == (130, b"", b"")
-    assert os.listdir(here) == ["a.txt"]
-
-
 def test_ctrl_c_while_the_table_is_written(
     shell: tiny.Shell, base: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,28 +210,6 @@ def test_ctrl_c_while_the_table_is_written(
     monkeypatch.setattr("safetensors.numpy.save_file", interrupted)
     assert shell(*base, "--force") == (130, "", "")
     assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"] and Path("t.safetensors").read_text() == "old"
-
-
-class Terminal(io.StringIO):
-    """Standard error that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("source", ["a.txt", "-"])
-def test_a_terminal_sees_progress(
-    base: list[str], here: Path, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file's size is known: a percentage and a time are shown. For standard input, only the bytes read so far."""
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() * 50)))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    assert _run([*base[:-1], source]) == 0
-    assert capsys.readouterr().out.startswith("t.safetensors\n")
-    assert "tokens/s" in shown.getvalue() and ("bytes" in shown.getvalue() or "kB" in shown.getvalue())
 
 
 def test_long_texts_draw_no_warning(base: list[str], here: Path, tmp_path: Path) -> None:
@@ -365,15 +305,3 @@ def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path) -> None:
     assert shell.refused("info", "w.safetensors") == (
         "'w.safetensors' cannot be read as an n-gram table: it is a safetensors file, but not an n-gram table"
     )
-
-
-def test_a_closed_pipe_is_no_traceback(table: str) -> None:
-    done = subprocess.run(
-        f"{' '.join(tiny.FORESAY)} info {table} | true; exit ${{PIPESTATUS[0]}}",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        env=tiny.environment(),
-        check=False,
-    )
-    assert done.returncode in (0, 141) and done.stderr == b""

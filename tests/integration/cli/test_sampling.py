@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,12 @@ from helpers import tiny
 from helpers.tiny import Shell
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny.llama()
     model.generation_config.update(do_sample=True, temperature=3.0, top_k=20, suppress_tokens=list(range(40, 60)))
     model.generation_config.repetition_penalty = 1.25
     return tiny.save(tmp_path_factory.mktemp("model"), model)
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
 
 
 def _generated(shell: Shell, folder: Path, *options: str) -> dict[str, Any]:
@@ -68,14 +57,7 @@ def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
         "--lines",
         "--model",
         str(folder),
-        "--dtype",
-        "fp32",
-        "-n",
-        "6",
-        "--sampling",
-        "model",
-        "--seed",
-        "3",
+        *["--dtype", "fp32", "-n", "6", "--sampling", "model", "--seed", "3"],
     )
     alone = shell(*lines, stdin=b"hello\nworld\n")
     shared = shell(*lines, "--workers", "1", stdin=b"hello\nworld\n")

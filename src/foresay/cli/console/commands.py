@@ -280,9 +280,7 @@ COMMANDS: dict[str, Command] = {
     "undo": Command("", "remove the last message and its answer.", _undo),
     "retry": Command("", "generate the last answer again, with the present settings.", _retry),
     "compare": Command(
-        "PROMPT",
-        "decode it without speculation and with each method; without PROMPT, the last message.",
-        _compare,
+        "PROMPT", "decode it without speculation and with each method; without PROMPT, the last message.", _compare
     ),
     "stats": Command("", "counts and times of the last answer and of the conversation.", _stats),
     "save": Command("FILE", "write settings, messages, counts and times as JSON.", _save(replace=False)),

@@ -29,18 +29,8 @@ from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import percent, yes_no
 
 ALONE = "draft alone"
-_WIDE = (
-    "method",
-    "tokens",
-    "seconds",
-    "tokens/s",
-    "speed-up",
-    "tokens/pass",
-    "accepted",
-    "drafts used",
-    "identical",
-    "exact",
-)
+_FIGURES = ("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted", "drafts used", "identical", "exact")
+_WIDE = ("method", *_FIGURES)
 _SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted", "used", "same", "exact")
 _WARM_UP = 4
 
