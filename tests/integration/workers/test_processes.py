@@ -188,7 +188,7 @@ def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
     assert results[0] == results[1] == results[2] and len(results[0]) == 4
     assert found[1][1] == found[2][1], "what is kept is not done again"
 
-    assert "add --lines" in shell.refused("generate", "a", "--model", str(folder), "--workers", "2")
+    assert "--workers needs --lines" in shell.refused("generate", "a", "--model", str(folder), "--workers", "2")
     assert "--ray needs --workers" in shell.refused(*asked, "--ray", stdin=prompts)
 
 
