@@ -126,7 +126,6 @@ DATA = group(
         option("--sequence-length N", "Tokens of a text at most; longer ones are split.", 512),
         option("--held-out X", "Fraction of the texts that is held out for evaluation.", 0.03),
     ),
-    *_of("pruned ngram", opt.FORCE),
     *_of("pruned", option("--tokens N", "Tokens to measure importance on.", 16384)),
     *_of(
         "ngram",
@@ -171,6 +170,7 @@ TRAINING = group(
         "OUTPUT", "The folder to write, an n-gram table's file; an interrupted training in it is continued.", Path
     ),
     opt.TARGET,
+    _of("pruned ngram", opt.FORCE),
     DRAFT,
     DATA,
     TRAINING,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from foresay.cli.command import Given
-from foresay.cli.common import check_output, load_options
+from foresay.cli.common import check_output, load_options, target_name
 from foresay.cli.progress import loading, progress_bar
 from foresay.drafters.ngram_table import Corpus, NgramTable
 from foresay.errors import ConfigError
@@ -35,7 +35,7 @@ def build(given: Given) -> Iterator[str]:
     if output.suffix != ".safetensors":
         raise ConfigError(f"OUTPUT {str(output)!r} must end in .safetensors")
     check_output(output, force=given.force, name="OUTPUT")
-    names = _tokenizer(given)
+    names = _tokenizer(target_name(given.model), given)
     columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn())
     counter = ngrams.NgramCounter(given.order, tokenizer_size(names), given.min_count, ngrams.MAX_ENTRIES)
     began = perf_counter()
@@ -63,18 +63,16 @@ def described(name: str, given: Given) -> Iterator[str]:
     """Lines about a table; its most frequent tokens as text if --model names the tokenizer."""
     loaded, path, names = NgramTable.load(name), Path(name), None
     if given.model is not None:
-        names = _tokenizer(given)
+        names = _tokenizer(given.model, given)
         loaded.check(tokenizer_fingerprint(names), tokenizer_size(names), own_size(names))
     mark = "no fingerprint" if loaded.fingerprint is None else f"fingerprint {loaded.fingerprint[:12]}"
     lines = {"order": str(loaded.order), "vocabulary": f"{loaded.vocab_size:,} tokens, {mark}"}
     yield from _lines(path, lines | _made_from(loaded) | _contents(loaded, path) | _frequent(loaded, names))
 
 
-def _tokenizer(given: Given) -> Any:
-    if given.model is None:
-        raise ConfigError("no tokenizer: name the model that the table is for with --model")
-    with loading(f"Loading the tokenizer of {given.model}") as progress:
-        return load_tokenizer(given.model, load_options(given, progress=progress))
+def _tokenizer(name: str, given: Given) -> Any:
+    with loading(f"Loading the tokenizer of {name}") as progress:
+        return load_tokenizer(name, load_options(given, progress=progress))
 
 
 def _lines(path: Path, lines: dict[str, str]) -> Iterator[str]:

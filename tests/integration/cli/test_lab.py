@@ -26,7 +26,7 @@ from foresay.records.results import Results
 from foresay.spec.settings_file import read_settings
 from helpers import tiny
 
-ESTIMATE = r"foresay: tuning takes about \d+ s: (\w[\w ]* \d+ s(, )?)+\n"
+ESTIMATE = r"foresay: tuning takes about \d+ (s|min): (\w[\w ]* \d+ (s|min)(, )?)+\n"
 """Line that `foresay tune` prints before it starts."""
 TUNE = ["tune", "--prompts", "p.jsonl", "--drafter", "suffix"]
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
