@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def writer(folders: Path) -> Iterator[Served]:
     """A model that writes a text, a call or JSON, as its template chooses."""
-    served = Served(folders / "writer", "--num-draft-tokens", "16")  # a fixed number: calls arrive in large pieces
+    served = Served(folders / "writer", "--length", "16")  # a fixed number: calls arrive in large pieces
     yield served
     served.close()
 

@@ -170,7 +170,7 @@ def test_the_commands_take_it(tmp_path: Path) -> None:
         str(tmp_path / "p.json"),
         "--batch-size",
         "1,2",
-        "--num-draft-tokens",
+        "--length",
         "0,3",
         "--context",
         "64",

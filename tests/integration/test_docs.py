@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from foresay.cli.app import _run
+from foresay.generation.generator import Generator
 from foresay.lab import tune
 from foresay.lab.measure import profile
 from foresay.models.sources import packaged
@@ -246,9 +247,15 @@ def test_the_demo_shows_a_difference_and_fails(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: with plain decoding that writes something else, the demo must notice."""
-    from foresay.cli import demo
 
-    intact = demo._plain
-    monkeypatch.setattr(demo, "_plain", lambda generator, prompt, new: intact(generator, prompt + " Why?", new))
+    def other(generator: Generator) -> Generator:
+        plain = intact(generator)
+        generate = plain.generate
+        asked = lambda request: [{"role": "user", "content": request[0]["content"] + " Why?"}]  # noqa: E731
+        plain.generate = lambda request, params: generate(asked(request), params)  # type: ignore[method-assign]
+        return plain
+
+    intact = Generator.plain
+    monkeypatch.setattr(Generator, "plain", other)
     assert _run(["demo", "-n", "24"]) == 1
     assert re.search(r"identical output: no, at token \d+: plain decoding has", capsys.readouterr().out)

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from pydantic import BaseModel
 
 import foresay
 from foresay.cli.app import app
-from foresay.cli.commands import COMMANDS
-from foresay.cli.lazy import Entry, build
+from foresay.cli.commands import SUMMARIES, load
 from foresay.server import option_fields, requests
 from foresay.server.adapters.message_fields import MessagesRequest
 from foresay.server.adapters.response_fields import ResponsesRequest
@@ -134,15 +133,8 @@ def test_every_page_is_in_the_navigation() -> None:
 # Commands
 
 
-def command_names(commands: Mapping[str, Entry] = COMMANDS, group: str = "") -> Iterator[str]:
-    for name, entry in commands.items():
-        if entry.function:
-            yield f"{group}{name}"
-        yield from command_names(entry.commands, f"{group}{name} ")
-
-
 def undocumented_commands(text: str) -> list[str]:
-    return [name for name in command_names() if f"\n## foresay {name}\n" not in text]
+    return [name for name in SUMMARIES if f"\n## foresay {name}\n" not in text]
 
 
 def test_every_command_is_in_the_reference() -> None:
@@ -153,18 +145,10 @@ def test_every_command_is_in_the_reference() -> None:
     )
 
 
-@cache
-def flags(command: str) -> frozenset[str]:
+def flags(command: str) -> set[str]:
     """Options of a command; of the whole program for ""."""
-    if not command:
-        return frozenset(flag for option in app.params for flag in option.opts) | {"-h", "--help"}
-    first, _, second = command.partition(" ")
-    entry = COMMANDS[first].commands[second] if second else COMMANDS[first]
-    found = build(command, entry)
-    return frozenset(flag for option in found.params for flag in (*option.opts, *option.secondary_opts)) | {
-        "-h",
-        "--help",
-    }
+    found = load(command) if command else app
+    return {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)} | {"-h", "--help"}
 
 
 def wrong_usage(line: str) -> list[str]:
@@ -176,9 +160,9 @@ def wrong_usage(line: str) -> list[str]:
     words = words[: next((i for i, word in enumerate(words) if word in ("|", "<", ">", "&&")), len(words))]
     if not words or words[0].startswith("-"):
         return [word for word in words if word.startswith("-") and word not in flags("")]
-    command = next((name for name in (" ".join(words[:2]), words[0]) if name in set(command_names())), None)
-    if command is None:
-        return [words[0]]
+    command = words[0]
+    if command not in SUMMARIES:
+        return [command]
     options = (word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word))
     return [f"{command} {option}" for option in options if option not in flags(command)]
 
@@ -199,7 +183,7 @@ def test_shown_commands_exist() -> None:
 def test_wrong_commands_are_found() -> None:
     assert wrong_usage("foresay load answers.jsonl") == ["load"]
     assert wrong_usage("foresay tune -m org/name --latencies 40 --yes") == ["tune --latencies"]
-    assert wrong_usage("foresay ngram build corpus.txt --orders=3 -o x.safetensors") == ["ngram build --orders"]
+    assert wrong_usage("foresay distill x.safetensors --kind ngram --orders=3") == ["distill --orders"]
     assert shown_commands("```bash\nforesay serve \\\n  --port 1\n```\n") == ["foresay serve    --port 1"]
 
 

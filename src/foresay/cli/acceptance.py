@@ -1,153 +1,81 @@
-"""`foresay acceptance-head`: data, training and evaluation of the predictor of which draft tokens are accepted."""
+"""`foresay distill --kind acceptance`: data, training and evaluation of the predictor of which draft tokens are accepted."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
-
-from foresay.checks import check_float, check_int
-from foresay.cli.common import load_generator
-from foresay.cli.lab_options import DataOptions
-from foresay.cli.options import (
-    MachineOptions,
-    MaxBatchOption,
-    MethodOptions,
-    ModelOption,
-    ModelOptions,
-    SamplingOptions,
-)
+from foresay.cli.command import Given
+from foresay.cli.common import check_folder, load_generator
 from foresay.cli.progress import advancing
 from foresay.errors import ConfigError
-from foresay.files import atomic_write, writing
-from foresay.lab.data.requests import RequestBuilder
+from foresay.files import atomic_write
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.records.provenance import provenance
+from foresay.records.recording import Recording, read_params
 from foresay.training.acceptance import AcceptancePlan, Calibration, evaluate_acceptance, train_acceptance
 from foresay.training.accepted import Examples, collect, load_examples, split_examples
 
 NOTE = "foresay.json"
-_DATA = Annotated[list[Path], typer.Argument(help="Folders that acceptance-head data wrote.")]
 
 
-def data(
-    folder: Annotated[Path, typer.Argument(help="The folder to write; one that exists is continued.")],
-    *,
-    model: ModelOption = None,
-    drafter: Annotated[
-        str, typer.Option(metavar="EXPRESSION", help="The drafter: model(NAME), head(FOLDER) or self(LAYERS).")
-    ],
-    prompts: DataOptions,
-    num_draft_tokens: Annotated[int, typer.Option(help="Draft tokens per pass.")] = 8,
-    batch_size: MaxBatchOption = None,
-    sampling: SamplingOptions,
-    machine: MachineOptions,
-) -> int:
-    """Draft after a target's outputs; record what it accepts.
+def make(given: Given) -> Iterator[str]:
+    """Draft after a target's outputs, record what it accepts, and train an acceptance head on that; return lines about it.
 
-    For each draft token the folder gets the draft model's hidden state and the probability that the target accepts it.
+    The prompts and sampling parameters are those of the recordings. The last tenth of the tokens is held out for evaluation.
     """
-    check_int("num_draft_tokens", num_draft_tokens, 1)
-    params = sampling.params()
-    generator = load_generator(ModelOptions(model), drafter, MethodOptions(), machine, max_batch_size=batch_size)
-    requests = [list(one.token_ids) for one in RequestBuilder(generator, chat=not prompts.raw).first(prompts.items())]
-    with advancing("Drafting") as advance:
-        found = collect(generator, requests, params, folder, length=num_draft_tokens, on_progress=advance)
-    examples = Examples.joined(load_examples(folder))
-    typer.echo(folder)
-    typer.echo(f"  {len(examples):,} draft tokens, mean acceptance {float(examples.labels.float().mean()):.0%}")
-    if found:
-        typer.echo(f"  {found} files from an earlier run")
-    return 0
-
-
-def train(
-    folder: Annotated[Path, typer.Argument(help="The folder to write.")],
-    data: _DATA,
-    blocks: Annotated[int, typer.Option(help="Residual blocks; 0 is a linear predictor.")] = 3,
-    rejection_weight: Annotated[float, typer.Option(help="Weight of rejected tokens in the loss.")] = 6.0,
-    mixing: Annotated[float, typer.Option(help="Weight of tokens after a rejected one.")] = 0.15,
-    epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 3,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a training step.")] = 256,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Seed of initial weights and order.")] = 0,
-) -> int:
-    """Train an acceptance head on recorded data.
-
-    The last tenth of the tokens is held out for evaluation.
-    """
+    folder = given.output
+    if given.drafter is None:
+        raise ConfigError("--kind acceptance needs --drafter, the drafter that the head is for")
     plan = AcceptancePlan(
-        blocks=blocks,
-        rejection_weight=rejection_weight,
-        mixing=mixing,
-        epochs=epochs,
-        batch_size=batch_tokens,
-        rate=learning_rate,
-        seed=seed,
+        rejection_weight=given.rejection_weight,
+        epochs=3 if given.epochs is None else int(given.epochs),
+        batch_size=given.batch_tokens or 256,
+        rate=given.learning_rate,
+        seed=given.seed,
     )
-    learn, held_out = split_examples([part for one in data for part in load_examples(one)])
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
-        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
+    check_folder(folder, (NOTE, "data"))
+    data = given.states or folder / "data"
+    found = _collect(given, data)
+    learn, held_out = split_examples(load_examples(data))
     with advancing("Training") as advance:
         head = train_acceptance(learn, plan, lambda share, note: advance(round(100 * share), 100, note))
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     head.save(folder)
-    note: dict[str, Any] = {
-        "made_by": "foresay acceptance-head train",
-        "data": [str(one) for one in data],
-        "tokens": len(learn),
-    }
-    note["rejection_weight"] = rejection_weight
+    note = {"made_by": "foresay distill --kind acceptance", "data": str(data), "tokens": len(learn)}
+    note |= {"rejection_weight": given.rejection_weight, "provenance": provenance()}
     with atomic_write(folder / NOTE) as whole:
-        whole.write_text(json.dumps({**note, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
-    typer.echo(folder)
-    typer.echo(f"  trained on {len(learn):,} draft tokens, {len(held_out):,} held out")
-    _show(head, held_out, rejection_weight)
-    typer.echo(f"  draft with it: --length 'acceptance({folder})'")
-    return 0
+        whole.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    yield str(folder)
+    if found:
+        yield f"  {found} files of data from an earlier run"
+    accepted = float(Examples.joined([learn, held_out]).labels.float().mean())
+    yield f"  trained on {len(learn):,} draft tokens, {len(held_out):,} held out, mean acceptance {accepted:.0%}"
+    yield from _described(head, held_out, given.rejection_weight)
+    yield f"  draft with it: --length 'acceptance({folder})'"
 
 
-def evaluate(
-    folder: Annotated[Path, typer.Argument(help="Folder of an acceptance head.")],
-    data: _DATA,
-) -> int:
-    """Measure how well an acceptance head predicts."""
-    head = AcceptanceHead.load(folder)
-    examples = Examples.joined([part for one in data for part in load_examples(one)])
-    typer.echo(folder)
-    found = _show(head, examples, _rejection_weight(folder))
-    for predicted, accepted, count in found.bins:
-        typer.echo(f"  predicted {predicted:.2f}: accepted {accepted:.2f} ({count:,} tokens)")
-    return 0
+def _collect(given: Given, folder: Path) -> int:
+    """Make the missing files of data. Return the number of files that existed."""
+    recordings = [Recording.load(path) for path in given.outputs]
+    if any(one.params != recordings[0].params for one in recordings):
+        raise ConfigError("--outputs: the recordings have different sampling parameters; give those of one run")
+    generator = load_generator(given)
+    prompts = [list(record.prompt) for one in recordings for record in one.records]
+    with advancing("Drafting") as advance:
+        params, length = read_params(recordings[0].params), given.draft_steps or 8
+        return collect(generator, prompts, params, folder, length=length, on_progress=advance)
 
 
-def _rejection_weight(folder: Path) -> float | None:
-    """The rejection weight of a head's training; None if its folder does not record it."""
-    try:
-        weight = json.loads((folder / NOTE).read_text(encoding="utf-8"))["rejection_weight"]
-        return check_float("rejection_weight", weight, 0.0, 1e6)
-    except (OSError, ValueError, KeyError, TypeError):  # a published head has no such file
-        return None
-
-
-def _show(head: AcceptanceHead, examples: Examples, rejection_weight: float | None) -> Calibration:
-    """Print the calibration of a head and return it."""
+def _described(head: AcceptanceHead, examples: Examples, weight: float) -> Iterator[str]:
+    """Lines about the calibration of a head on held-out tokens."""
     found = evaluate_acceptance(head, examples)
-    typer.echo(f"  {_fit(found)}")
-    if rejection_weight is None:
-        typer.echo(
-            "  the folder does not record the rejection weight of the training; above 1, predictions are too low"
-        )
-    elif rejection_weight not in (0.0, 1.0):
-        weight, without = f"{rejection_weight:g}", evaluate_acceptance(head, examples, rejection_weight)
-        typer.echo(
-            f"  trained with rejection weight {weight}: it predicts a / (a + {weight} (1 - a)) for a probability a"
-        )
-        typer.echo(f"  corrected for that: {_fit(without)}")
-    return found
+    yield f"  {_fit(found)}"
+    if weight not in (0.0, 1.0):
+        yield f"  trained with rejection weight {weight:g}: it predicts a / (a + {weight:g} (1 - a)) for a probability a"
+        yield f"  corrected for that: {_fit(evaluate_acceptance(head, examples, weight))}"
+    for predicted, accepted, count in found.bins:
+        yield f"  predicted {predicted:.2f}: accepted {accepted:.2f} ({count:,} tokens)"
 
 
 def _fit(found: Calibration) -> str:

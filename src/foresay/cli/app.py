@@ -1,60 +1,93 @@
-"""The program: its command tree, and how errors, Ctrl-C and closed pipes end it."""
+"""The program: its commands, and how errors, Ctrl-C and closed pipes end it."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
+from click.shell_completion import CompletionItem, get_completion_class
 
 from foresay import __version__
-from foresay.cli.commands import COMMANDS
-from foresay.cli.lazy import Entry, LazyGroup, build
+from foresay.cli.command import CONTEXT, write_panels
+from foresay.cli.commands import COMMANDS, REMOVED, SUMMARIES, load
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, the exit code that a shell reports for a program ended by that signal."""
+INTERRUPTED = 130
+"""128 + SIGINT."""
 _OBJECTS = 200_000
 """Objects created between two garbage collections. Importing PyTorch and transformers creates a million, none of them garbage."""
-PURPOSE = "Exact speculative decoding of language models: the same output, faster."
+SHELLS = ("bash", "zsh", "fish")
 
 
-class _Program(LazyGroup):
-    """The group of all commands. A closed standard output ends any of them without a message."""
+class Program(click.Group):
+    """The group of all commands, which imports a command when it is chosen."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command."""
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the help page."""
+        return list(SUMMARIES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command. Raises UsageError for an unknown one, and for one of an earlier version, naming its successor."""
+        if cmd_name in SUMMARIES:
+            return load(cmd_name)
+        if cmd_name in REMOVED:
+            raise click.UsageError(f"{cmd_name} is now part of another command: foresay {REMOVED[cmd_name]}", ctx)
+        if not ctx.resilient_parsing and not cmd_name.startswith("-"):
+            raise click.NoSuchCommand(cmd_name, possibilities=SUMMARIES, ctx=ctx)
+        return None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return commands and options for the shell, without importing a command."""
+        named = [CompletionItem(name, help=text) for name, text in SUMMARIES.items() if name.startswith(incomplete)]
+        return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by heading, then the options."""
+        width = max(map(len, SUMMARIES))
+        panels = {title: [(name.ljust(width), text) for name, text in some.items()] for title, some in COMMANDS.items()}
+        options = [record for one in self.get_params(ctx) if (record := one.get_help_record(ctx))]
+        write_panels({**panels, "Options": options}, formatter)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the chosen command. A closed standard output and Ctrl-C end it without a message."""
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
             _discard_stdout()
-            raise typer.Exit(CLOSED_PIPE) from None
+            ctx.exit(CLOSED_PIPE)
+        except KeyboardInterrupt:  # here, since click would print a line
+            ctx.exit(INTERRUPTED)
         return code
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"foresay {__version__}")
-        raise typer.Exit
+def _show_completion(ctx: click.Context, param: click.Parameter, shell: str | None) -> None:
+    if shell is not None:
+        kind = get_completion_class(shell)
+        assert kind is not None
+        click.echo(kind(ctx.command, {}, "foresay", "_FORESAY_COMPLETE").source())
+        ctx.exit()
 
 
-def _root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Print the help of the program when it is run without a command."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(2)
-
-
-app = build("foresay", Entry(PURPOSE, commands=COMMANDS), cls=_Program, root=_root)
+@click.group(cls=Program, context_settings=CONTEXT)
+@click.version_option(__version__, message="foresay %(version)s", help="Print the version and exit.")
+@click.option(
+    "--show-completion",
+    metavar="SHELL",
+    type=click.Choice(SHELLS),
+    expose_value=False,
+    is_eager=True,
+    callback=_show_completion,
+    help=f"Print a script that completes commands in {', '.join(SHELLS[:-1])} or {SHELLS[-1]}, and exit.",
+)
+def app() -> None:
+    """Exact speculative decoding of language models: the same output, faster."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -77,10 +110,13 @@ def _run(args: list[str] | None = None) -> int:
         result: Any = app(args, prog_name="foresay", standalone_mode=False)
     except ForesayError as error:
         return _fail(str(error))
-    except typer.TyperException as error:  # wrong usage
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "")
+        return 2
+    except click.ClickException as error:  # wrong usage
         return _fail(usage_message(error, sys.argv[1:] if args is None else args))
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
+    except click.Abort:
+        return INTERRUPTED
     except OSError as error:
         _discard_stdout()
         where = "" if error.filename is None else f"{str(error.filename)!r}: "

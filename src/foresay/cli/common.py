@@ -7,13 +7,14 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foresay.cli.options import DEFAULT_MODEL, MachineOptions, MethodOptions, ModelOptions, refuse_idle
+from foresay.cli.command import Given
+from foresay.cli.options import DEFAULT_MODEL, refuse_idle
 from foresay.cli.progress import loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
@@ -43,25 +44,23 @@ def check_threads(count: int | None) -> None:
         raise ConfigError(f"--threads {count} must be between 1 and 1024")
 
 
-def load_generator(
-    models: ModelOptions,
-    drafter: str,
-    methods: MethodOptions,
-    machine: MachineOptions,
-    *,
-    later: Sequence[Method] = (),
-    **more: Any,
-) -> Generator:
+def load_generator(given: Given, *, later: Sequence[Method] = (), **more: Any) -> Generator:
     """Load the model that options name. A draft model is passed as an expression, so that `foresay.change` can keep it.
 
-    later: methods that the command runs one after the other over the same weights.
+    later: methods that the command runs one after the other over the same weights. more: arguments of `foresay.load` that
+    replace those of options.
     """
-    if machine.draft_weights is not None and drafter == "none":
-        check_draft_weights(machine, later)
-    use_threads(machine.threads)
-    arguments = load_arguments(models, drafter, methods, machine, **more)
+    arguments = load_arguments(given, **more)
+    if arguments.get("drafter") == "none":
+        check_draft_weights(given, later)
+    use_threads(given.threads)
     with loading(f"Loading {arguments['target']}") as progress:
         return load(**arguments, progress=progress)
+
+
+def load_target(given: Given, later: Sequence[Method] = (), **more: Any) -> Generator:
+    """Load the target alone, without the drafters, lengths and rule of the options."""
+    return load_generator(given, later=later, **PLAIN, **more)
 
 
 def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:
@@ -72,39 +71,29 @@ def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:
     return merged
 
 
-def load_arguments(
-    models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
-) -> dict[str, Any]:
-    """Return the arguments of `foresay.load` for these options, as plain data."""
-    draft: str | None = models.draft
-    if draft is not None and drafter in ("auto", "model"):
-        drafter, draft = model_expression(draft), None
-    if machine.backend is not None:  # None leaves it to a settings file
-        more["backend"] = machine.backend
-    if machine.gpu_layers is not None:
-        more["gpu_layers"] = machine.gpu_layers
-    if machine.max_memory is not None:
-        more["max_memory"] = memory_sizes(machine.max_memory)
-    if machine.offload_folder is not None:
-        more["offload_folder"] = str(machine.offload_folder)
-    return {
-        "target": model_name(models.model),
-        "draft": draft,
-        "drafter": drafter,
-        "num_draft_tokens": methods.num_draft_tokens,
-        "length": methods.length,
-        "rule": methods.rule,
-        "dtype": machine.dtype,
-        "weights": machine.weights,
-        "activations": machine.activations,
-        "kv_cache_dtype": machine.kv_cache_dtype,
-        "draft_weights": machine.draft_weights,
-        "device": machine.device,
-        "draft_device": machine.draft_device,
-        "device_map": machine.device_map,
-        "trust_remote_code": machine.trust_remote_code,
-        **more,
-    }
+_LOADED = tuple(f.name for f in fields(LoadOptions) if f.name != "progress")
+_ARGUMENTS = ("draft", "drafter", "length", "rule", "sampling", *_LOADED)
+PLAIN: dict[str, Any] = {"draft": None, "drafter": "none", "length": None, "rule": None}
+"""Arguments of `foresay.load` for plain decoding, whatever the options name."""
+
+
+def load_arguments(given: Given, **more: Any) -> dict[str, Any]:
+    """Return the arguments of `foresay.load` for these options, as plain data. What is not given is left to a settings file."""
+    found: dict[str, Any] = {"target": model_name(given.model)}
+    found |= {name: getattr(given, name, None) for name in _ARGUMENTS} | more
+    if found["draft"] is not None and found["drafter"] in ("auto", "model"):
+        found |= {"drafter": model_expression(found["draft"]), "draft": None}
+    if found["max_memory"] is not None:
+        found["max_memory"] = memory_sizes(found["max_memory"])
+    if found["offload_folder"] is not None:
+        found["offload_folder"] = str(found["offload_folder"])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def load_options(given: Given, **more: Any) -> LoadOptions:
+    """Return the options of loading a model alone."""
+    values = {name: getattr(given, name, None) for name in _LOADED} | more
+    return LoadOptions(**{name: value for name, value in values.items() if value is not None})
 
 
 def memory_sizes(text: str) -> dict[str, str]:
@@ -127,31 +116,35 @@ def memory_size(flag: str, text: str) -> int:
     )
 
 
-def changed(options: object) -> list[str]:
-    """Return the flags of a group of options that differ from their defaults."""
-    assert is_dataclass(options)
-    differ = [one.name for one in fields(options) if getattr(options, one.name) != one.default]
-    return [f"--{name.replace('_', '-')}" for name in differ]
-
-
-def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> None:
+def check_draft_weights(given: Given, methods: Sequence[Method]) -> None:
     """Raise ConfigError for --draft-weights if no method loads a draft model."""
-    if machine.draft_weights is not None and not any(read_drafter(one.drafter).loads_model for one in methods):
-        raise ConfigError(
-            f"--draft-weights {machine.draft_weights!r} applies to a draft model, and no method loads one; drop it"
-        )
+    kind = getattr(given, "draft_weights", None)
+    if kind is not None and not any(read_drafter(one.drafter).loads_model for one in methods):
+        raise ConfigError(f"--draft-weights {kind!r} applies to a draft model, and no method loads one; drop it")
 
 
-def check_output(output: Path, *, force: bool) -> None:
+def check_output(output: Path, *, force: bool, name: str = "--output") -> None:
     """Raise ConfigError for a file that could not be written in the end."""
     if output.is_dir():
-        raise ConfigError(f"--output {str(output)!r} is a folder; name a file")
+        raise ConfigError(f"{name} {str(output)!r} is a folder; name a file")
     if output.exists() and not force:
-        raise ConfigError(f"--output {str(output)!r} exists; add --force to replace it, or name another file")
+        raise ConfigError(f"{name} {str(output)!r} exists; add --force to replace it, or name another file")
     if not output.parent.is_dir():
-        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} does not exist")
+        raise ConfigError(f"{name} {str(output)!r}: the folder {str(output.parent)!r} does not exist")
     if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} is not writable")
+        raise ConfigError(f"{name} {str(output)!r}: the folder {str(output.parent)!r} is not writable")
+
+
+def check_folder(folder: Path, ours: Sequence[str]) -> None:
+    """Make a folder that is written or continued. Raises ConfigError for one with other content than that of these names."""
+    if folder.is_file():
+        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
+        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from None
 
 
 def model_name(given: str | None) -> str:
@@ -167,13 +160,13 @@ def model_name(given: str | None) -> str:
     return name
 
 
-def target_options(given: str | None, **options: Any) -> tuple[str, LoadOptions]:
+def target_options(given: Given) -> tuple[str, LoadOptions]:
     """Return the target and its load options; those of a settings file where none, or "auto", is given."""
-    name = model_name(given)
-    if not is_settings(name):
-        return name, LoadOptions(**options)
-    settings = read_settings(name)
-    return settings.target_from(name), LoadOptions(**settings.filled(options))
+    name, options = model_name(given.model), {one: getattr(given, one, None) for one in _LOADED}
+    if is_settings(name):
+        settings = read_settings(name)
+        name, options = settings.target_from(name), settings.filled(options)
+    return name, LoadOptions(**{one: value for one, value in options.items() if value is not None})
 
 
 def target_name(given: str | None) -> str:

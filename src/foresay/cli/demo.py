@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from time import perf_counter
-from typing import Annotated
 
-import typer
-
-from foresay.cli.colours import coloured, console, legend
-from foresay.cli.common import model_name, use_threads
-from foresay.cli.options import ModelChoice, ThreadsOption
+from foresay.cli.colours import console, legend
+from foresay.cli.command import Given, command, option
+from foresay.cli.common import model_name
+from foresay.cli.generate import stream
+from foresay.cli.options import WHICH
 from foresay.cli.progress import loading
-from foresay.cli.tables import comparison, first_difference
+from foresay.cli.tables import first_difference, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
-from foresay.generation.generator import Generator
 from foresay.generation.load import load
-from foresay.generation.result import Generation
+from foresay.text.formatting import percent
 
 PROMPTS = (
     "Correct the spelling mistakes in this note and repeat the rest as it is:\n"
@@ -33,57 +30,45 @@ PROMPTS = (
 )
 
 
-def run(
-    *,
-    which: ModelChoice,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Generate at most N tokens per prompt.")
-    ] = 128,
-    threads: ThreadsOption = None,
-) -> int:
+@command(
+    WHICH,
+    option("-n --max-new-tokens N", "Generate at most N tokens per prompt.", 128),
+    examples="foresay demo\nforesay demo Qwen/Qwen2.5-0.5B-Instruct -n 64",
+)
+def run(given: Given) -> int:
     """Decode a few prompts with and without speculation.
 
     Exit code 1 if an output differs.
     """
-    SamplingParams(max_new_tokens=max_new_tokens)  # a wrong number must fail before the model is loaded
-    use_threads(threads)
-    model = model_name(which.name)
+    params = SamplingParams(max_new_tokens=given.max_new_tokens)
+    model = model_name(given.model)
     with loading(f"Loading {model}") as progress:
         generator = load(model, progress=progress)
     generator.generate("Hello", max_new_tokens=4)  # the first passes allocate: time neither side's
     out = console()
     out.print(legend())
-    totals = [Stats(), Stats()]
-    seconds = [0.0, 0.0]
-    difference = None
+    totals, seconds, difference = [Stats(), Stats()], [0.0, 0.0], None
     for prompt in PROMPTS:
         out.print(f"\n> {prompt}\n", style="dim")
-        fast, fast_s = _streamed(generator, prompt, max_new_tokens)
-        plain, plain_s = _plain(generator, prompt, max_new_tokens)
-        for i, (one, elapsed) in enumerate(((plain, plain_s), (fast, fast_s))):
+        request = [{"role": "user", "content": prompt}]
+        times = [perf_counter()]
+        fast = stream(generator, request, params, trace=True)
+        times.append(perf_counter())
+        plain = generator.plain().generate(request, params)
+        times.append(perf_counter())
+        for i, one in enumerate((fast, plain)):
             totals[i].merge(one.stats)
-            seconds[i] += elapsed
+            seconds[i] += times[i + 1] - times[i]
         difference = difference or first_difference(plain, fast, generator.tokenizer)
     out.print()
-    out.print(comparison(seconds[0], totals[0], seconds[1], totals[1], out), soft_wrap=not out.is_terminal)
+    headings = ("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted")
+    rows = [_row("plain", totals[1], seconds[1], seconds[1]), _row("foresay", totals[0], seconds[0], seconds[1])]
+    show_table(headings, rows)
     out.print("identical output: yes" if difference is None else f"identical output: no, at {difference}")
     return 0 if difference is None else 1
 
 
-def _streamed(generator: Generator, prompt: str, new: int) -> tuple[Generation, float]:
-    out = console()
-    began = perf_counter()
-    whole = None
-    for chunk in generator.stream([{"role": "user", "content": prompt}], max_new_tokens=new):
-        out.print(coloured(chunk.pieces), end="")
-        sys.stdout.flush()
-        whole = chunk.generation or whole
-    out.print()
-    assert whole is not None
-    return whole, perf_counter() - began
-
-
-def _plain(generator: Generator, prompt: str, new: int) -> tuple[Generation, float]:
-    began = perf_counter()
-    done = generator.plain().generate([{"role": "user", "content": prompt}], max_new_tokens=new)
-    return done, perf_counter() - began
+def _row(name: str, stats: Stats, seconds: float, plain_s: float) -> list[str]:
+    rate, passes = f"{stats.num_tokens / seconds:.1f}", f"{stats.block_efficiency or 0:.2f}"
+    speed = f"{plain_s / seconds:.2f}x"
+    return [name, str(stats.num_tokens), f"{seconds:.2f}", rate, speed, passes, percent(stats.acceptance_rate)]

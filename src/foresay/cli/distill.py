@@ -1,297 +1,295 @@
-"""`foresay distill FOLDER`: train a draft head, block drafter or draft model on a target's own outputs."""
+"""`foresay distill OUTPUT`: train or make a draft of any kind for a target.
+
+Owns the options and which kinds they apply to; `prune`, `ngram` and `acceptance` make the kinds that are not trained on texts.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
+import click
 import torch
-import typer
 from accelerate.utils import is_tensorboard_available
 
 from foresay.checks import check_float, check_int
-from foresay.cli.common import target_name, use_threads
-from foresay.cli.options import DeviceOption, DtypeOption, TargetOption, ThreadsOption, TrustOption
+from foresay.cli import acceptance, ngram, prune
+from foresay.cli import options as opt
+from foresay.cli.command import Given, Option, argument, command, group, option
+from foresay.cli.common import check_folder, load_options, target_name, use_threads
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.drafts.fields import MAX_BLOCK
 from foresay.models.drafts.files import read_draft
 from foresay.models.sources.drafts import load_draft
-from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_weights
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import BLOCK_SIZE, KINDS, NOTE, DraftShape, distil, distil_model, new_draft, resumed_draft
+from foresay.training.distil import BLOCK_SIZE, NOTE, DraftShape, distil, distil_model, new_draft, resumed_draft
+from foresay.training.distil import KINDS as ON_HIDDEN_STATES
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, coverage, read_outputs, split, texts_of
 from foresay.training.processes import is_first, own_device
+from foresay.training.prune import LAYER_CHOICES
 
-HEAD, BLOCK = "head", "block"
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """Training data."""
-
-    PANEL: ClassVar[str] = "Data"
-    outputs: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="A recording of the target (foresay record); may be repeated."),
-    ] = None
-    text: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Text or .jsonl to learn the target's distributions on; may be repeated."),
-    ] = None
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a text at most; longer ones are split.")] = 512
-    held_out: Annotated[float, typer.Option(help="Fraction of the texts that is held out for evaluation.")] = 0.03
-
-    def check(self) -> None:
-        """Raise ConfigError for values out of range, and if there is no training data."""
-        if not self.outputs and not self.text:
-            raise ConfigError("no training data: give --outputs, recordings of the target (foresay record), or --text")
-        check_int("sequence_length", self.sequence_length, 2)
-        check_float("held_out", self.held_out, 0.0, 1.0)
+HEAD, BLOCK, MODEL = "head", "block", "model"
+MAKERS: dict[str, Callable[[Given], Iterator[str]]] = {
+    "pruned": prune.make,
+    "ngram": ngram.build,
+    "acceptance": acceptance.make,
+}
+"""Kinds of drafts that are not trained on texts, and what makes them and returns lines about them."""
+KINDS = (HEAD, BLOCK, MODEL, *MAKERS)
+APPLIES: dict[str, tuple[str, ...]] = {}
+"""Kinds to which an option applies, by its name; all without an entry."""
 
 
-@dataclass(frozen=True, slots=True)
-class StudentOptions:
-    """The draft that is trained, and its loss."""
+def _of(kinds: str, *options: Option) -> tuple[Option, ...]:
+    APPLIES.update({str(one.name): tuple(kinds.split()) for one in options})
+    return options
 
-    PANEL: ClassVar[str] = "Draft"
-    kind: Annotated[str, typer.Option(metavar="KIND", help="head, a draft head; or block, a block drafter.")] = HEAD
-    draft: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Train a smaller model of the same vocabulary instead, by name."),
-    ] = None
-    start: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="NAME",
-            help="Start from this head or block drafter (folder, hub id or alias), on a new schedule.",
+
+_TRAINED = "head block model"
+DRAFT = group(
+    "Draft",
+    option(
+        "--kind KIND",
+        "head (a draft head), block (a block drafter), model (a draft model), pruned (one cut out of the target), ngram (a "
+        "table) or acceptance (an acceptance head).  [default: head; with --draft model]",
+    ),
+    *_of(
+        MODEL,
+        option("--draft MODEL", "The draft model to train, of the same vocabulary."),
+        option("--vocabulary FILE", "Restrict a draft model to the most frequent tokens of this n-gram table."),
+        option("--all-weights", "Also train a draft model's embeddings and output layer."),
+    ),
+    *_of(
+        "head block",
+        option("start --from NAME", "Start from this head or block drafter (folder, hub id or alias), anew scheduled."),
+        option("--hidden-layers N,N,N", "Layers of the target whose hidden states are read, such as 2,15,27."),
+    ),
+    *_of("head", option("--own-output-layer", "Train an output layer for a head, not only its decoder layer.")),
+    *_of("head acceptance", option("--draft-steps N", "Tokens drafted in a row.  [default: 5; acceptance 8]")),
+    *_of(
+        "block",
+        option("--block-size N", "Tokens that a block drafter drafts in one pass.  [default: 7]"),
+        option("--markov-rank N", "Rank of its Markov head, 0 for none.  [default: a ninth of the width]"),
+    ),
+    *_of(_TRAINED, option("--vocabulary-size N", "Number of tokens that the draft can propose.")),
+    *_of(
+        "block pruned",
+        option("--layers N", "Layers of the draft.  [default: of a block one for every 15 of the target, else all]"),
+    ),
+    *_of("head block pruned", option("--feed-forward N", "Feed-forward neurons of each layer.")),
+    *_of(
+        "pruned",
+        option(
+            "--keep WHICH", f"Choice of layers: {', '.join(LAYER_CHOICES)}, or their numbers, such as 0,15,29.", "even"
         ),
-    ] = None
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LOSS",
-            help="forward_kl, reverse_kl, tv, ce (block drafters), or a mixture such as forward_kl=0.5,tv=0.5.  "
+        option("--hidden N", "Dimensions of the hidden state to keep."),
+        option("--attention-heads N", "Query heads to keep in each layer."),
+        option("--kv-heads N", "Key-value heads to keep in each layer."),
+    ),
+    *_of(
+        "acceptance",
+        option("--drafter EXPRESSION", "The drafter that an acceptance head is for: model(NAME), head(FOLDER), ..."),
+        option("--rejection-weight X", "Weight of rejected tokens in the loss.", 6.0),
+    ),
+)
+DATA = group(
+    "Data",
+    *_of(
+        f"{_TRAINED} acceptance",
+        option("--outputs FILE...", "A recording of the target (foresay record); may be repeated."),
+        option("--states FOLDER", "Cache the target's hidden states, or a draft's, here; computed once."),
+    ),
+    *_of(
+        f"{_TRAINED} pruned ngram",
+        option(
+            "--text TEXT...",
+            "Text or .jsonl, also .gz, in place of --outputs: to learn distributions on, to count, or to measure importance "
+            "on; '-' is standard input; may be repeated.",
+            metavar="FILE",
+        ),
+    ),
+    *_of(
+        _TRAINED,
+        option("--sequence-length N", "Tokens of a text at most; longer ones are split.", 512),
+        option("--held-out X", "Fraction of the texts that is held out for evaluation.", 0.03),
+    ),
+    *_of("pruned", option("--tokens N", "Tokens to measure importance on.", 16384)),
+    *_of(
+        "ngram",
+        option("--order N", "Longest n-gram, 2 to 5: the context's tokens and the one after it.", 2),
+        option("--min-count N", "Drop n-grams that occur less often.", 1),
+        option("--max-tokens N", "Stop after N tokens."),
+        option(
+            "--separator WHAT", "End of a document: file (of a file or record only), also line, or blank-line.", "file"
+        ),
+        option("--field NAME", "Field of JSON records that has the text; '-' is then JSON lines.  [default: text]"),
+    ),
+)
+TRAINING = group(
+    "Training",
+    *_of(
+        f"{_TRAINED} acceptance",
+        option("--epochs X", "Passes over the data.  [default: 1; acceptance 3]"),
+        option("--learning-rate X", "Learning rate.", 1e-3),
+        option(
+            "--batch-tokens N", "Tokens of a batch.  [default: at most 4096, 50 steps in --minutes; acceptance 256]"
+        ),
+        option("--seed N", "Seed of initial weights and order.", 0),
+    ),
+    *_of(
+        _TRAINED,
+        option(
+            "--loss LOSS",
+            "forward_kl, reverse_kl, tv, ce (block drafters), or a mixture such as forward_kl=0.5,tv=0.5.  "
             "[default: forward_kl; for a block drafter ce=0.1,tv=1.8]",
         ),
-    ] = None
-    draft_steps: Annotated[
-        int | None, typer.Option(help="Tokens that a head drafts in a row in training.  [default: 5]")
-    ] = None
-    decay: Annotated[
-        float | None,
-        typer.Option(help="Weight of each draft token, relative to the one before.  [default: 0.8; block 0.7788]"),
-    ] = None
-    hidden_layers: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,N", help="Layers of the target whose hidden states are read, such as 2,15,27."),
-    ] = None
-    vocabulary_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of tokens that a head, a block drafter, or a draft model with --vocabulary can propose."
-        ),
-    ] = None
-    vocabulary: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Restrict a draft model to the most frequent tokens of this table (ngram build)."
-        ),
-    ] = None
-    feed_forward: Annotated[int | None, typer.Option(help="Feed-forward neurons of a head or a block drafter.")] = None
-    layers: Annotated[
-        int | None, typer.Option(help="Layers of a block drafter.  [default: one for every 15 of the target]")
-    ] = None
-    block_size: Annotated[
-        int | None, typer.Option(help="Tokens that a block drafter drafts in one pass.  [default: 7]")
-    ] = None
-    markov_rank: Annotated[
-        int | None,
-        typer.Option(help="Rank of a block drafter's Markov head, 0 for none.  [default: a ninth of the width]"),
-    ] = None
-    anchors: Annotated[
-        int | None,
-        typer.Option(help="Blocks of each text that a training step of a block drafter takes.  [default: 64]"),
-    ] = None
-    own_head: Annotated[
-        bool, typer.Option("--own-output-layer", help="Train an output layer for a head, not only its decoder layer.")
-    ] = False
-    all_weights: Annotated[
-        bool, typer.Option("--all-weights", help="Also train a draft model's embeddings and output layer.")
-    ] = False
-
-    def check(self) -> None:
-        """Raise ConfigError for values out of range, and for options that contradict."""
-        if self.kind not in KINDS:
-            raise UnknownNameError("kind", self.kind, KINDS)
-        for name, (least, most) in _BOUNDS.items():
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), least, most)
-        self._check_kind()
-        if self.start and self.draft is not None:
-            raise ConfigError(
-                "--from starts from a head or block drafter; to start from a draft model, name it with --draft"
-            )
-        size = self.vocabulary_size if self.kind == HEAD else None  # which a head's own weights do not depend on
-        if self.start and self.shape() != DraftShape(vocabulary_size=size):
-            raise ConfigError(
-                "--from sets the shape; drop --hidden-layers, --feed-forward, --own-output-layer, --layers, --block-size and "
-                "--markov-rank, and --vocabulary-size for a block drafter"
-            )
-        if self.vocabulary is not None and (self.draft is None or self.vocabulary_size is None):
-            raise ConfigError(
-                "--vocabulary needs --draft MODEL and --vocabulary-size; a head takes its tokens from the texts"
-            )
-        if self.vocabulary is None and self.vocabulary_size is not None and self.draft is not None:
-            raise ConfigError("--vocabulary-size with --draft needs --vocabulary, a table (foresay ngram build)")
-
-    def _check_kind(self) -> None:
-        """Raise ConfigError for an option of another kind of draft."""
-        if self.draft is not None and self.kind != HEAD:
-            raise ConfigError("--draft trains a model; leave out --kind")
-        of_blocks = ("layers", "block_size", "markov_rank", "anchors")
-        wrong = ("draft_steps", "own_head") if self.kind == BLOCK else of_blocks
-        for name in wrong:
-            if getattr(self, name):
-                option = "own-output-layer" if name == "own_head" else name.replace("_", "-")
-                other = HEAD if self.kind == BLOCK else BLOCK
-                raise ConfigError(f"--{option} applies to --kind {other}; drop it")
-
-    def shape(self) -> DraftShape:
-        """Shape of a new draft on hidden states."""
-        return DraftShape(
-            own_head=self.own_head,
-            hidden_layers=_layers(self.hidden_layers),
-            vocabulary_size=self.vocabulary_size,
-            feed_forward=self.feed_forward,
-            layers=self.layers,
-            block_size=self.block_size or BLOCK_SIZE,
-            markov_rank=self.markov_rank,
-        )
-
-    def objective(self) -> Objective:
-        """The loss. Raises ConfigError for an unknown one."""
-        return Objective.parse(self.loss or KINDS[self.kind].loss)
+        option("--minutes X", "End after X minutes, earlier runs included."),
+        option("--accumulate N", "Batches whose gradients make one training step.", 1),
+        option("--evaluate-minutes X", "Minutes between evaluations.", 5.0),
+        option("--precision DTYPE", "Train in fp32 or bf16.", "fp32"),
+        option("--tensorboard", "Also log for TensorBoard."),
+    ),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Schedule and optimiser."""
-
-    PANEL: ClassVar[str] = "Training"
-    epochs: Annotated[float, typer.Option(help="Passes over the texts.")] = 1.0
-    minutes: Annotated[float | None, typer.Option(help="End after X minutes, earlier runs included.")] = None
-    learning_rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
-    optimiser: Annotated[str, typer.Option(metavar="NAME", help="muon or adamw.")] = "muon"
-    batch_tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a batch.  [default: 4096, or fewer so that --minutes allows 50 steps]"),
-    ] = None
-    accumulate: Annotated[int, typer.Option(help="Batches whose gradients make one training step.")] = 1
-    evaluate_minutes: Annotated[float, typer.Option(help="Minutes between evaluations.")] = 5.0
-    precision: Annotated[str, typer.Option(metavar="DTYPE", help="Train in fp32 or bf16.")] = "fp32"
-    seed: Annotated[int, typer.Option(help="Seed of initial weights and order of texts.")] = 0
-
-    def plan(self) -> Plan:
-        """Return the plan. Raises ConfigError for values out of range."""
-        given = asdict(self)
-        return Plan(rate=given.pop("learning_rate"), **given)
-
-
-def run(
-    folder: Annotated[Path, typer.Argument(help="The folder to write; an interrupted run in it is continued.")],
-    *,
-    model: TargetOption = None,
-    student: StudentOptions,
-    texts: TextOptions,
-    plans: PlanOptions,
-    states: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Cache the target's hidden states here, computed once.")
-    ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
-) -> int:
-    """Train a draft head, block drafter or draft model.
+@command(
+    argument(
+        "OUTPUT", "The folder to write, an n-gram table's file; an interrupted training in it is continued.", Path
+    ),
+    opt.TARGET,
+    _of("pruned ngram", opt.FORCE),
+    DRAFT,
+    DATA,
+    TRAINING,
+    group(opt.MACHINE, opt.DTYPE, opt.DEVICE, opt.THREADS, opt.TRUST),
+    examples="""
+        foresay distill head -m Qwen/Qwen2.5-0.5B-Instruct --outputs outputs.jsonl --minutes 60
+        foresay distill block --kind block --outputs outputs.jsonl --minutes 60 --precision bf16
+        foresay distill pruned --kind pruned -m Qwen/Qwen2.5-0.5B-Instruct --layers 8
+        foresay distill draft --draft pruned --text corpus.txt
+        foresay distill table.safetensors --kind ngram -m Qwen/Qwen2.5-0.5B-Instruct --text corpus.txt --order 3
+        foresay distill ends --kind acceptance --drafter 'model(pruned)' --outputs outputs.jsonl""",
+)
+def run(given: Given) -> int:
+    """Train or make a draft: a head, a model, an n-gram table, ...
 
     A draft head reads the target's hidden states and drafts token by token (EAGLE-3), a block drafter reads them and drafts a
     block in one pass (DSpark), and a draft model is a smaller model of the same vocabulary. The folder always contains the best
     draft so far. A later run continues where the last one ended.
     """
-    student.check()
-    plan, objective = plans.plan(), student.objective()
-    if tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
-        raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
-    texts.check()
-    _check_folder(folder)
-    use_threads(threads)
-    options = LoadOptions(dtype=dtype, device=own_device(device), trust_remote_code=trust_remote_code)
-    with loading("Loading") if is_first() else nullcontext():
-        target = load_model(target_name(model), options)
-    learn, rest = split(_texts(target, texts), texts.held_out)
-    train = _train_model if student.draft is not None else _train_draft
-    with _progress() as on_progress:
-        report = train(
-            (target, student, options),
-            (learn, rest, plan, objective, folder),
-            states=states,
-            note=_note(student, texts, learn),
-            tracker="tensorboard" if tensorboard else None,
-            on_progress=on_progress,
-        )
-    if is_first():
-        for line in _summary(folder, report, learn, student):
-            typer.echo(line)
+    given.kind = given.kind or (MODEL if given.draft is not None else HEAD)
+    _check(given)
+    use_threads(given.threads)
+    for line in MAKERS[given.kind](given) if given.kind in MAKERS else _trained(given):
+        click.echo(line)
     return 0
 
 
-_BOUNDS = {
-    "draft_steps": (1, 64),
-    "layers": (1, 256),
-    "block_size": (2, MAX_BLOCK),
-    "markov_rank": (0, 1 << 16),
-    "anchors": (1, 1 << 20),
-}
+_BOUNDS = {"draft_steps": (1, 64), "layers": (1, 256), "block_size": (2, MAX_BLOCK), "markov_rank": (0, 1 << 16)}
 """Allowed values of some options."""
-Named = tuple[LoadedModel, StudentOptions, LoadOptions]
-"""A target, the draft that learns from it, and the options for loading that."""
+_SHAPE = ("hidden_layers", "feed_forward", "own_output_layer", "layers", "block_size", "markov_rank")
 
 
-def _train_draft(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
-    target, student, _ = named
-    if student.start:
-        tokens = None if student.vocabulary_size is None else (given[0], student.vocabulary_size)
-        draft = resumed_draft(target, load_draft(student.start, kind=student.kind), tokens)  # type: ignore[arg-type]
+def _check(given: Given) -> None:
+    """Raise ConfigError for values out of range, for options of another kind of draft, and for missing data."""
+    if given.kind not in KINDS:
+        raise UnknownNameError("kind", given.kind, KINDS)
+    for name, flag in given.typed.items():
+        if given.kind not in (kinds := APPLIES.get(name, KINDS)):
+            raise ConfigError(f"{flag} applies to --kind {' and '.join(kinds)}; drop it, or --kind {given.kind}")
+    for name, (least, most) in _BOUNDS.items():
+        if getattr(given, name) is not None and given.kind != "pruned":
+            check_int(name, getattr(given, name), least, most)
+    if given.kind not in (*MAKERS, MODEL) and given.start:
+        fixed = (*_SHAPE, *(["vocabulary_size"] if given.kind == BLOCK else []))  # a head's weights do not depend on it
+        if given_too := [given.typed[name] for name in fixed if name in given.typed]:
+            raise ConfigError(f"--from sets the shape; drop {given_too[0]}")
+    if given.kind == MODEL and given.draft is None:
+        raise ConfigError("--kind model needs --draft, the model to train")
+    if given.kind == MODEL and (given.vocabulary is None) != (given.vocabulary_size is None):
+        raise ConfigError("--vocabulary, a table (foresay distill --kind ngram), and --vocabulary-size need each other")
+    if not given.outputs and not given.text and given.kind != "pruned":
+        raise ConfigError("no data: give --outputs, recordings of the target (foresay record), or --text")
+    check_int("sequence_length", given.sequence_length, 2)
+    check_float("held_out", given.held_out, 0.0, 1.0)
+
+
+def _trained(given: Given) -> Iterator[str]:
+    """Train a draft on texts, and return lines about it."""
+    named = ("minutes", "batch_tokens", "accumulate", "evaluate_minutes", "precision", "seed")
+    epochs = 1.0 if given.epochs is None else given.epochs
+    plan = Plan(epochs=epochs, rate=given.learning_rate, **{name: getattr(given, name) for name in named})
+    objective = Objective.parse(
+        given.loss or ("forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss)
+    )
+    if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
+        raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
+    layers = _layers(given.hidden_layers)
+    check_folder(given.output, (NOTE, LOG, CHECKPOINT))
+    with loading("Loading") if is_first() else nullcontext():
+        target = load_model(target_name(given.model), load_options(given, device=own_device(given.device)))
+    learn, rest = split(_texts(target, given), given.held_out)
+    tokens = sum(one.size for one in learn)
+    note = {
+        "from": given.start,
+        "outputs": list(map(str, given.outputs)),
+        "text": list(given.text),
+        "texts": len(learn),
+    }
+    with _progress() as on_progress:
+        report = (_train_model if given.kind == MODEL else _train_draft)(
+            target,
+            given,
+            layers,
+            (learn, rest, plan, objective, given.output),
+            states=given.states,
+            note=note | {"tokens": tokens},
+            tracker="tensorboard" if given.tensorboard else None,
+            on_progress=on_progress,
+        )
+    if is_first():
+        yield from _summary(given, report, learn)
+
+
+Layers = tuple[int, ...] | None
+
+
+def _train_draft(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
+    if given.start:
+        tokens = None if given.vocabulary_size is None else (data[0], given.vocabulary_size)
+        draft = resumed_draft(target, load_draft(given.start, kind=given.kind), tokens)
     else:
-        draft = new_draft(student.kind, target, given[0], student.shape(), given[2].seed)
-    own = {"decay": student.decay, "steps": student.draft_steps, "anchors": student.anchors}
-    more |= {name: value for name, value in own.items() if value is not None}
-    return distil(target, draft, *given, **more)
+        shape = DraftShape(
+            hidden_layers=layers,
+            vocabulary_size=given.vocabulary_size,
+            feed_forward=given.feed_forward,
+            own_head=given.own_output_layer,
+            layers=given.layers,
+            block_size=given.block_size or BLOCK_SIZE,
+            markov_rank=given.markov_rank,
+        )
+        draft = new_draft(given.kind, target, data[0], shape, given.seed)
+    more |= {"steps": given.draft_steps} if given.draft_steps else {}
+    return distil(target, draft, *data, **more)
 
 
-def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
-    target, student, options = named
-    assert student.draft is not None
-    weights, tokenizer = load_weights(student.draft, options)
-    check_vocabularies(target.tokenizer, tokenizer, (target.name, student.draft))
-    tokens = None if student.vocabulary is None else _kept_tokens(target, student.vocabulary, student.vocabulary_size)
-    frozen = not student.all_weights
-    return distil_model(target, weights, tokenizer, *given, freeze_embeddings=frozen, token_ids=tokens, **more)
+def _train_model(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
+    weights, tokenizer = load_weights(given.draft, load_options(given, device=own_device(given.device)))
+    check_vocabularies(target.tokenizer, tokenizer, (target.name, given.draft))
+    tokens = None if given.vocabulary is None else _kept_tokens(target, given.vocabulary, given.vocabulary_size)
+    frozen = not given.all_weights
+    return distil_model(target, weights, tokenizer, *data, freeze_embeddings=frozen, token_ids=tokens, **more)
 
 
 def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Tensor:
@@ -299,12 +297,6 @@ def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Ten
     table = NgramTable.load(path)
     check_table(table, target)
     return torch.tensor(table.draft_vocabulary(size, 1.0, target.eos_token_ids, target.model.vocab_size))
-
-
-def _note(student: StudentOptions, texts: TextOptions, learn: Sequence[Text]) -> dict[str, Any]:
-    """Provenance of a draft, for its folder."""
-    tokens = sum(one.size for one in learn)
-    return {"from": student.start, "outputs": texts.outputs, "text": texts.text, "texts": len(learn), "tokens": tokens}
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
@@ -316,28 +308,16 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--hidden-layers {text!r} must be numbers of layers, such as 2,15,27") from None
 
 
-def _texts(target: LoadedModel, options: TextOptions) -> list[Text]:
+def _texts(target: LoadedModel, given: Given) -> list[Text]:
     """Read all texts, recordings first."""
-    tokenizer, size, length = target.tokenizer, target.model.vocab_size, options.sequence_length
+    tokenizer, size, length = target.tokenizer, target.model.vocab_size, given.sequence_length
     fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
-    out = [one for path in options.outputs or () for one in read_outputs(path, size, fingerprint, length)]
-    if options.text:
+    out = [one for path in given.outputs for one in read_outputs(path, size, fingerprint, length)]
+    if given.text:
         if tokenizer is None:
             raise ConfigError("the model has no tokenizer, so --text cannot be read; give --outputs")
-        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(options.text).pieces()), length)
+        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(list(given.text)).pieces()), length)
     return out
-
-
-def _check_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
-    ours = any((folder / name).exists() for name in (NOTE, LOG, CHECKPOINT))
-    if folder.is_dir() and any(folder.iterdir()) and not ours:
-        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from None
 
 
 @contextmanager
@@ -347,12 +327,12 @@ def _progress() -> Iterator[Callable[[str, float, str], None]]:
         yield lambda stage, share, note: advance(round(100 * share), 100, f"{stage}: {note}")
 
 
-def _summary(folder: Path, report: Report, learn: Sequence[Text], student: StudentOptions) -> Iterator[str]:
+def _summary(given: Given, report: Report, learn: Sequence[Text]) -> Iterator[str]:
+    folder = given.output
     lines = read_log(folder)
     best = lines[report.state.best_step]
     if not draw_curves(folder, lines):
-        typer.echo("no curves.png without matplotlib: pip install 'foresay[lab]'", err=True)
-    kind = json.loads((folder / NOTE).read_text(encoding="utf-8"))["kind"]
+        click.echo("no curves.png without matplotlib: pip install 'foresay[lab]'", err=True)
     earlier = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
     yield str(folder)
     yield f"  trained on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"
@@ -363,13 +343,13 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text], student: Stude
         f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
     )
-    if kind in KINDS:
+    if given.kind != MODEL:
         ids = read_draft(folder).token_ids
         if ids is not None:
             yield f"  it drafts {len(ids):,} tokens, {coverage(learn, ids):.1%} of those that the target generated"
-        yield f"  draft with it: --drafter '{kind}({folder})'"
-    elif student.vocabulary is None:
+        yield f"  draft with it: --drafter '{given.kind}({folder})'"
+    elif given.vocabulary is None:
         yield f"  draft with it: --draft {folder}"
     else:
-        cut = f"vocabulary={student.vocabulary}, vocabulary_size={student.vocabulary_size}"
+        cut = f"vocabulary={given.vocabulary}, vocabulary_size={given.vocabulary_size}"
         yield f"  draft with it: --drafter 'model({folder}, {cut})'"

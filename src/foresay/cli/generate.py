@@ -4,143 +4,130 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from foresay.cli import generate_lines
+from foresay.checks import check_int
+from foresay.cli import options as opt
+from foresay.cli import sharing
 from foresay.cli.colours import coloured, console, legend, notes
+from foresay.cli.command import Given, command, option
 from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled
-from foresay.cli.options import (
-    DrafterOption,
-    FileOption,
-    JsonOption,
-    MachineOptions,
-    MaxBatchOption,
-    MethodOptions,
-    ModelOptions,
-    PromptArgument,
-    RawOption,
-    SamplingOptions,
-    SamplingSourceOption,
-    TraceOption,
-)
-from foresay.cli.sharing import SharingOptions
-from foresay.cli.tables import comparison, first_difference, sum_up
+from foresay.cli.console import table
+from foresay.cli.options import raw, sampling_params
+from foresay.cli.progress import loading, progress_bar
+from foresay.cli.tables import sum_up
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
-from foresay.generation.result import Generation
-from foresay.spec.recipes import read_rule
+from foresay.generation.method import Method, methods
+from foresay.generation.result import Chunk, Generation
+from foresay.lab.data.items import PromptItem
+from foresay.spec.expressions import parse
 from foresay.text.prompts import as_chat
 from foresay.workers.messages import check_sendable
+from foresay.workers.pool import Pool, in_order
 
 
-def run(
-    prompt: PromptArgument = None,
-    file: FileOption = None,
-    *,
-    models: ModelOptions,
-    drafter: DrafterOption = "auto",
-    methods: MethodOptions,
-    options: SamplingOptions,
-    sampling: SamplingSourceOption = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, and those of the N most likely tokens.")
-    ] = None,
-    lines: Annotated[bool, typer.Option("--lines", help="Decode each line as a prompt, all in one batch.")] = False,
-    batch_size: MaxBatchOption = None,
-    raw: RawOption = False,
-    trace: TraceOption = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Decode without speculation too; exit code 1 if the outputs differ.")
-    ] = False,
-    as_json: JsonOption = False,
-    sharing: SharingOptions,
-    machine: MachineOptions,
-) -> int:
+@command(
+    opt.PROMPT,
+    option("--file FILE", "Read the prompt from a UTF-8 file."),
+    opt.MODEL,
+    opt.LOGPROBS,
+    option("--lines", "Decode each line as a prompt, all in one batch."),
+    opt.MAX_BATCH,
+    raw(),
+    opt.TRACE,
+    option("--compare", "Then decode without speculation and with each drafter; exit code 1 if the outputs differ."),
+    option("--repeats N", "Runs of each method of --compare, in turns; the median is shown.", 1),
+    opt.JSON,
+    opt.DRAFT,
+    opt.DRAFTERS_TO_COMPARE,
+    opt.LENGTH,
+    opt.RULE,
+    opt.ALL_SAMPLING,
+    opt.WORKERS,
+    opt.ALL_MACHINE,
+    examples="""
+        foresay generate "Name three rivers." -m Qwen/Qwen2.5-0.5B-Instruct
+        foresay generate "Name three rivers." --trace --compare --drafter suffix --drafter 'suffix(scale=2)'
+        foresay generate --lines --json < prompts.txt > outputs.jsonl""",
+)
+def run(given: Given) -> int:
     """Generate a continuation of one prompt.
 
     The output is the same as without speculation, unless the rule is lossy. A seed reproduces a sampled output.
     """
-    params = options.params(sampling, logprobs=logprobs)
-    _refuse_contradictions(
-        {
-            "--trace": trace,
-            "--compare": compare,
-            "--lines": lines,
-            "--json": as_json,
-            "--logprobs": logprobs is not None,
-        }
-    )
-    if batch_size is not None and not lines:
-        raise ConfigError("--batch-size needs --lines")
-    if compare:
-        _check_compared(params, methods)
-    text = read_prompt(prompt, file)
-    prompts = generate_lines.split_lines(text) if lines else []
-    if sharing.wanted:
-        if not lines:
-            raise ConfigError("--workers distributes many prompts; add --lines")
-        load = load_arguments(models, drafter, methods, machine, max_batch_size=batch_size, sampling=sampling)
-        setup = {"kind": "generate", "load": load, "params": check_sendable(params), "raw": raw}
-        with sharing.pool(setup, machine) as pool:
-            return generate_lines.run_shared(pool, prompts, as_json=as_json)
-    generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size, sampling=sampling)
+    params = sampling_params(given)
+    _refuse_contradictions(given)
+    chosen = given.drafter if given.compare and given.drafter not in ((), ("auto",)) else ()
+    lengths, rule = [given.length] if given.length else [], given.rule or "speculative"
+    named = methods([str(parse(one)) for one in chosen], lengths, rule) if chosen else []
+    text = read_prompt(given.prompt, given.file)
+    prompts = split_lines(text) if given.lines else []
+    given.drafter = given.drafter[0] if given.drafter else "auto"
+    if sharing.wanted(given):
+        load = load_arguments(given, max_batch_size=given.batch_size)
+        setup = {"kind": "generate", "load": load, "params": check_sendable(params), "raw": given.raw}
+        with sharing.pool(given, setup) as pool:
+            return _lines_shared(pool, prompts, as_json=given.json)
+    generator = load_generator(given, max_batch_size=given.batch_size)
     params = sampled(params, generator)
-    if compare:
-        _check_compared(params, methods)
-    if lines:
-        return generate_lines.run(generator, prompts, params, raw=raw, as_json=as_json)
-    return _one(
-        generator, as_chat(text, generator.tokenizer, raw=raw), params, trace=trace, compare=compare, as_json=as_json
-    )
-
-
-def _check_compared(params: SamplingParams, methods: MethodOptions) -> None:
-    if not params.greedy and not read_rule(methods.rule_name).needs.shares_noise:
-        raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
-
-
-def _one(
-    generator: Generator, request: Any, params: SamplingParams, *, trace: bool, compare: bool, as_json: bool
-) -> int:
-    """Decode one prompt, with --compare also without speculation."""
+    if given.lines:
+        return _lines(generator, prompts, params, given)
     if params.seed is None and not params.greedy:
         params = SamplingParams.of(params, seed=fresh_seed())
-    if compare:
-        generator.generate(request, SamplingParams(max_new_tokens=4))  # the first passes are slow: time neither side's
-        generator.forget()  # the drafter must not know this output
-    fast, seconds = (_quiet if as_json else _stream)(generator, request, params, trace)
-    plain = _plain(generator, request, params) if compare else None
-    if as_json:
-        typer.echo(json.dumps(_record(fast, seconds, plain), ensure_ascii=False))
-    else:
-        _sum_up(generator, fast, seconds, plain, trace)
-    return 1 if plain is not None and fast.exact and plain[0].token_ids != fast.token_ids else 0
+    return _one(generator, text, params, given, named)
 
 
-def _refuse_contradictions(flags: dict[str, bool]) -> None:
-    """Raise ConfigError for flags that exclude each other, and for a flag without the one that it needs."""
-    if flags["--trace"] and flags["--json"]:
+def _refuse_contradictions(given: Given) -> None:
+    """Raise ConfigError for options that exclude each other, and for an option without the one that it needs."""
+    if given.trace and given.json:
         raise ConfigError("--trace and --json contradict; drop one")
-    if flags["--lines"] and (flags["--trace"] or flags["--compare"]):
-        shown = "--trace" if flags["--trace"] else "--compare"
+    if given.lines and (given.trace or given.compare):
+        shown = "--trace" if given.trace else "--compare"
         raise ConfigError(f"--lines decodes a batch, and {shown} shows one prompt; drop one")
-    if flags["--logprobs"] and not flags["--json"]:
+    if given.logprobs is not None and not given.json:
         raise ConfigError("--logprobs needs --json")
+    for name, needed in (("batch_size", "lines"), ("workers", "lines"), ("ray", "workers"), ("repeats", "compare")):
+        if name in given.typed and not getattr(given, needed):
+            raise ConfigError(f"{given.typed[name]} needs --{needed}; add it, or drop {given.typed[name]}")
+    if len(given.drafter) > 1 and not given.compare:
+        raise ConfigError(f"--drafter is given {len(given.drafter)} times; add --compare, or drop all but one")
+    if given.compare and "none" in given.drafter:
+        raise ConfigError("--drafter none is plain decoding, which is always compared; drop it")
+    check_int("repeats", given.repeats, 1, 1000)
 
 
-def _quiet(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
+def _one(generator: Generator, text: str, params: SamplingParams, given: Given, named: list[Method]) -> int:
+    """Decode one prompt, with --compare also without speculation and with each of the methods."""
+    request = as_chat(text, generator.tokenizer, raw=given.raw)
     began = perf_counter()
-    return generator.generate(request, params), perf_counter() - began
+    done = generator.generate(request, params) if given.json else stream(generator, request, params, trace=given.trace)
+    seconds = perf_counter() - began
+    rows = []
+    if given.compare:
+        item, draft = PromptItem("", text, raw=given.raw), table.draft_of(generator)
+        every = [replace(one, length=given.length or one.length) for one in table.methods(generator, draft, None)]
+        with loading("Preparing the drafters") as progress:
+            rows = table.compare(generator, item, named or every, draft, params, given.repeats, progress)
+    if given.json:
+        record = done.as_record() | {"seconds": seconds, "tokens_per_s": len(done.token_ids) / seconds}
+        record |= {"repeats": given.repeats, "methods": list(map(table.record, rows))} if rows else {}
+        click.echo(json.dumps(record, ensure_ascii=False))
+    else:
+        _sum_up(generator, done, seconds, rows, trace=given.trace)
+    return 1 if rows and (table.broken(rows) or not any(row.runs for row in rows[1:])) else 0
 
 
-def _stream(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
+def stream(generator: Generator, request: Any, params: SamplingParams, *, trace: bool) -> Generation:
     """Print the text as it is committed. Ctrl-C keeps the text printed so far."""
     out = console()
-    began = perf_counter()
     whole = None
     try:
         for chunk in generator.stream(request, params):
@@ -153,39 +140,83 @@ def _stream(generator: Generator, request: Any, params: SamplingParams, trace: b
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         raise
-    seconds = perf_counter() - began
     sys.stdout.write("\n")
     assert whole is not None
-    return whole, seconds
+    return whole
 
 
-def _plain(generator: Generator, request: Any, params: SamplingParams) -> tuple[Generation, float]:
-    began = perf_counter()
-    return generator.plain().generate(request, params), perf_counter() - began
-
-
-def _record(fast: Generation, seconds: float, plain: tuple[Generation, float] | None) -> dict[str, Any]:
-    record = fast.as_record() | {"seconds": seconds, "tokens_per_s": len(fast.token_ids) / seconds}
-    if plain is not None:
-        record["plain_seconds"] = plain[1]
-        record["speed_up"] = plain[1] / seconds
-        record["identical"] = plain[0].token_ids == fast.token_ids
-    return record
-
-
-def _sum_up(
-    generator: Generator, fast: Generation, seconds: float, plain: tuple[Generation, float] | None, trace: bool
-) -> None:
+def _sum_up(generator: Generator, done: Generation, seconds: float, rows: list[table.Row], *, trace: bool) -> None:
     """Print counts and times on stderr; on stdout only what an option requests."""
     out = console()
     if trace:
         out.print()
         out.print(legend())
-    if plain is not None:
+    if rows:
         out.print()
-        out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats, out), soft_wrap=not out.is_terminal)
-        where = first_difference(plain[0], fast, generator.tokenizer)
-        lossy = "" if fast.exact else " (the rule is lossy)"
-        out.print("identical output: yes" if where is None else f"identical output: no, at {where}{lossy}")
+        table.show(rows, generator)
     if notes().is_terminal:
-        notes().print(sum_up(fast.stats, seconds, fast.seed, exact=fast.exact), style="dim")
+        notes().print(sum_up(done.stats, seconds, done.seed, exact=done.exact), style="dim")
+
+
+# -- many lines
+
+
+def split_lines(text: str) -> list[str]:
+    """Return one prompt per line, without empty lines. Raises PromptError if no line is left.
+
+    A line ends with a newline, or a carriage return and a newline: other separators of Unicode may be part of a prompt.
+    """
+    prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise PromptError("--lines: the input has no line with a prompt")
+    return prompts
+
+
+_COLUMNS = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+
+
+def _lines(generator: Generator, prompts: list[str], params: SamplingParams, given: Given) -> int:
+    """Decode all prompts together; print the outputs in order, as JSON lines or as texts with a blank line between."""
+    requests = [as_chat(text, generator.tokenizer, raw=given.raw) for text in prompts]
+    seen, began = 0, perf_counter()
+    with progress_bar(*_COLUMNS, total=len(requests), tokens=0) as update:
+
+        def show(chunk: Chunk) -> None:
+            nonlocal seen
+            seen += len(chunk.step.token_ids)
+            update(advance=chunk.generation is not None, tokens=seen)
+
+        done = generator.generate(requests, params, on_chunk=show)
+    for i, one in enumerate(done):
+        _print(prompts, i, one.as_record(), as_json=given.json)
+    _time(sum(len(one.token_ids) for one in done), perf_counter() - began)
+    return 0
+
+
+def _lines_shared(pool: Pool, prompts: list[str], *, as_json: bool) -> int:
+    """Decode all prompts by workers; print each output once all earlier ones are printed."""
+    tokens, began = 0, perf_counter()
+    with progress_bar(*_COLUMNS, total=len(prompts), tokens=0) as update:
+
+        def counted() -> Iterator[tuple[int, dict[str, Any]]]:
+            nonlocal tokens
+            for number, result in pool.run(dict(enumerate(prompts))):
+                tokens += len(result["token_ids"])
+                update(advance=1, tokens=tokens)
+                yield number, result
+
+        for i, result in enumerate(in_order(counted())):
+            _print(prompts, i, result, as_json=as_json)
+    _time(tokens, perf_counter() - began)
+    return 0
+
+
+def _print(prompts: list[str], i: int, record: dict[str, Any], *, as_json: bool) -> None:
+    click.echo(json.dumps({"prompt": prompts[i]} | record, ensure_ascii=False) if as_json else record["text"])
+    if not as_json and i + 1 < len(prompts):
+        click.echo()
+
+
+def _time(tokens: int, seconds: float) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", err=True)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import torch
-import typer
 
 from foresay.checks import check_int
-from foresay.cli import installation
+from foresay.cli import installation, methods, ngram
+from foresay.cli import options as opt
+from foresay.cli.command import Given, argument, choose_model, command, option
 from foresay.cli.common import target_options
-from foresay.cli.options import (
-    MODEL,
-    ActivationsOption,
-    BackendOption,
-    DeviceOption,
-    DtypeOption,
-    GpuLayersOption,
-    KvCacheOption,
-    ModelChoice,
-    TrustOption,
-    WeightsOption,
-)
+from foresay.cli.options import model
 from foresay.cli.progress import loading
 from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.errors import UnsupportedModelError
@@ -41,14 +33,61 @@ from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import LoadedModel
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice(ModelChoice):
-    """The model of this command; without one it shows the installation."""
+@command(
+    argument("[MODEL]", "Alias, hub id, folder, GGUF file or settings file; or an n-gram table.", name="subject"),
+    model("none, show versions and caches"),
+    option("--methods", "List drafters, rules and lengths with their settings."),
+    option("--batch-size N", "Rows of the batch whose memory is estimated.", 32),
+    option("--context N", "Tokens of each of these rows.  [default: 2048, or the model's context]"),
+    opt.DTYPE,
+    opt.WEIGHTS,
+    opt.KV_CACHE,
+    opt.DEVICE,
+    opt.TRUST,
+    opt.BACKEND,
+    examples="""
+        foresay info
+        foresay info --methods
+        foresay info Qwen/Qwen2.5-0.5B-Instruct --batch-size 8 --context 4096
+        foresay info table.safetensors -m Qwen/Qwen2.5-0.5B-Instruct""",
+)
+def run(given: Given) -> int:
+    """Show versions, methods, or what a model or a table is.
 
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="MODEL", help=f"{MODEL}  [default: none, show versions and caches]"),
-    ] = None
+    Without a model: versions, processor, kernels, caches and the example models. With a model: whether it is supported, or why
+    not; exit code 2 if it is not. With an n-gram table: what it contains, as text if --model names its tokenizer.
+    """
+    check_int("batch_size", given.batch_size, 1)
+    if given.context is not None:
+        check_int("context", given.context, 1)
+    table = given.subject if ngram.is_table(given.subject) else None
+    if table is None:
+        choose_model(given, given.subject)
+    if (table is None and given.model is None) or given.methods:
+        return _print(methods.described() if given.methods else installation.described())
+    if table is not None:
+        return _print(ngram.described(table, given))
+    name, options = target_options(given)
+    try:
+        with loading(f"Loading {name}") as progress:
+            loaded = load_model(name, replace(options, progress=progress))
+            loaded.generation.check(name)
+            scorer, shape = loaded.model, (given.batch_size, given.context)
+            if isinstance(scorer, LlamaCppModel):
+                lines = _of_llama_cpp(loaded, scorer, *shape)
+            else:
+                assert isinstance(scorer, CausalModel | Seq2SeqModel)
+                lines = _of_transformers(loaded, scorer, *shape)
+    except UnsupportedModelError as error:
+        click.echo(f"{name}\n  supported: no\n  reason: {error}")
+        return 2
+    return _print([name, *(f"  {title}: {value}" for title, value in lines.items())])
+
+
+def _print(lines: Iterable[str]) -> int:
+    for line in lines:
+        click.echo(line)
+    return 0
 
 
 def passes(model: CausalModel | Seq2SeqModel) -> str:
@@ -154,62 +193,3 @@ def _activations(module: Any) -> dict[str, str]:
     kinds = activations_of(module)
     text = ", ".join("not rounded" if kind == "float32" else f"rounded to {kind}" for kind in kinds)
     return {"activations": f"{text} before products"} if kinds else {}
-
-
-def run(
-    *,
-    which: _Choice,
-    dtype: DtypeOption = "auto",
-    weights: WeightsOption = "auto",
-    activations: ActivationsOption = "auto",
-    kv_cache_dtype: KvCacheOption = "auto",
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    backend: BackendOption = None,
-    gpu_layers: GpuLayersOption = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of the batch whose memory is estimated.")] = 32,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of each of these rows.  [default: 2048, or the model's context]")
-    ] = None,
-) -> int:
-    """Show versions and caches, or what a model supports.
-
-    Without a model: versions, processor, kernels, caches and the example models. With a model: whether it is supported, or why
-    not. Exit code 2 if it is not.
-    """
-    check_int("batch_size", batch_size, 1)
-    if context is not None:
-        check_int("context", context, 1)
-    if which.name is None:
-        for line in installation.described():
-            typer.echo(line)
-        return 0
-    given: dict[str, Any] = {} if backend is None else {"backend": backend}  # None leaves it to a settings file
-    model, options = target_options(
-        which.name,
-        dtype=dtype,
-        weights=weights,
-        activations=activations,
-        kv_cache_dtype=kv_cache_dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        gpu_layers=gpu_layers,
-        **given,
-    )
-    try:
-        with loading(f"Loading {model}") as progress:
-            loaded = load_model(model, replace(options, progress=progress))
-            loaded.generation.check(model)
-            scorer = loaded.model
-            if isinstance(scorer, LlamaCppModel):
-                lines = _of_llama_cpp(loaded, scorer, batch_size, context)
-            else:
-                assert isinstance(scorer, CausalModel | Seq2SeqModel)
-                lines = _of_transformers(loaded, scorer, batch_size, context)
-    except UnsupportedModelError as error:
-        typer.echo(f"{model}\n  supported: no\n  reason: {error}")
-        return 2
-    typer.echo(model)
-    for name, value in lines.items():
-        typer.echo(f"  {name}: {value}")
-    return 0

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
+from foresay.cli.command import Given, argument, command, option
 from foresay.drafters import Memory
 from foresay.errors import ConfigError
 
-FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a memory.")]
 
+@command(
+    argument("DIR", "Folder of a memory.", Path),
+    option("--add DIR...", "Add the texts of this memory, may be repeated; DIR is created if it is missing."),
+    examples="foresay memory memory\nforesay memory all --add memory-1 --add memory-2",
+)
+def run(given: Given) -> int:
+    """Show the texts that a server keeps; add those of others.
 
-def show(folder: FolderArgument) -> int:
-    """Show how much a memory has kept."""
-    memory = _opened(folder)
+    Texts are added by owner, without those that the memory has already.
+    """
+    if given.add:
+        _merge(given.dir, given.add)
+    memory = _opened(given.dir)
     owners = [store for _, store in memory.owners()]
-    tokens = sum(store.size for store in owners)
-    texts = sum(1 for store in owners for _ in store.texts())
-    typer.echo(f"{folder}: {texts:,} texts of {len(owners)} owners, {tokens:,} tokens, {8 * tokens / 1e6:.1f} MB")
+    tokens, texts = sum(store.size for store in owners), sum(1 for store in owners for _ in store.texts())
+    click.echo(f"{given.dir}: {texts:,} texts of {len(owners)} owners, {tokens:,} tokens, {8 * tokens / 1e6:.1f} MB")
     memory.close()
     return 0
 
 
-def merge(
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Memory to add to; created if it is missing.")],
-    inputs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Memories to add.")],
-) -> int:
-    """Add the texts of memories to another one, by owner.
-
-    Texts that it has already are left out.
-    """
+def _merge(output: Path, inputs: tuple[Path, ...]) -> None:
     if output.resolve() in {one.resolve() for one in inputs}:
         raise ConfigError(f"{str(output)!r} is the output and an input; name another output")
     sources = [_opened(one) for one in inputs]
@@ -42,10 +42,9 @@ def merge(
     if not target.writes:
         raise ConfigError(f"another process writes to {str(output)!r}; stop it first")
     for one in sources:
-        typer.echo(f"{one.folder}: added {target.merge(one):,} texts")
+        click.echo(f"{one.folder}: added {target.merge(one):,} texts")
         one.close()
     target.close()
-    return 0
 
 
 def _opened(folder: Path) -> Memory:

@@ -1,12 +1,10 @@
-"""`foresay methods`: the drafters, rules and lengths that expressions may name."""
+"""The drafters, rules and lengths that expressions may name, with their settings, as `foresay info --methods` lists them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import typer
 
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ConfigError
@@ -14,19 +12,14 @@ from foresay.lengths import LENGTHS
 from foresay.spec.recipes import DRAFTERS, drafter_spec, third_party_names
 
 
-def run() -> None:
-    """List drafters, rules and lengths with their settings.
-
-    Drafters of installed packages (entry points of the group foresay.drafters) are among them.
-    """
+def described() -> Iterator[str]:
+    """Lines of `foresay info --methods`."""
     for title, option, entries in catalogue():
-        typer.echo(f"{title} ({option})")
+        yield f"{title} ({option})"
         for signature, purpose in entries:
-            typer.echo(f"  {signature}\n      {purpose}")
-        typer.echo()
-    typer.echo(
-        "Settings are given in parentheses: suffix(scale=3), cascade(model=small, max_gram; k=[[4, 8], [0, 8]])."
-    )
+            yield f"  {signature}\n      {purpose}"
+        yield ""
+    yield "Settings are given in parentheses: suffix(scale=3), cascade(model=small, max_gram; k=[[4, 8], [0, 8]])."
 
 
 def catalogue() -> list[tuple[str, str, list[tuple[str, str]]]]:

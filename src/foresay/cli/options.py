@@ -1,237 +1,216 @@
-"""Options that several commands take, alone and in groups (see `option_groups`)."""
+"""Options that several commands take, alone and in groups, and the values that they make."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-import typer
-
+from foresay.cli.command import Given, argument, group, option
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
+from foresay.lab.data.datasets import FORMATS, SHIPPED, load_items
+from foresay.lab.data.items import PromptItem
 
-DRAFTING, MACHINE, SAMPLING = "Drafting", "Machine", "Sampling"
+DRAFTING, MACHINE, SAMPLING, PROMPTS = "Drafting", "Machine", "Sampling", "Prompts"
 """Headings of options in help pages."""
 DEFAULT_MODEL = "smollm2-135m"
-_EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); see foresay methods"
+_ANY = "Alias, hub id, folder or GGUF file"
+_EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); see foresay info --methods"
 _LENGTH = "a number, or a policy: heuristic, confidence(0.4), entropy, throughput"
-MODEL = "Alias, hub id, folder, GGUF file or settings file (.toml)."
-_DEFAULT = f"[default: foresay.toml in this folder, else {DEFAULT_MODEL}]"
 
-PromptArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[PROMPT]", show_default=False, help="The prompt, in quotes; '-' or none reads standard input."
+# -- the model
+
+MODEL_ARGUMENT = argument("[MODEL]", f"{_ANY}, or settings file (.toml).", name="model_argument")
+
+
+def model(default: str = f"foresay.toml in this folder, else {DEFAULT_MODEL}", *, settings: bool = True) -> Any:
+    """Return --model. settings: True if it may be a settings file."""
+    return option("-m --model MODEL", f"{_ANY}{', or settings file (.toml)' * settings}.  [default: {default}]")
+
+
+MODEL = model()
+WHICH = (MODEL_ARGUMENT, MODEL)
+"""The model as the argument or with -m."""
+TARGET = model(DEFAULT_MODEL, settings=False)
+PROMPT = argument("[PROMPT]", "The prompt, in quotes; '-' or none reads standard input.", many=True)
+
+# -- drafting
+
+DRAFTER = option("--drafter EXPRESSION", f"auto, none or {_EXPRESSION}.", "auto")
+DRAFTERS = option(
+    "--drafter EXPRESSION...", f"A drafter, may be repeated: {_EXPRESSION}.  [default: the n-gram drafters]"
+)
+DRAFTERS_TO_COMPARE = option(
+    "--drafter EXPRESSION...",
+    f"auto, none or {_EXPRESSION}. With --compare may be repeated.  [default: auto; compared: the n-gram drafters too]",
+)
+LENGTH = option("--length LENGTH", f"Draft length: {_LENGTH}; 0 is plain decoding.")
+LENGTHS = option("--length LENGTH...", f"Draft length, may be repeated: {_LENGTH}.")
+RULE = option(
+    "--rule RULE",
+    "Acceptance rule: speculative, block, match, coupled; lossy, the output may differ: lenience(2), typical."
+    "  [default: speculative]",
+)
+DRAFT_WEIGHTS = option("--draft-weights FORMAT", "Weight format of draft models; never changes the target's output.")
+DRAFT = group(
+    DRAFTING,
+    option("--draft MODEL", "A draft model: alias, hub id, folder or GGUF file."),
+    DRAFT_WEIGHTS,
+    option("--draft-device DEVICE", "Device of draft models.  [default: the target's]"),
+)
+group(DRAFTING, DRAFTER, DRAFTERS, DRAFTERS_TO_COMPARE, LENGTH, LENGTHS, RULE)
+METHOD = (*DRAFT, DRAFTER, LENGTH, RULE)
+
+# -- sampling
+
+MAX_NEW_TOKENS = option("-n --max-new-tokens N", "Generate at most N tokens.  [default: 256]")
+TEMPERATURE = option("-t --temperature X", "0 is greedy.  [default: 0]")
+_CORE = (
+    MAX_NEW_TOKENS,
+    TEMPERATURE,
+    option("--top-k N", "Sample from the N most likely tokens; 0 is all.  [default: 0]"),
+    option("--top-p X", "Sample from the most likely tokens of this total probability.  [default: 1]"),
+    option("--seed N", "Make a sampled output reproducible."),
+    option("--ignore-eos", "Continue after the end-of-sequence token."),
+)
+BASIC_SAMPLING = group(SAMPLING, *_CORE)
+"""Sampling of commands that measure."""
+ALL_SAMPLING = group(
+    SAMPLING,
+    *_CORE,
+    option("--min-p X", "Sample from tokens at least this fraction as likely as the most likely.  [default: 0]"),
+    option("--min-new-tokens N", "Generate at least N tokens.  [default: 0]"),
+    option("--repetition-penalty X", "Above 1 discourages repetition.  [default: 1, or the model's]"),
+    option("--presence-penalty X", "Subtracted once from tokens already generated."),
+    option("--frequency-penalty X", "Subtracted per occurrence already generated."),
+    option("--stop TEXT...", "End before this text; may be repeated."),
+    option(
+        "--sampling SOURCE", "Defaults of sampling options: foresay (greedy), or model, those of its generation config."
     ),
-]
-FileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=f"{MODEL}  {_DEFAULT}")]
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", metavar="MODEL", help=f"Alias, hub id, folder or GGUF file.  [default: {DEFAULT_MODEL}]"
-    ),
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft", metavar="MODEL", rich_help_panel=DRAFTING, help="A draft model: alias, hub id, folder or GGUF file."
-    ),
-]
-DrafterOption = Annotated[
-    str, typer.Option(metavar="EXPRESSION", rich_help_panel=DRAFTING, help=f"auto, none or {_EXPRESSION}.")
-]
-DraftersOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--drafter",
-        metavar="EXPRESSION",
-        rich_help_panel=DRAFTING,
-        help=f"A drafter, may be repeated: {_EXPRESSION}.  [default: the n-gram drafters]",
-    ),
-]
-LengthsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--length", metavar="LENGTH", rich_help_panel=DRAFTING, help=f"Draft length, may be repeated: {_LENGTH}."
-    ),
-]
-LengthOption = Annotated[
-    str | None, typer.Option(metavar="LENGTH", rich_help_panel=DRAFTING, help=f"Draft length: {_LENGTH}.")
-]
-RuleOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULE",
-        rich_help_panel=DRAFTING,
-        help="Acceptance rule: speculative, block, match, coupled; lossy, the output may differ: lenience(2), typical."
-        "  [default: speculative]",
-    ),
-]
-MaxBatchOption = Annotated[
-    int | None, typer.Option("--batch-size", help="Rows decoded at a time.  [default: the settings file's, else 32]")
-]
-BatchSizeOption = Annotated[int, typer.Option(help="Rows decoded at a time.")]
-BatchSizesOption = Annotated[
-    str, typer.Option("--batch-size", metavar="N[,N...]", help="Rows decoded at a time; several separated by commas.")
-]
-OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result here.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
-SamplingSourceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--sampling",
-        metavar="SOURCE",
-        rich_help_panel=SAMPLING,
-        help="Defaults of sampling options: foresay (greedy), or model, those of its generation config.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-RawOption = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
-TraceOption = Annotated[
-    bool, typer.Option("--trace", help="Colour each token by its origin: draft, residual or bonus.")
-]
-DtypeOption = Annotated[
-    str, typer.Option(metavar="DTYPE", rich_help_panel=MACHINE, help="Compute in auto, bf16, fp16 or fp32.")
-]
-WeightsOption = Annotated[
-    str,
-    typer.Option(
-        metavar="FORMAT",
-        rich_help_panel=MACHINE,
-        help="Weight format on a CPU: auto, bf16, int8 or int4. Rounded weights are another model.",
-    ),
-]
-KvCacheOption = Annotated[
-    str,
-    typer.Option(
-        metavar="DTYPE",
-        rich_help_panel=MACHINE,
-        help="Keys and values in the CPU kernels: auto, int8 (half of bf16's memory, another output).",
-    ),
-]
-ActivationsOption = Annotated[
-    str,
-    typer.Option(
-        metavar="FORMAT",
-        rich_help_panel=MACHINE,
-        help="Round inputs of linear layers on a CPU: auto, float32 (none), bf16 or int8.",
-    ),
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DEVICE", rich_help_panel=MACHINE, help="cpu, cuda, cuda:1, ...  [default: a GPU if there is one]"
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(rich_help_panel=MACHINE, help="Processor threads; fewer are faster next to other busy processes."),
-]
-BackendOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel=MACHINE,
-        help="transformers, or llama.cpp for GGUF files (extra llamacpp).  [default: transformers]",
-    ),
-]
-GpuLayersOption = Annotated[
-    int | None, typer.Option(rich_help_panel=MACHINE, help="Layers that llama.cpp puts on GPUs.  [default: all]")
-]
-TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", rich_help_panel=MACHINE, help="Run Python code that comes with a model.")
-]
+)
+LOGPROBS = option("--logprobs N", "Report log-probabilities, and those of the N most likely tokens; needs --json.")
+
+# -- batches, workers, output
+
+MAX_BATCH = option("--batch-size N", "Rows decoded at a time.  [default: the settings file's, else 32]")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """The model of a command, as its argument or with --model. Raises ConfigError if both are given on the command line."""
-
-    invocation: typer.Context
-    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=MODEL)] = None
-    model: ModelOption = None
-
-    def __post_init__(self) -> None:
-        source = self.invocation.get_parameter_source("model")
-        if self.model_argument is not None and source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(
-                f"the model is given twice, as the argument {self.model_argument!r} and with --model {self.model!r}; drop one"
-            )
-
-    @property
-    def name(self) -> str | None:
-        """The argument, else the option or its environment variable; None if neither is given."""
-        return self.model if self.model_argument is None else self.model_argument
+def batch_sizes(default: str) -> Any:
+    """Return --batch-size of a command that takes several."""
+    return option("--batch-size N[,N...]", "Rows decoded at a time; several separated by commas.", default)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Target and draft model."""
+WORKERS = group(
+    "Workers",
+    option("--workers N", "Distribute the work over N processes, each with the model and a share of the cores."),
+    option("--ray", "Workers are actors of a Ray cluster (extra ray)."),
+)
+JSON = option("--json", "Print JSON instead of text.")
+TRACE = option("--trace", "Colour each token by its origin: draft, residual or bonus.")
+FORCE = option("--force", "Replace an output that exists.")
+OUTPUT = option("-o --output FILE", "Write the result here.")
 
-    model: ModelOption = None
-    draft: DraftOption = None
+# -- the machine
+
+DTYPE = option("--dtype DTYPE", "Compute in auto, bf16, fp16 or fp32.", "auto")
+WEIGHTS = option(
+    "--weights FORMAT", "Weight format on a CPU: auto, bf16, int8 or int4. Rounded weights are another model.", "auto"
+)
+DEVICE = option("--device DEVICE", "cpu, cuda, cuda:1, ...  [default: a GPU if there is one]")
+THREADS = option("--threads N", "Processor threads; fewer are faster next to other busy processes.")
+TRUST = option("--trust-remote-code", "Run Python code that comes with a model.")
+BACKEND = option(
+    "--backend NAME", "transformers, or llama.cpp for GGUF files (extra llamacpp).  [default: transformers]"
+)
+GPU_LAYERS = option("--gpu-layers N", "Layers that llama.cpp puts on GPUs.  [default: all]")
+KV_CACHE = option(
+    "--kv-cache-dtype DTYPE",
+    "Keys and values in the CPU kernels: auto, int8 (half of bf16's memory, another output).",
+    "auto",
+)
+READING = group(MACHINE, DTYPE, WEIGHTS, DEVICE, THREADS, TRUST)
+"""Options of a command that only reads parts of a model."""
+BASIC_MACHINE = group(MACHINE, *READING, BACKEND)
+ALL_MACHINE = group(
+    MACHINE,
+    *READING,
+    KV_CACHE,
+    option("--device-map PLAN", "Spread the layers over devices: auto, balanced, balanced_low_0, sequential."),
+    option("--max-memory SIZES", "With --device-map: memory for weights on each device, such as 0=20GB,cpu=60GB."),
+    option("--offload-folder FOLDER", "With --device-map: folder for weights that fit on no device."),
+    BACKEND,
+    GPU_LAYERS,
+)
+
+# -- prompts
 
 
-@dataclass(frozen=True, slots=True)
-class MethodOptions:
-    """Draft length and acceptance rule."""
-
-    PANEL: ClassVar[str] = DRAFTING
-    num_draft_tokens: Annotated[
-        int | None, typer.Option(help="Draft tokens per pass, in place of --length; 0 is plain decoding.")
-    ] = None
-    length: LengthOption = None
-    rule: RuleOption = None
-
-    @property
-    def rule_name(self) -> str:
-        """The rule, "speculative" unless one is given."""
-        return "speculative" if self.rule is None else self.rule
+def raw() -> Any:
+    """Return --raw, without a heading of its own."""
+    return option("--raw", "Continue texts as they are, without a chat template.")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """Sampling parameters of a request."""
+_SOURCE = (
+    "shipped, a .jsonl, .json, .csv or .txt file (also .gz), or a data set of the hub; FORMAT@SOURCE names its format: "
+    f"{', '.join(FORMATS)}."
+)
+SOURCE = option("--prompts SOURCE", _SOURCE, SHIPPED)
+SOURCES = option("--prompts SOURCE...", f"{_SOURCE} May be repeated.  [default: {SHIPPED}]")
+group(PROMPTS, SOURCE, SOURCES)
+CHOICE = group(
+    PROMPTS,
+    option("--field NAME", "Field of a record that has its text or messages."),
+    option("--split NAME", "Split of a data set of the hub."),
+    option("--category NAME", "Only prompts of this category."),
+    option("--count N", "Take N prompts, balanced over categories."),
+    raw(),
+)
+DATA = (SOURCE, *CHOICE)
+"""Prompts of one source."""
 
-    PANEL: ClassVar[str] = SAMPLING
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "-n", help="Generate at most N tokens.  [default: 256]")
-    ] = None
-    min_new_tokens: Annotated[int | None, typer.Option(help="Generate at least N tokens.  [default: 0]")] = None
-    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.  [default: 0]")] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from the N most likely tokens; 0 is all.  [default: 0]")] = (
-        None
-    )
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most likely tokens of this total probability.  [default: 1]"),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from tokens at least this fraction as likely as the most likely.  [default: 0]"),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1 discourages repetition.  [default: 1, or the model's]")
-    ] = None
-    presence_penalty: Annotated[float, typer.Option(help="Subtracted once from tokens already generated.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="Subtracted per occurrence already generated.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Make a sampled output reproducible.")] = None
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.")] = False
 
-    def params(self, source: str | None = None, **more: Any) -> SamplingParams:
-        """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output.
+def items(given: Given, source: str | None = None) -> list[PromptItem]:
+    """Read the prompts that options choose. source: in place of --prompts, where that may be repeated."""
+    source = given.prompts if source is None else source
+    chosen: dict[str, Any] = {name: getattr(given, name, None) for name in ("field", "split", "category", "count")}
+    if "@" in source and not Path(source).exists():
+        chosen["format"], _, source = source.partition("@")
+    return load_items(source, **chosen)
 
-        source: "model" leaves that check to `sampled`, which knows the model's own sampling.
-        """
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        params = SamplingParams(**{name: value for name, value in given.items() if value is not None}, **more)
-        if source != "model":
-            refuse_idle(params)
-        return params
+
+def source_name(given: Given, source: str) -> str:
+    """Name of these prompts in results."""
+    name = source if source == SHIPPED else Path(source).name.rpartition("@")[2]
+    return f"{name}:{given.category}" if given.category else name
+
+
+def numbers(text: str, flag: str, low: int = 1) -> list[int]:
+    """Return the integers of a list separated by commas, each once. Raises ConfigError, naming the flag, for one below `low`."""
+    try:
+        out = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} must be integers separated by commas, such as 1,4,8") from None
+    if min(out) < low:
+        raise ConfigError(f"{flag} {text!r} must be integers of at least {low}")
+    return list(dict.fromkeys(out))
+
+
+# -- sampling parameters
+
+_SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams))
+
+
+def sampling_params(given: Given) -> SamplingParams:
+    """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output.
+
+    Under --sampling model, that check is left to `sampled`, which knows the model's own sampling.
+    """
+    values = {name: getattr(given, name, None) for name in _SAMPLING}
+    params = SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    if getattr(given, "sampling", None) != "model":
+        refuse_idle(params)
+    return params
 
 
 def refuse_idle(params: SamplingParams) -> None:
@@ -249,42 +228,3 @@ def idle(params: SamplingParams) -> dict[str, bool]:
         "top-p": params.top_p < 1,
         "min-p": params.min_p > 0,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class MachineOptions:
-    """Number formats, devices and threads."""
-
-    PANEL: ClassVar[str] = MACHINE
-    dtype: DtypeOption = "auto"
-    weights: WeightsOption = "auto"
-    activations: ActivationsOption = "auto"
-    kv_cache_dtype: KvCacheOption = "auto"
-    draft_weights: Annotated[
-        str | None,
-        typer.Option(metavar="FORMAT", help="Weight format of draft models; never changes the target's output."),
-    ] = None
-    device: DeviceOption = None
-    draft_device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="Device of draft models.  [default: the target's]")
-    ] = None
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLAN", help="Spread the layers over devices: auto, balanced, balanced_low_0, sequential."
-        ),
-    ] = None
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZES", help="With --device-map: memory for weights on each device, such as 0=20GB,cpu=60GB."
-        ),
-    ] = None
-    offload_folder: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="With --device-map: folder for weights that fit on no device."),
-    ] = None
-    threads: ThreadsOption = None
-    trust_remote_code: TrustOption = False
-    backend: BackendOption = None
-    gpu_layers: GpuLayersOption = None

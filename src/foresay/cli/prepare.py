@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from time import perf_counter
 
-import typer
+import click
 
+from foresay.cli import options as opt
+from foresay.cli.command import Given, command
 from foresay.cli.common import target_options
 from foresay.cli.info import passes
-from foresay.cli.options import DeviceOption, DtypeOption, ModelChoice, TrustOption, WeightsOption
 from foresay.cli.progress import loading
 from foresay.models.cpu import build
 from foresay.models.gguf.packed import settle
@@ -18,22 +19,20 @@ from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.sources.loading import load_model
 
 
-def run(
-    *,
-    which: ModelChoice,
-    dtype: DtypeOption = "auto",
-    weights: WeightsOption = "auto",
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-) -> int:
+@command(
+    opt.WHICH,
+    opt.DTYPE,
+    opt.WEIGHTS,
+    opt.TRUST,
+    examples="foresay prepare\nforesay prepare model.gguf --weights int4",
+)
+def run(given: Given) -> int:
     """Compile kernels and convert a model's weights in advance.
 
     Later commands load from the caches. Exit code 1 if the model's forward passes do not use compiled kernels.
     """
     began = perf_counter()
-    model, options = target_options(
-        which.name, dtype=dtype, weights=weights, device=device, trust_remote_code=trust_remote_code
-    )
+    model, options = target_options(given)
     with loading("Compiling the kernels") as progress:
         cached = build.is_compiled()
         kernels = build.library()
@@ -44,11 +43,11 @@ def run(
         settle()
     assert isinstance(scorer, CausalModel | Seq2SeqModel)
     state = "cached" if cached else f"compiled in {took:.1f} s, cached"
-    typer.echo(model)
-    typer.echo(
+    click.echo(model)
+    click.echo(
         f"  kernels: {'none: ' + build.failure_reason() if kernels is None else f'{state} as {build.library_path()}'}"
     )
-    typer.echo(f"  model: loads in {perf_counter() - began:.1f} s")
-    typer.echo(f"  forward pass: {passes(scorer)}")
+    click.echo(f"  model: loads in {perf_counter() - began:.1f} s")
+    click.echo(f"  forward pass: {passes(scorer)}")
     compiled = isinstance(scorer, CausalModel) and scorer.fused is not None and scorer.fused.compiled
     return 0 if compiled else 1

@@ -1,4 +1,4 @@
-"""`foresay prune MODEL FOLDER`: cut a smaller model of the same family out of a model's weights."""
+"""`foresay distill --kind pruned`: cut a smaller model of the same family out of a model's weights."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 import torch
-import typer
 
 from foresay.checks import check_int
-from foresay.cli.common import target_name
-from foresay.cli.options import DeviceOption, DtypeOption, ForceOption, TrustOption
+from foresay.cli.command import Given
+from foresay.cli.common import load_options, target_name
 from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
 from foresay.files import usual_modes, work_folder, writing
 from foresay.lab.data.datasets import load_items
-from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_weights
 from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.records.provenance import provenance
 from foresay.training.corpus import CorpusReader
 from foresay.training.importance import Importance, measure
-from foresay.training.prune import LAYER_CHOICES, Shape, choose_kept, layers_to_keep, pruned
+from foresay.training.prune import Shape, choose_kept, layers_to_keep, pruned
 
 NOTE = "foresay.json"
 """File in the folder that records how it was made."""
@@ -36,72 +34,23 @@ _LENGTH = 512
 Measure = Callable[[], Importance]
 
 
-@dataclass(frozen=True)
-class ShapeOptions:
-    """Sizes of the pruned model."""
+def make(given: Given) -> Iterator[str]:
+    """Write the smaller model to a folder, and return lines about it.
 
-    PANEL: ClassVar = "Shape"
-
-    layers: Annotated[int | None, typer.Option(help="Layers to keep.  [default: all]")] = None
-    keep: Annotated[
-        str,
-        typer.Option(
-            metavar="WHICH", help=f"Choice of layers: {', '.join(LAYER_CHOICES)}, or their numbers, such as 0,15,29."
-        ),
-    ] = "even"
-    hidden: Annotated[int | None, typer.Option(help="Dimensions of the hidden state to keep.")] = None
-    attention_heads: Annotated[int | None, typer.Option(help="Query heads to keep in each layer.")] = None
-    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep in each layer.")] = None
-    feed_forward: Annotated[int | None, typer.Option(help="Feed-forward neurons to keep in each layer.")] = None
-
-    def sizes(self) -> dict[str, int | None]:
-        """Return the sizes by the names of `Shape`, except the layers."""
-        return {
-            "hidden": self.hidden, "heads": self.attention_heads, "kv_heads": self.kv_heads,
-            "feed_forward": self.feed_forward,
-        }  # fmt: skip
-
-
-def run(
-    paths: Annotated[
-        list[str],
-        typer.Argument(metavar="[MODEL] FOLDER", help="The model, unless --model names it, and the folder to write."),
-    ],
-    *,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id, folder or GGUF file.")
-    ] = None,
-    shape: ShapeOptions,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text or .jsonl to measure importance on, may be repeated; '-' is standard input."
-            "  [default: shipped prompts]",
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to measure importance on.")] = 16384,
-    force: ForceOption = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-) -> int:
-    """Cut a smaller draft model out of a model's weights.
-
-    The most important dimensions, heads and neurons are kept, and the layers that --keep chooses. The result is a transformers
-    folder of the same family: train it with foresay distill --draft FOLDER.
+    The most important dimensions, heads and neurons are kept, and the layers that --keep chooses.
     """
-    name, folder = _named(paths, model)
-    check_int("tokens", tokens, 1)
-    _check_folder(folder, force=force)
+    name, folder, text = target_name(given.model), given.output, list(given.text)
+    check_int("tokens", given.tokens, 1)
+    _check_folder(folder, force=given.force)
     reader = CorpusReader(text) if text else None
     with loading(f"Loading {name}") as progress:
-        options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
-        whole_model, tokenizer = load_weights(name, options)
-    measure = lambda: _measured(whole_model, tokenizer, reader, tokens)  # noqa: E731
-    cut = _cut(whole_model, shape.layers, shape.keep, shape.sizes(), measure)
+        whole_model, tokenizer = load_weights(name, load_options(given, progress=progress))
+    sizes = {name: getattr(given, name) for name in ("hidden", "kv_heads", "feed_forward")}
+    sizes["heads"] = given.attention_heads
+    measure = lambda: _measured(whole_model, tokenizer, reader, given.tokens)  # noqa: E731
+    cut = _cut(whole_model, given.layers, given.keep, sizes, measure)
     note = {
-        "made_by": "foresay prune",
+        "made_by": "foresay distill --kind pruned",
         "model": name,
         "layers_kept": list(cut.layers),
         "shape": dataclasses.asdict(cut.shape),
@@ -109,24 +58,9 @@ def run(
         "provenance": provenance(),
     }
     _write(folder, cut.model, tokenizer, note)
-    typer.echo(folder)
-    for line in _summary(whole_model, cut):
-        typer.echo(f"  {line}")
-    return 0
-
-
-def _named(paths: Sequence[str], model: str | None) -> tuple[str, Path]:
-    """Return (model, folder). Raises ConfigError unless the arguments and --model name each once."""
-    if len(paths) == 2 and model is not None:
-        raise ConfigError(
-            f"the model is given twice, as the argument {paths[0]!r} and with --model {model!r}; drop one"
-        )
-    if len(paths) > 2:
-        raise ConfigError(f"unexpected argument {paths[2]!r}; see foresay prune -h")
-    *first, folder = paths
-    if not first and model is None:
-        raise ConfigError("MODEL or FOLDER is missing: foresay prune MODEL FOLDER")
-    return target_name(first[0] if first else model), Path(folder)
+    yield str(folder)
+    yield from (f"  {line}" for line in _summary(whole_model, cut))
+    yield f"  train it: foresay distill FOLDER --draft {folder}"
 
 
 @dataclass(frozen=True)

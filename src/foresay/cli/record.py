@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from foresay.cli.common import load_arguments, load_generator
-from foresay.cli.lab_options import DataOptions
-from foresay.cli.options import (
-    MachineOptions,
-    MaxBatchOption,
-    MethodOptions,
-    ModelOption,
-    ModelOptions,
-    SamplingOptions,
-)
+from foresay.cli import options as opt
+from foresay.cli import sharing
+from foresay.cli.command import Given, argument, command
+from foresay.cli.common import PLAIN, load_arguments, load_target
+from foresay.cli.options import items, sampling_params
 from foresay.cli.progress import advancing
-from foresay.cli.sharing import SharingOptions
 from foresay.lab.replay.record import Progress, record
 from foresay.workers import recording
 
 
-def run(
-    output: Annotated[Path, typer.Argument(help="The recording to write; one that exists is continued.")],
-    *,
-    model: ModelOption = None,
-    data: DataOptions,
-    batch_size: MaxBatchOption = None,
-    sampling: SamplingOptions,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Record log-probabilities, and those of the N most likely tokens.")
-    ] = None,
-    sharing: SharingOptions,
-    machine: MachineOptions,
-) -> int:
+@command(
+    argument("OUTPUT", "The recording to write; one that exists is continued.", Path),
+    opt.MODEL,
+    opt.MAX_BATCH,
+    opt.LOGPROBS,
+    opt.DATA,
+    opt.BASIC_SAMPLING,
+    opt.WORKERS,
+    opt.BASIC_MACHINE,
+    examples="foresay record outputs.jsonl -m Qwen/Qwen2.5-0.5B-Instruct --prompts prompts.jsonl -n 128",
+)
+def run(given: Given) -> int:
     """Record a model's outputs, for replaying drafters.
 
     `foresay replay`, `simulate`, `tune` and `distill` read the recording.
     """
-    params = sampling.params(logprobs=logprobs)
-    items = data.items()
-    resumed = 0
-    named = ModelOptions(model), "none", MethodOptions(), machine
+    params, prompts, resumed = sampling_params(given), items(given), 0
     with advancing("Recording") as advance:
 
         def report(progress: Progress) -> None:
@@ -52,14 +40,13 @@ def run(
             resumed = progress.resumed
             advance(progress.done, progress.total, f"{progress.tokens} tokens")
 
-        if sharing.wanted:
-            load = load_arguments(*named, max_batch_size=batch_size)
-            setup = recording.setup(load, items, params, chat=not data.raw)
-            with sharing.pool(setup, machine) as pool:
-                made = recording.record(pool, items, output, on_progress=report)
+        if sharing.wanted(given):
+            load = load_arguments(given, **PLAIN, max_batch_size=given.batch_size)
+            with sharing.pool(given, recording.setup(load, prompts, params, chat=not given.raw)) as pool:
+                made = recording.record(pool, prompts, given.output, on_progress=report)
         else:
-            generator = load_generator(*named, max_batch_size=batch_size)
-            made = record(generator, items, output, params, chat=not data.raw, on_progress=report)
+            generator = load_target(given, max_batch_size=given.batch_size)
+            made = record(generator, prompts, given.output, params, chat=not given.raw, on_progress=report)
     before = f", {resumed} of them from an earlier run" if resumed else ""
-    sys.stdout.write(f"{output}: {len(made.records)} outputs, {made.num_tokens} tokens{before}\n")
+    click.echo(f"{given.output}: {len(made.records)} outputs, {made.num_tokens} tokens{before}")
     return 0

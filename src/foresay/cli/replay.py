@@ -4,137 +4,114 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from foresay.cli.common import changed, check_draft_weights, load_arguments, load_generator, use_threads
-from foresay.cli.lab_options import DataOptions
-from foresay.cli.options import (
-    BatchSizeOption,
-    DraftersOption,
-    JsonOption,
-    LengthsOption,
-    MachineOptions,
-    MethodOptions,
-    ModelOption,
-    ModelOptions,
-    OutputOption,
-)
+from foresay.cli import options as opt
+from foresay.cli import sharing
+from foresay.cli.command import Given, argument, command, group, option
+from foresay.cli.common import PLAIN, load_arguments, load_target, use_threads
+from foresay.cli.options import items, model, raw
 from foresay.cli.progress import advancing, loading
-from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.grid import Cell, ReplaySettings, digest_of, open_grid, replay_method, token_only_resources
 from foresay.lab.replay.recording_match import prompt_mismatch_warning
-from foresay.lab.tune import DRAFTERS
+from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter
 from foresay.text.formatting import percent
 
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="A profile of the target: adds predicted speeds; --length throughput needs it."),
-]
-CostsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TABLE",
-        help="Cost table of the standardized walltime improvement (SWI): model_parameters, previous_work or a JSON file.",
+FORMATS = tuple(one.name for one in opt.READING if one.name != "threads")
+"""Options of the model, which has to be loaded for them to have an effect."""
+
+
+@command(
+    argument("RECORDING...", "Recordings; also logs of printed tensors, and CS-Drafting's caches.", Path),
+    model("the recording's"),
+    option("--batch-size N", "Rows decoded at a time.", 1),
+    option("--profile FILE", "A profile of the target: adds predicted speeds; --length throughput needs it."),
+    option(
+        "--costs TABLE=NAME",
+        "Cost table of the standardized walltime improvement (SWI), model_parameters, previous_work or a JSON file, and "
+        "the target's name in it.",
     ),
-]
-TargetCostOption = Annotated[str | None, typer.Option(metavar="NAME", help="The target's name in the cost table.")]
-
-
-def run(
-    recording: Annotated[
-        list[Path], typer.Argument(help="Recordings; also logs of printed tensors, and CS-Drafting's caches.")
-    ],
-    *,
-    drafter: DraftersOption = None,
-    length: LengthsOption = None,
-    batch_size: BatchSizeOption = 1,
-    model: ModelOption = None,
-    profile: ProfileOption = None,
-    costs: CostsOption = None,
-    target_cost: TargetCostOption = None,
-    output: OutputOption = None,
-    data: DataOptions,
-    as_json: JsonOption = False,
-    sharing: SharingOptions,
-    machine: MachineOptions,
-) -> int:
+    opt.OUTPUT,
+    opt.JSON,
+    opt.DRAFTERS,
+    opt.LENGTHS,
+    group(opt.PROMPTS, opt.SOURCE, raw()),
+    opt.WORKERS,
+    opt.READING,
+    examples="""
+        foresay replay outputs.jsonl --drafter suffix --drafter max_gram --length 4
+        foresay replay outputs.jsonl --profile profile.json --length throughput""",
+)
+def run(given: Given) -> int:
     """Measure drafters on a recording, without the model.
 
     Prints tokens per pass and acceptance of each drafter and length. The model is loaded only for a drafter that needs its
     tokenizer or layers. --output is extended: results that it contains are not computed again. --prompts are the prompts of a
     log of tensors.
     """
-    if (costs is None) != (target_cost is None):
-        raise ConfigError("--costs and --target-cost need each other; give both, or drop one")
-    named = methods(drafter or DRAFTERS, length or ())
-    check_draft_weights(machine, named)
-    check_used(recording, named, data, machine)
-    if profile is None:  # no length adapts without pass times
+    costs, _, target_cost = (given.costs or "").rpartition("=")
+    if given.costs and not (costs and target_cost):
+        raise ConfigError(f"--costs {given.costs!r} must be TABLE=NAME, a cost table and the target's name in it")
+    named = methods(given.drafter or COMPARED, given.length)
+    check_used(given.recording, named, given)
+    if given.profile is None:  # no length adapts without pass times
         named = [method.fixed for method in named]
-    names = [str(path) for path in recording]
-    measured: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
-    measured |= {"costs": costs, "target_cost": target_cost}
+    names = [str(path) for path in given.recording]
+    measured: dict[str, Any] = {"batch_size": given.batch_size, "profile": given.profile and str(given.profile)}
+    measured |= {"costs": costs or None, "target_cost": target_cost or None}
     digests = [digest_of(name) for name in names]
     cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
     seen: list[Recording] = []
-    with open_grid(output, _same(measured, model, machine, data if any(map(is_printed, recording)) else None)) as grid:
+    with open_grid(given.output, _same(measured, given)) as grid:
         found = {i: grid.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in grid.there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
-        if sharing.wanted and missing:
-            done = _shared(names, missing, measured, model, sharing, machine, seen)
+        if sharing.wanted(given) and missing:
+            done = _shared(names, missing, measured, given, seen)
         else:
-            done = _alone(recording, missing, ReplaySettings.read(**measured), (model, data, machine), seen)
+            done = _alone(missing, ReplaySettings.read(**measured), given, seen)
         for i, facts in done:
             found[i] = grid.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
     lines = [found[i] for i in sorted(found)]
-    if as_json:
+    if given.json:
         for line in lines:
             hidden = {"digest"} if len(names) > 1 else {"digest", "recording"}
-            typer.echo(json.dumps({k: v for k, v in line.items() if k not in hidden}, ensure_ascii=False))
-        return 0
-    _show(lines, seen, several=len(names) > 1)
+            click.echo(json.dumps({k: v for k, v in line.items() if k not in hidden}, ensure_ascii=False))
+    else:
+        _show(lines, seen, several=len(names) > 1)
     return 0
 
 
-def _same(
-    measured: Mapping[str, Any], model: str | None, machine: MachineOptions, data: DataOptions | None
-) -> dict[str, Any]:
-    """Settings that all results in one file share; a file is identified by its digest. data: the prompts of a log of tensors."""
+def _same(measured: Mapping[str, Any], given: Given) -> dict[str, Any]:
+    """Settings that all results in one file share; a file is identified by its digest."""
     named = {name: measured[name] for name in ("profile", "costs")}
     files = {name: digest_of(path) for name, path in named.items() if path and Path(path).is_file()}
-    formats = ("dtype", "weights", "activations", "kv_cache_dtype", "draft_weights", "backend")
-    kept = {name: getattr(machine, name) for name in formats}
-    prompts = None if data is None else asdict(data)
-    return {**measured, **files, "model": model, **kept, "prompts": prompts}
+    prompts = [given.prompts, given.raw] if any(map(is_printed, given.recording)) else None
+    kept = {name: getattr(given, name) for name in (*FORMATS, "model")}
+    return {**measured, **files, **kept, "prompts": prompts}
 
 
 def _alone(
-    recordings: Sequence[Path],
-    cells: Mapping[int, Cell],
-    measures: ReplaySettings,
-    named: tuple[str | None, DataOptions, MachineOptions],
-    seen: list[Recording],
+    cells: Mapping[int, Cell], measures: ReplaySettings, given: Given, seen: list[Recording]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Compute the cells one after the other in this process. seen: list that gets the recordings read."""
-    use_threads(named[2].threads)
-    for number, path in enumerate(recordings):
+    use_threads(given.threads)
+    for number, path in enumerate(given.recording):
         some = {i: cell for i, cell in cells.items() if cell.recording == number}
         if not some:
             continue
-        resources, recorded = open_recording(path, named[0], [cell.method for cell in some.values()], *named[1:])
+        resources, recorded = open_recording(path, [cell.method for cell in some.values()], given)
         seen.append(recorded)
         for i, cell in some.items():
             with loading(f"Replaying {cell.method.name}"):
@@ -143,27 +120,21 @@ def _alone(
 
 
 def _shared(
-    names: Sequence[str],
-    cells: Mapping[int, Cell],
-    measured: Mapping[str, Any],
-    model: str | None,
-    sharing: SharingOptions,
-    machine: MachineOptions,
-    seen: list[Recording],
+    names: Sequence[str], cells: Mapping[int, Cell], measured: Mapping[str, Any], given: Given, seen: list[Recording]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Compute the cells by workers. seen: list that gets the recordings."""
     for name in names:
         if is_printed(Path(name)):
             raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; drop --workers")
         seen.append(Recording.load(name))  # a bad file fails here, not in a worker
-    load = load_arguments(ModelOptions(model or ""), "none", MethodOptions(), machine)
-    if not model:
+    load = load_arguments(Given(**{**vars(given), "model": given.model or ""}), **PLAIN)
+    if not given.model:
         del load["target"]  # the recordings name it
     setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **measured}
     paths = {name: measured[name] for name in ("profile", "costs")}
     setup |= {name: os.path.abspath(path) for name, path in paths.items() if path and Path(path).exists()}
     tasks = {i: {"recording": cell.recording, "method": asdict(cell.method)} for i, cell in cells.items()}
-    with sharing.pool(setup, machine) as pool, advancing("Replaying") as advance:
+    with sharing.pool(given, setup) as pool, advancing("Replaying") as advance:
         for done, (i, facts) in enumerate(pool.run(tasks), 1):
             advance(done, len(tasks))
             yield i, facts
@@ -178,32 +149,31 @@ def is_printed(path: Path) -> bool:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
-def check_used(recordings: Sequence[Path], named: Sequence[Method], data: DataOptions, machine: MachineOptions) -> None:
+def check_used(recordings: Sequence[Path], named: Sequence[Method], given: Given) -> None:
     """Raise ConfigError for options of the prompts without a log of tensors, and of the model if it is not loaded."""
     printed = any(map(is_printed, recordings))
-    if not printed and (unused := changed(data)):
-        raise ConfigError(
-            f"{unused[0]} applies to the prompts of a log of tensors, and a recording has its own; drop it"
-        )
     loaded = printed or any(read_drafter(method.drafter).reads_target for method in named)
-    if not loaded and (unused := changed(replace(machine, threads=None))):
-        raise ConfigError(f"{unused[0]} applies to the model, which these drafters do not need; drop it")
+    for name, flag in given.typed.items():
+        if name in ("prompts", "raw") and not printed:
+            raise ConfigError(
+                f"{flag} applies to the prompts of a log of tensors, and a recording has its own; drop it"
+            )
+        if name in FORMATS and not loaded:
+            raise ConfigError(f"{flag} applies to the model, which these drafters do not need; drop it")
 
 
-def open_recording(
-    path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
-) -> tuple[Resources, Recording]:
+def open_recording(path: Path, named: Sequence[Method], given: Given) -> tuple[Resources, Recording]:
     """Return the recording, and the target's resources: a stand-in unless layers, tokenizer or a log's prompts are needed."""
     printed = is_printed(path)
     if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
         return token_only_resources(recorded), recorded
-    name = model if model is not None or printed else Recording.load(path).model or None
-    generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine, later=named)
+    own = None if printed or given.model is not None else Recording.load(path).model
+    generator = load_target(Given(**{**vars(given), "model": given.model or own}), named)
     assert generator.resources is not None
     if not printed:
         return generator.resources, Recording.load(path)
-    prompts = [one.token_ids for one in RequestBuilder(generator, chat=not data.raw).first(data.items())]
+    prompts = [one.token_ids for one in RequestBuilder(generator, chat=not given.raw).first(items(given))]
     recorded = Recording.load(path, prompts=prompts)
     if len(recorded.records) < len(prompts):
         _warn(f"{path}: {len(recorded.records)} outputs and {len(prompts)} prompts; the first prompts are used")
@@ -214,14 +184,13 @@ def open_recording(
 
 
 def _warn(text: str) -> None:
-    print(f"foresay: {text}", file=sys.stderr)  # noqa: T201
+    click.echo(f"foresay: {text}", err=True)
 
 
 def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:
     headings = ["recording"] * several + ["method", "per pass", "accepted", "used", "discard"]
-    extra = [name for name in ("tokens_per_s", "speed_up", "swi") if name in lines[0]]
-    titles = {"tokens_per_s": "tokens/s", "speed_up": "speed-up", "swi": "SWI"}
-    shown = {"tokens_per_s": "{:.1f}", "speed_up": "{:.2f}x", "swi": "{:.2f}"}
+    figures = {"tokens_per_s": ("tokens/s", "{:.1f}"), "speed_up": ("speed-up", "{:.2f}x"), "swi": ("SWI", "{:.2f}")}
+    extra = {name: figures[name] for name in figures if name in lines[0]}
 
     def row(line: dict[str, Any]) -> list[str]:
         value, low, high = line["tokens_per_pass"]
@@ -230,10 +199,13 @@ def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, sever
         tested = percent(None if rate is None else rate[0])
         cells = [Path(line["recording"]).name] * several
         cells += [line["method"], f"{value:.2f}{between}", tested, percent(line["draft_utilization"])]
-        cells += [f"{line['discard_rate']:.2f}"]
-        return cells + [shown[name].format(line[name]) for name in extra]
+        return [
+            *cells,
+            f"{line['discard_rate']:.2f}",
+            *(shown.format(line[name]) for name, (_, shown) in extra.items()),
+        ]
 
-    show_table(headings + [titles[name] for name in extra], [row(line) for line in lines])
+    show_table([*headings, *(title for title, _ in extra.values())], [row(line) for line in lines])
     estimated = any(line["estimate"] for line in lines)
     how = "an estimate, with 95% intervals" if estimated else "exact: live decoding takes the same steps"
     if any("doubt" in line for line in lines):
@@ -241,4 +213,4 @@ def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, sever
     took = sum(line["seconds"] for line in lines)
     described = [] if several else recordings
     sizes = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in described)
-    sys.stdout.write(f"{sizes}replayed in {took:.1f} s; {how}\n")
+    click.echo(f"{sizes}replayed in {took:.1f} s; {how}")

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
+from foresay.cli.command import Given, argument, command, option
 from foresay.lab.report.report import read_report, write
 
 
-def run(
-    results: Annotated[list[Path], typer.Argument(help="Results of foresay bench; several are merged.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write to.")] = Path(
-        "report"
-    ),
-    title: Annotated[str | None, typer.Option(help="Title of the report.")] = None,
-) -> int:
+@command(
+    argument("RESULTS...", "Results of foresay bench; several are merged.", Path),
+    option("-o --output FOLDER", "The folder to write to.", "report"),
+    option("--title TEXT", "Title of the report."),
+    examples="foresay report results.jsonl -o report",
+)
+def run(given: Given) -> int:
     """Write a report of benchmark results.
 
     The folder gets report.html, report.md and the figures.
     """
-    report = read_report(results, title=title)
-    for path in write(report, output):
-        typer.echo(path)
-    for line in report.summary:
-        typer.echo(line)
+    report = read_report(given.results, title=given.title)
+    for line in (*write(report, given.output), *report.summary):
+        click.echo(line)
     return 0

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-import typer
+import click
 
 from foresay.checks import check_int
-from foresay.cli.common import check_draft_weights, use_threads
-from foresay.cli.lab_options import DataOptions
-from foresay.cli.options import (
-    DRAFTING,
-    BatchSizeOption,
-    JsonOption,
-    LengthOption,
-    MachineOptions,
-    ModelOption,
-)
+from foresay.cli import options as opt
+from foresay.cli.command import Given, argument, command, group, option
+from foresay.cli.common import use_threads
+from foresay.cli.options import model
 from foresay.cli.progress import loading
-from foresay.cli.replay import check_used, open_recording
+from foresay.cli.replay import check_used, is_printed, open_recording
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.generator import PREFIX_BYTES
@@ -38,187 +32,113 @@ _LOWEST = 1e-3
 """Lowest rate of the search for the highest one, as a fraction of a full batch's throughput."""
 
 
-@dataclass(frozen=True)
-class ArrivalOptions:
-    """Arrival process of the requests."""
-
-    PANEL: ClassVar = "Arrivals"
-
-    rate: Annotated[
-        str | None,
-        typer.Option(metavar="X[,X...]", help="Requests per second, several separated by commas.  [default: 1,2,4,8]"),
-    ] = None
-    burst: Annotated[int | None, typer.Option(help="Requests that arrive at once.  [default: 1]")] = None
-    requests: Annotated[int | None, typer.Option(help="Requests of each load.  [default: 200]")] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of the arrival times.  [default: 0]")] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Arrival times in seconds, one a line, in place of the options above."),
-    ] = None
-
-    @property
-    def count(self) -> int:
-        """Number of requests of a load."""
-        return 200 if self.requests is None else check_int("requests", self.requests, 1)
-
-    def at(self, rate: float) -> list[float]:
-        """Return the arrival times at a rate in requests per second."""
-        burst, seed = 1 if self.burst is None else self.burst, self.seed or 0
-        return poisson(rate, self.count, seed) if burst == 1 else bursts(rate, self.count, burst, seed)
-
-    def loads(self) -> list[tuple[str, Sequence[float]]]:
-        """Return (name, arrival times) of the trace, or of each rate."""
-        if self.trace is not None:
-            return [(self.trace.name, from_trace(self.trace))]
-        rates = self.rate or "1,2,4,8"
-        try:
-            some = [float(part) for part in rates.split(",")]
-        except ValueError:
-            raise ConfigError(f"--rate {rates!r} must be numbers separated by commas, such as 0.5,1,2") from None
-        return [(f"{one:g}/s", self.at(one)) for one in some]
-
-
-@dataclass(frozen=True)
-class LatencyOptions:
-    """Latency targets, for which the highest rate is searched."""
-
-    PANEL: ClassVar = "Latency targets"
-
-    first_p99: Annotated[
-        float | None, typer.Option("--first-p99", help="Seconds to the first token, for 99% of the requests.")
-    ] = None
-    gap_p99: Annotated[
-        float | None, typer.Option("--gap-p99", help="Seconds between two events of a stream, for 99% of them.")
-    ] = None
-    total_rate: Annotated[
-        float | None,
-        typer.Option(
-            "--total-rate",
-            help="Also print how many engines serve this many requests per second within the targets.",
+@command(
+    argument("RECORDING", "A greedy recording of the target's outputs.", Path),
+    model("the recording's"),
+    option("--profile FILE", "A profile of the target (foresay profile -o FILE).", required=True),
+    option("--batch-size N", "Rows decoded at a time.", 32),
+    opt.JSON,
+    group(
+        opt.DRAFTING,
+        option(
+            "--drafter EXPRESSION...", "A drafter to compare with plain decoding; may be repeated.  [default: suffix]"
         ),
-    ] = None
-
-    def targets(self) -> LatencyTargets:
-        """Return the targets. Raises ConfigError for --total-rate without one."""
-        found = LatencyTargets(self.first_p99, self.gap_p99)
-        if self.total_rate is not None and found == LatencyTargets():
-            raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")
-        return found
-
-
-def run(
-    recording: Annotated[Path, typer.Argument(help="A greedy recording of the target's outputs.")],
-    *,
-    profile: Annotated[Path, typer.Option(metavar="FILE", help="A profile of the target (foresay profile -o FILE).")],
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            metavar="EXPRESSION",
-            rich_help_panel=DRAFTING,
-            help="A drafter to compare with plain decoding; may be repeated.  [default: suffix]",
-        ),
-    ] = None,
-    length: LengthOption = None,
-    batch_size: BatchSizeOption = 32,
-    arrivals: ArrivalOptions,
-    latency: LatencyOptions,
-    model: ModelOption = None,
-    data: DataOptions,
-    as_json: JsonOption = False,
-    machine: MachineOptions,
-) -> int:
+        opt.LENGTH,
+    ),
+    group(
+        "Arrivals",
+        option("--rate X[,X...]", "Requests per second, several separated by commas.", "1,2,4,8"),
+        option("--burst N", "Requests that arrive at once.", 1),
+        option("--requests N", "Requests of each load.", 200),
+        option("--seed N", "Seed of the arrival times.", 0),
+        option("--trace FILE", "Arrival times in seconds, one a line, in place of the options above."),
+    ),
+    group(
+        "Latency targets",
+        option("--first-p99 X", "Seconds to the first token, for 99% of the requests."),
+        option("--gap-p99 X", "Seconds between two events of a stream, for 99% of them."),
+        option("--total-rate X", "Also print how many engines serve this many requests per second within the targets."),
+    ),
+    opt.READING,
+    examples="""
+        foresay simulate outputs.jsonl --profile profile.json --rate 1,2,4 --drafter suffix
+        foresay simulate outputs.jsonl --profile profile.json --first-p99 1 --total-rate 100""",
+)
+def run(given: Given) -> int:
     """Predict throughput and latency under load.
 
     The engine's own loop decodes the recorded outputs, with and without speculation, and the profile gives the duration of each
     pass. A server's own overhead of some milliseconds is not included.
     """
-    search = _Search(latency.targets(), arrivals, latency.total_rate)
-    if arrivals.trace is not None:
-        others = {name: getattr(arrivals, name) for name in ("rate", "burst", "requests", "seed")}
-        _check_alone(**others, first_p99=latency.first_p99, gap_p99=latency.gap_p99)
-    use_threads(machine.threads)
-    if length and drafter and set(drafter) == {"none"}:
-        raise ConfigError(f"--length {length} sets a draft length, and --drafter none drafts nothing; drop one")
-    named = [Method("none"), *(Method(one, length or "") for one in drafter or ["suffix"] if one != "none")]
-    check_draft_weights(machine, named)
-    check_used([recording], named, data, machine)
-    times = Profile.load(profile)
-    loads = arrivals.loads()
-    resources, recorded = open_recording(recording, model, named, data, machine)
-    server = _SimulatedServer(recorded, times, resources, batch_size)
-    lines, searched = _simulated(server, named, loads, search)
-    if as_json:
+    targets = LatencyTargets(given.first_p99, given.gap_p99)
+    if given.total_rate is not None and targets == LatencyTargets():
+        raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")
+    for name in ("rate", "burst", "requests", "seed", "first_p99", "gap_p99") if given.trace is not None else ():
+        if name in given.typed:
+            raise ConfigError(f"--trace sets the arrival times; drop {given.typed[name]}")
+    check_int("requests", given.requests, 1)
+    use_threads(given.threads)
+    if given.length and given.drafter and set(given.drafter) == {"none"}:
+        raise ConfigError(f"--length {given.length} sets a draft length, and --drafter none drafts nothing; drop one")
+    drafters = [one for one in given.drafter or ["suffix"] if one != "none"]
+    named = [Method("none"), *(Method(one, given.length or "") for one in drafters)]
+    if is_printed(given.recording):
+        raise ConfigError(f"{str(given.recording)!r} is a log of tensors without prompts; name a recording")
+    check_used([given.recording], named, given)
+    times, loads = Profile.load(given.profile), _loads(given)
+    resources, recorded = open_recording(given.recording, named, given)
+    simulated = _server(recorded, times, resources, given.batch_size)
+    lines, searched = [], []
+    for method in named:
+        for name, arrivals in loads:
+            with loading(f"{method.name} at {name}"):
+                lines.append(_figures(method, name, simulated(method, arrivals)))
+        if targets != LatencyTargets():
+            with loading(f"{method.name}: the highest rate"):
+                searched.append(_highest(simulated, method, targets, given))
+    if given.json:
         for line in [*lines, *searched]:
-            typer.echo(json.dumps(line))
-        return 0
-    _show(lines, searched, recorded)
+            click.echo(json.dumps(line))
+    else:
+        _show(lines, searched, recorded)
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """Settings of the search for the highest rate. Without a target there is no search."""
-
-    targets: LatencyTargets
-    arrivals: ArrivalOptions
-    total_rate: float | None
-
-
-def _simulated(
-    server: _SimulatedServer, named: Sequence[Method], loads: Sequence[tuple[str, Sequence[float]]], search: _Search
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return (figures of each method under each load, highest rate of each method within the latency targets)."""
-    lines, searched = [], []
-    for method in named:
-        for name, times in loads:
-            with loading(f"{method.name} at {name}"):
-                lines.append(_figures(method, name, server.simulated(method, times)))
-        if search.targets != LatencyTargets():
-            with loading(f"{method.name}: the highest rate"):
-                searched.append(_highest(server, method, search))
-    return lines, searched
+def _loads(given: Given) -> list[tuple[str, Sequence[float]]]:
+    """Return (name, arrival times) of the trace, or of each rate."""
+    if given.trace is not None:
+        return [(given.trace.name, from_trace(given.trace))]
+    try:
+        rates = [float(part) for part in given.rate.split(",")]
+    except ValueError:
+        raise ConfigError(f"--rate {given.rate!r} must be numbers separated by commas, such as 0.5,1,2") from None
+    return [(f"{one:g}/s", _at(one, given)) for one in rates]
 
 
-@dataclass(frozen=True, slots=True)
-class _SimulatedServer:
-    """Recording, profile and drafters that serve a simulated load."""
+def _at(rate: float, given: Given) -> list[float]:
+    """Return the arrival times at a rate in requests per second."""
+    if given.burst == 1:
+        return poisson(rate, given.requests, given.seed)
+    return bursts(rate, given.requests, given.burst, given.seed)
 
-    recorded: Recording
-    profile: Profile
-    resources: Resources
-    batch_size: int
 
-    def simulated(self, method: Method, times: Sequence[float]) -> SimulatedLoad:
-        """Simulate requests at these times, with a new drafter."""
-        recipe = read_drafter(method.drafter)
-        if recipe.loads_model and method.drafter not in self.profile.drafts:
+Simulated = Callable[[Method, Sequence[float]], SimulatedLoad]
+
+
+def _server(recorded: Recording, profile: Profile, resources: Resources, batch_size: int) -> Simulated:
+    """Return a function of a method and arrival times that simulates the load, with a new drafter."""
+
+    def simulated(method: Method, times: Sequence[float]) -> SimulatedLoad:
+        recipe, known = read_drafter(method.drafter), method.drafter in profile.drafts
+        if recipe.loads_model and not known:
             raise ConfigError(f"the profile does not contain the drafting times of --drafter {method.drafter!r}")
-        drafter = recipe.prepare(self.resources)()
-        return simulate(
-            self.recorded,
-            self.profile,
-            times,
-            drafter,
-            read_length(method.own_length if drafter is not None else 0),
-            rule=read_rule(method.rule),
-            batch_size=self.batch_size,
-            drafting=self._drafting(method.drafter),
-            prefix_bytes=PREFIX_BYTES,
-        )
+        drafter = recipe.prepare(resources)()
+        length = read_length(method.own_length if drafter is not None else 0)
+        drafting = partial(profile.draft_seconds, method.drafter) if known else None
+        more: dict[str, Any] = {"rule": read_rule(method.rule), "batch_size": batch_size, "drafting": drafting}
+        return simulate(recorded, profile, times, drafter, length, prefix_bytes=PREFIX_BYTES, **more)
 
-    def _drafting(self, drafter: str) -> Callable[[int, int], float] | None:
-        """The profile's drafting times; None if it has none for the drafter."""
-        if drafter not in self.profile.drafts:
-            return None
-        return lambda batch, count: self.profile.draft_seconds(drafter, batch, count)
-
-
-def _check_alone(**others: Any) -> None:
-    """Raise ConfigError for an option that contradicts --trace."""
-    for name, value in others.items():
-        if value is not None:
-            raise ConfigError(f"--trace sets the arrival times; drop --{name.replace('_', '-')}")
+    return simulated
 
 
 def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
@@ -230,20 +150,17 @@ def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
     return out
 
 
-def _highest(server: _SimulatedServer, method: Method, search: _Search) -> dict[str, Any]:
-    arrivals = search.arrivals
-    full = server.simulated(method, [0.0] * arrivals.count)
+def _highest(simulated: Simulated, method: Method, targets: LatencyTargets, given: Given) -> dict[str, Any]:
+    """Highest rate of a method within the targets, and the engines that --total-rate needs."""
+    full = simulated(method, [0.0] * given.requests)
     full_rate = len(full.requests) / full.seconds  # the throughput of a full batch is an upper bound
     found = highest_rate(
-        lambda rate: server.simulated(method, arrivals.at(rate)),
-        search.targets,
-        low=full_rate * _LOWEST,
-        high=full_rate,
+        lambda rate: simulated(method, _at(rate, given)), targets, low=full_rate * _LOWEST, high=full_rate
     )
     out: dict[str, Any] = {"method": method.name, "highest_rate": found}
-    if search.total_rate is None:
-        return out
-    return out | {"replicas": replicas(search.total_rate, found), "total_rate": search.total_rate}
+    if given.total_rate is not None:
+        out |= {"replicas": replicas(given.total_rate, found), "total_rate": given.total_rate}
+    return out
 
 
 def _show(lines: list[dict[str, Any]], searched: list[dict[str, Any]], recorded: Recording) -> None:
@@ -262,8 +179,8 @@ def _show(lines: list[dict[str, Any]], searched: list[dict[str, Any]], recorded:
 
     show_table(headings, [row(line) for line in lines])
     for line in searched:
-        typer.echo(_within_targets(line))
-    typer.echo(f"simulated with {len(recorded.records)} outputs of {recorded.model or 'a recording'}")
+        click.echo(_within_targets(line))
+    click.echo(f"simulated with {len(recorded.records)} outputs of {recorded.model or 'a recording'}")
 
 
 def _within_targets(line: dict[str, Any]) -> str:

@@ -77,23 +77,6 @@ def _by_figure(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
     return Text("\n").join(lines)
 
 
-def comparison(plain_s: float, plain: Stats, seconds: float, stats: Stats, on: Console) -> RenderableType:
-    """Table of plain decoding next to speculation."""
-    rows = [("plain", *_figures(plain_s, plain_s, plain)), ("foresay", *_figures(plain_s, seconds, stats))]
-    return table(("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted"), rows, on)
-
-
-def _figures(plain_s: float, seconds: float, stats: Stats) -> tuple[str, ...]:
-    return (
-        str(stats.num_tokens),
-        f"{seconds:.2f}",
-        f"{stats.num_tokens / seconds:.1f}",
-        f"{plain_s / seconds:.2f}x",
-        f"{stats.block_efficiency or 0:.2f}",
-        percent(stats.acceptance_rate),
-    )
-
-
 def gain(speed_up: float, low: float | None = None, high: float | None = None) -> str:
     """1.234, 1.2, 1.3 -> "1.23x 1.20-1.30"."""
     return f"{speed_up:.2f}x" + ("" if low is None or high is None else f" {low:.2f}-{high:.2f}")

@@ -6,23 +6,15 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from foresay.checks import check_float, check_int
-from foresay.cli.common import changed, check_output, load_generator, model_expression
-from foresay.cli.lab_options import DataOptions, numbers
-from foresay.cli.options import (
-    BatchSizesOption,
-    DraftersOption,
-    ForceOption,
-    LengthsOption,
-    MachineOptions,
-    MethodOptions,
-    ModelChoice,
-    ModelOptions,
-)
+from foresay.checks import check_float
+from foresay.cli import options as opt
+from foresay.cli.command import Given, command, group, option
+from foresay.cli.common import check_output, load_target, model_expression
+from foresay.cli.options import batch_sizes, items, numbers, source_name
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
 from foresay.cli.tune_estimate import Estimate, estimate
@@ -31,116 +23,114 @@ from foresay.errors import ConfigError
 from foresay.files import work_folder
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import record
-from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
+from foresay.lab.tune import DRAFTERS as COMPARED
+from foresay.lab.tune import LENGTHS as TRIED
+from foresay.lab.tune import Tuner, Tuning, pick, with_draft
 from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
-from foresay.spec.settings_file import Settings, write_settings
+from foresay.spec.settings_file import FILE, Settings, is_settings, read_settings, write_settings
 
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        rich_help_panel="Drafting",
-        help="Also try a draft model: lengths, confidence thresholds, and cascades with max_gram.",
+FINALISTS = 3
+"""Candidates that are run live in the end."""
+
+
+@command(
+    opt.WHICH,
+    batch_sizes("1"),
+    option("--latency X", "Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
+    option("--recording FILE", "A recording of this model, in place of --prompts."),
+    option("-n --max-new-tokens N", "Tokens recorded of each output.", 96),
+    option("-o --output FILE", "The settings file to write.", FILE),
+    opt.FORCE,
+    option("--estimate", "Print how long the run would take, and end."),
+    option("-y --yes", "Start a run of more than a minute without confirmation."),
+    opt.DRAFTERS,
+    opt.LENGTHS,
+    group(
+        opt.DRAFTING,
+        option("--draft MODEL", "Also try a draft model: lengths, confidence thresholds, and cascades with max_gram."),
     ),
-]
-LatencyOption = Annotated[
-    float | None,
-    typer.Option(help="Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
-]
-RecordingOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A recording of this model, in place of --prompts.")
-]
-EstimateOption = Annotated[bool, typer.Option("--estimate", help="Print how long the run would take, and end.")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Start a run of more than a minute without confirmation.")]
-
-
-def run(
-    *,
-    which: ModelChoice,
-    drafter: DraftersOption = None,
-    length: LengthsOption = None,
-    draft: DraftOption = None,
-    batch_size: BatchSizesOption = "1",
-    latency: LatencyOption = None,
-    recording: RecordingOption = None,
-    data: DataOptions,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens recorded of each output.")] = 96,
-    finalists: Annotated[int, typer.Option(help="Candidates that are run live in the end.")] = 3,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The settings file to write.")] = Path(
-        "foresay.toml"
-    ),
-    force: ForceOption = False,
-    estimate_only: EstimateOption = False,
-    yes: YesOption = False,
-    machine: MachineOptions,
-) -> int:
+    opt.DATA,
+    opt.BASIC_MACHINE,
+    examples="""
+        foresay tune Qwen/Qwen2.5-0.5B-Instruct --estimate
+        foresay tune --prompts prompts.jsonl --latency 40 --batch-size 1,4,8 --yes""",
+)
+def run(given: Given) -> int:
     """Find the fastest settings here; write foresay.toml.
 
     Records outputs, times forward passes, replays every candidate on them, and runs the best candidates live. Other commands
     read foresay.toml in their folder. How long the run takes is printed first.
     """
-    sizes = numbers(batch_size, "--batch-size")
+    sizes, latency, draft = numbers(given.batch_size, "--batch-size"), given.latency, given.draft
     if len(sizes) > 1 and latency is None:
-        raise ConfigError(f"--batch-size {batch_size} has several sizes, and without --latency it takes one")
+        raise ConfigError(f"--batch-size {given.batch_size} has several sizes, and without --latency it takes one")
     if latency is not None:
         check_float("latency", latency, 0.0, math.inf, open_low=True)
-    check_int("finalists", finalists, 1, 100)
-    params = SamplingParams(max_new_tokens=max_new_tokens)
-    if not estimate_only:
-        check_output(output, force=force)
-    named = methods(drafter or DRAFTERS, length or LENGTHS)
+    params = SamplingParams(max_new_tokens=given.max_new_tokens)
+    if not given.estimate:
+        check_output(given.output, force=given.force)
+    named = methods(given.drafter or COMPARED, given.length or TRIED)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
-    if recording is not None and (unused := [*changed(data), *(["--max-new-tokens"] if max_new_tokens != 96 else [])]):
+    of_prompts = [given.typed[one.name] for one in opt.DATA if one.name in given.typed]
+    of_prompts += [given.typed["max_new_tokens"]] if "max_new_tokens" in given.typed else []
+    if given.recording is not None and of_prompts:
         raise ConfigError(
-            f"--recording and {unused[0]} contradict: a recording has its own prompts and outputs; drop one"
+            f"--recording and {of_prompts[0]} contradict: a recording has its own prompts and outputs; drop one"
         )
-    recorded = None if recording is None else Recording.load(recording)
-    items = data.items() if recorded is None else []
+    recorded = None if given.recording is None else Recording.load(given.recording)
+    prompts, chat = items(given) if recorded is None else [], not given.raw
     size = max(16, *sizes)
-    model = ModelOptions(which.name)
-    target = load_generator(model, "none", MethodOptions(), machine, later=named, max_batch_size=size)
+    target = load_target(given, named, max_batch_size=size)
     tuner = None if recorded is None else Tuner(target, recorded)
-    given: dict[str, Any] = {"methods": named, "params": params, "sizes": sizes, "rows": size, "finalists": finalists}
     with loading("Estimating the duration"):
-        expected = estimate(target, items, recorded, chat=not data.raw, **given)
-    if estimate_only:
-        sys.stdout.write(f"{expected}\n")
+        if recorded is None:
+            first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
+            shape = len(prompts), params.max_new_tokens
+        else:
+            first = [one.prompt for one in recorded.records[:size]]
+            shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
+        more: dict[str, Any] = {"methods": named, "sizes": sizes, "rows": size, "finalists": FINALISTS}
+        expected = estimate(target, first, shape, recorded=recorded is not None, **more)
+    if given.estimate:
+        click.echo(str(expected))
         return 0
-    _agree(expected, yes=yes)
-    tuner = tuner or Tuner(target, _recorded(target, items, params, data))
+    _agree(expected, yes=given.yes)
+    tuner = tuner or Tuner(target, _recorded(target, prompts, params, chat=chat))
     with loading("Timing passes, replaying candidates"):
         tuner.search(named, sizes)
-    size = _finish(tuner, latency, finalists)
+    size = _finish(tuner, latency)
     _show(tuner.tuning)
-    prompts = data.name if recording is None else recording.name
-    return _write(tuner.tuning, size, target, output, prompts, machine)
+    name = source_name(given, given.prompts) if recorded is None else given.recording.name
+    return _write(tuner.tuning, size, target, name, given)
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
-    """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise typer.Abort without it."""
-    typer.echo(f"foresay: {expected}", err=True)
+    """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise click.Abort without it."""
+    click.echo(f"foresay: {expected}", err=True)
     if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
-        typer.confirm("Start?", default=True, abort=True, err=True)
+        click.confirm("Start?", default=True, abort=True, err=True)
 
 
-def _recorded(target: Generator, items: Any, params: SamplingParams, data: DataOptions) -> Recording:
+def _recorded(target: Generator, prompts: list[PromptItem], params: SamplingParams, *, chat: bool) -> Recording:
     with work_folder("foresay-tune") as folder, advancing("Recording") as advance:
         return record(
             target,
-            items,
+            prompts,
             folder / "recording.jsonl",
             params,
-            chat=not data.raw,
+            chat=chat,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
 
 
-def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
+def _finish(tuner: Tuner, latency: float | None) -> int:
     """Run the best candidates live. Return the batch size of the fastest."""
-    best, plain = pick(tuner.tuning.candidates, count=count, latency_s=None if latency is None else latency / 1e3)
+    best, plain = pick(tuner.tuning.candidates, count=FINALISTS, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
         fastest = min(one.expected.latency_s for one in tuner.tuning.candidates)
         raise ConfigError(
@@ -167,11 +157,11 @@ def _show(tuning: Tuning) -> None:
     show_table(["candidate", "batch", "per pass", "tokens/s", "predicted", "measured"], lines, drop=("batch",))
     hidden = sum(c.method.name != PLAIN for c in tuning.candidates) - len(lines)
     if hidden > 0:
-        sys.stdout.write(f"and {hidden} more\n")
+        click.echo(f"and {hidden} more")
     for name, problem in tuning.failed.items():
-        sys.stdout.write(f"not tried: {name}: {problem}\n")
+        click.echo(f"not tried: {name}: {problem}")
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in tuning.seconds.items())
-    sys.stdout.write(f"took: {took}\n")
+    click.echo(f"took: {took}")
 
 
 def _relative_name(output: Path, name: str) -> str:
@@ -179,35 +169,32 @@ def _relative_name(output: Path, name: str) -> str:
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
-def _write(
-    tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str, machine: MachineOptions
-) -> int:
+def _write(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> int:
     best = tuning.best
     origin = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
     measured |= {"threads": origin["machine"]["threads"], "foresay": origin["versions"].get("foresay", "")}
-    dtype = target.target.dtype or None
+    weights, source = target.target.weights, given.model or FILE
+    stored = read_settings(source) if is_settings(source) and Path(source).is_file() else None
     chosen: dict[str, Any] = {
-        "target": _relative_name(output, target.target.name),
+        "target": _relative_name(given.output, target.target.name),
         "max_batch_size": batch_size,
-        "dtype": dtype,
-        "weights": target.target.weights if target.target.weights in WEIGHTS else None,
-        **{
-            name: None if getattr(machine, name) == "auto" else getattr(machine, name)
-            for name in ("activations", "kv_cache_dtype")
-        },
-        "backend": target.target.weights if target.target.weights == LLAMA_CPP else None,
+        "dtype": target.target.dtype or None,
+        "weights": weights if weights in WEIGHTS else None,
+        "backend": weights if weights == LLAMA_CPP else None,
+        "activations": stored and stored.activations,
+        "kv_cache_dtype": stored and stored.kv_cache_dtype,
     }
     if best is None:
         settings = Settings(drafter="none", **chosen)
-        sys.stdout.write("Plain decoding is fastest: no drafter gains anything here.\n")
+        click.echo("Plain decoding is fastest: no drafter gains anything here.")
     else:
         method = best.candidate.method
         length: Any = method.length or None
         length = int(length) if length is not None and length.isdecimal() else length
         settings = Settings(drafter=method.drafter, length=length, **chosen)
         measured |= {"speed_up": round(best.speed_up, 3), "tokens_per_s": round(best.tokens_per_s, 1)}
-        sys.stdout.write(f"{method.name}: {best.speed_up:.2f}x plain decoding at batch {best.candidate.batch_size}.\n")
-    write_settings(output, settings, measured)
-    sys.stdout.write(f"wrote {output}\n")
+        click.echo(f"{method.name}: {best.speed_up:.2f}x plain decoding at batch {best.candidate.batch_size}.")
+    write_settings(given.output, settings, measured)
+    click.echo(f"wrote {given.output}")
     return 0

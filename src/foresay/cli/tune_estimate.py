@@ -11,9 +11,6 @@ from time import perf_counter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
-from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import RequestBuilder
-from foresay.records.recording import Recording
 from foresay.spec.recipes import read_drafter
 
 _PASSES = 4
@@ -46,49 +43,40 @@ class Estimate:
 
 def estimate(
     target: Generator,
-    items: Sequence[PromptItem],
-    recorded: Recording | None,
+    prompts: Sequence[Sequence[int]],
+    size: tuple[int, int],
     *,
+    recorded: bool,
     methods: Sequence[Method],
-    params: SamplingParams,
     sizes: Sequence[int],
     rows: int,
     finalists: int,
-    chat: bool,
 ) -> Estimate:
-    """Time a few passes over the first prompts, and return what they imply for the whole run.
+    """Time a few passes over some prompts, and return what they imply for the whole run.
 
-    items: prompts to record, unless there is a recording. sizes: batch sizes to tune for; rows: the one that records.
-    chat: True if prompts go through the chat template.
+    size: number of outputs, and tokens of each. recorded: True if there is a recording of them. sizes: batch sizes to tune for;
+    rows: the one that records.
     """
-    if recorded is None:
-        prompts = [list(one.token_ids) for one in RequestBuilder(target, chat=chat).first(items[:rows])]
-        count, tokens = len(items), params.max_new_tokens
-    else:
-        prompts = [list(one.prompt) for one in recorded.records[:rows]]
-        count, tokens = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-    timed = {size: _timed(target, list(islice(cycle(prompts), size))) for size in {rows, *sizes}}
+    count, tokens = size
+    timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
     prefill_s, pass_s = timed[rows]
-    passes_s = sum(timed[size][1] for size in sizes)
-    recording_s = 0.0 if recorded is not None else math.ceil(count / rows) * (prefill_s + tokens * pass_s)
     loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
+    candidates = len(methods) * len(sizes)
     parts = {
-        "recording": recording_s,
-        "timing passes": _BANDWIDTH_S + _PROFILE_PASSES * passes_s,
-        f"replaying {len(methods) * len(sizes)} candidates": (
-            len(methods) * len(sizes) * count * tokens * _REPLAY_S + len(loading) * count * tokens * pass_s / rows
-        ),
+        "recording": 0.0 if recorded else math.ceil(count / rows) * (prefill_s + tokens * pass_s),
+        "timing passes": _BANDWIDTH_S + _PROFILE_PASSES * sum(timed[one][1] for one in sizes),
+        f"replaying {candidates} candidates": count * tokens * (candidates * _REPLAY_S + len(loading) * pass_s / rows),
         f"running {finalists} live": finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
     }
     return Estimate({name: seconds for name, seconds in parts.items() if seconds})
 
 
-def _timed(target: Generator, prompts: Sequence[list[int]]) -> tuple[float, float]:
+def _timed(target: Generator, prompts: list[list[int]]) -> tuple[float, float]:
     """Return (seconds of prefilling the prompts, seconds of a forward pass over one token of each)."""
     seconds = []
     for tokens in (1, 1, 1 + _PASSES):  # the first run warms up
         began = perf_counter()
-        target.generate(list(prompts), SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+        target.generate(prompts, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
         seconds.append(perf_counter() - began)
     return seconds[1], max(1e-6, seconds[2] - seconds[1]) / _PASSES
 

@@ -1,13 +1,12 @@
-"""Errors in the words of the command line: flags in place of Python's argument names, plain words for wrong types."""
+"""Errors in the words of the command line: flags in place of Python's argument names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-_TYPES = {"int_parsing": "an integer", "int_from_float": "an integer", "float_parsing": "a number"}
-"""Kinds of pydantic's errors, and what was expected."""
+import click
+
 _ALIASES = {
     "max_batch_size": "batch_size",
     "batch_size": "batch_tokens",
@@ -52,30 +51,15 @@ def _parts(message: str) -> Iterator[tuple[str, bool]]:
         depth = max(0, depth - (part in (")", "]")))
 
 
-def usage_message(error: Any, args: Sequence[str]) -> str:
-    """Return typer's message about wrong usage as one plain line that names what was typed.
-
-    error: typer's exception. args: the whole command line.
-    """
-    parameter, command = getattr(error, "param", None), getattr(getattr(error, "ctx", None), "command_path", "foresay")
+def usage_message(error: click.ClickException, args: Sequence[str]) -> str:
+    """Return click's message about wrong usage as one plain line that names what was typed. args: the whole command line."""
+    parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    help_ = f"see {'foresay' if context is None else context.command_path} -h"
     if parameter is None:
-        formatted = getattr(error, "format_message", lambda: str(error))()
-        extra = re.fullmatch(r"Got unexpected extra argument\(s\) \((.*)\)", formatted, re.DOTALL)
-        return formatted if extra is None else f"unexpected argument {extra[1]!r}; see {command} -h"
-    name = _typed_name(parameter, args)
-    problem: list[Any] = getattr(error.__cause__, "errors", list)()
-    if problem:
-        [first, *_] = problem
-        allowed = _TYPES.get(first["type"], first["msg"].removeprefix("Input should be ").lower())
-        return f"{name} {first['input']!r} must be {allowed}"
-    if type(error).__name__ == "MissingParameter":
-        return f"{name} is missing; see {command} -h"
-    return f"{name}: {error.message}"
-
-
-def _typed_name(parameter: Any, args: Sequence[str]) -> str:
-    """The flag of an option as it stands in the arguments, else its longest; the name of an argument in capitals."""
-    if parameter.param_type_name == "argument":
-        return str(parameter.metavar or parameter.name.upper())
+        message = error.format_message()
+        extra = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", message, re.DOTALL)
+        return message if extra is None else f"unexpected argument {extra[1]!r}; {help_}"
     given = [flag for flag in parameter.opts if any(arg.startswith(flag) for arg in args)]
-    return str(max(given or parameter.opts, key=len))
+    is_argument = isinstance(parameter, click.Argument)
+    name = parameter.metavar if is_argument else max(given or parameter.opts, key=len)
+    return f"{name} is missing; {help_}" if isinstance(error, click.MissingParameter) else f"{name} {error.message}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+import click
 
+from foresay.cli.command import Given, command, option
 from foresay.cli.common import model_name
-from foresay.cli.options import JsonOption, ModelChoice
+from foresay.cli.options import JSON, WHICH
 from foresay.errors import ModelNotFoundError
 from foresay.integrations.vllm_arguments import llm_arguments, model_folder, serve_command
 from foresay.models.sources.packaged import ALIASES
@@ -18,34 +18,32 @@ from foresay.spec.expressions import parse
 from foresay.spec.settings_file import Settings, is_settings, read_settings
 
 
-def run(
-    *,
-    which: ModelChoice,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="EXPRESSION",
-            help="head(FOLDER), block(FOLDER), model(FOLDER), mtp, prompt_lookup or none.  [default: prompt_lookup]",
-        ),
-    ] = None,
-    length: Annotated[
-        str | None,
-        typer.Option(metavar="LENGTH", help="Draft length: a number."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> int:
+@command(
+    WHICH,
+    option(
+        "--drafter EXPRESSION",
+        "head(FOLDER), block(FOLDER), model(FOLDER), mtp, prompt_lookup or none.  [default: prompt_lookup]",
+    ),
+    option("--length LENGTH", "Draft length: a number."),
+    JSON,
+    examples="""
+        foresay vllm-config Qwen/Qwen2.5-0.5B-Instruct --drafter prompt_lookup
+        foresay vllm-config foresay.toml --json""",
+)
+def run(given: Given) -> int:
     """Print vLLM's arguments for a drafter or settings file.
 
     vLLM runs each draft by a method of its own. Write a head or a block drafter with `foresay export` first, and name that
     folder.
     """
-    name = model_name(which.name)
+    name = model_name(given.model)
     settings = read_settings(name) if is_settings(name) else Settings(target=name)
-    given: dict[str, Any] = {name: value for name, value in (("drafter", drafter), ("length", length)) if value}
-    settings = dataclasses.replace(settings, **given)
+    settings = dataclasses.replace(
+        settings, **{name: value for name in ("drafter", "length") if (value := getattr(given, name))}
+    )
     _check_draft(settings.drafter)
     arguments = llm_arguments(settings, _location(settings.target))
-    typer.echo(json.dumps(arguments, indent=2) if as_json else serve_command(arguments))
+    click.echo(json.dumps(arguments, indent=2) if given.json else serve_command(arguments))
     return 0
 
 

@@ -186,7 +186,7 @@ class NgramTable:
         if (count is None) == (coverage is None):
             raise ConfigError(f"count={count!r}, coverage={coverage!r}: give exactly one of them")
         if self.counts is None or not self.counts.any():
-            raise ConfigError("the table has no token counts; build one with `foresay ngram build`")
+            raise ConfigError("the table has no token counts; build one with `foresay distill --kind ngram`")
         ranked = np.argsort(-self.counts, kind="stable")
         if coverage is not None:
             share = check_float("coverage", coverage, 0, 1, open_low=True)
@@ -210,7 +210,7 @@ class NgramTable:
         fingerprint, vocab_size: of the tokenizer in use. own_tokens: size of its vocabulary without added tokens and padding, the
         smallest size of a table without a fingerprint.
         """
-        advice = "build a table with this tokenizer: foresay ngram build FILE... --model NAME --output TABLE"
+        advice = "build a table with this tokenizer: foresay distill TABLE --kind ngram --text FILE --model NAME"
         if fingerprint is not None and self.fingerprint is not None and fingerprint != self.fingerprint:
             raise VocabularyMismatchError(
                 f"the n-gram table was built with another tokenizer (fingerprint {self.fingerprint[:12]}, "

@@ -24,7 +24,7 @@ class AcceptanceLength(LengthPolicy):
     remembers = False
 
     def __init__(self, head: str | AcceptanceHead, threshold: float = 0.3, *, low: int = 2, high: int = 20) -> None:
-        """head: an acceptance head, or its folder (written by `foresay acceptance-head train`). Raises what
+        """head: an acceptance head, or its folder (written by `foresay distill --kind acceptance`). Raises what
         `AcceptanceHead.load` raises.
 
         threshold: largest allowed probability of a rejection, in [0, 1]. low, high: bounds of the draft length.

@@ -164,7 +164,9 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
     check_float("coverage", coverage, 0.01, 1.0)
     if vocabulary is None:
         if size is not None:
-            raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table built with `foresay ngram build`")
+            raise ConfigError(
+                f"vocabulary_size={size} needs vocabulary=, a table built with `foresay distill --kind ngram`"
+            )
         return None
     path = check_path("vocabulary", vocabulary)
 
@@ -263,7 +265,7 @@ class DrafterSpec:
     kind: Literal["none", "lookup", "model", "cascade"]
     """Cost of drafting: nothing, n-gram matching, passes of a model, or that of its members."""
     compared: bool = False
-    """True if `bench`, `replay`, `compare` and `tune` try it by default."""
+    """True if `bench`, `replay`, `generate --compare` and `tune` try it by default."""
 
 
 DRAFTERS: dict[str, DrafterSpec] = {

@@ -238,7 +238,7 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"the folder {os.fspath(folder)!r} has no data for an acceptance head; make it with foresay acceptance-head data"
+            f"the folder {os.fspath(folder)!r} has no data for an acceptance head; foresay distill --kind acceptance makes it"
         )
     out = []
     for file in files:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,6 @@ from helpers import tiny
 
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
 CHECK = ["check", "r.jsonl", "--dtype", "fp32"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("check") / "tiny")
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")
@@ -290,21 +274,7 @@ def test_wrong_results_are_refused(shell: tiny.Shell, here: Path) -> None:
 # -- terminals and signals ---------------------------------------------------------------------------------------------
 
 
-def test_a_narrow_terminal(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shell(*CHECK, "--save", "c.json")[0] == 0
-    monkeypatch.setenv("COLUMNS", "40")
-    code, out, _ = shell(*CHECK, "--against", "c.json")
-    assert code == 0 and out.startswith("prompts: 3 a, 2 b, 5 total\ntokens: 144 a, 96 b, 240 total\n")
-
-
-def test_a_closed_pipe_and_a_terminal(here: Path) -> None:
-    process = subprocess.Popen(
-        [*tiny.FORESAY, *CHECK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment()
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait(timeout=60) == 141
-    process.stderr.close()
+def test_a_terminal_sees_progress(here: Path) -> None:
     code, out, shown = tiny.foresay_watched(*CHECK)
     assert code == 0 and b"texts: 5 of 5 are the same" in out and "Checking" in shown
 

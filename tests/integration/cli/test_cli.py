@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,10 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import foresay
 from foresay.cli import main
-from foresay.errors import ConfigError
 from foresay.models.cpu import build
 from helpers import tiny
 
 PROMPT = "hello world, hello"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("cli") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("cli-chat") / "tiny", chat=True)
 
 
 @pytest.fixture(scope="session")
@@ -47,32 +30,26 @@ def written(folder: Path) -> str:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
+def base(folder: Path) -> list[str]:
+    return ["generate", "--model", str(folder), "--dtype", "fp32", "-n", "12"]
 
 
 @pytest.fixture
-def base(folder: Path) -> list[str]:
-    return ["generate", "--model", str(folder), "--dtype", "fp32", "-n", "12"]
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompt_as_argument(shell: tiny.Shell, base: list[str], written: str) -> None:
-    assert len(written) >= 12
-    assert shell(*base, PROMPT) == (0, written + "\n", "")
-
-
-def test_prompt_from_file(shell: tiny.Shell, base: list[str], written: str, tmp_path: Path) -> None:
-    path = tmp_path / "prompt.txt"
-    path.write_text(PROMPT, encoding="utf-8")
-    assert shell(*base, "--file", str(path)) == (0, written + "\n", "")
-
-
-@pytest.mark.parametrize("extra", [[], ["-"], ["--file", "-"]])
-def test_prompt_from_standard_input(shell: tiny.Shell, base: list[str], written: str, extra: list[str]) -> None:
-    assert shell(*base, *extra, stdin=PROMPT.encode()) == (0, written + "\n", "")
+@pytest.mark.parametrize(
+    ("args", "stdin"),
+    [([PROMPT], ""), (["--file", "p.txt"], ""), ([], PROMPT), (["-"], PROMPT), (["--file", "-"], PROMPT)],
+)
+def test_prompts(shell: tiny.Shell, base: list[str], written: str, args: list[str], stdin: str, in_tmp: Path) -> None:
+    (in_tmp / "p.txt").write_text(PROMPT, encoding="utf-8")
+    assert len(written) >= 12 and shell(*base, *args, stdin=stdin.encode()) == (0, written + "\n", "")
 
 
 def test_a_chat_template_is_used_unless_raw(shell: tiny.Shell, chat_folder: Path, written: str) -> None:
@@ -83,37 +60,25 @@ def test_a_chat_template_is_used_unless_raw(shell: tiny.Shell, chat_folder: Path
     assert json.loads(chat)["prompt_tokens"] == json.loads(raw)["prompt_tokens"] + 3  # bos, user, assistant
 
 
-def test_prompt_twice(shell: tiny.Shell, base: list[str], tmp_path: Path) -> None:
-    assert shell.refused(*base, PROMPT, "--file", str(tmp_path / "x")) == (
-        "the prompt is given twice, as an argument and with --file; drop one"
-    )
-
-
-@pytest.mark.parametrize("text", ["", "   ", "\n\t\n"])
-def test_empty_prompt(shell: tiny.Shell, base: list[str], text: str) -> None:
-    assert shell.refused(*base, text) == "the prompt is empty"
-    assert shell.refused(*base, stdin=text.encode()) == "the prompt is empty"
-
-
-def test_standard_input_that_is_not_utf8(shell: tiny.Shell, base: list[str]) -> None:
-    assert shell.refused(*base, stdin=b"caf\xe9 au lait") == "standard input is not UTF-8 text: byte 0xe9 at offset 3"
-
-
-def test_file_that_is_not_utf8(shell: tiny.Shell, base: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "latin1.txt"
-    path.write_bytes("é".encode("latin-1"))
-    assert shell.refused(*base, "--file", str(path)) == f"{path} is not UTF-8 text: byte 0xe9 at offset 0"
-
-
-def test_files_that_cannot_be_read(shell: tiny.Shell, base: list[str], tmp_path: Path) -> None:
-    missing = tmp_path / "missing.txt"
-    assert shell.refused(*base, "--file", str(missing)) == f"cannot read {str(missing)!r}: No such file or directory"
-    assert shell.refused(*base, "--file", str(tmp_path)) == f"cannot read {str(tmp_path)!r}: Is a directory"
-
-
-def test_prompt_longer_than_the_context(shell: tiny.Shell, base: list[str]) -> None:
-    message = shell.refused(*base, "x" * 5000)
-    assert "the prompt has 5000 tokens; the model's context is 4096" in message
+@pytest.mark.parametrize(
+    ("args", "stdin", "message"),
+    [
+        ([PROMPT, "--file", "x"], b"", "the prompt is given twice, as an argument and with --file; drop one"),
+        ([" \n\t"], b"", "the prompt is empty"),
+        ([], b" \n\t", "the prompt is empty"),
+        ([], b"caf\xe9 au lait", "standard input is not UTF-8 text: byte 0xe9 at offset 3"),
+        (["--file", "latin1.txt"], b"", "latin1.txt is not UTF-8 text: byte 0xe9 at offset 0"),
+        (["--file", "no.txt"], b"", "cannot read 'no.txt': No such file or directory"),
+        (["--file", "."], b"", "cannot read '.': Is a directory"),
+        (["x" * 5000], b"", "the prompt has 5000 tokens; the model's context is 4096"),
+        (["org/model", "x"], b"", "'org/model' looks like a model: the argument is the prompt, and -m org/model names"),
+    ],
+)
+def test_wrong_prompts(
+    shell: tiny.Shell, base: list[str], args: list[str], stdin: bytes, message: str, in_tmp: Path
+) -> None:
+    (in_tmp / "latin1.txt").write_bytes("é".encode("latin-1"))
+    assert message in shell.refused(*base, *args, stdin=stdin)
 
 
 # -- output ----------------------------------------------------------------------------------------------------------
@@ -153,13 +118,6 @@ def test_json_of_a_sampled_output_names_the_seed_that_repeats_it(shell: tiny.She
     assert again["token_ids"] == first["token_ids"] != other["token_ids"]
 
 
-def test_json_with_compare(shell: tiny.Shell, base: list[str]) -> None:
-    code, out, _ = shell(*base, "--json", "--compare", PROMPT)
-    record = json.loads(out)
-    assert code == 0 and record["identical"] is True
-    assert record["speed_up"] == pytest.approx(record["plain_seconds"] / record["seconds"])
-
-
 def test_trace(shell: tiny.Shell, base: list[str], written: str) -> None:
     code, out, err = shell(*base, "--trace", PROMPT)
     text, legend = out.split("\n\n")
@@ -179,60 +137,14 @@ def test_trace_colours_by_origin(
     assert "\x1b[32m" not in out.split("\n\n")[0]
 
 
-def test_compare_of_equal_outputs_is_0(shell: tiny.Shell, base: list[str], written: str) -> None:
-    code, out, _ = shell(*base, "--compare", PROMPT)
-    assert code == 0
-    assert out.startswith(written + "\n")
-    assert out.endswith("identical output: yes\n")
-    assert any(line.split()[:2] == ["plain", "12"] for line in out.splitlines())
-    assert any(line.split()[:2] == ["foresay", "12"] for line in out.splitlines())
-
-
-def test_compare_of_different_outputs_is_1(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from foresay.generation.generator import Generator
-
-    honest = Generator.plain
-
-    def other(generator: Generator) -> Generator:
-        plain = honest(generator)
-        forced = json.loads(shell(*base, "--json", PROMPT)[1])["token_ids"][3]
-        generate = plain.generate
-        plain.generate = lambda prompt, params: generate(prompt, params, banned_token_ids=(forced,))  # type: ignore
-        return plain
-
-    monkeypatch.setattr(Generator, "plain", other)
-    code, out, _ = shell(*base, "--compare", PROMPT)
-    assert code == 1
-    assert "identical output: no, at token" in out.splitlines()[-1]
-    code, out, _ = shell(*base, "--compare", "--json", PROMPT)
-    assert code == 1
-    assert json.loads(out)["identical"] is False
-
-
-def test_compare_under_the_coupled_rule(shell: tiny.Shell, base: list[str]) -> None:
-    code, out, _ = shell(*base, "--compare", "-t", "1", "--rule", "coupled", "--seed", "3", PROMPT)
-    assert code == 0 and "identical output: yes" in out
-
-
 def test_stop_strings_end_the_output(shell: tiny.Shell, base: list[str], written: str) -> None:
     stop = written[6:8]
     code, out, _ = shell(*base, "--stop", stop, "--stop", "never this", PROMPT)
     assert code == 0 and out == written[: written.find(stop)] + "\n"
 
 
-def test_overlapping_stop_strings_cut_at_the_first(shell: tiny.Shell, base: list[str], written: str) -> None:
-    long, short = written[4:10], written[5:7]
-    _, out, _ = shell(*base, "--stop", long, "--stop", short, PROMPT)
-    assert out == written[: min(written.find(short), written.find(long))] + "\n" or out == (
-        written[: written.find(short)] + "\n"
-    )
-    record = json.loads(shell(*base, "--stop", long, "--stop", short, "--json", PROMPT)[1])
-    assert record["text"] + "\n" == out
-    assert record["finish_reason"] == "stop"
-
-
 def test_a_draft_model(shell: tiny.Shell, base: list[str], folder: Path, written: str) -> None:
-    _, out, _ = shell(*base, "--draft", str(folder), "--num-draft-tokens", "3", "--json", PROMPT)
+    _, out, _ = shell(*base, "--draft", str(folder), "--length", "3", "--json", PROMPT)
     record = json.loads(out)
     assert record["text"] == written
     assert record["stats"]["num_drafted"] == record["stats"]["num_accepted"] > 0  # it is its own draft
@@ -263,7 +175,6 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
         (["--draft", "smollm2-135"], "unknown model 'smollm2-135'. Did you mean 'smollm2-135m'?"),
         (["-n", "0"], "--max-new-tokens 0 must be an integer at least 1"),
         (["-n", "-3"], "--max-new-tokens -3 must be an integer at least 1"),
-        (["-n", "many"], "-n 'many' must be an integer"),
         (["--min-new-tokens", "-1"], "--min-new-tokens -1 must be an integer at least 0"),
         (["--min-new-tokens", "13"], "--min-new-tokens 13 exceeds --max-new-tokens 12"),
         (["-t", "-1"], "--temperature -1.0 must be a finite number"),
@@ -278,41 +189,32 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
         (["--frequency-penalty", "1e9"], "--frequency-penalty 1000000000.0 must be a finite number"),
         (["--seed", "-1"], "--seed -1 must be an integer in [0,"),
         (["--seed", str(2**64)], "must be an integer in [0,"),
-        (["--num-draft-tokens", "-1"], "--num-draft-tokens -1"),
+        (["--length", "-1"], "--length -1"),
         (["--stop", ""], "--stop '' must be a non-empty string"),
         (["--json", "--logprobs", "-1"], "--logprobs -1 must be an integer in [0, 1000]"),
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--trace", "--json"], "--trace and --json contradict"),
-        (["--compare", "-t", "0.7"], "--compare needs --temperature 0, or --rule coupled"),
+        (["--repeats", "2"], "--repeats needs --compare"),
+        (["--compare", "--repeats", "0"], "--repeats 0 must be an integer"),
+        (["--drafter", "suffix", "--drafter", "max_gram"], "--drafter is given 2 times; add --compare"),
         (["--drafter", "model"], "--drafter 'model' needs a draft model"),
         (["--device", "gpu0"], "--device 'gpu0' is not a device"),
-        (["--no-such-option"], "no such option: --no-such-option"),
         (["two", "arguments"], "the prompt is one argument, and 3 are given; put it in quotes"),
-        (["-t", "warm"], "-t 'warm' must be a number"),
-        (["--temperature", "warm"], "--temperature 'warm' must be a number"),
+        (["--lines", "--compare"], "--lines decodes a batch, and --compare shows one prompt; drop one"),
         (["--lines", "--trace"], "--lines decodes a batch, and --trace shows one prompt; drop one"),
         (["--batch-size", "4"], "--batch-size needs --lines"),
         (["--max-memory", "all"], "--max-memory 'all' must be DEVICE=SIZE"),
         (["--max-memory", "cpu=1GB"], "--max-memory only has an effect with --device-map"),
         (["--threads", "0"], "--threads 0 must be between 1 and 1024"),
-        (["--workers", "2"], "--workers distributes many prompts; add --lines"),
-        (["--ray"], "--ray needs --workers, the number of actors"),
+        (["--workers", "2"], "--workers needs --lines; add it, or drop --workers"),
+        (["--ray"], "--ray needs --workers; add it, or drop --ray"),
     ],
 )
 def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], message: str) -> None:
     assert message.lower() in shell.refused(*base, PROMPT, *args).lower()
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["generate", "--drafter", "none", "x"],
-        ["compare", "x"],
-        ["record", "x.jsonl"],
-        ["bench", "x.jsonl"],
-        ["profile"],
-    ],
-)
+@pytest.mark.parametrize("args", [["generate", "--drafter", "none", "x"], ["bench", "x.jsonl"]])
 def test_draft_weights_without_a_draft_model(shell: tiny.Shell, folder: Path, args: list[str]) -> None:
     message = shell.refused(*args, "--model", str(folder), "--draft-weights", "int8")
     assert message == "--draft-weights 'int8' applies to a draft model, and no method loads one; drop it"
@@ -325,18 +227,14 @@ def test_a_draft_that_is_not_used(shell: tiny.Shell, base: list[str], folder: Pa
 
 
 def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, base: list[str], written: str) -> None:
-    record = json.loads(shell(*base, "--num-draft-tokens", "0", "--json", PROMPT)[1])
+    record = json.loads(shell(*base, "--length", "0", "--json", PROMPT)[1])
     assert record["text"] == written and record["stats"]["num_drafted"] == 0
 
 
 def test_draft_tokens_without_a_drafter_contradict(shell: tiny.Shell, base: list[str]) -> None:
-    """Nothing is ignored: `--drafter none --num-draft-tokens 5` contradict each other."""
-    message = shell.refused(*base, "--drafter", "none", "--num-draft-tokens", "5", PROMPT)
-    assert message == "--drafter 'none' drafts nothing, but --num-draft-tokens 5 was given; drop one"
-
-
-def test_unknown_command(shell: tiny.Shell) -> None:
-    assert "genrate" in shell.refused("genrate", "x")
+    """Nothing is ignored: `--drafter none --length 5` contradict each other."""
+    message = shell.refused(*base, "--drafter", "none", "--length", "5", PROMPT)
+    assert message == "--drafter 'none' drafts nothing, but --length '5' was given; drop one"
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -390,29 +288,23 @@ def test_narrow_and_dumb_terminals(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("TERM", "dumb")
-    code, out, err = shell(*base, "--compare", "--trace", PROMPT)
+    code, out, err = shell(*base, "--compare", "--trace", "--drafter", "suffix", PROMPT)
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0] == written
     assert "\x1b" not in out
-    assert "tokens: 12 plain, 12 foresay" in lines
-    names = ("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted")
-    assert [name for name in names if any(line.startswith(f"{name}: ") for line in lines)] == list(names)
-
-
-def test_no_network_is_one_line_within_seconds() -> None:
-    """The hub's host does not answer: its port is closed."""
-    done = tiny.foresay(
-        *["generate", "--model", "no-such-org/no-such-model", "x"],
-        HF_ENDPOINT="http://127.0.0.1:9",
-        HF_HUB_OFFLINE="0",
-        TRANSFORMERS_OFFLINE="0",
-        timeout=20,
+    names = (
+        "tokens",
+        "seconds",
+        "tokens/s",
+        "speed-up",
+        "tokens/pass",
+        "accepted",
+        "drafts used",
+        "identical",
+        "exact",
     )
-    assert (done.returncode, done.stdout) == (2, b"")
-    err = done.stderr.decode()
-    assert err.count("\n") == 1, err
-    assert "'no-such-org/no-such-model' is neither a file nor a folder here, and the hub did not give it" in err
+    assert [name for name in names if any(line.startswith(f"{name}: ") for line in lines)] == list(names)
 
 
 def test_offline_is_one_line(shell: tiny.Shell) -> None:
@@ -439,12 +331,9 @@ def test_without_standard_input(shell: tiny.Shell, base: list[str], monkeypatch:
     assert shell.refused(*base).startswith("no prompt")
 
 
-@pytest.mark.parametrize("temperature", ["1e-30", "1e-45", "5e-324"])
-def test_a_temperature_near_zero_is_nearly_greedy(
-    shell: tiny.Shell, base: list[str], written: str, temperature: str
-) -> None:
+def test_a_temperature_near_zero_is_nearly_greedy(shell: tiny.Shell, base: list[str], written: str) -> None:
     """Logits divided by it overflow float32; the distribution still is a point mass."""
-    assert shell(*base, "-t", temperature, "--seed", "1", PROMPT) == (0, written + "\n", "")
+    assert shell(*base, "-t", "1e-45", "--seed", "1", PROMPT) == (0, written + "\n", "")
 
 
 # -- the other commands ----------------------------------------------------------------------------------------------
@@ -453,14 +342,7 @@ def test_a_temperature_near_zero_is_nearly_greedy(
 def test_no_arguments_shows_the_help(shell: tiny.Shell) -> None:
     code, out, _ = shell()
     assert code == 2
-    assert all(f"  {command} " in out for command in ("generate", "serve", "info", "acceptance-head"))
-
-
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help(shell: tiny.Shell, option: str) -> None:
-    code, out, err = shell("generate", option)
-    assert (code, err) == (0, "")
-    assert out.startswith("Usage: foresay generate [OPTIONS] [PROMPT]\n")
+    assert all(f"  {command} " in out for command in ("generate", "serve", "info", "distill"))
 
 
 def page(out: str) -> dict[str, str]:
@@ -522,11 +404,6 @@ def test_the_argument_goes_before_the_environment(shell: tiny.Shell, monkeypatch
     assert "'./typed'" in shell.refused("serve", "-m", "./typed")
 
 
-def test_a_model_in_the_place_of_the_prompt(shell: tiny.Shell) -> None:
-    message = shell.refused("generate", "org/model", "Name three rivers.")
-    assert message == "'org/model' looks like a model: the argument is the prompt, and -m org/model names the model"
-
-
 @pytest.mark.parametrize("origin", ["x", "example.org", "https://example.org/page", "*."])
 def test_an_origin_that_is_none(shell: tiny.Shell, origin: str) -> None:
     assert shell.refused("serve", "--cors", origin).startswith(f"--cors {origin!r} must be an origin such as https://")
@@ -548,6 +425,7 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert fields["supported"].startswith("yes")
     assert fields["family"] == "llama (LlamaForCausalLM), tested"
     assert fields["context"] == "4096 tokens"
+    assert fields["parameters"] == f"{sum(p.numel() for p in tiny.llama().parameters()) / 1e6:.1f} M"
     assert fields["dtype, device"] == "float32, cpu"
     assert fields["weights"].startswith("in that dtype; one forward pass reads 0 MB")
     assert re.fullmatch(
@@ -576,15 +454,6 @@ def test_prepare_fills_the_caches(shell: tiny.Shell, folder: Path, monkeypatch: 
     assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "forward pass: fused layers\n" in out
 
 
-def test_info_counts_the_parameters(shell: tiny.Shell, folder: Path) -> None:
-    import torch
-
-    count = sum(p.numel() for p in tiny.llama().parameters())
-    for dtype in ("fp32", "bf16"):
-        _, out, _ = shell("info", str(folder), "--dtype", dtype)
-        assert f"parameters: {count / 1e6:.1f} M" in out, (dtype, torch.__version__)
-
-
 def test_info_of_a_recurrent_model_names_the_cost_of_a_rejection(shell: tiny.Shell, tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=264, hidden_size=16, state_size=4, num_hidden_layers=1, eos_token_id=0)
     tiny.save(tmp_path / "mamba", MambaForCausalLM(config))
@@ -601,12 +470,6 @@ def test_info_of_a_recurrent_model_names_the_cost_of_a_rejection(shell: tiny.She
 def test_info_of_nothing(shell: tiny.Shell) -> None:
     assert shell.refused("info", "./nowhere") == "no such file or folder: './nowhere'"
     assert "unknown dtype 'fp33'" in shell.refused("info", "smollm2-135m", "--dtype", "fp33")
-
-
-def test_errors_are_foresays_own() -> None:
-    """The errors that the command line prints in one line can be caught by users of the library."""
-    with pytest.raises(ConfigError, match="max_new_tokens=0"):
-        foresay.SamplingParams(max_new_tokens=0)
 
 
 def test_info_and_prepare_use_a_settings_file(
@@ -647,7 +510,3 @@ def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, m
         with pytest.raises(StoppedError):
             _run(["generate", "--file", "lines.txt", *more])
     assert sizes == [2, 2, 3]
-
-
-def test_a_batch_size_without_lines_is_refused(shell: tiny.Shell) -> None:
-    assert shell.refused("generate", "x", "--batch-size", "32") == "--batch-size needs --lines"

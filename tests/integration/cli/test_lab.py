@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,15 @@ from foresay.records.results import Results
 from foresay.spec.settings_file import read_settings
 from helpers import tiny
 
-ESTIMATE = r"foresay: tuning takes about \d+ s: (\w[\w ]* \d+ s(, )?)+\n"
+ESTIMATE = r"foresay: tuning takes about \d+ (s|min): (\w[\w ]* \d+ (s|min)(, )?)+\n"
 """Line that `foresay tune` prints before it starts."""
+TUNE = ["tune", "--prompts", "p.jsonl", "--drafter", "suffix"]
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "_BLOCK_BYTES", 1 << 16)
-    yield from tiny.one_thread()
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("lab") / "tiny")
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -97,22 +86,8 @@ def test_record(shell: tiny.Shell, here: Path, which: list[str]) -> None:
 
 
 def test_record_sampled_with_logprobs(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    command = [
-        "record",
-        "r.jsonl",
-        *which,
-        "--prompts",
-        "p.jsonl",
-        "--category",
-        "b",
-        "-n",
-        "6",
-        "-t",
-        "0.8",
-        "--seed",
-        "3",
-    ]
-    assert shell(*command, "--logprobs", "2", "--batch-size", "1")[0] == 0
+    command = ["record", "r.jsonl", *which, "--prompts", "p.jsonl", "--category", "b", "-n", "6", "-t", "0.8"]
+    assert shell(*command, "--seed", "3", "--logprobs", "2", "--batch-size", "1")[0] == 0
     one = Recording.load("r.jsonl")
     assert len(one.records) == 2 and not one.greedy and one.params["temperature"] == 0.8
     assert all(r.token_probs and r.logprobs and r.top and r.seed is not None for r in one.records)
@@ -180,7 +155,7 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
     code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", *args)
     lines = [json.loads(line) for line in out.splitlines()]
     assert (code, err) == (0, "") and [line["method"] for line in lines] == [
-        *("max_gram, 3", "self(1), 3", f"model({folder}), 3"),
+        *("max_gram, 3", "self(1), 3", f"model({folder}), 3")
     ]
     for line, drafter in zip(lines, ("max_gram", "self(1)", f"model({folder})"), strict=True):
         generator = foresay.load(folder, drafter=drafter, length=3, dtype="fp32", max_batch_size=1)
@@ -292,14 +267,14 @@ def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Pa
     Profile("tiny", "float32", {}, timings, ((8, 0.0), (256, 0.0))).save("p.json")
     Path("costs.json").write_text('{"big": 4}')
     args = ["--drafter", "suffix", "--length", "4", "--length", "throughput", "--profile", "p.json"]
-    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big", "--json")
+    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json=big", "--json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and [line["method"] for line in lines] == ["suffix, 4", "suffix, throughput"]
     for line in lines:
         passes = line["stats"]["num_passes"]
         assert line["swi"] == pytest.approx(72 / passes)
         assert line["tokens_per_s"] == pytest.approx(72 / passes, rel=0.02), "a second a pass"
-    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big")
+    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json=big")
     assert code == 0 and "SWI" in out.splitlines()[0] + out.splitlines()[1]
 
 
@@ -308,9 +283,7 @@ def test_costs_by_the_sources_names(shell: tiny.Shell, made: Path, folder: Path,
     Path("google").mkdir()
     Path("google/flan-t5-base").symlink_to(folder)
     args = ["--dtype", "fp32", "--drafter", "model(google/flan-t5-base)", "--length", "3", "--json"]
-    code, out, err = shell(
-        "replay", str(made), *args, "--costs", "model_parameters", "--target-cost", "google/flan-t5-xxl"
-    )
+    code, out, err = shell("replay", str(made), *args, "--costs", "model_parameters=google/flan-t5-xxl")
     assert (code, err) == (0, "")
     line = json.loads(out)
     passes, drafted = line["stats"]["num_passes"], line["stats"]["num_drafted"]
@@ -323,12 +296,12 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
     assert "replay it with a profile of the target" in shell.refused("replay", str(made), "--length", "throughput")
     assert (
         shell.refused("replay", str(made), "--costs", "previous_work")
-        == "--costs and --target-cost need each other; give both, or drop one"
+        == "--costs 'previous_work' must be TABLE=NAME, a cost table and the target's name in it"
     )
     assert "no methods to compare" in shell.refused("replay", str(made), "--drafter", "none")
-    refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work", "--target-cost", "gpt"]
+    refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work=gpt"]
     assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
-    assert "--count applies to the prompts" in shell.refused("replay", str(made), "--count", "3")
+    assert "--prompts applies to the prompts" in shell.refused("replay", str(made), "--prompts", "p.jsonl")
     assert "--weights applies to the model" in shell.refused("replay", str(made), "--weights", "int8")
     Path("x.json").write_text("hello")
     assert "'x.json' is not a recording" in shell.refused("replay", "x.json")
@@ -342,7 +315,7 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
 
 
 def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    small = ["--batch-size", "1,2", "--num-draft-tokens", "0,2", "--context", "16,32", "--repeats", "2"]
+    small = ["--batch-size", "1,2", "--length", "0,2", "--context", "16,32", "--repeats", "2"]
     code, out, err = shell("profile", *which, *small, "-o", "mine.json")
     assert (code, err) == (0, "")
     assert "quartiles" in out and "floor" in out and "prefill, in tokens: 8 in " in out
@@ -364,8 +337,8 @@ def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> Non
         shell.refused("profile", *which, "--batch-size", "1,x")
         == "--batch-size '1,x' must be integers separated by commas, such as 1,4,8"
     )
-    message = shell.refused("profile", *which, "--num-draft-tokens", "3,-1")
-    assert message == "--num-draft-tokens '3,-1' must be integers of at least 0"
+    message = shell.refused("profile", *which, "--length", "3,-1")
+    assert message == "--length '3,-1' must be integers of at least 0"
     assert "5000" in shell.refused("profile", *which, "--context", "5000", "--batch-size", "1")
     assert not (here / "cache").exists()
 
@@ -440,21 +413,8 @@ def test_tune_writes_settings_that_are_picked_up(
         return self.tuning.confirmed
 
     monkeypatch.setattr(lab.Tuner, "confirm", fast)
-    command = [
-        "tune",
-        *which,
-        "--prompts",
-        "p.jsonl",
-        "-n",
-        "16",
-        "--drafter",
-        "suffix",
-        "--length",
-        "4",
-        "--length",
-        "6",
-    ]
-    code, out, err = shell(*command, "--finalists", "1")
+    command = [*TUNE, *which, "-n", "16", "--length", "4", "--length", "6"]
+    code, out, err = shell(*command)
     assert code == 0 and re.fullmatch(ESTIMATE, err), err
     assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
     said = read_settings("foresay.toml")
@@ -479,20 +439,7 @@ def test_tune_where_nothing_pays(
     shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiled(monkeypatch, 9.0)
-    command = [
-        "tune",
-        *which,
-        "--prompts",
-        "p.jsonl",
-        "-n",
-        "12",
-        "--drafter",
-        "suffix",
-        "--length",
-        "4",
-        "-o",
-        "t.toml",
-    ]
+    command = [*TUNE, *which, "-n", "12", "--length", "4", "-o", "t.toml"]
     code, out, err = shell(*command)
     assert (
         code == 0
@@ -525,7 +472,7 @@ class Terminal(io.TextIOWrapper):
 
 
 def test_the_duration_of_tune_is_estimated(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4", "--estimate"]
+    command = [*TUNE, *which, "-n", "12", "--length", "4", "--estimate"]
     code, out, err = shell(*command)
     assert (code, err) == (0, "") and re.fullmatch(ESTIMATE.removeprefix("foresay: "), out)
     assert not Path("foresay.toml").exists()
@@ -549,7 +496,7 @@ def test_a_long_run_is_confirmed_on_a_terminal(
     profiled(monkeypatch, 9.0)
     monkeypatch.setattr(tune, "estimate", lambda *_, **__: Estimate({"recording": 600.0}))
     monkeypatch.setattr("io.TextIOWrapper", Terminal)
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "8", "--drafter", "suffix", "--length", "4", *args]
+    command = [*TUNE, *which, "-n", "8", "--length", "4", *args]
     code, _, err = shell(*command, stdin=f"{answer}\n".encode())
     assert "tuning takes about 10 min: recording 10 min" in err
     assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
@@ -557,7 +504,7 @@ def test_a_long_run_is_confirmed_on_a_terminal(
 
 def test_tune_with_a_latency(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     profiled(monkeypatch, 9.0)
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
+    command = [*TUNE, *which, "-n", "12", "--length", "4"]
     code, _, err = shell(*command, "--latency", "1")
     estimate, message = err.splitlines()
     assert code == 2 and re.fullmatch(ESTIMATE, estimate + "\n")
@@ -581,7 +528,7 @@ def test_the_batch_size_is_that_of_what_won(
         self.tuning.confirmed = [lab.Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
 
     monkeypatch.setattr(lab.Tuner, "confirm", confirm)
-    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
+    command = [*TUNE, *which, "-n", "12", "--length", "4"]
     assert shell(*command, "--latency", "5000", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 1
 
@@ -595,7 +542,8 @@ def test_tune_from_a_recording(
     assert 'prompts = "r.jsonl"' in Path("foresay.toml").read_text()
     for more in (["--count", "3"], ["-n", "20"]):
         assert "contradict: a recording has its own prompts" in shell.refused("tune", *which, *args, *more, "-o", "x")
-    assert shell("tune", *which, *args, "--activations", "float32", "-o", "rounded.toml")[0] == 0
+    Path("own.toml").write_text(f'target = "{which[1]}"\ndtype = "fp32"\nactivations = "float32"\n')
+    assert shell("tune", "own.toml", *args, "-o", "rounded.toml")[0] == 0
     assert 'activations = "float32"' in Path("rounded.toml").read_text()
     assert "activations" not in Path("foresay.toml").read_text()
     other = tiny.save(here / "other")

@@ -1,16 +1,12 @@
-"""`foresay ngram` in use: tables, output, errors, and files after Ctrl-C."""
+"""`foresay distill --kind ngram` and `foresay info TABLE` in use: tables, output, errors, and files after Ctrl-C."""
 
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import resource
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from foresay.cli.app import _run
 from foresay.drafters.ngram_table import NgramTable
 from foresay.text.tokenizer import tokenizer_fingerprint
 from helpers import tiny
 
 TEXT = "hello world, hello\nhello you, hello world\n\nyou hell\n"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 @pytest.fixture(scope="session")
@@ -37,11 +27,6 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("names") / "tiny"
     tiny.tokenizer().save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -54,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def base(here: Path, names: str) -> list[str]:
-    return ["ngram", "build", "a.txt", "--tokenizer", names, "-o", "t.safetensors"]
+    return ["distill", "t.safetensors", "--kind", "ngram", "--model", names, "--text", "a.txt"]
 
 
 def ids(text: str) -> list[int]:
@@ -93,7 +78,7 @@ def test_build(shell: tiny.Shell, base: list[str], here: Path) -> None:
 def test_a_model_names_its_tokenizer(shell: tiny.Shell, here: Path, tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "model")
     (folder / "model.safetensors").unlink()  # the weights are not read
-    assert shell("ngram", "build", "a.txt", "--model", str(folder), "-o", "t.safetensors")[0] == 0
+    assert shell("distill", "t.safetensors", "--kind", "ngram", "--text", "a.txt", "--model", str(folder))[0] == 0
     NgramTable.load("t.safetensors").check(tokenizer_fingerprint(tiny.tokenizer()), 264)
 
 
@@ -111,7 +96,7 @@ def test_every_kind_of_file_gives_the_same(shell: tiny.Shell, base: list[str], n
         (["-"], TEXT.encode()),
         (["-", "--field", "body"], record),
     ):
-        code, _, err = shell("ngram", "build", *files, *base[3:], "--force", stdin=stdin)
+        code, _, err = shell(*base[:-1], *files, "--force", stdin=stdin)
         assert (code, err) == (0, "")
         table = NgramTable.load("t.safetensors")
         assert table.successor.tolist() == whole.successor.tolist(), files
@@ -129,19 +114,20 @@ def test_separators(shell: tiny.Shell, base: list[str]) -> None:
     assert documents == {"file": 1, "line": 3, "blank-line": 2}
 
 
-def test_limits(shell: tiny.Shell, base: list[str]) -> None:
+def test_limits(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = shell(*base, "--max-tokens", "7", "--min-count", "2")
     assert code == 0 and "tokens: 7 in 1 documents" in out and "those that occur less than 2 times are dropped" in out
     table = NgramTable.load("t.safetensors")
     assert table.counts is not None and table.counts.sum() == 7 and table.num_contexts == (0,)
-    code, out, _ = shell(*base, "--max-entries", "6", "--force")
+    monkeypatch.setattr("foresay.training.ngrams.MAX_ENTRIES", 6)
+    code, out, _ = shell(*base, "--force")
     assert code == 0
-    assert " n-grams, dropped by --max-entries after up to 2 occurrences" in out
+    assert " n-grams, dropped for want of memory after up to 2 occurrences" in out
 
 
 def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str]) -> None:
     Path("t.safetensors").write_text("precious")
-    assert shell.refused(*base) == "--output 't.safetensors' exists; add --force to replace it, or name another file"
+    assert shell.refused(*base) == "OUTPUT 't.safetensors' exists; add --force to replace it, or name another file"
     assert Path("t.safetensors").read_text() == "precious"
     assert shell(*base, "--force")[0] == 0
     assert NgramTable.load("t.safetensors").order == 2
@@ -152,18 +138,13 @@ def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str])
     [
         (["--order", "1"], "--order 1 must be an integer in [2, 5]"),
         (["--order", "6"], "--order 6 must be an integer in [2, 5]"),
-        (["--order", "two"], "--order 'two' must be an integer"),
+        (["--block-size", "4"], "--block-size applies to --kind block"),
         (["--min-count", "0"], "--min-count 0 must be an integer at least 1"),
-        (["--max-entries", "0"], "--max-entries 0 must be an integer at least 1"),
         (["--max-tokens", "0"], "--max-tokens 0 must be an integer at least 1"),
         (["--separator", "lin"], "unknown separator 'lin'. Did you mean 'line'?"),
         (["--field", "text"], "--field 'text' applies to .jsonl files only, and 'a.txt' is not one"),
-        (["--model", "smollm2-135m"], " both name a tokenizer; drop one"),
-        (["nothing.txt"], "cannot read 'nothing.txt': No such file or directory"),
-        (["."], "cannot read '.': Is a directory"),
-        (["--output", "t.bin"], "--output 't.bin' must end in .safetensors"),
-        (["--output", "no/t.safetensors"], "--output 'no/t.safetensors': the folder 'no' does not exist"),
-        (["--no-such-option"], "no such option: --no-such-option"),
+        (["--text", "nothing.txt"], "cannot read 'nothing.txt': No such file or directory"),
+        (["--text", "."], "cannot read '.': Is a directory"),
     ],
 )
 def test_wrong_parameters(shell: tiny.Shell, base: list[str], here: Path, args: list[str], message: str) -> None:
@@ -171,23 +152,22 @@ def test_wrong_parameters(shell: tiny.Shell, base: list[str], here: Path, args: 
     assert os.listdir(here) == ["a.txt"]
 
 
-def test_what_is_missing(shell: tiny.Shell, here: Path) -> None:
-    assert shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors") == (
-        "no tokenizer: name the one of the table with --model or --tokenizer"
-    )
-    assert "--output is missing" in shell.refused("ngram", "build", "a.txt")
-    assert "files" in shell.refused("ngram", "build", "-o", "t.safetensors").lower()
-    Path("t.safetensors").mkdir()
-    assert (
-        shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors")
-        == "--output 't.safetensors' is a folder; name a file"
-    )
+def test_wrong_outputs(shell: tiny.Shell, base: list[str], here: Path) -> None:
+    command = ["distill", "--kind", "ngram", "--text", "a.txt"]
+    assert "no data: give" in shell.refused("distill", "t.safetensors", "--kind", "ngram")
+    Path("d.safetensors").mkdir()
+    for name, message in (
+        ("t.bin", "'t.bin' must end in .safetensors"),
+        ("no/t.safetensors", "'no/t.safetensors': the folder 'no' does not exist"),
+        ("d.safetensors", "'d.safetensors' is a folder; name a file"),
+    ):
+        assert message in shell.refused(*command, *base[4:6], name)
 
 
 def test_a_folder_that_is_not_writable(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    assert shell.refused(*base) == "--output 't.safetensors': the folder '.' is not writable"
+    assert shell.refused(*base) == "OUTPUT 't.safetensors': the folder '.' is not writable"
 
 
 def test_texts_that_are_wrong(shell: tiny.Shell, base: list[str], here: Path) -> None:
@@ -197,7 +177,7 @@ def test_texts_that_are_wrong(shell: tiny.Shell, base: list[str], here: Path) ->
     Path("a.txt").write_bytes(b"caf\xe9")
     assert shell.refused(*base) == "a.txt is not UTF-8 text: byte 0xe9 at offset 3"
     Path("a.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
-    assert shell.refused("ngram", "build", "a.jsonl", *base[3:]) == (
+    assert shell.refused(*base[:-1], "a.jsonl") == (
         "a.jsonl, line 2: no text in the field 'text' (fields with text: txt); see --field"
     )
     assert sorted(os.listdir(here)) == ["a.jsonl", "a.txt"]
@@ -218,29 +198,6 @@ def test_a_disk_without_room(base: list[str], here: Path) -> None:
     assert os.listdir(here) == ["a.txt"]
 
 
-def test_ctrl_c_leaves_nothing(base: list[str], here: Path) -> None:
-    """The child waits for standard input that never ends: interrupted there, in the middle of its counting."""
-    process = subprocess.Popen(
-        [*tiny.FORESAY, "ngram", "build", "-", *base[3:], "--separator", "line"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=tiny.environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal's shell
-    )
-    assert process.stdin is not None
-    for _ in range(20):  # far more than a pipe holds: when it is all taken, counting has begun
-        process.stdin.write(TEXT.encode() * 1000)
-    process.stdin.flush()
-    process.send_signal(signal.SIGINT)
-    try:
-        out, err = process.communicate(timeout=60)
-    except BrokenPipeError:  # communicate closes standard input, whose reader has gone
-        out, err = b"", b""
-    assert (process.wait(timeout=60), out, err) == (130, b"", b"")
-    assert os.listdir(here) == ["a.txt"]
-
-
 def test_ctrl_c_while_the_table_is_written(
     shell: tiny.Shell, base: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,35 +211,13 @@ def test_ctrl_c_while_the_table_is_written(
     assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"] and Path("t.safetensors").read_text() == "old"
 
 
-class Terminal(io.StringIO):
-    """Standard error that is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("source", ["a.txt", "-"])
-def test_a_terminal_sees_progress(
-    base: list[str], here: Path, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file's size is known: a percentage and a time are shown. For standard input, only the bytes read so far."""
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stderr", shown)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() * 50)))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    assert _run(["ngram", "build", source, *base[3:]]) == 0
-    assert capsys.readouterr().out.startswith("t.safetensors\n")
-    assert "tokens/s" in shown.getvalue() and ("bytes" in shown.getvalue() or "kB" in shown.getvalue())
-
-
 def test_long_texts_draw_no_warning(base: list[str], here: Path, tmp_path: Path) -> None:
     """A tokenizer with the model's context length warns about longer texts."""
     names = tiny.tokenizer()
     names.model_max_length = 8
     names.save_pretrained(tmp_path / "short")
     Path("b.txt").write_text(TEXT * 100)
-    done = tiny.foresay("ngram", "build", "b.txt", "--tokenizer", str(tmp_path / "short"), "-o", "t.safetensors")
+    done = tiny.foresay(*base[:5], str(tmp_path / "short"), "--text", "b.txt")
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -296,7 +231,7 @@ def table(shell: tiny.Shell, base: list[str]) -> str:
 
 
 def test_show(shell: tiny.Shell, table: str) -> None:
-    code, out, err = shell("ngram", "show", table)
+    code, out, err = shell("info", table)
     assert (code, err) == (0, "")
     lines = dict(line.strip().split(": ", 1) for line in out.splitlines()[1:])
     assert list(lines) == [
@@ -321,29 +256,27 @@ def test_show(shell: tiny.Shell, table: str) -> None:
 
 
 def test_show_in_words(shell: tiny.Shell, table: str, names: str) -> None:
-    for option in ("--tokenizer", "--model"):
-        code, out, _ = shell("ngram", "show", table, option, names, "--top", "2")
-        assert code == 0
-        tokens = ids(TEXT)
-        frequent = sorted(set(tokens), key=lambda t: (-tokens.count(t), t))[:2]
-        decode = tiny.tokenizer().decode
-        words = ", ".join(f"{decode([t])!r} {tokens.count(t)}" for t in frequent)
-        assert out.endswith(f"  most frequent: {words}\n")
-    assert "most frequent" not in shell("ngram", "show", table, "--top", "0")[1]
+    code, out, _ = shell("info", table, "--model", names)
+    assert code == 0
+    tokens = ids(TEXT)
+    frequent = sorted(set(tokens), key=lambda t: (-tokens.count(t), t))[:10]
+    decode = tiny.tokenizer().decode
+    words = ", ".join(f"{decode([t])!r} {tokens.count(t)}" for t in frequent)
+    assert out.endswith(f"  most frequent: {words}\n")
 
 
 def test_a_table_of_another_tokenizer_is_refused(shell: tiny.Shell, table: str, tmp_path: Path) -> None:
     other = tiny.tokenizer()
     other.add_tokens(["<more>"])
     other.save_pretrained(tmp_path / "other")
-    message = shell.refused("ngram", "show", table, "--model", str(tmp_path / "other"))
+    message = shell.refused("info", table, "--model", str(tmp_path / "other"))
     assert message.startswith("the n-gram table was built with another tokenizer (fingerprint ")
     assert "264 tokens) than the one in use (" in message and "265 tokens); build a table" in message
 
 
 def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -> None:
     Path("bigram.json").write_text(json.dumps([1, 2, None, -1, *[None] * 260]))
-    code, out, _ = shell("ngram", "show", "bigram.json", "--model", names)
+    code, out, _ = shell("info", "bigram.json", "--model", names)
     assert code == 0
     assert out.splitlines()[:5] == [
         "bigram.json",
@@ -355,44 +288,19 @@ def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -
     assert out.endswith("  token counts: none\n")
     Path("bigram.json").write_text(json.dumps([1, 2, None, -1]))
     assert "built for a vocabulary of 4 tokens, but the one in use has 264; build a table" in shell.refused(
-        "ngram", "show", "bigram.json", "--model", names
+        "info", "bigram.json", "--model", names
     )
     Path("bigram.json").write_text(json.dumps([300] * 400))
     assert "contains token 399, but the vocabulary in use has 264 tokens" in shell.refused(
-        "ngram", "show", "bigram.json", "--model", names
+        "info", "bigram.json", "--model", names
     )
 
 
-def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path, table: str) -> None:
-    assert shell.refused("ngram", "show", "no.safetensors") == "no such n-gram table: 'no.safetensors'"
-    assert shell.refused("ngram", "show", ".") == "'.' cannot be read as an n-gram table: it is a folder"
-    assert "'a.txt' cannot be read as an n-gram table: it is not a valid safetensors" in shell.refused(
-        "ngram", "show", "a.txt"
-    )
+def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path) -> None:
+    assert shell.refused("info", "no.safetensors") == "no such n-gram table: 'no.safetensors'"
+    Path("b.safetensors").write_text("text")
+    assert "it is not a valid safetensors" in shell.refused("info", "b.safetensors")
     save_file({"weight": np.zeros(3)}, "w.safetensors")
-    assert shell.refused("ngram", "show", "w.safetensors") == (
+    assert shell.refused("info", "w.safetensors") == (
         "'w.safetensors' cannot be read as an n-gram table: it is a safetensors file, but not an n-gram table"
     )
-    assert shell.refused("ngram", "show", table, "--top", "-1") == "--top -1 must be an integer at least 0"
-
-
-# -- the group -------------------------------------------------------------------------------------------------------
-
-
-def test_the_group_alone_prints_its_help(shell: tiny.Shell) -> None:
-    code, out, err = shell("ngram")
-    assert (code, err) == (2, "") and "build" in out and "show" in out
-    assert shell("ngram", "-h")[0] == 0
-    assert "no such command 'biuld'" in shell.refused("ngram", "biuld").lower()
-
-
-def test_a_closed_pipe_is_no_traceback(table: str) -> None:
-    done = subprocess.run(
-        f"{' '.join(tiny.FORESAY)} ngram show {table} --top 264 | true; exit ${{PIPESTATUS[0]}}",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        env=tiny.environment(),
-        check=False,
-    )
-    assert done.returncode in (0, 141) and done.stderr == b""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,12 @@ from helpers import tiny
 from helpers.tiny import Shell
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny.llama()
     model.generation_config.update(do_sample=True, temperature=3.0, top_k=20, suppress_tokens=list(range(40, 60)))
     model.generation_config.repetition_penalty = 1.25
     return tiny.save(tmp_path_factory.mktemp("model"), model)
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(monkeypatch, capsys)
 
 
 def _generated(shell: Shell, folder: Path, *options: str) -> dict[str, Any]:
@@ -51,8 +40,8 @@ def test_generate_samples_as_the_model_does(folder: Path, shell: Shell) -> None:
     assert _generated(shell, folder, "--sampling", "model", "-t", "0")["text"] == greedy
     narrow = own.generate("hello", max_new_tokens=8, temperature=3.0, top_k=2, seed=5).text
     assert _generated(shell, folder, "--sampling", "model", "--seed", "5", "--top-k", "2")["text"] == narrow
-    compared = ("--sampling", "model", "--rule", "coupled", "--compare")
-    assert _generated(shell, folder, *compared)["identical"] is True
+    compared = ("--sampling", "model", "--rule", "coupled", "--compare", "--drafter", "suffix")
+    assert _generated(shell, folder, *compared)["methods"][1]["identical"] is True
 
 
 def test_wrong_options(folder: Path, shell: Shell) -> None:
@@ -60,7 +49,6 @@ def test_wrong_options(folder: Path, shell: Shell) -> None:
     assert "vllm" in shell.refused(*common, "--sampling", "vllm")
     assert "--top-k has no effect at temperature 0" in shell.refused(*common, "--top-k", "3")
     assert "--top-k has no effect" in shell.refused(*common, "--sampling", "model", "-t", "0", "--top-k", "3")
-    assert "--compare needs --temperature 0" in shell.refused(*common, "--sampling", "model", "--compare")
 
 
 def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
@@ -69,14 +57,7 @@ def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
         "--lines",
         "--model",
         str(folder),
-        "--dtype",
-        "fp32",
-        "-n",
-        "6",
-        "--sampling",
-        "model",
-        "--seed",
-        "3",
+        *["--dtype", "fp32", "-n", "6", "--sampling", "model", "--seed", "3"],
     )
     alone = shell(*lines, stdin=b"hello\nworld\n")
     shared = shell(*lines, "--workers", "1", stdin=b"hello\nworld\n")
@@ -109,7 +90,7 @@ def test_a_server_samples_as_the_model_does(folder: Path, shell: Shell, monkeypa
     loaded: list[str] = []
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        loaded.append(kwargs["sampling"])
+        loaded.append(args[0].sampling)
         raise foresay.ConfigError("that is enough")
 
     monkeypatch.setattr(serve, "load_generator", load)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,6 @@ import pytest
 
 from foresay.records.profile import Profile, Timing
 from helpers import tiny
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
-@pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
-    return tiny.Shell(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -117,5 +106,7 @@ def test_what_it_refuses(shell: tiny.Shell, made: Path) -> None:
     assert "unknown drafter" in shell.refused(*command(made, "--drafter", "sufix"))
     assert "--requests -5 must be an integer" in shell.refused(*command(made, "--rate", "1", "--requests", "-5"))
     assert "--dtype applies to the model" in shell.refused(*command(made, "--rate", "1", "--dtype", "bf16"))
-    assert "--raw applies to the prompts" in shell.refused(*command(made, "--rate", "1", "--raw"))
+    (made / "log.txt").write_text("tensor([[1, 2]])\n")
+    log = ["simulate", str(made / "log.txt"), "--profile", str(made / "profile.json")]
+    assert "is a log of tensors without prompts" in shell.refused(*log)
     assert "is not a profile" in shell.refused("simulate", str(made / "r.jsonl"), "--profile", str(made / "p.txt"))

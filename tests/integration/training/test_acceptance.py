@@ -282,32 +282,23 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     target, draft = tiny.save(tmp_path / "target"), tiny.save(tmp_path / "draft", tiny.llama(num_hidden_layers=1))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"line {i}\n" for i in range(40)))
-    data, head = str(tmp_path / "data"), str(tmp_path / "head")
+    outputs, head = str(tmp_path / "outputs.jsonl"), str(tmp_path / "head")
     asked = ("--model", str(target), "--prompts", str(prompts), "-n", "24", "-t", "1", "--seed", "3")
-    made = ("acceptance-head", "data", data, "--drafter", f"model({draft})", *asked)
+    assert shell("record", outputs, *asked)[0] == 0
+    given = ("--kind", "acceptance", "--model", str(target), "--outputs", outputs, "--epochs", "2")
+    made = ("distill", head, *given, "--drafter", f"model({draft})")
     code, out, err = shell(*made)
-    assert (code, err) == (0, "") and "draft tokens, mean acceptance" in out
-    assert "3 files from an earlier run" in shell(*made)[1]
-    code, out, err = shell("acceptance-head", "train", head, data, "--epochs", "2")
     assert (code, err) == (0, "") and "divergence" in out and f"acceptance({head})" in out
-    assert (
-        " held out" in out
-        and "trained with rejection weight 6: it predicts a / (a + 6 (1 - a)) for a probability a" in out
-    )
-    tokens, held_out = (
-        int(one.replace(",", "")) for one in re.findall(r"([\d,]+) draft tokens, ([\d,]+) held out", out)[0]
-    )
+    assert "trained with rejection weight 6: it predicts a / (a + 6 (1 - a)) for a probability a" in out
+    assert "mean acceptance" in out and ": accepted " in out
+    found = re.findall(r"([\d,]+) draft tokens, ([\d,]+) held out", out)[0]
+    tokens, held_out = (int(one.replace(",", "")) for one in found)
     assert 0.09 < held_out / (tokens + held_out) < 0.11
-    code, out, _ = shell("acceptance-head", "eval", head, data)
-    assert code == 0 and "accepted" in out and "trained with rejection weight 6" in out
-    (Path(head) / "foresay.json").unlink()
-    assert "does not record the rejection weight" in shell("acceptance-head", "eval", head, data)[1]
-    assert shell("acceptance-head", "train", str(tmp_path / "even"), data, "--rejection-weight", "1")[0] == 0
-    assert "weight" not in shell("acceptance-head", "eval", str(tmp_path / "even"), data)[1]
+    again = shell(*made, "--rejection-weight", "1")
+    assert again[0] == 0 and "3 files of data from an earlier run" in again[1] and "weight" not in again[1]
     plain = ("generate", "x", "--model", str(target), "-n", "16")
     code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
     assert code == 0 and out == shell(*plain, "--drafter", "none")[1]
-    assert "has no data" in shell.refused("acceptance-head", "train", str(tmp_path / "h"), str(target / "nothing"))
-    assert "hidden states" in shell.refused(
-        "acceptance-head", "data", str(tmp_path / "other"), "--drafter", "suffix", *asked
-    )
+    assert "needs --drafter" in shell.refused("distill", str(tmp_path / "other"), *given)
+    assert "hidden states" in shell.refused("distill", str(tmp_path / "other"), *given, "--drafter", "suffix")
+    assert "contains something else" in shell.refused("distill", str(target), *given, "--drafter", f"model({draft})")

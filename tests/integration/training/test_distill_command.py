@@ -87,7 +87,7 @@ def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny
     ]
     asked = ("generate", "--model", str(target), "the number 7", "-n", "24")
     plain = shell(*asked, "--drafter", "none")
-    drafted = shell(*asked, "--drafter", f"head({out})", "--num-draft-tokens", "3")
+    drafted = shell(*asked, "--drafter", f"head({out})", "--length", "3")
     assert plain[0] == drafted[0] == 0 and plain[1] == drafted[1]
     model = library.load(str(target), drafter=f"cascade(head={out}, suffix; k=[[2, 4], [0, 0]])")
     assert (
@@ -121,7 +121,7 @@ def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, she
     assert tensors["lm_head.weight"].shape[0] == 64 and int(tensors["t2d"].sum()) == 64
     config = json.loads((out / "config.json").read_text())
     assert ("speculators_model_type" in config) == (layout == "speculators")
-    plain = ("generate", "the number 7", "--model", str(target), "-n", "16", "--num-draft-tokens", "2", "--json")
+    plain = ("generate", "the number 7", "--model", str(target), "-n", "16", "--length", "2", "--json")
     found = [json.loads(shell(*plain, "--drafter", f"head({one})")[1]) for one in (head, out)]
     assert found[0]["text"] == found[1]["text"]
     assert "exists and is not empty; name another folder" in shell.refused(*asked)
@@ -154,7 +154,7 @@ def test_a_block_drafter_is_written_exported_and_drafts(
     asked = ("generate", "--model", str(target), "the number 7", "-n", "24")
     plain = shell(*asked, "--drafter", "none")[1]
     for folder in (out, exported):
-        assert shell(*asked, "--drafter", f"block({folder})", "--num-draft-tokens", "3")[1] == plain
+        assert shell(*asked, "--drafter", f"block({folder})", "--length", "3")[1] == plain
     assert "is a block drafter, not a head" in shell.refused(*asked, "--drafter", f"head({out})")
     again = ("--kind", "block", "--from", str(out), "--epochs", "1", "--learning-rate", "1e-4")
     assert shell("distill", str(tmp_path / "again"), *options(target, recorded, *again))[0] == 0
@@ -168,7 +168,9 @@ def test_a_block_drafter_is_written_exported_and_drafts(
         (("--kind", "block", "--draft-steps", "3"), "--draft-steps applies to --kind head"),
         (("--kind", "block", "--own-output-layer"), "--own-output-layer applies to --kind head"),
         (("--kind", "block", "--block-size", "1"), "--block-size 1"),
-        (("--kind", "block", "--draft", "x"), "--draft trains a model"),
+        (("--kind", "block", "--draft", "x"), "--draft applies to --kind model"),
+        (("--order", "3"), "--order applies to --kind ngram"),
+        (("--kind", "model"), "--kind model needs --draft"),
         (("--loss", "ce"), "applies to block drafters"),
         (("--kind", "block", "--from", "x", "--layers", "2"), "--from sets the shape"),
     ],
@@ -191,7 +193,7 @@ def test_a_draft_model_is_written_that_transformers_loads(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
 ) -> None:
     small, out = tmp_path / "small", tmp_path / "draft"
-    assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
+    assert shell("distill", str(small), "--kind", "pruned", "--model", str(target), "--layers", "1")[0] == 0
     code, said, err = shell("distill", str(out), *options(target, recorded, "--draft", str(small), "--all-weights"))
     assert (code, err) == (0, "")
     assert f"--draft {out}" in said
@@ -205,20 +207,18 @@ def test_a_draft_model_is_cut_to_a_table_s_tokens(
     """What it says to draft with is what it learned; a size without a table, and a table for a head, are refused."""
     small, out, table, text = (tmp_path / name for name in ("small", "draft", "table.safetensors", "a.txt"))
     text.write_text("the number 7 and the number 9 " * 40)
-    assert shell("ngram", "build", str(text), "--model", str(target), "--output", str(table))[0] == 0
-    assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
+    assert shell("distill", str(table), "--kind", "ngram", "--model", str(target), "--text", str(text))[0] == 0
+    assert shell("distill", str(small), "--kind", "pruned", "--model", str(target), "--layers", "1")[0] == 0
     given = options(target, recorded, "--draft", str(small), "--vocabulary-size", "12")
     code, said, err = shell("distill", str(out), *given, "--vocabulary", str(table))
     assert (code, err) == (0, "")
     drafter = said.split("--drafter '")[1].split("'")[0]
     assert drafter == f"model({out}, vocabulary={table}, vocabulary_size=12)"
     asked = ("generate", "--model", str(target), "the number 7", "-n", "12")
-    assert shell(*asked, "--drafter", drafter, "--num-draft-tokens", "3")[1] == shell(*asked, "--drafter", "none")[1]
-    assert "needs --vocabulary" in shell.refused("distill", str(tmp_path / "x"), *given)
+    assert shell(*asked, "--drafter", drafter, "--length", "3")[1] == shell(*asked, "--drafter", "none")[1]
+    assert "need each other" in shell.refused("distill", str(tmp_path / "x"), *given)
     head = options(target, recorded, "--vocabulary", str(table), "--vocabulary-size", "12")
-    assert "--vocabulary needs --draft MODEL and --vocabulary-size" in shell.refused(
-        "distill", str(tmp_path / "x"), *head
-    )
+    assert "--vocabulary applies to --kind model" in shell.refused("distill", str(tmp_path / "x"), *head)
 
 
 def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, shell
     out, small = tmp_path / "draft", tmp_path / "small"
     given = ["--hidden-layers", "1,2,3"]
     if draft == "model":
-        assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
+        assert shell("distill", str(small), "--kind", "pruned", "--model", str(target), "--layers", "1")[0] == 0
         given = ["--draft", str(small), "--all-weights"]
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
     asked = ["distill", str(out), *options(target, recorded, "--epochs", "0.2", *given)]

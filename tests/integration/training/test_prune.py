@@ -161,6 +161,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("source"), tiny.llama(num_hidden_layers=6))
 
 
+def pruned_by(source: Path, out: Path | str) -> list[str]:
+    return ["distill", str(out), "--kind", "pruned", "--model", str(source)]
+
+
 def test_the_command_writes_a_folder_that_transformers_loads(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +173,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(
     text.write_text("hello world, hello world\n" * 40)
     whole = Shape.of(tiny.llama().config)
     sizes = ("--layers", "2", "--hidden", "16", "--attention-heads", "1", "--kv-heads", "1", "--feed-forward", "24")
-    code, said, _ = foresay("prune", str(source), str(out), *sizes, "--text", str(text), "--tokens", "100")
+    code, said, _ = foresay(*pruned_by(source, out), *sizes, "--text", str(text), "--tokens", "100")
     assert code == 0
     assert "layers: 0, 5 of 6" in said
     assert "measured on 100 tokens" in said
@@ -181,13 +185,13 @@ def test_the_command_writes_a_folder_that_transformers_loads(
     code, said, _ = foresay("generate", "hello", "--model", str(source), "--draft", str(out), "--max-new-tokens", "4")
     assert code == 0
 
-    assert "add --force" in foresay.refused("prune", str(source), str(out), "--layers", "1")
-    assert foresay("prune", str(source), str(out), "--keep", "0,2,4", "--force")[0] == 0
+    assert "add --force" in foresay.refused(*pruned_by(source, out), "--layers", "1")
+    assert foresay(*pruned_by(source, out), "--keep", "0,2,4", "--force")[0] == 0
     assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 3
-    assert "not made by foresay" in foresay.refused("prune", str(source), str(source), "--layers", "1", "--force")
+    assert "not made by foresay" in foresay.refused(*pruned_by(source, source), "--layers", "1", "--force")
     other = str(tmp_path / "other")
-    assert "--hidden 33" in foresay.refused("prune", str(source), other, "--hidden", str(whole.hidden + 1))
+    assert "--hidden 33" in foresay.refused(*pruned_by(source, other), "--hidden", str(whole.hidden + 1))
     assert not Path(other).exists()
-    code, said, _ = foresay("prune", str(source), other, "--layers", "3", "--keep", "important")
+    code, said, _ = foresay(*pruned_by(source, other), "--layers", "3", "--keep", "important")
     assert code == 0
     assert "measured on" in said

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import foresay
-from foresay.cli.sharing import SharingOptions
+from foresay.cli import sharing
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError, ModelNotFoundError
 from foresay.lab.data.items import PromptItem
@@ -144,7 +144,7 @@ def test_kept_results_need_no_worker(
 ) -> None:
     """And a file that changes while a program runs is read again; a settings file beside it has no say."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(SharingOptions, "pool", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(sharing, "pool", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "foresay.toml").write_text('target = "nowhere"\n')
     params, grid = (
         SamplingParams(max_new_tokens=12, ignore_eos=True),
@@ -188,7 +188,7 @@ def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
     assert results[0] == results[1] == results[2] and len(results[0]) == 4
     assert found[1][1] == found[2][1], "what is kept is not done again"
 
-    assert "add --lines" in shell.refused("generate", "a", "--model", str(folder), "--workers", "2")
+    assert "--workers needs --lines" in shell.refused("generate", "a", "--model", str(folder), "--workers", "2")
     assert "--ray needs --workers" in shell.refused(*asked, "--ray", stdin=prompts)
 
 

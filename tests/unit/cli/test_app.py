@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 
+import click
 import pytest
 
 from foresay import __version__
 from foresay.cli.app import _run
-from foresay.cli.commands import COMMANDS, MEASURE, OTHER, RUN, TRAIN
-from foresay.cli.lazy import Entry, build
+from foresay.cli.commands import COMMANDS, REMOVED, SUMMARIES, load
+from foresay.cli.options import numbers
+from foresay.errors import ConfigError
 
 HEAVY = {"torch", "transformers", "numpy", "rich", "prompt_toolkit", "matplotlib"}
-
-
-def entries(commands: Mapping[str, Entry] = COMMANDS, before: tuple[str, ...] = ()) -> Iterator[tuple[str, Entry]]:
-    """Every command and group by its whole name."""
-    for name, entry in commands.items():
-        yield " ".join((*before, name)), entry
-        yield from entries(entry.commands, (*before, name))
-
-
-@pytest.mark.parametrize(("name", "entry"), [pytest.param(*pair, id=pair[0]) for pair in entries() if pair[1].function])
-def test_a_summary_is_the_first_line_of_the_docstring(name: str, entry: Entry) -> None:
-    assert entry.summary == inspect.cleandoc(entry.load().__doc__ or "").split("\n")[0]
-
-
-def test_a_group_has_a_function_or_only_commands() -> None:
-    assert {name for name, entry in entries() if not entry.function} == {"acceptance-head", "memory", "ngram"}
+named = pytest.mark.parametrize("name", SUMMARIES)
 
 
 def imported_by(*args: str) -> set[str]:
@@ -42,38 +27,31 @@ def imported_by(*args: str) -> set[str]:
     code = f"import sys, json, foresay.cli.app as app\nargs = {list(args)}\nargs and app._run(args)\n"
     code += "print(json.dumps(list(sys.modules)), file=sys.stderr)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(out.stderr))
+    return set(json.loads(out.stderr.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("args", [(), ("--help",), ("--version",), ("ngram", "--help"), ("ngram",)], ids=" ".join)
+@pytest.mark.parametrize("args", [(), ("--help",), ("--version",), ("ngram",)], ids=" ".join)
 def test_what_needs_nothing_heavy_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     loaded = imported_by(*args)
     assert "foresay.cli.app" in loaded and not loaded & HEAVY
     own = {name.removeprefix("foresay.cli.") for name in loaded if name.startswith("foresay.cli.")}
-    assert own <= {"app", "commands", "help_pages", "lazy", "option_groups", "typed_errors", *args}
-
-
-def test_a_command_that_is_chosen_is_imported() -> None:
-    """Negative control."""
-    assert {"foresay.cli.methods", "torch"} <= imported_by("methods")
-
-
-def test_nested_commands_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, options in {"ngram build": "--max-entries", "acceptance-head eval": "FOLDER"}.items():
-        assert _run([*name.split(), "--help"]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith(f"Usage: foresay {name} ") and options in out
+    assert own <= {"app", "command", "commands", "typed_errors"}
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["genrate"], "No such command 'genrate'. Did you mean 'generate'?"),
-        (["ngram", "biuld"], "No such command 'biuld'. Did you mean 'build'?"),
-        (["acceptance-head", "evla"], "No such command 'evla'. Did you mean 'eval'?"),
+        (["generate", "--prommpt"], "No such option '--prommpt'."),
+        (["chat", "a", "b"], "unexpected argument 'b'; see foresay chat -h"),
+        (["bench"], "OUTPUT is missing; see foresay bench -h"),
+        (["simulate", "x"], "--profile is missing; see foresay simulate -h"),
+        (["demo", "-n", "x"], "-n 'x' is not a valid integer."),
+        (["tune", "--latency", "x"], "--latency 'x' is not a valid float."),
+        *(([name], f"{name} is now part of another command: foresay {now}") for name, now in REMOVED.items()),
     ],
 )
-def test_an_unknown_command(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(args) == 2
     assert capsys.readouterr() == ("", f"foresay: {message}\n")
 
@@ -87,6 +65,13 @@ def test_what_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     assert _run([]) == 2 and capsys.readouterr().err == "foresay: '/a/b': No space left on device\n"
 
 
+def test_numbers() -> None:
+    assert numbers("1,4,4,8", "--batch") == [1, 4, 8] and numbers("0,2", "--batch", 0) == [0, 2]
+    for text, message in (("1,x", "integers separated by commas, such as 1,4,8"), ("0", "integers of at least 1")):
+        with pytest.raises(ConfigError, match=f"--batch '{text}' must be {message}"):
+            numbers(text, "--batch")
+
+
 # -- help pages ----------------------------------------------------------------------------------------------------------
 
 
@@ -98,96 +83,73 @@ def page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, co
     assert all(len(line) <= columns for line in out.splitlines()), [
         one for one in out.splitlines() if len(one) > columns
     ]
+    assert not re.search(r"[a-z]\.\.\.$", out, re.MULTILINE), "nothing is cut short"
     return out
+
+
+def headings(out: str) -> list[str]:
+    return [line[:-1] for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
 
 
 def test_the_help_of_the_program_is_grouped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = page(capsys, monkeypatch, 80).splitlines()
-    headings = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
-    assert headings == [RUN, MEASURE, TRAIN, OTHER, "Options"]
-    for name, entry in COMMANDS.items():
-        assert f"  {name.ljust(15)}  {entry.summary}" in lines, "complete, in one line"
+    out = page(capsys, monkeypatch, 80)
+    assert headings(out) == [*COMMANDS, "Options"]
+    for name, summary in SUMMARIES.items():
+        assert f"  {name.ljust(11)}  {summary}" in out.splitlines(), "complete, in one line"
 
 
-@pytest.mark.parametrize("name", [name for name, entry in entries() if entry.function or entry.commands])
-@pytest.mark.parametrize("columns", [60, 80])
-def test_every_page_fits(
-    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = page(capsys, monkeypatch, columns, *name.split())
-    assert not re.search(r"[a-z]\.\.\.$", out, re.MULTILINE), "nothing is cut short"
-
-
-@pytest.mark.parametrize(("name", "entry"), [pytest.param(*pair, id=pair[0]) for pair in entries() if pair[1].function])
-def test_the_examples_of_a_page_are_understood(
-    name: str, entry: Entry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert entry.examples
-    out = page(capsys, monkeypatch, 100, *name.split()).replace(" \\\n      ", " ")
-    command = build(name, entry)
-    for example in entry.examples:
+@named
+def test_a_page(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits, opens with the summary, names every option once under a heading, and its examples are understood."""
+    command, out = load(name), page(capsys, monkeypatch, 100, name)
+    assert command.name == name and out.startswith(f"Usage: foresay {name} ")
+    assert command.help is not None and command.help.split("\n")[0] == SUMMARIES[name]
+    for one in command.params:
+        assert isinstance(one, click.Argument) or len(re.findall(rf"^  .*{one.opts[-1]}\b(?!-)", out, re.M)) >= 1
+    out = out.replace(" \\\n      ", " ")
+    for example in (command.epilog or "").splitlines():
         assert example in out
-        line = example.partition(" < ")[0]
-        words = shlex.split(line)
-        assert words[: 1 + len(name.split())] == ["foresay", *name.split()]
-        command.make_context(name, words[1 + len(name.split()) :])  # raises for an option or a value it does not know
+        first, second, *words = shlex.split(example.partition(" < ")[0])
+        assert (first, second) == ("foresay", name)
+        command.make_context(name, words)  # raises for an option or a value it does not know
+    page(capsys, monkeypatch, 60, name)
 
 
 def test_options_are_in_panels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = page(capsys, monkeypatch, 100, "generate")
-    order = [
-        out.index(f"\n{title}:\n") for title in ("Arguments", "Options", "Drafting", "Sampling", "Workers", "Machine")
-    ]
-    assert order == sorted(order)
-    assert order[2] < out.index("--num-draft-tokens") < order[3] < out.index("--top-p") < order[4]
-    assert order[1] < out.index("--json") < order[2], "an option of one command is under Options"
+    panels = ["Arguments", "Options", "Drafting", "Sampling", "Workers", "Machine", "Examples"]
+    assert headings(out) == panels
+    at = [out.index(f"\n{title}:\n") for title in panels]
+    assert at[1] < out.index("--json") < at[2] < out.index("--length") < at[3] < out.index("--top-p") < at[4]
 
 
 def test_one_word_has_one_meaning() -> None:
-    """The same option is described alike wherever it appears, but for those whose values differ by command."""
+    """An option has one type wherever it appears, but for those that are several numbers in some commands."""
     kinds: dict[str, set[str]] = {}
-    for name, entry in entries():
-        if not entry.function:
-            continue
-        for parameter in build(name, entry).params:
+    for name in SUMMARIES:
+        for parameter in load(name).params:
             for flag in parameter.opts:
-                if flag.startswith("--"):
-                    kinds.setdefault(flag, set()).add(str(parameter.type_descriptor.annotation))
-    assert "--rate" in kinds and "--learning-rate" in kinds
-    assert not {"--batch", "--steps", "--layers-read", "--heads", "--columns", "--no-template", "--confirm"} & set(
-        kinds
-    )
-    assert kinds["--rate"] == {"<class 'str'>"} and kinds["--learning-rate"] == {"<class 'float'>"}
-    assert kinds["--model"] == {"<class 'str'>"} and kinds["--batch-size"] <= {"<class 'int'>", "<class 'str'>"}
+                kinds.setdefault(flag, set()).add(parameter.type.name)
+    several = {flag for flag, some in kinds.items() if flag.startswith("--") and len(some) > 1}
+    assert several == {"--against", "--batch-size", "--context", "--trace"} and "--rate" in kinds
 
 
-def test_every_command_with_a_model_takes_dash_m() -> None:
-    flags = {
-        name: {flag for p in build(name, entry).params for flag in p.opts}
-        for name, entry in entries()
-        if entry.function
-    }
-    without = {name for name, some in flags.items() if not {"-m", "--model"} <= some}
-    assert without == {
-        "report",
-        "methods",
-        "memory show",
-        "memory merge",
-        "acceptance-head train",
-        "acceptance-head eval",
-    }
-
-
-def test_the_model_is_the_argument_unless_that_is_something_else() -> None:
-    arguments = {
-        name: [p.name for p in build(name, entry).params if p.param_type_name == "argument"]
-        for name, entry in entries()
-        if entry.function
-    }
-    first = {name for name, some in arguments.items() if some == ["model_argument"]}
+def test_there_is_one_way_to_name_the_model() -> None:
+    """-m everywhere, and the argument unless that is something else."""
+    params = {name: load(name).params for name in SUMMARIES}
+    flags = {name: {flag for one in some for flag in one.opts} for name, some in params.items()}
+    assert {name for name in flags if not {"-m", "--model"} <= flags[name]} == {"report", "memory"}
+    arguments = {name: [one.name for one in some if isinstance(one, click.Argument)] for name, some in params.items()}
+    first = {name for name, some in arguments.items() if some in (["model_argument"], ["subject"])}
     assert first == {"chat", "serve", "demo", "profile", "tune", "info", "prepare", "vllm-config"}
+
+
+def test_there_are_few_commands_and_options() -> None:
+    """A new one says what it replaces."""
+    options = sum(isinstance(one, click.Option) for name in SUMMARIES for one in load(name).params)
+    assert len(SUMMARIES) <= 20 and options <= 330
 
 
 # -- version and completion ----------------------------------------------------------------------------------------------
@@ -198,41 +160,27 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (f"foresay {__version__}\n", "")
 
 
-def completed(words: str, shell: str = "bash") -> list[str]:
-    """Completions of the last word of a command line."""
-    environment = {
-        **os.environ,
-        "_FORESAY_COMPLETE": f"complete_{shell}",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split(" ")) - 1),
-        "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
-    }
+@pytest.mark.parametrize(
+    ("words", "found"), [("foresay pr", ["profile", "prepare"]), ("foresay distill --attention", ["--attention-heads"])]
+)
+def test_the_shell_completes_commands_and_options(words: str, found: list[str]) -> None:
+    count = str(len(words.split(" ")) - 1)
+    environment = {**os.environ, "_FORESAY_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": count}
     done = subprocess.run(
         [sys.executable, "-m", "foresay"], env=environment, capture_output=True, text=True, check=True
     )
-    return done.stdout.split()
-
-
-def test_the_shell_completes_commands_and_options() -> None:
-    assert completed("foresay pr") == ["profile", "prune", "prepare"]
-    assert completed("foresay ngram b") == ["build"]
-    assert completed("foresay prune --attention") == ["--attention-heads"]
+    assert [line.removeprefix("plain,") for line in done.stdout.split()] == found
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_is_shown(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("typer.completion._get_shell_name", lambda: shell)
-    with pytest.raises(SystemExit) as ended:
-        _run(["--show-completion"])
-    assert ended.value.code == 0 and "_FORESAY_COMPLETE" in capsys.readouterr().out
+def test_the_completion_script_is_shown(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["--show-completion", shell]) == 0 and "_FORESAY_COMPLETE" in capsys.readouterr().out
 
 
 def test_every_command_starts_in_a_fresh_interpreter() -> None:
-    """Smoke test outside of pytest's process: each command is imported and prints its page."""
-    names = [name.split() for name, entry in entries() if entry.function]
-    code = f"import sys\nfrom foresay.cli.app import _run\nsys.exit(sum(_run([*name, '-h']) for name in {names}))"
+    """Smoke test outside of pytest's process, and a negative control: a command that is chosen is imported."""
+    code = f"import sys\nfrom foresay.cli.app import _run\nsys.exit(sum(_run([name, '-h']) for name in {[*SUMMARIES]}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\nExamples:\n") == len(names) == 27
+    assert done.stdout.count("\nExamples:\n") == len(SUMMARIES)
+    assert {"foresay.cli.report", "numpy"} <= imported_by("report", "-h")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import stat
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 from foresay.cli import methods
 from foresay.cli.common import model_expression
 from foresay.cli.console import input as entering
-from foresay.cli.console.commands import COMMANDS, SYNONYMS, _documented, resolve, words
+from foresay.cli.console.commands import COMMANDS, SYNONYMS, _usage, resolve, words
 from foresay.cli.console.input import Entry, completions, entry, history_file, is_open
-from foresay.cli.console.settings import leaves
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ConfigError
 from foresay.lengths import LENGTHS
@@ -62,7 +60,7 @@ def test_joining_lines(text: str, expected: Entry) -> None:
 
 def test_commands_may_be_cut_short() -> None:
     assert resolve("temp") == resolve("tempe") == "temperature"
-    assert resolve("gam") == "gamma" and resolve("hi") == "history"
+    assert resolve("gamma") == "length" and resolve("hi") == "history"
     assert resolve("draft") == "draft" and resolve("drafte") == "drafter"
     assert resolve("sa") == "save" and resolve("save!") == "save!"
     assert resolve("exit") == "quit"
@@ -73,7 +71,7 @@ def test_commands_may_be_cut_short() -> None:
     [
         ("dra", "/dra is ambiguous: /drafter or /draft"),
         ("tem", "/tem is ambiguous: /temperature or /template"),
-        ("s", "/s is ambiguous: /seed, /system, /store, /settings, /stats or /save"),
+        ("s", "/s is ambiguous: /seed, /system, /settings, /stats or /save"),
         (
             "histroy",
             "unknown command /histroy. Did you mean /history? /help lists the commands; //histroy sends it as text",
@@ -89,10 +87,7 @@ def test_what_is_no_command_says_what_is(name: str, message: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_documents_itself(name: str) -> None:
-    usage, purpose = _documented(COMMANDS[name])
-    assert usage.split()[0] == f"/{name}" and purpose
-    assert len(usage) <= 20 and "\n" not in usage
-    assert list(inspect.signature(COMMANDS[name]).parameters) == ["session", "argument"]
+    assert COMMANDS[name].purpose.endswith(".") and len(_usage(name)) <= 20
 
 
 def test_synonyms_are_not_commands_and_lead_to_some() -> None:
@@ -109,7 +104,7 @@ def test_synonyms_are_not_commands_and_lead_to_some() -> None:
         ("/rule le", ["lenience"]),
         ("/length h", ["heuristic"]),
         ("/trace o", ["on", "off"]),
-        ("/help gam", ["gamma"]),
+        ("/help leng", ["length"]),
         ("/undo x", []),
         ("/nothing x", []),
         ("//dra", []),
@@ -158,16 +153,3 @@ def test_methods_describes_every_name() -> None:
 @pytest.mark.parametrize("name", ["smollm2-135m", "org/name", "./a folder", "a,b", "123", "true", "x=y", os.sep])
 def test_a_draft_model_as_an_expression(name: str) -> None:
     assert parse(model_expression(name)) == Call("model", ((None, name),))
-
-
-def test_which_drafters_keep_what_they_learn() -> None:
-    members = "suffix(3, keep=true), ngram_store(keep=false), prompt_lookup(max_ngram=6), model=a"
-    found = leaves(parse(f"cascade({members}; k=[[1, 2, 3, 4]])"))
-    assert [(text.split("(")[0], keeps) for text, keeps in found] == [
-        ("suffix", True),
-        ("ngram_store", False),
-        ("prompt_lookup", False),
-    ]
-    assert found[0][0].startswith("suffix(scale=3, ") and "keep=true" in found[0][0]
-    assert found[2][0] == "prompt_lookup(max_ngram=6, min_ngram=2)"
-    assert leaves(parse("none")) == [("none", False)]

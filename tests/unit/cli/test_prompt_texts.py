@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foresay.cli.common import read_prompt
-from foresay.cli.generate_lines import split_lines
+from foresay.cli.generate import split_lines
 from foresay.errors import PromptError
 from foresay.lab.replay.arrivals import from_trace
 from foresay.server.settings import read_keys

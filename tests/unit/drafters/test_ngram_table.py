@@ -140,7 +140,9 @@ def test_frequent_refuses(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("counts", [None, np.zeros(6, dtype=np.int64)])
 def test_frequent_needs_counts(counts: Any) -> None:
-    with pytest.raises(ConfigError, match="the table has no token counts; build one with `foresay ngram build`"):
+    with pytest.raises(
+        ConfigError, match="the table has no token counts; build one with `foresay distill --kind ngram`"
+    ):
         small(counts=counts).frequent(2)
 
 
@@ -159,7 +161,7 @@ def test_another_tokenizer_is_refused() -> None:
         small().check(OTHER, 9)
     assert str(caught.value) == (
         "the n-gram table was built with another tokenizer (fingerprint 0123456789ab, 6 tokens) than the one in use "
-        "(ffffffffffff, 9 tokens); build a table with this tokenizer: foresay ngram build FILE... --model NAME --output TABLE"
+        "(ffffffffffff, 9 tokens); build a table with this tokenizer: foresay distill TABLE --kind ngram --text FILE --model NAME"
     )
 
 

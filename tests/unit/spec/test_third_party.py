@@ -173,7 +173,7 @@ def test_a_name_that_two_packages_register(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("_installed")
 def test_the_list_of_methods_has_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["methods"]) == 0
+    assert _run(["info", "--methods"]) == 0
     out = capsys.readouterr().out
     assert "  repeat(times=2, skip=false)\n      Repeats the last token.\n" in out
     assert "  broken\n      Cannot be used: drafter 'broken' of drafts_a 1.2" in out

@@ -12,10 +12,9 @@ from typing import Any
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, ChatSession, Exchange
 from foresay.cli.tables import sum_up
-from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.outcome import FinishReason
 from foresay.engine import Stats
-from foresay.generation.result import Chunk, Generation
+from foresay.generation.result import Chunk
 
 
 @contextmanager
@@ -43,38 +42,21 @@ def interruptible(enabled: bool, started: Callable[[], bool]) -> Iterator[Callab
         signal.signal(signal.SIGINT, before)
 
 
-class _Answer:
-    """Text and steps of an answer so far."""
-
-    def __init__(self, session: ChatSession) -> None:
-        self._session = session
-        self.steps: list[Step] = []
-        self.text = ""
-        self.whole: Generation | None = None
-
-    def show(self, chunk: Chunk) -> None:
-        self.steps.append(chunk.step)
-        self.text += chunk.text
-        self.whole = chunk.generation or self.whole
-        self._session.screen.stream(chunk.pieces, trace=self._session.trace)
-
-
 def generate(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchange | None:
     """Generate the answer to a message after earlier exchanges. Return None after Ctrl-C before the first word.
 
     Raises the errors of `Generator.stream` for a message that cannot be answered.
     """
     prompt, left_out = session.fitted(before, user)
-    params = session.seeded()
-    answer = _Answer(session)
+    params, chunks, began = session.seeded(), list[Chunk](), perf_counter()
     stream: Any = session.generator.stream(prompt, params)
     if left_out:
         session.screen.note(_left_out(left_out))
-    began = perf_counter()
     try:
-        with interruptible(session.interactive, lambda: bool(answer.steps)) as interrupted:
+        with interruptible(session.interactive, lambda: bool(chunks)) as interrupted:
             for chunk in stream:
-                answer.show(chunk)
+                chunks.append(chunk)
+                session.screen.stream(chunk.pieces, trace=session.trace)
                 if interrupted():
                     break
     except KeyboardInterrupt:
@@ -84,24 +66,16 @@ def generate(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exc
     stream.close()
     seconds = perf_counter() - began
     session.screen.line()
-    if not answer.text and answer.whole is None:
+    whole = next((chunk.generation for chunk in reversed(chunks) if chunk.generation), None)
+    text = "".join(chunk.text for chunk in chunks)
+    if not text and whole is None:
         session.screen.note("interrupted before the first word; the message is dropped")
         return None
-    one = _exchange(session, user, params, answer, seconds, left_out)
-    if session.screen.notes.is_terminal:
-        session.screen.note(_sum_up(session, one))
-    return one
-
-
-def _exchange(
-    session: ChatSession, user: str, params: SamplingParams, answer: _Answer, seconds: float, left_out: int
-) -> Exchange:
-    whole = answer.whole
-    return Exchange(
+    one = Exchange(
         user=user,
-        answer=answer.text if whole is None else whole.text,
+        answer=text if whole is None else whole.text,
         ended=INTERRUPTED if whole is None else whole.finish_reason.value,
-        stats=Stats.of(answer.steps),
+        stats=Stats.of([chunk.step for chunk in chunks]),
         seconds=seconds,
         seed=None if params.greedy else params.seed,
         exact=session.generator.rule.exact,
@@ -110,6 +84,9 @@ def _exchange(
         left_out=left_out,
         draft_error=None if whole is None else whole.draft_error,
     )
+    if session.screen.notes.is_terminal:
+        session.screen.note(_sum_up(session, one))
+    return one
 
 
 def _left_out(count: int) -> str:

@@ -1,89 +1,301 @@
-"""The console's commands by name, and how a line becomes one."""
+"""The console's commands, as a table from names to what they do, and how a line becomes one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
-from inspect import cleandoc
+from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
-from foresay.cli.console import conversation, settings
+from foresay.cli.colours import legend
+from foresay.cli.common import model_expression
+from foresay.cli.console import saving, table
+from foresay.cli.console.answer import generate
 from foresay.cli.console.input import Entry, Words
-from foresay.cli.console.session import ChatSession
-from foresay.cli.console.settings import Command, no_argument
+from foresay.cli.console.screen import unechoed
+from foresay.cli.console.session import INTERRUPTED, ChatSession
 from foresay.cli.methods import catalogue
+from foresay.cli.options import idle
+from foresay.cli.progress import loading
 from foresay.decoding.acceptance import RULES
+from foresay.engine import Stats
 from foresay.errors import ConfigError
+from foresay.lab.data.items import PromptItem
 from foresay.lengths import LENGTHS
 from foresay.models.sources.packaged import ALIASES
 from foresay.spec.recipes import DRAFTERS, third_party_names
+from foresay.text.formatting import percent, yes_no
+
+# -- settings
 
 
-def help_(session: ChatSession, argument: str) -> None:
-    """/help COMMAND: describe a command; without one, list all."""
-    if argument:
-        _help_on(session, resolve(argument.removeprefix("/")))
+def _show(session: ChatSession, *names: str) -> None:
+    """Print the settings of these names, or all settings, a line each."""
+    settings = saving.described(session)
+    for name in names or settings:
+        session.screen.line(f"{name}: {settings[name]}")
+
+
+def _method(parameter: str) -> Action:
+    """Return a command that changes the drafter, the rule or the length."""
+
+    def run(session: ChatSession, value: str) -> None:
+        if value:
+            with loading(f"Changing the {parameter}"):
+                session.change(**{parameter: value})
+        _show(session, parameter, *(["length"] if parameter == "drafter" else []))
+
+    return run
+
+
+def _draft(session: ChatSession, value: str) -> None:
+    if value:
+        _method("drafter")(session, model_expression(value))
+    else:
+        session.screen.line(f"draft: {session.draft or 'none'}")
+
+
+def _sampling(name: str, kind: type) -> Action:
+    """Return a command that sets a sampling parameter, or shows it."""
+
+    def run(session: ChatSession, value: str) -> None:
+        if value:
+            session.set(**{name.replace("-", "_"): _number(name, value, kind)})
+        _show(session, name)
+        if value and session.params.greedy and idle(session.params).get(name):
+            session.screen.note("(has no effect while decoding is greedy; /temperature 0.7 samples)")
+
+    return run
+
+
+def _number(name: str, text: str, kind: type) -> Any:
+    """Return the value as an int or a float; its range is checked where it is used."""
+    if (name, text) == ("seed", "random"):
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        allowed = ("an integer" if kind is int else "a number") + " or random" * (name == "seed")
+        raise ConfigError(f"/{name} {text!r} must be {allowed}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"/{name} {text!r} must be a finite number")
+    return value
+
+
+def _switch(name: str) -> Action:
+    """Return a command that turns the template or the trace on or off."""
+
+    def run(session: ChatSession, value: str) -> None:
+        if value not in ("", "on", "off"):
+            raise ConfigError(f"/{name} {value!r} must be on or off")
+        if (name, value) == ("template", "on") and not session.has_template:
+            raise ConfigError("this model has no chat template")
+        if value:
+            setattr(session, name, value == "on")
+        _show(session, name)
+        if name == "trace" and session.trace:
+            session.screen.line(legend())
+            if session.screen.out.color_system is None:
+                session.screen.note("(this terminal shows no colours)")
+
+    return run
+
+
+def _system(session: ChatSession, value: str) -> None:
+    if value:
+        session.system = None if value == "none" else value
+    _show(session, "system")
+
+
+def _forget(session: ChatSession, value: str) -> None:
+    session.generator.forget()
+    session.screen.line("forgotten")
+
+
+# -- the conversation
+
+
+def answer(session: ChatSession, text: str) -> None:
+    """Answer a message; append both to the conversation."""
+    if text.strip() and (one := generate(session, text, session.exchanges)):
+        session.exchanges.append(one)
+
+
+def _retry(session: ChatSession, value: str) -> None:
+    if one := generate(session, session.last().user, session.exchanges[:-1]):
+        session.exchanges[-1] = one
+
+
+def _undo(session: ChatSession, value: str) -> None:
+    line = " ".join(session.last().user.split())
+    session.exchanges.pop()
+    session.screen.line(f"removed: {line if len(line) <= 60 else line[:59] + '…'}")
+
+
+def _clear(session: ChatSession, value: str) -> None:
+    session.exchanges.clear()
+    session.screen.line("a new conversation")
+
+
+def _history(session: ChatSession, value: str) -> None:
+    if session.system is not None:
+        session.screen.line(f"system: {session.system}")
+    left_out = session.exchanges[-1].left_out if session.exchanges else 0
+    for i, one in enumerate(session.exchanges):
+        if i == left_out and left_out:
+            session.screen.note("(the model no longer sees the lines above)")
+        session.screen.line(f"you: {one.user}")
+        session.screen.line(f"answer{f' ({INTERRUPTED})' if one.ended == INTERRUPTED else ''}: {one.answer}")
+    if not session.exchanges:
+        session.screen.line("no messages yet")
+
+
+def _stats(session: ChatSession, value: str) -> None:
+    last, (counts, seconds), number = session.last(), session.totals(), len(session.exchanges)
+    exact = all(one.exact for one in session.exchanges)
+    session.screen.line(f"last answer: {_figures(last.stats, last.seconds, last.exact)}")
+    answers = f"{number} answer{'s' * (number > 1)}"
+    session.screen.line(f"conversation: {answers}, {_figures(counts, seconds, exact)}")
+
+
+def _figures(counts: Stats, seconds: float, exact: bool) -> str:
+    share = counts.draft_s / counts.total_s if counts.total_s else None
+    return (
+        f"{counts.num_tokens} tokens in {seconds:.2f} s, {counts.num_tokens / seconds if seconds else 0:.1f} tokens/s, "
+        f"{counts.block_efficiency or 0:.2f} tokens/pass, accepted {percent(counts.acceptance_rate)}, "
+        f"drafting {percent(share)} of the time, exact {yes_no(exact)}"
+    )
+
+
+def _compare(session: ChatSession, value: str) -> None:
+    user, before = (value, session.exchanges) if value else (session.last().user, session.exchanges[:-1])
+    prompt: Any = session.fitted(before, user)[0]
+    raw = isinstance(prompt, str)
+    item = PromptItem("", prompt if raw else tuple(prompt), raw=raw)
+    with unechoed(session.interactive), loading("Preparing the drafters") as progress:
+        methods = table.methods(session.generator, session.draft, session.length)
+        rows = table.compare(session.generator, item, methods, session.draft, session.params, 1, progress)
+    table.show(rows, session.generator)
+
+
+def _save(*, replace: bool) -> Action:
+    def run(session: ChatSession, value: str) -> None:
+        if not value:
+            raise ConfigError("/save needs a file name")
+        path = Path(value).expanduser()
+        if path.exists() and not replace:
+            raise ConfigError(f"{str(path)!r} exists; /save! {value} replaces it")
+        saving.save(session, path)
+        session.screen.line(f"saved to {path}")
+
+    return run
+
+
+def _help(session: ChatSession, value: str) -> None:
+    screen = session.screen
+    if value:
+        name = resolve(value.removeprefix("/"))
+        screen.line(Text.assemble((_usage(name), "bold"), f": {COMMANDS[name].purpose}"))
+        for _, option, entries in catalogue():
+            for signature, summary in entries if option == f"--{name}" else ():
+                screen.line(f"  {signature}: {summary}")
         return
-    session.screen.pairs([_documented(command) for command in COMMANDS.values()])
-    session.screen.note("Names may be abbreviated: /temp 0.7. To send a message that begins with a slash: //like this.")
-    session.screen.note('A line ending in \\ continues on the next; """ begins and ends a message of many lines.')
+    screen.pairs([(_usage(name), one.purpose) for name, one in COMMANDS.items()])
+    screen.note("Names may be abbreviated: /temp 0.7. To send a message that begins with a slash: //like this.")
+    screen.note('A line ending in \\ continues on the next; """ begins and ends a message of many lines.')
 
 
-def _help_on(session: ChatSession, name: str) -> None:
-    usage, purpose = _documented(COMMANDS[name])
-    session.screen.line(Text.assemble((usage, "bold"), f": {purpose}"))
-    kinds = {"drafter": 0, "rule": 1, "length": 2}
-    if name in kinds:
-        for signature, summary in catalogue()[kinds[name]][2]:
-            session.screen.line(f"  {signature}: {summary}")
-
-
-def quit_(session: ChatSession, argument: str) -> None:
-    """/quit: leave, as Ctrl-D does."""
-    no_argument("quit", argument)
+def _quit(session: ChatSession, value: str) -> None:
     session.running = False
 
 
+# -- the table
+
+Action = Callable[[ChatSession, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: its value as help shows it ("" if it takes none), what it does, and the values that Tab completes."""
+
+    value: str
+    purpose: str
+    run: Action
+    words: Callable[[], Iterable[str]] = list
+
+
+_ON_OFF = ("on", "off")
 COMMANDS: dict[str, Command] = {
-    "drafter": settings.drafter,
-    "draft": settings.draft,
-    "rule": settings.rule,
-    "length": settings.length,
-    "gamma": settings.gamma,
-    "greedy": settings.greedy,
-    "temperature": settings.temperature,
-    "top-k": settings.top_k,
-    "top-p": settings.top_p,
-    "min-p": settings.min_p,
-    "seed": settings.seed,
-    "max-new-tokens": settings.max_new_tokens,
-    "template": settings.template,
-    "system": settings.system,
-    "trace": settings.trace,
-    "store": settings.store,
-    "settings": settings.settings,
-    "history": conversation.history,
-    "clear": conversation.clear,
-    "undo": conversation.undo,
-    "retry": conversation.retry,
-    "compare": conversation.compare,
-    "stats": conversation.stats,
-    "save": conversation.save,
-    "save!": conversation.save_over,
-    "help": help_,
-    "quit": quit_,
+    "drafter": Command(
+        "EXPRESSION",
+        "use another drafter, such as suffix(scale=3), at its own length; none is plain decoding, auto the default.",
+        _method("drafter"),
+        lambda: ["auto", *DRAFTERS, *third_party_names()],
+    ),
+    "draft": Command("MODEL", "use a draft model: an alias, hub id, folder or GGUF file.", _draft, lambda: ALIASES),
+    "rule": Command(
+        "EXPRESSION", "use another acceptance rule; lenience(2) and typical are lossy.", _method("rule"), lambda: RULES
+    ),
+    "length": Command(
+        "EXPRESSION",
+        "set the draft length: a number, heuristic, confidence(0.4), entropy, throughput; 0 is plain decoding.",
+        _method("length"),
+        lambda: LENGTHS,
+    ),
+    "temperature": Command(
+        "X",
+        "sample, from a distribution sharper below 1 and flatter above; 0 is greedy.",
+        _sampling("temperature", float),
+    ),
+    "top-k": Command("N", "sample from the N most likely tokens; 0 is all.", _sampling("top-k", int)),
+    "top-p": Command(
+        "X", "sample from the most likely tokens of this total probability, up to 1.", _sampling("top-p", float)
+    ),
+    "min-p": Command(
+        "X", "sample from tokens at least this fraction as likely as the most likely.", _sampling("min-p", float)
+    ),
+    "seed": Command(
+        "N",
+        "sample every answer from this seed; random draws one for each.",
+        _sampling("seed", int),
+        lambda: ["random"],
+    ),
+    "max-new-tokens": Command("N", "end an answer after N tokens.", _sampling("max-new-tokens", int)),
+    "template": Command(
+        "on|off",
+        "use the model's chat template, or continue the conversation as one text.",
+        _switch("template"),
+        lambda: _ON_OFF,
+    ),
+    "system": Command("TEXT", "the system message, for past answers too; none removes it.", _system, lambda: ["none"]),
+    "trace": Command("on|off", "colour each token by its origin.", _switch("trace"), lambda: _ON_OFF),
+    "forget": Command("", "let drafters forget what they learned from earlier answers.", _forget),
+    "settings": Command("", "show every setting.", lambda session, _: _show(session)),
+    "history": Command("", "show the conversation.", _history),
+    "clear": Command("", "start a new conversation; settings and system message stay.", _clear),
+    "undo": Command("", "remove the last message and its answer.", _undo),
+    "retry": Command("", "generate the last answer again, with the present settings.", _retry),
+    "compare": Command(
+        "PROMPT", "decode it without speculation and with each method; without PROMPT, the last message.", _compare
+    ),
+    "stats": Command("", "counts and times of the last answer and of the conversation.", _stats),
+    "save": Command("FILE", "write settings, messages, counts and times as JSON.", _save(replace=False)),
+    "save!": Command("FILE", "as /save, replacing an existing file.", _save(replace=True)),
+    "help": Command("COMMAND", "describe a command; without one, list all.", _help, lambda: COMMANDS),
+    "quit": Command("", "leave, as Ctrl-D does.", _quit),
 }
-SYNONYMS = {"temp": "temperature", "exit": "quit"}
+SYNONYMS = {"temp": "temperature", "gamma": "length", "exit": "quit"}
 """Other names, which no list shows."""
-FLAGS = {name.replace("-", "_"): f"/{name}" for name in COMMANDS} | {"num_draft_tokens": "/gamma"}
+FLAGS = {name.replace("-", "_"): f"/{name}" for name in COMMANDS}
 """Names of Python arguments, and the commands that set them, for errors."""
 
 
-def _documented(command: Command) -> tuple[str, str]:
-    """(usage, description), from the docstring."""
-    usage, _, purpose = cleandoc(command.__doc__ or "").partition(": ")
-    return usage, purpose
+def _usage(name: str) -> str:
+    return f"/{name} {COMMANDS[name].value}".rstrip()
 
 
 def resolve(name: str) -> str:
@@ -104,28 +316,16 @@ def resolve(name: str) -> str:
 def handle(session: ChatSession, entered: Entry) -> None:
     """Run a command, or answer a message. Raises ForesayError if that fails."""
     text = entered.text
-    if entered.block or not text.startswith("/"):
-        conversation.answer(session, text)
-    elif text.startswith("//"):
-        conversation.answer(session, text[1:])
-    else:
-        name, *argument = text[1:].split(None, 1)[:2] or [""]
-        COMMANDS[resolve(name)](session, argument[0].strip() if argument else "")
+    if entered.block or not text.startswith("/") or text.startswith("//"):
+        answer(session, text.removeprefix("/") if text.startswith("//") and not entered.block else text)
+        return
+    word, _, value = text[1:].partition(" ")
+    name, value = resolve(word.strip()), value.strip()
+    if value and not COMMANDS[name].value:
+        raise ConfigError(f"/{name} takes no value; drop {value!r}")
+    COMMANDS[name].run(session, value)
 
 
 def words() -> Words:
     """Completions for Tab: command names, and the values of each."""
-    switch: Callable[[], Iterable[str]] = lambda: ("on", "off")  # noqa: E731
-    given: dict[str, Callable[[], Iterable[str]]] = {
-        "drafter": lambda: ["auto", *DRAFTERS, *third_party_names()],
-        "draft": lambda: ALIASES,
-        "rule": lambda: RULES,
-        "length": lambda: LENGTHS,
-        "template": switch,
-        "trace": switch,
-        "seed": lambda: ["random"],
-        "store": lambda: ["reset"],
-        "system": lambda: ["none"],
-        "help": lambda: COMMANDS,
-    }
-    return {name: given.get(name, list) for name in COMMANDS}
+    return {name: one.words for name, one in COMMANDS.items()}

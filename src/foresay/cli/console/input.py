@@ -11,9 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import typer
+import click
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -54,82 +54,60 @@ def entry(text: str) -> Entry:
     return Entry(re.sub(r"(?<!\\)\\(\n|\Z)", r"\1", text).strip("\n"))
 
 
-class LineReader(Protocol):
-    """Reads one message or command at a time."""
+class Reader:
+    """Reads one message or command at a time: by a line editor on a terminal, else lines of standard input.
 
-    def read(self) -> Entry:
-        """Return the next entry. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C, PromptError unless it is UTF-8."""
-        ...
+    The editor has a history, Ctrl-R, completion with Tab, and Alt-Enter for a new line.
+    """
+
+    def __init__(self, words: Words, *, keep_history: bool) -> None:
+        self._typed = sys.stdin is not None and sys.stdin.isatty()
+        self._editor: PromptSession[str] | None = None
+        if self._typed and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            self._editor = PromptSession(
+                PROMPT,
+                multiline=True,
+                prompt_continuation=MORE,
+                history=_history(history_file() if keep_history else None),
+                completer=_Completer(words),
+                complete_while_typing=False,
+                complete_style=CompleteStyle.READLINE_LIKE,
+                key_bindings=_keys(),
+                enable_suspend=True,
+            )
 
     @property
     def left(self) -> str:
         """Text typed before Ctrl-C."""
-        ...
-
-
-class PlainReader:
-    """Reads lines of standard input; prompts only if it is a terminal."""
-
-    left = ""
-
-    def __init__(self) -> None:
-        self._typed = sys.stdin is not None and sys.stdin.isatty()
+        return "" if self._editor is None else self._editor.default_buffer.text
 
     def read(self) -> Entry:
-        """Return the lines up to the end of a message."""
-        text = self._line(PROMPT)
+        """Return the next entry. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C, PromptError unless it is UTF-8."""
+        text = self._line(PROMPT) if self._editor is None else self._editor.prompt()
         if text is None:
             raise EOFError
-        while is_open(text) and (more := self._line(MORE)) is not None:
+        while self._editor is None and is_open(text) and (more := self._line(MORE)) is not None:
             text += "\n" + more
-        return entry(text)
-
-    def _line(self, prompt: str) -> str | None:
-        if sys.stdin is None:
-            return None
-        if self._typed:
-            typer.echo(prompt, nl=False, err=True)
-        raw = sys.stdin.buffer.readline()
-        if not raw:
-            if self._typed:
-                typer.echo(err=True)
-            return None
-        try:
-            return raw.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise PromptError(f"a line is not UTF-8 text: byte {raw[error.start]:#04x} at {error.start}") from None
-
-
-class TerminalReader:
-    """Line editor: history, Ctrl-R, completion with Tab, Alt-Enter for a new line."""
-
-    def __init__(self, history: Path | None, words: Words) -> None:
-        """history: the file of earlier entries; None remembers the entries of this session only."""
-        self._session: PromptSession[str] = PromptSession(
-            PROMPT,
-            multiline=True,
-            prompt_continuation=MORE,
-            history=_history(history),
-            completer=_Completer(words),
-            complete_while_typing=False,
-            complete_style=CompleteStyle.READLINE_LIKE,
-            key_bindings=_keys(),
-            enable_suspend=True,
-        )
-
-    def read(self) -> Entry:
-        """Return an edited entry."""
-        text = self._session.prompt()
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise PromptError("the text is not UTF-8") from None
         return entry(text)
 
-    @property
-    def left(self) -> str:
-        """Text typed before Ctrl-C."""
-        return self._session.default_buffer.text
+    def _line(self, prompt: str) -> str | None:
+        if sys.stdin is None:
+            return None
+        if self._typed:
+            click.echo(prompt, nl=False, err=True)
+        raw = sys.stdin.buffer.readline()
+        if not raw:
+            if self._typed:
+                click.echo(err=True)
+            return None
+        try:
+            return raw.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"a line is not UTF-8 text: byte {raw[error.start]:#04x} at {error.start}") from None
 
 
 def _keys() -> KeyBindings:
@@ -190,11 +168,3 @@ def _history(path: Path | None) -> History:
             return FileHistory(path)
     except OSError:
         return InMemoryHistory()
-
-
-def reader(words: Words, *, keep_history: bool) -> LineReader:
-    """Return a reader for the terminal, or for other input."""
-    typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    if typed and os.environ.get("TERM") not in ("dumb", "unknown"):
-        return TerminalReader(history_file() if keep_history else None, words)
-    return PlainReader()

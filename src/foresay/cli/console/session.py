@@ -8,13 +8,14 @@ from typing import Any
 
 from foresay.cli.common import fresh_seed
 from foresay.cli.console.screen import Screen
+from foresay.cli.console.table import draft_of
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change
 from foresay.lengths import LENGTHS
-from foresay.spec.expressions import parse, to_expression
+from foresay.spec.expressions import to_expression
 from foresay.text.prompts import Prompt, encode
 
 INTERRUPTED = "interrupted"
@@ -83,9 +84,7 @@ class ChatSession:
 
     def note_draft(self) -> None:
         """Remember the draft model, for /compare."""
-        call = parse(self.generator.drafter_name)
-        if call.name == "model" and call.values:
-            self.draft = next((str(v) for k, v in call.values if k in (None, "name")), self.draft)
+        self.draft = draft_of(self.generator) or self.draft
 
     def set(self, **changes: Any) -> None:
         """Change sampling parameters."""

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console, RenderableType
-
 from foresay.cli import tables
-from foresay.cli.common import fresh_seed
+from foresay.cli.colours import console, notes
+from foresay.cli.common import fresh_seed, model_expression
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
@@ -23,24 +22,15 @@ from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
-from foresay.lengths import ConstantLength
+from foresay.lab.tune import DRAFTERS
+from foresay.lengths import LENGTHS, ConstantLength
 from foresay.records.results import Failure, Run
-from foresay.spec.expressions import to_expression
+from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import percent, yes_no
 
 ALONE = "draft alone"
-_WIDE = (
-    "method",
-    "tokens",
-    "seconds",
-    "tokens/s",
-    "speed-up",
-    "tokens/pass",
-    "accepted",
-    "drafts used",
-    "identical",
-    "exact",
-)
+_FIGURES = ("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted", "drafts used", "identical", "exact")
+_WIDE = ("method", *_FIGURES)
 _SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted", "used", "same", "exact")
 _WARM_UP = 4
 
@@ -113,6 +103,32 @@ def compare(
     return rows
 
 
+def draft_of(generator: Generator) -> str | None:
+    """The name of the draft model that a generator drafts with, if any."""
+    call = parse(generator.drafter_name)
+    names = [str(value) for key, value in call.values if key in (None, "name")] if call.name == "model" else []
+    return names[0] if names else None
+
+
+def methods(generator: Generator, draft: str | None, length: str | None) -> list[Method]:
+    """The n-gram drafters, the draft model, and the drafter in use at its present length; the others at their own length."""
+    own = generator.drafter_name
+    known = [*DRAFTERS, *([] if draft is None else [model_expression(draft)])]
+    named = [Method(name) for name in known if parse(name) != parse(own)]
+    length = length or to_expression(generator.policy, LENGTHS)
+    return named if own == "none" else [*named, Method(own, length)]
+
+
+def show(rows: Sequence[Row], generator: Generator) -> None:
+    """Print the table, and a line for each difference and failure."""
+    out = console()
+    table = tables.table(_WIDE, list(map(_cells, rows)), out, short=_SHORT)
+    for one in (table, *differences(rows, generator.tokenizer)):
+        out.print(one, soft_wrap=not out.is_terminal)
+    if not generator.rule.exact:
+        notes().print(f"(the rule {generator.rule.name} is lossy: its output may differ)", style="dim")
+
+
 def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
     """A line for each method that failed, or whose output differs from plain decoding's though it must not."""
     lines = [f"{row.name} failed: {row.failures[0]}" for row in rows if row.failures]
@@ -161,8 +177,3 @@ def _cells(row: Row) -> tuple[str, ...]:
         other if row.identical is None else yes_no(row.identical),
         yes_no(figures["exact"]),
     )
-
-
-def table(rows: Sequence[Row], console: Console) -> RenderableType:
-    """Return the table, with a row for each method."""
-    return tables.table(_WIDE, list(map(_cells, rows)), console, short=_SHORT)

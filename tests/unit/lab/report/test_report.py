@@ -8,12 +8,10 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
-import typer
+from click.testing import CliRunner
 from matplotlib.image import imread
-from typer.testing import CliRunner
 
-from foresay.cli import report as command
-from foresay.cli.option_groups import flatten_groups
+from foresay.cli.app import app
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.lab.report import figures
@@ -495,9 +493,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def test_the_command_prints_paths_and_the_summary_however_narrow_the_terminal(tmp_path):
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    app.command("report")(flatten_groups(command.run))
     source = write(tmp_path / "r", run("vllm", 1.0, plain_seconds=2.0))
     arguments = ["report", str(source), "--output", str(tmp_path / "out"), "--title", "Mine"]
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "40"}, catch_exceptions=False)
