@@ -17,7 +17,7 @@ from foresay.decoding.state import StateKey
 
 
 class Reads(StrEnum):
-    """What a rule reads of each token."""
+    """The quantity that a rule reads of each token."""
 
     NOTHING = "nothing"
     PROBABILITY = "probability"
@@ -82,7 +82,7 @@ class DraftStep:
 
 
 CONFIDENCES = StateKey[list[list[float]]](list)
-"""Of a batch: the confidences of each row's draft tokens in this step, as far as a rule has read them."""
+"""The confidences of each row's draft tokens in this step, as far as a rule has read them."""
 
 
 class Stopping:

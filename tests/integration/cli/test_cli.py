@@ -497,7 +497,7 @@ def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, m
         pass
 
     def stopped(
-        resources: object, recipe: object, name: str, rule: object, policy: object, size: int, share: bool
+        resources: object, method: object, rule: object, policy: object, size: int, share: bool
     ) -> None:
         sizes.append(size)
         raise StoppedError

@@ -149,6 +149,6 @@ def test_a_model_without_hidden_states_is_named() -> None:
         drafter=ModelDrafter(TableModel.random(6, seed=2), 6),
         policy=Norms(),
     )
-    assert "length Norms reads the draft model's hidden states, which TableModel does not output" in str(
+    assert "length policy reads the draft model's hidden states, which TableModel does not output" in str(
         engine.drafter and engine.drafter.last_error
     )
