@@ -496,9 +496,7 @@ def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, m
     class StoppedError(Exception):
         pass
 
-    def stopped(
-        resources: object, method: object, rule: object, policy: object, size: int, share: bool
-    ) -> None:
+    def stopped(resources: object, method: object, rule: object, policy: object, size: int, share: bool) -> None:
         sizes.append(size)
         raise StoppedError
 
