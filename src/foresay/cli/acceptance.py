@@ -30,7 +30,7 @@ def make(given: Given) -> Iterator[str]:
         raise ConfigError("--kind acceptance needs --drafter, the drafter that the head is for")
     plan = AcceptancePlan(
         rejection_weight=given.rejection_weight,
-        epochs=3 if given.epochs is None else int(given.epochs),
+        epochs=3 if given.epochs is None else _whole(given.epochs),
         batch_size=given.batch_tokens or 256,
         rate=given.learning_rate,
         seed=given.seed,
@@ -53,6 +53,13 @@ def make(given: Given) -> Iterator[str]:
     yield f"  trained on {len(learn):,} draft tokens, {len(held_out):,} held out, mean acceptance {accepted:.0%}"
     yield from _described(head, held_out, given.rejection_weight)
     yield f"  draft with it: --length 'acceptance({folder})'"
+
+
+def _whole(epochs: float) -> int:
+    """The number of passes over the data of an acceptance head, which knows no parts of one."""
+    if not epochs.is_integer():
+        raise ConfigError(f"--epochs {epochs:g} must be an integer for --kind acceptance")
+    return int(epochs)
 
 
 def _collect(given: Given, folder: Path) -> int:

@@ -172,7 +172,7 @@ TRAINING = group(
     DRAFT,
     DATA,
     TRAINING,
-    group(opt.MACHINE, opt.DTYPE, opt.DEVICE, opt.THREADS, opt.TRUST),
+    group(opt.MACHINE, *_of(f"{_TRAINED} pruned acceptance", opt.DTYPE, opt.DEVICE, opt.THREADS), opt.TRUST),
     examples="""
         foresay distill head -m Qwen/Qwen2.5-0.5B-Instruct --outputs outputs.jsonl --minutes 60
         foresay distill block --kind block --outputs outputs.jsonl --minutes 60 --precision bf16

@@ -18,7 +18,7 @@ from foresay.cli.common import target_options
 from foresay.cli.options import model
 from foresay.cli.progress import loading
 from foresay.decoding.protocols import LanguageModel, ModelInput
-from foresay.errors import UnsupportedModelError
+from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.snapshots import MAX_BACKLOG
 from foresay.models.cache.stores import WIDTH
 from foresay.models.huggingface.causal import CausalModel
@@ -63,6 +63,7 @@ def run(given: Given) -> int:
     table = given.subject if ngram.is_table(given.subject) else None
     if table is None:
         choose_model(given, given.subject)
+    _refuse_idle(given, is_table=table is not None)
     if (table is None and given.model is None) or given.methods:
         return _print(methods.described() if given.methods else installation.described())
     if table is not None:
@@ -82,6 +83,19 @@ def run(given: Given) -> int:
         click.echo(f"{name}\n  supported: no\n  reason: {error}")
         return 2
     return _print([name, *(f"  {title}: {value}" for title, value in lines.items())])
+
+
+def _refuse_idle(given: Given, *, is_table: bool) -> None:
+    """Raise ConfigError for an option that has no effect on what is shown."""
+    shown, applies = "a model", set(given.typed)
+    if given.methods:
+        shown, applies = "the methods", {"methods"}
+    elif is_table:
+        shown, applies = "an n-gram table", {"model", "trust_remote_code"}
+    elif given.model is None:
+        shown, applies = "versions and caches", set()
+    if idle := [flag for name, flag in given.typed.items() if name not in applies]:
+        raise ConfigError(f"{idle[0]} has no effect on {shown}; drop it, or name a model")
 
 
 def _print(lines: Iterable[str]) -> int:

@@ -468,6 +468,8 @@ def test_info_of_a_recurrent_model_names_the_cost_of_a_rejection(shell: tiny.She
 
 
 def test_info_of_nothing(shell: tiny.Shell) -> None:
+    for given in (["--dtype", "fp32"], ["--methods", "--context", "9"], ["a.safetensors", "--batch-size", "2"]):
+        assert f"{given[-2]} has no effect on" in shell.refused("info", *given)
     assert shell.refused("info", "./nowhere") == "no such file or folder: './nowhere'"
     assert "unknown dtype 'fp33'" in shell.refused("info", "smollm2-135m", "--dtype", "fp33")
 

@@ -139,6 +139,7 @@ def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str])
         (["--order", "1"], "--order 1 must be an integer in [2, 5]"),
         (["--order", "6"], "--order 6 must be an integer in [2, 5]"),
         (["--block-size", "4"], "--block-size applies to --kind block"),
+        (["--dtype", "fp32"], "--dtype applies to --kind head"),
         (["--min-count", "0"], "--min-count 0 must be an integer at least 1"),
         (["--max-tokens", "0"], "--max-tokens 0 must be an integer at least 1"),
         (["--separator", "lin"], "unknown separator 'lin'. Did you mean 'line'?"),

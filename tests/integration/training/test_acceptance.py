@@ -300,5 +300,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
     assert code == 0 and out == shell(*plain, "--drafter", "none")[1]
     assert "needs --drafter" in shell.refused("distill", str(tmp_path / "other"), *given)
+    half = (*given, "--drafter", f"model({draft})", "--epochs", "0.5")
+    assert "--epochs 0.5 must be an integer" in shell.refused("distill", str(tmp_path / "other"), *half)
     assert "hidden states" in shell.refused("distill", str(tmp_path / "other"), *given, "--drafter", "suffix")
     assert "contains something else" in shell.refused("distill", str(target), *given, "--drafter", f"model({draft})")
