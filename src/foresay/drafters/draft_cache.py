@@ -111,6 +111,12 @@ class DraftCache:
                 self._fed[index] = row.tokens
         self.cache.truncate(lengths)
 
+    def keep_nodes(self, index: torch.Tensor) -> None:
+        """Called before each pass over trees, whose nodes may have been dropped since the pass before.
+
+        index: [B, K] int64, the index of each node in that pass; -1 for a node that was not in it.
+        """
+
     def remember(self, rows: Rows, drafted: Sequence[Sequence[int]]) -> None:
         """Record the draft tokens fed after the rows' tokens. rows: a result of `view`. drafted: B lists of token ids."""
         if rows.level:

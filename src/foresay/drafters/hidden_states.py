@@ -131,6 +131,12 @@ class HeadCache(FeatureCache):
         assert new.logits is not None and old.logits is not None
         return dataclasses.replace(new, logits=torch.where(which, new.logits, old.logits), hidden=hidden)
 
+    def keep_nodes(self, index: torch.Tensor) -> None:
+        """Order the outputs of the last pass as the nodes are ordered now; see `DraftCache.keep_nodes`."""
+        assert self._outputs is not None
+        batch = torch.arange(len(index), device=index.device)[:, None]
+        self._outputs = self._outputs[batch, index.clamp(min=0)]
+
     def forward(self, model_input: ModelInput) -> ModelOutput:
         """Run one pass over draft tokens: the next token of each chain, or a whole tree after the rows' last tokens."""
         assert self._last_output is not None and self._outputs is not None

@@ -114,8 +114,9 @@ class ModelDrafter(Drafter):
         output = context.catch_up(viewed, fed)
         starts = list(context.cache.lengths)
 
-        def score(model_input: ModelInput) -> ModelOutput:
+        def score(model_input: ModelInput, scored: torch.Tensor) -> ModelOutput:
             """Feed the whole trees, then rewind the cache."""
+            context.keep_nodes(scored)
             out = context.forward(model_input)
             context.cache.truncate(starts)
             return out

@@ -39,6 +39,8 @@ class Tree:
     parents: list[int] = field(default_factory=list)
     distributions: list[int] = field(default_factory=list)
     """For each node, the index of the distribution it was drawn from; -1 for a point mass."""
+    scored: list[int] = field(default_factory=list)
+    """For each node, its index in the last pass that scored the tree; -1 if it was not in it."""
     scores: list[float] = field(default_factory=lambda: [1.0])
     """For each slot, the product of the draft probabilities along its path."""
     depths: list[int] = field(default_factory=lambda: [0])
@@ -67,6 +69,7 @@ class Tree:
         self.tokens.append(token)
         self.parents.append(slot - 1)
         self.distributions.append(distribution)
+        self.scored.append(-1)
         self.scores.append(self.scores[slot] * prob)
         self.depths.append(self.depths[slot] + 1)
 
@@ -79,6 +82,7 @@ class Tree:
         self.tokens = [self.tokens[slot - 1] for slot in kept]
         self.parents = [index.get(self.parents[slot - 1] + 1, -1) for slot in kept]
         self.distributions = [self.distributions[slot - 1] for slot in kept]
+        self.scored = [self.scored[slot - 1] for slot in kept]
         self.scores = [1.0, *(self.scores[slot] for slot in kept)]
         self.depths = [0, *(self.depths[slot] for slot in kept)]
         self.num_expanded = 1 + sum(slot < self.num_expanded for slot in kept)
@@ -94,8 +98,8 @@ class Tree:
         return slot > 0 and self.row.ends_with(self.tokens[slot - 1], self.row.num_new + self.depths[slot])
 
 
-Score = Callable[[ModelInput], ModelOutput]
-"""Scores all nodes of trees: token ids and parents [B, K] -> logits [B, K, V]."""
+Score = Callable[[ModelInput, torch.Tensor], ModelOutput]
+"""Scores all nodes of trees: (token ids and parents [B, K], `Tree.scored` [B, K]) -> logits [B, K, V]."""
 
 
 class Grower(Interruptible):
@@ -119,9 +123,14 @@ class Grower(Interruptible):
             self._expand(slots, self._distributions(scores, nodes, slots), stopping)
             if not any(tree.open for tree in self._trees):
                 break
-            tokens, parents = ([getattr(tree, name) for tree in self._trees] for name in ("tokens", "parents"))
-            nodes = padded(tokens, self._device), padded(parents, self._device, fill=-1)
-            scores = score(ModelInput(nodes[0], list(map(len, tokens)), parents=nodes[1])).scores()
+            tokens, parents, scored = (
+                padded([getattr(tree, name) for tree in self._trees], self._device, fill=fill)
+                for name, fill in (("tokens", 0), ("parents", -1), ("scored", -1))
+            )
+            nodes, counts = (tokens, parents), [len(tree.tokens) for tree in self._trees]
+            scores = score(ModelInput(tokens, counts, parents=parents), scored).scores()
+            for tree, count in zip(self._trees, counts, strict=True):
+                tree.scored = list(range(count))
 
     def proposal(self) -> Proposal:
         """Return the trees' nodes with the distributions they were drawn from."""
