@@ -1,4 +1,4 @@
-"""Distribution tests of block drafters: chains with a Markov head, and trees; the control ignores the head's conditioning."""
+"""Distribution tests of drafts on hidden states: chains of blocks, trees of blocks and heads; controls record others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import BlockDrafter
+from foresay.drafters import BlockDrafter, HeadDrafter, Hybrid, SuffixDrafter
 from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
+from helpers.heads import random_head
 from helpers.reference import joint, p_value
 from helpers.support import run
 
@@ -58,25 +60,56 @@ class _IgnoresMarkov(BlockDrafter):
         return dataclasses.replace(proposal, distributions=base.transpose(0, 1).flatten(0, 1).contiguous())
 
 
+class _RootsForAll(BlockDrafter):
+    """Draws trees, and records the distribution of the roots for every node."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        proposal = super().propose(rows, budget, policy)
+        index = proposal.distribution_index
+        if index is None:
+            return proposal
+        return dataclasses.replace(proposal, distribution_index=torch.where(index >= 0, index[:, :1], index))
+
+
 DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
     "chain": lambda block: BlockDrafter(block, SIZE),
     "confident": lambda block: BlockDrafter(block, SIZE, confidence=0.4),
     "likeliest": lambda block: BlockDrafter(block, SIZE, sample=False),
     "best first": lambda block: BlockDrafter(block, SIZE, sample=False, nodes=8),
+    "drawn": lambda block: BlockDrafter(block, SIZE, nodes=8),
+    "drawn by a head": lambda block: HeadDrafter(_head(block.target), SIZE, nodes=8),
+    "drawn by a head in a hybrid": lambda block: Hybrid(
+        SuffixDrafter(), HeadDrafter(_head(block.target), SIZE, nodes=8), min_match=2, k=8
+    ),
+    "roots": lambda block: _RootsForAll(block, SIZE, nodes=8),
     "ignores": lambda block: _IgnoresMarkov(block, SIZE),
 }
 
 
-def value(target: Target, drafter: str, rule: str, *, from_anchor: bool = True) -> float:
+def _head(target: CausalModel) -> HeadModel:
+    return HeadModel(random_head(target, gain=1.5), target)
+
+
+def value(target: Target, drafter: str, rule: str, *, from_anchor: bool = True, nodes: int = 0) -> float:
+    """nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels."""
     block = BlockModel(random_block(target, from_anchor=from_anchor, gain=2.0), target)
-    params = [SamplingParams.of(PARAMS, seed=seed) for seed in range(SAMPLES)]
+    new = LENGTH + nodes
+    params = [SamplingParams.of(PARAMS, seed=seed, max_new_tokens=new) for seed in range(SAMPLES)]
     outputs, steps, engine = run(
-        target, [PROMPT] * SAMPLES, params, drafter=DRAFTERS[drafter](block), rule=rule, gamma=3, max_batch_size=64
+        target,
+        [PROMPT] * SAMPLES,
+        params,
+        drafter=DRAFTERS[drafter](block),
+        rule=rule,
+        gamma=nodes or 3,
+        max_batch_size=64,
     )
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert sum(step.num_accepted for step in steps) > SAMPLES / 4
     assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 4
-    return p_value(outputs, joint(target, params[0], PROMPT, LENGTH), SIZE)  # type: ignore[arg-type]
+    assert not nodes or max(step.num_accepted for step in steps) > 1, "trees of one level"
+    written = [output[:LENGTH] for output in outputs]
+    return p_value(written, joint(target, params[0], PROMPT, LENGTH), SIZE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
@@ -86,8 +119,13 @@ def test_chains(drafter: str, rule: str, target: Target) -> None:
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
-def test_trees(rule: str, target: Target) -> None:
-    assert value(target, "best first", rule) > ALPHA
+@pytest.mark.parametrize("drafter", ["best first", "drawn", "drawn by a head", "drawn by a head in a hybrid"])
+def test_trees(drafter: str, rule: str, target: Target) -> None:
+    assert value(target, drafter, rule, nodes=8) > ALPHA
+
+
+def test_the_distribution_of_the_roots_for_all_nodes(target: Target) -> None:
+    assert value(target, "roots", "speculative", nodes=8) < ALPHA
 
 
 def test_blocks_without_a_markov_head(target: Target) -> None:
