@@ -43,7 +43,7 @@ def test_output_has_the_targets_law(cell: Cell, request: pytest.FixtureRequest) 
 
 
 def test_the_comparison_sees_another_law() -> None:
-    """The draft's own distribution, and a distribution one parameter away, are told from the target's at this sample size."""
+    """The draft's own distribution, and a distribution one parameter away, differ from the target's at this sample size."""
     outputs = sample(("none", "speculative", "0", "plain", "joining"))
     assert p_value(outputs, joint(DRAFT, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
     warmer = SamplingParams.of(PARAMS["plain"], temperature=1.5)

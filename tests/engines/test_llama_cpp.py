@@ -31,7 +31,7 @@ TASKS = (
 )
 PROMPTS = [[{"role": "user", "content": one}] for one in TASKS]
 NEAR = 0.1
-"""Of the spread of a distribution's scores: what another width of a pass may move them by."""
+"""Largest change of scores by another width of a pass, as a share of their spread."""
 
 
 @pytest.fixture(scope="module")

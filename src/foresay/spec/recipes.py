@@ -104,8 +104,11 @@ def _model(
 
 def draft_model(model: Any) -> Recipe:
     """Return the recipe of a draft model that is already loaded: a transformers model or a LanguageModel."""
-    loaded = resolve(model, LoadOptions(), None)
-    return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True, samples=True)
+
+    def prepare(resources: Resources) -> DrafterBuilder:  # wraps it once the target is there
+        return _draft_with(resources, resolve(model, LoadOptions(), None), None)
+
+    return Recipe(prepare, 5, reads_target=True, samples=True)
 
 
 def _refuse_encoder(resources: Resources, draft: LoadedModel) -> None:

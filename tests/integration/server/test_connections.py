@@ -57,7 +57,7 @@ SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
     "another host": ({}, b"GET /health HTTP/1.0\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
     "no host": ({}, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
 }  # fmt: skip
-"""What is sent -> settings, bytes, the status (0: closed without an answer), and the code of the error."""
+"""Case -> settings, bytes sent, status (0: closed without a response), code of the error."""
 
 
 class TestTheHeadOfARequest:

@@ -190,7 +190,7 @@ def stopper(*strings: str, min_new_tokens: int = 0) -> StopStrings:
 def test_a_stop_string_ends_with_the_token_that_completes_it(
     ids: list[int], strings: str, keep: int | None, cut_at: int | None
 ) -> None:
-    """Of several, the first in the text; its text is cut before it."""
+    """The first stop string in the text ends it; the text is cut before it."""
     for blocks in ([ids], [[token] for token in ids], [ids[:1], ids[1:]]):
         stop, seen, kept = stopper(*strings.split()), 0, None
         for block in blocks:

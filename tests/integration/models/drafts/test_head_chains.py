@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from foresay.decoding.distributions import Distributions
+from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.decoding.stopping import Reads, Stopping, StoppingRule
+from foresay.decoding.stopping import CONFIDENCES, Reads, Stopping, StoppingRule
 from foresay.drafters import HeadDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.cache.slot_cache import SlotCache
@@ -193,6 +195,48 @@ def test_who_drafts_in_one_call(length: Any, monkeypatch: pytest.MonkeyPatch) ->
         decoded(1, repetition_penalty=1.2)
         assert not calls, "as those whose scores are processed"
         assert decoded(3)[0] == plain
+
+
+class Weighted(ConstantLength):
+    """Ends drafts by their confidences, and keeps those that were read in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.read: list[list[float]] = []
+
+    def budget(self, rows: Rows) -> list[int]:
+        CONFIDENCES.drop(rows)
+        return super().budget(rows)
+
+    def rule(self, rows: Rows) -> StoppingRule:
+        weights = tuple(0.3 + 0.06 * i for i in range(10))
+        return StoppingRule(Reads.CONFIDENCE, 0.3, 0, (0.9,), weights, 0.05)
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        self.read += CONFIDENCES.of(rows)
+
+
+def test_one_call_evaluates_the_rule_and_notes_confidences_as_single_passes_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = target(torch.float32, vocab=7)
+    head = HeadModel(random_head(model, seed=8, gain=0.8), model)
+
+    def decoded() -> tuple[list[int], list[list[float]]]:
+        policy, params = Weighted(), SamplingParams(max_new_tokens=24, ignore_eos=True)
+        _, steps, engine = run(model, PROMPTS, params, drafter=HeadDrafter(head, 7), policy=policy, max_batch_size=1)
+        assert engine.draft_failures == 0
+        return [step.num_drafted for step in steps], policy.read
+
+    counts, read = decoded()
+    assert {1, 2, 3} <= set(counts) and any(len(one) > 1 for one in read)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadDrafter, "_draw_at_once", lambda *_: None)
+        single = decoded()
+        patch.setattr(Weighted, "rule", lambda self, rows: StoppingRule(Reads.CONFIDENCE, 0.3, 0, (0.9,)))
+        other = decoded()
+    assert single[0] == counts and [pytest.approx(one, rel=1e-5) for one in single[1]] == read
+    assert other[0] != counts, "control: another rule"
 
 
 class Two(ConstantLength):

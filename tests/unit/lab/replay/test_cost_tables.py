@@ -20,14 +20,14 @@ Q = [0.2, 0.4, 0.1, 0.1, 0.1, 0.1]
 
 
 def constant(distribution: list[float]) -> TableModel:
-    """A table whose every law is this one."""
+    """A table with this distribution in every context."""
     return TableModel(
         torch.tensor(distribution, dtype=torch.float64).expand(len(distribution), len(distribution), -1).contiguous()
     )
 
 
 def test_swi_of_a_worked_example() -> None:
-    """100 tokens from 25 target passes, 75 of a model a tenth as dear, 300 of one a hundredth: 100 / (25 + 7.5 + 3)."""
+    """100 tokens from 25 target passes, 75 of one that costs a tenth, 300 of one that costs a hundredth: 100 / (25 + 7.5 + 3)."""
     model = CostModel({"big": 10, "middle": 1, "small": 0.1})
     passes = {"big": 25, "middle": 75, "small": 300, "max_gram": 10**6}
     assert model.swi("big", 100, passes) == pytest.approx(100 / 35.5)
@@ -143,7 +143,7 @@ def test_passes_are_counted_row_by_row(rows: int) -> None:
 
 
 def test_passes_of_a_cascade() -> None:
-    """Its reviewer scores what the look-up guesses: fewer passes than tokens it writes, and look-ups make none."""
+    """The verifying model scores what prompt lookup drafts: fewer passes than tokens, and prompt lookup makes none."""
     draft = ModelDrafter(constant([0.9, *[0.02] * 5]), len(P))
     cascade = Cascade([draft, MaxGram()], [[4, 0], [0, 3]])
     counter = PassCounter(cascade, ["small", "max_gram"])
