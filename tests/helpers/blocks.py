@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.config import BlockConfig
 from foresay.models.huggingface.causal import CausalModel
@@ -27,7 +27,7 @@ def random_block(
     seed: int = 0,
     gain: float = 3.0,
     **changes: Any,
-) -> Draft:
+) -> StoredDraft:
     """Random weights, large enough that draft tokens differ."""
     config = target.model.config.get_text_config(decoder=True)
     layer = {
@@ -65,7 +65,7 @@ def random_block(
                 weight += 0.3 * torch.randn_like(weight)
             else:
                 weight *= gain
-    return Draft(made, module, None if ids is None else torch.tensor(sorted(ids)))
+    return StoredDraft(made, module, None if ids is None else torch.tensor(sorted(ids)))
 
 
 def reference_block(

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from foresay.drafters.ngram_table import NgramTable
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.config import BlockConfig, HeadConfig
 from foresay.models.drafts.files import read_draft, write_draft
@@ -88,7 +88,7 @@ def _head() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | 
     )
     module = HeadModule(config, 3)
     module.embed_tokens = torch.nn.Embedding(40, 16)
-    head = Draft(config, module, torch.arange(0, 40, 4))
+    head = StoredDraft(config, module, torch.arange(0, 40, 4))
     with working_folder() as folder:
         write_draft(head, folder, lm_head=torch.zeros(10, 16))
         plain = json.loads((folder / "config.json").read_text())
@@ -150,7 +150,7 @@ def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] |
         has_confidence=True,
         confidence_reads_markov=True,
     )
-    block = Draft(config, BlockModule(config), torch.arange(0, 40, 4))
+    block = StoredDraft(config, BlockModule(config), torch.arange(0, 40, 4))
     with working_folder() as folder:
         write_draft(block, folder, lm_head=torch.zeros(10, 16), embeddings=torch.zeros(40, 16))
         plain = json.loads((folder / "config.json").read_text())

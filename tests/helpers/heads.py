@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.head import HeadModule
 from foresay.models.huggingface.causal import CausalModel
@@ -22,7 +22,7 @@ def random_head(
     seed: int = 0,
     gain: float = 3.0,
     **changes: Any,
-) -> Draft:
+) -> StoredDraft:
     """Random weights, large enough that guesses differ."""
     config = target.model.config
     layers = tuple(range(target.num_layers)) if layers is None else layers
@@ -56,7 +56,7 @@ def random_head(
                 weight += 0.3 * torch.randn_like(weight)
             else:
                 weight *= gain
-    return Draft(made, module, None if ids is None else torch.tensor(sorted(ids)))
+    return StoredDraft(made, module, None if ids is None else torch.tensor(sorted(ids)))
 
 
 def reference_scores(

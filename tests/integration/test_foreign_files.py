@@ -19,7 +19,7 @@ from foresay.lab.data.datasets import load_items
 from foresay.lab.replay.arrivals import from_trace
 from foresay.lab.replay.grid import open_grid
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.drafts.head import HeadModule
@@ -209,7 +209,7 @@ def head(tmp_path: Path) -> Path:
         norm_before_residual=False,
         target="tiny",
     )
-    write_draft(Draft(config, HeadModule(config, 3), None), tmp_path)
+    write_draft(StoredDraft(config, HeadModule(config, 3), None), tmp_path)
     return tmp_path
 
 

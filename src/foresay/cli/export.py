@@ -51,6 +51,10 @@ def run(given: Given) -> int:
     width = int(whole.model.config.get_text_config(decoder=True).hidden_size)
     layers = found.config.check_target(whole.vocab_size, width, whole.num_layers, target.name)
     is_block = isinstance(found.config, BlockConfig)
+    if is_block and "layout" in given.typed:
+        raise ConfigError("--layout chooses the file format of a head, and this is a block drafter; drop it")
+    if given.verifier and (is_block or layout == "plain"):
+        raise ConfigError("--verifier is a field of the layout speculators of heads alone; drop it")
     config = dataclasses.replace(
         found.config,
         hidden_layers=layers,

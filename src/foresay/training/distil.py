@@ -19,7 +19,7 @@ from torch import nn
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.files import atomic_files, atomic_write
-from foresay.models.drafts.base import Draft, target_rows
+from foresay.models.drafts.base import StoredDraft, target_rows
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.config import BlockConfig, DraftConfig, HeadConfig, usual_layers
 from foresay.models.drafts.files import new_module, write_draft
@@ -123,7 +123,7 @@ def causal(target: LoadedModel) -> CausalModel:
     return target.model
 
 
-def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: DraftShape, seed: int) -> Draft:
+def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: DraftShape, seed: int) -> StoredDraft:
     """Return a draft of a kind with random weights and the target's width.
 
     Its vocabulary is the most frequent tokens of `texts`. Raises ConfigError for layers that the target does not have.
@@ -160,7 +160,7 @@ def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: Draf
         module.lm_head = nn.Linear(config.hidden_size, size, bias=False)
         with torch.no_grad():
             module.lm_head.weight.copy_(target_rows(model, ids))
-    return Draft(config, module, ids)
+    return StoredDraft(config, module, ids)
 
 
 def layer_fields(model: CausalModel, feed_forward: int | None) -> dict[str, Any]:
@@ -181,7 +181,9 @@ def layer_fields(model: CausalModel, feed_forward: int | None) -> dict[str, Any]
     }
 
 
-def resumed_draft(target: LoadedModel, draft: Draft, tokens: tuple[Sequence[Text], int] | None = None) -> Draft:
+def resumed_draft(
+    target: LoadedModel, draft: StoredDraft, tokens: tuple[Sequence[Text], int] | None = None
+) -> StoredDraft:
     """Return a trained draft for further training.
 
     tokens: (texts, size), to draft the `size` most frequent tokens of these texts from now on; None: those it drafts already.
@@ -191,12 +193,12 @@ def resumed_draft(target: LoadedModel, draft: Draft, tokens: tuple[Sequence[Text
     width = int(model.model.config.get_text_config(decoder=True).hidden_size)
     draft.config.check_target(model.vocab_size, width, model.num_layers, target.name)
     if tokens is None:
-        return Draft(draft.config, draft.module.float(), draft.token_ids)
+        return StoredDraft(draft.config, draft.module.float(), draft.token_ids)
     if draft.module.lm_head is not None or isinstance(draft.module, BlockModule):
         raise ConfigError("this draft has an output layer for the tokens that it drafts; drop --vocabulary-size")
     ids = _draft_tokens(target, *tokens)
     size = model.vocab_size if ids is None else len(ids)
-    return Draft(replace(draft.config, draft_vocab_size=size), draft.module.float(), ids)
+    return StoredDraft(replace(draft.config, draft_vocab_size=size), draft.module.float(), ids)
 
 
 def _draft_tokens(target: LoadedModel, texts: Sequence[Text], size: int) -> torch.Tensor | None:
@@ -219,7 +221,7 @@ def final_norm(model: CausalModel) -> torch.Tensor:
 
 def distil(
     target: LoadedModel,
-    draft: Draft,
+    draft: StoredDraft,
     training: Sequence[Text],
     held_out: Sequence[Text],
     plan: Plan,

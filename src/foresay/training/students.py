@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.config import BlockConfig
 from foresay.models.drafts.head import HeadModule
@@ -60,7 +60,7 @@ class Student(Protocol):
 class DraftStudent(nn.Module, ABC):
     """Base of drafts on the target's hidden states in training."""
 
-    def __init__(self, draft: Draft, target: CausalModel, *, decay: float) -> None:
+    def __init__(self, draft: StoredDraft, target: CausalModel, *, decay: float) -> None:
         """decay: ratio of a position's loss weight to that of the position before it."""
         super().__init__()
         self.draft, self.decay, self.token_ids = draft.module, decay, draft.token_ids
@@ -102,7 +102,7 @@ class DraftStudent(nn.Module, ABC):
 class HeadStudent(DraftStudent):
     """A head, unrolled over its own outputs."""
 
-    def __init__(self, draft: Draft, target: CausalModel, *, decay: float, steps: int) -> None:
+    def __init__(self, draft: StoredDraft, target: CausalModel, *, decay: float, steps: int) -> None:
         """steps: tokens drafted in a row. decay: ratio of a step's loss weight to that of the previous step."""
         super().__init__(draft, target, decay=decay)
         self.steps = steps
@@ -129,7 +129,7 @@ class BlockStudent(DraftStudent):
     """
 
     def __init__(
-        self, draft: Draft, target: CausalModel, *, decay: float, anchors: int | None, confidence: float = 1.0
+        self, draft: StoredDraft, target: CausalModel, *, decay: float, anchors: int | None, confidence: float = 1.0
     ) -> None:
         """anchors: blocks of each text in a training step; None for one at each possible position. confidence: weight of the
         confidence loss."""

@@ -114,7 +114,11 @@ def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, she
     head, out = tmp_path / "head", tmp_path / "out"
     made = options(target, recorded, "--hidden-layers", "1,3", "--draft-steps", "2", "--vocabulary-size", "64")
     assert shell("distill", str(head), *made)[0] == 0
-    asked = ("export", str(head), str(out), "--model", str(target), "--layout", layout, "--verifier", "org/name")
+    asked = ("export", str(head), str(out), "--model", str(target), "--layout", layout)
+    if layout == "plain":
+        assert "--verifier is a field of" in shell.refused(*asked, "--verifier", "org/name")
+    else:
+        asked = (*asked, "--verifier", "org/name")
     code, said, err = shell(*asked)
     assert (code, err) == (0, "") and "layers 1, 3" in said and "64 tokens" in said
     tensors = load_file(out / "model.safetensors")
@@ -148,7 +152,10 @@ def test_a_block_drafter_is_written_exported_and_drafts(
     assert (code, err) == (0, "") and f"block({out})" in said and "tokens per pass" in said
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["Qwen3DSparkModel"] and config["target_layer_ids"] == [0, 2]
-    code, said, err = shell("export", str(out), str(exported), "--model", str(target))
+    export = ("export", str(out), str(exported), "--model", str(target))
+    assert "--layout chooses" in shell.refused(*export, "--layout", "speculators")
+    assert "--verifier is a field of" in shell.refused(*export, "--verifier", "org/name")
+    code, said, err = shell(*export)
     assert (code, err) == (0, "") and "layers 1, 3" in said and "proposes 64 tokens" in said
     assert {"lm_head.weight", "embed_tokens.weight"} <= load_file(exported / "model.safetensors").keys()
     asked = ("generate", "--model", str(target), "the number 7", "-n", "24")

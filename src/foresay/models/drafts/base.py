@@ -36,7 +36,7 @@ FEATURE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class StoredDraft:
     """A stored draft: its configuration, its weights and the tokens that it can draft."""
 
     config: DraftConfig
@@ -44,7 +44,7 @@ class Draft:
     token_ids: torch.Tensor | None
     """[K] int64, ascending; None for the whole vocabulary of the target."""
 
-    def stored_in(self, dtype: torch.dtype) -> Draft:
+    def stored_in(self, dtype: torch.dtype) -> StoredDraft:
         """Return a copy to be written, whose weights have another dtype."""
         return replace(self, module=copy.deepcopy(self.module).to(dtype))
 
@@ -65,7 +65,9 @@ class SlotCacheRows(LanguageModel):
 class DraftModel(SlotCacheRows):
     """A draft bound to the target that it was trained for. L hidden states are read, width D, K tokens are drafted."""
 
-    def __init__(self, draft: Draft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
+    def __init__(
+        self, draft: StoredDraft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized
+    ) -> None:
         """name: of the target, for errors. make: builds the products. Raises ConfigError if the draft does not fit the target."""
         config, module, token_ids = draft.config, draft.module, draft.token_ids
         width = int(target.model.config.get_text_config(decoder=True).hidden_size)

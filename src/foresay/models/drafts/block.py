@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,27 @@ from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
-from foresay.models.drafts.base import LAST, Draft, DraftModel
+from foresay.models.drafts.base import LAST, DraftModel, StoredDraft
 from foresay.models.drafts.config import BlockConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections, RMSNorm, Rotary, rotate
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, feed_forward, rotary_of
+
+
+class Seen(NamedTuple):
+    """The context of blocks in training, which is the same in all layers."""
+
+    context: torch.Tensor
+    """[B, S, D]."""
+    before: Rotary
+    inside: Rotary
+    """Cosines and sines of the context's and of the blocks' positions."""
+    visible: torch.Tensor
+    """[B, A, S] bool, the positions before each anchor."""
+    length: int
+    """Positions of a block, T."""
 
 
 class BlockModule(DraftModule):
@@ -70,9 +84,9 @@ class BlockModule(DraftModule):
         positions = (anchors[..., None] + torch.arange(length, device=device)).view(batch, -1)
         inside = self.rotary(context, positions)
         visible = torch.arange(num_positions, device=device) < anchors[..., None]
-        x = embedded.reshape(batch, num_anchors * length, -1)
+        x, seen = embedded.reshape(batch, num_anchors * length, -1), Seen(context, before, inside, visible, length)
         for layer in self.block_layers:
-            x = layer(x, context, before, inside, visible, length)
+            x = layer(x, seen)
         out: torch.Tensor = self.norm(x).view(batch, num_anchors, length, -1)
         return out
 
@@ -105,20 +119,9 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor,
-        before: Rotary,
-        inside: Rotary,
-        visible: torch.Tensor,
-        length: int,
-    ) -> torch.Tensor:
-        """Transform the states of blocks x [B, A * T, D].
-
-        context: [B, S, D]. before, inside: cosines and sines of the context's and the blocks' positions. visible: [B, A, S] bool.
-        """
-        x = x + self.self_attn(self.input_layernorm(x), context, before, inside, visible, length)
+    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """Transform the states of blocks x [B, A * T, D]."""
+        x = x + self.self_attn(self.input_layernorm(x), seen)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -126,16 +129,9 @@ class BlockLayer(nn.Module):
 class BlockAttention(Projections):
     """Attention of a block's positions to the context before its anchor and to the whole block."""
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor,
-        before: Rotary,
-        inside: Rotary,
-        visible: torch.Tensor,
-        length: int,
-    ) -> torch.Tensor:
-        """See BlockLayer.forward."""
+    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
+        """Attend from the states of blocks x [B, A * T, D]."""
+        context, before, inside, visible, length = seen
         batch, count = x.shape[:2]
         anchors, group = count // length, self.heads // self.key_heads
         query, key, old = self.queries(x, inside), self.keys(x, inside), self.keys(context, before)
@@ -148,8 +144,10 @@ class BlockAttention(Projections):
         far = far.masked_fill(~visible[:, None, :, None], -torch.inf)
         near = folded @ own_keys.transpose(3, 4) * scale
         weights = torch.softmax(torch.cat([far, near], -1), -1)
-        seen = old.shape[2]
-        attended = (weights[..., :seen].flatten(2, 3) @ old_value).view(folded.shape) + weights[..., seen:] @ own_values
+        width = old.shape[2]
+        attended = (weights[..., :width].flatten(2, 3) @ old_value).view(folded.shape) + weights[
+            ..., width:
+        ] @ own_values
         unfolded = attended.view(batch, self.key_heads, anchors, group, length, self.dim).transpose(2, 3)
         return self.joined(unfolded.reshape(batch, self.heads, count, self.dim))
 
@@ -157,7 +155,9 @@ class BlockAttention(Projections):
 class BlockModel(DraftModel):
     """A block drafter, bound to the target that it was trained for. B rows, T positions of a block, width D, K tokens."""
 
-    def __init__(self, block: Draft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
+    def __init__(
+        self, block: StoredDraft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized
+    ) -> None:
         """See DraftModel."""
         super().__init__(block, target, name=name, make=make)
         config, module = block.config, block.module

@@ -17,7 +17,7 @@ from torch import nn
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.config import BlockConfig, DraftConfig, HeadConfig, is_block
 from foresay.models.drafts.head import HeadModule
@@ -31,7 +31,7 @@ OFFSETS, DRAFTABLE = "d2t", "t2d"
 """Names of the tensors that list the draft vocabulary: offsets of its ids, and a mask of the target's."""
 
 
-def read_draft(folder: str | Path) -> Draft:
+def read_draft(folder: str | Path) -> StoredDraft:
     """Read a draft from a folder, with its weights in the stored dtype.
 
     Raises ModelNotFoundError if there is no config.json or no safetensors file, ModelLoadError for weights that are missing, of
@@ -62,7 +62,7 @@ def read_draft(folder: str | Path) -> Draft:
         )
     module.load_state_dict(load_tensors(stored), assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
-    return Draft(config, module, ids)
+    return StoredDraft(config, module, ids)
 
 
 def new_module(config: DraftConfig, num_states: int) -> DraftModule:
@@ -74,7 +74,7 @@ def new_module(config: DraftConfig, num_states: int) -> DraftModule:
 
 
 def write_draft(
-    draft: Draft,
+    draft: StoredDraft,
     folder: str | Path,
     *,
     layout: Layout = "plain",

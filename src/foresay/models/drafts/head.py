@@ -24,7 +24,7 @@ from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.chain import NativeChain, Start, table_of
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.drafts.base import LAST, NEXT, Draft, DraftModel
+from foresay.models.drafts.base import LAST, NEXT, DraftModel, StoredDraft
 from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections, RMSNorm, Rotary
 from foresay.models.huggingface import attention
@@ -141,7 +141,9 @@ class HeadModel(DraftModel):
     states at the previous position, or the head's own output there.
     """
 
-    def __init__(self, head: Draft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
+    def __init__(
+        self, head: StoredDraft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized
+    ) -> None:
         """See DraftModel."""
         super().__init__(head, target, name=name, make=make)
         module, config = head.module, head.config

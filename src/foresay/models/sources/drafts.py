@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from foresay.errors import ConfigError, ModelNotFoundError
-from foresay.models.drafts.base import Draft
+from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.config import is_block
 from foresay.models.drafts.files import read_config, read_draft
 from foresay.models.sources.load_options import LoadOptions
@@ -20,7 +20,9 @@ Kind = Literal["head", "block"]
 _NOUNS: dict[Kind, str] = {"head": "a head", "block": "a block drafter"}
 
 
-def load_draft(name: str | os.PathLike[str], options: LoadOptions | None = None, *, kind: Kind | None = None) -> Draft:
+def load_draft(
+    name: str | os.PathLike[str], options: LoadOptions | None = None, *, kind: Kind | None = None
+) -> StoredDraft:
     """Load a draft by folder or hub id, or a head by the alias of its target; only JSON and safetensors are read.
 
     kind: the only one to accept; None for any. Raises as `read_draft` does, ConfigError for another kind, and ModelNotFoundError

@@ -23,7 +23,7 @@ from foresay.drafters import (
 )
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.generation.load import load
-from foresay.models.drafts.base import Draft, target_rows
+from foresay.models.drafts.base import StoredDraft, target_rows
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.config import BlockConfig
 from foresay.models.drafts.files import read_draft, write_draft
@@ -364,7 +364,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             BlockModel(made, wrong)
-    deep = Draft(random_block(model, layers=(1, 3)).config, random_block(model, layers=(1, 3)).module, None)
+    deep = StoredDraft(random_block(model, layers=(1, 3)).config, random_block(model, layers=(1, 3)).module, None)
     narrow = target()
     narrow.model.lm_head = torch.nn.Linear(32, VOCAB - 7, bias=False)
     with pytest.raises(ConfigError, match="drafts 97 tokens, but the output layer of 'narrow' has 90 rows"):

@@ -22,7 +22,7 @@ from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
 from foresay.generation.load import change, load
 from foresay.lengths import ConstantLength
-from foresay.models.drafts.base import LAST, NEXT, Draft, target_rows
+from foresay.models.drafts.base import LAST, NEXT, StoredDraft, target_rows
 from foresay.models.drafts.config import HeadConfig, usual_layers
 from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.drafts.head import HeadModel
@@ -399,7 +399,7 @@ class TestFiles:
 def test_a_head_reads_what_its_file_names() -> None:
     model = target()
     head = random_head(model, layers=(1, 2))
-    wrong = Draft(
+    wrong = StoredDraft(
         dataclasses.replace(head.config, hidden_layers=(1,)),
         head.module,
         None,
