@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 from foresay.checks import check_flag, check_int
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.engine.loop import MAX_BATCH_SIZE
-from foresay.errors import ConfigError, UnknownNameError
+from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.loading import resolve
 from foresay.models.sources.packaged import default_drafter
-from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import Call
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
 from foresay.spec.recipes import draft_model, read_drafter, read_length, read_rule
 from foresay.spec.remembering import remembering
-from foresay.spec.settings_file import is_settings, read_settings
+from foresay.spec.settings_file import Settings, is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH = 32
@@ -69,31 +68,110 @@ def load(
     Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
     models, and VocabularyMismatchError for a draft model with other tokens.
     """
-    stored = read_settings(target) if is_settings(target) else None
-    given: Mapping[str, Any] = {**options}
-    named = NgramRange(max_ngram, min_ngram)
-    if stored is not None:
-        if drafter == "auto" and draft is None and not named:
-            drafter = stored.drafter or drafter
-            length = stored.length if length is None and num_draft_tokens is None else length
-        target, rule = stored.target_from(target), rule if rule is not None else stored.rule
-        max_batch_size = stored.max_batch_size if max_batch_size is None else max_batch_size
-        given = stored.filled(given)
-    settings, keeps = LoadOptions(**_known(given)), _memory(draft, drafter, memory, memory_prompts)
-    method = None if drafter == "auto" and draft is None and not named else _method(draft, drafter, named, keeps)
-    chosen, policy = read_rule("speculative" if rule is None else rule), _policy(method, num_draft_tokens, length)
-    if method is not None:
-        _check_draft_weights(settings, draft, method)
-    size = check_int("max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE)
-    resources = Resources(_with_sampling(resolve(target, settings, tokenizer, eos_token_ids), sampling), settings)
-    if method is None:
-        method = _default(resources, keeps)
-        _check_draft_weights(settings, draft, method)
-    return _generator(resources, method, chosen, policy, size, share_prefixes)
+    asked = Arguments(
+        draft=draft,
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        length=length,
+        rule=rule,
+        max_batch_size=max_batch_size,
+        ngrams={k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None},
+        memory=memory,
+        memory_prompts=check_flag("memory_prompts", memory_prompts),
+        options=dict(options),
+    )
+    if is_settings(target):
+        stored = read_settings(target)
+        target, asked = stored.target_from(target), asked.filled(stored)
+    chosen = asked.chosen()
+    loaded = resolve(target, chosen.options, tokenizer, eos_token_ids, sampling=sampling)
+    loaded.generation.check(loaded.name)
+    return chosen.generator(Resources(loaded, chosen.options), share_prefixes)
 
 
-Memory = Callable[[str], str]
-"""Adds a memory to the expression of a drafter."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Arguments of `load` that do not concern the target, with their defaults."""
+
+    draft: Any = None
+    drafter: Any = "auto"
+    num_draft_tokens: int | None = None
+    length: Any = None
+    rule: str | Rule | None = None
+    max_batch_size: int | None = None
+    ngrams: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Settings of the drafter prompt_lookup that are given."""
+    memory: str | os.PathLike[str] | None = None
+    memory_prompts: bool = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def names_drafter(self) -> bool:
+        """False if the target's default drafter is wanted."""
+        return self.drafter != "auto" or self.draft is not None or bool(self.ngrams)
+
+    def filled(self, stored: Settings) -> Arguments:
+        """Return the arguments with the values of a settings file where none are given."""
+        changes: dict[str, Any] = {"options": stored.filled(self.options)}
+        for name in ("rule", "max_batch_size"):
+            if getattr(self, name) is None:
+                changes[name] = getattr(stored, name)
+        if not self.names_drafter:
+            changes["drafter"] = stored.drafter or self.drafter
+            if self.length is None and self.num_draft_tokens is None:
+                changes["length"] = stored.length
+        return dataclasses.replace(self, **changes)
+
+    def chosen(self) -> Chosen:
+        """Return what the arguments choose, before any file of a model is read. Raises ConfigError where they contradict."""
+        options = LoadOptions.of(self.options)
+        self._check_memory()
+        method = self._method() if self.names_drafter else None
+        size = DEFAULT_BATCH if self.max_batch_size is None else self.max_batch_size
+        chosen = Chosen(
+            method,
+            read_rule("speculative" if self.rule is None else self.rule),
+            read_policy(method.name if method else None, self.num_draft_tokens, self.length),
+            check_int("max_batch_size", size, 1, MAX_BATCH_SIZE),
+            options,
+            self.remembered,
+        )
+        if method is not None:
+            chosen.check_draft_options(method)
+        return chosen
+
+    def remembered(self, drafter: str) -> str:
+        """Return the expression of a drafter with the memory, if one is given."""
+        if self.memory is None:
+            return drafter
+        return remembering(drafter, os.fspath(self.memory), prompts=self.memory_prompts)
+
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            return
+        if isinstance(self.draft, str | os.PathLike) and self.drafter in ("auto", "model"):
+            raise ConfigError("memory= needs the draft model as an expression: drafter='model(NAME)' instead of draft=")
+        if not isinstance(self.drafter, str) or self.draft is not None:
+            raise ConfigError("memory= needs a drafter that is an expression, such as 'suffix'")
+
+    def _method(self) -> Method:
+        """Return the drafter that the arguments name. Raises ConfigError where they contradict."""
+        draft, drafter = self.draft, self.drafter
+        if draft is not None and drafter not in ("auto", "model"):
+            given = repr(os.fspath(draft)) if isinstance(draft, str | os.PathLike) else f"({type(draft).__name__})"
+            raise ConfigError(f"drafter={drafter!r} does not use a draft model, but draft={given} was given; drop one")
+        if drafter == "model" and draft is None:
+            raise ConfigError("drafter='model' needs a draft model; pass draft=")
+        if self.ngrams and (draft is not None or drafter not in ("auto", "prompt_lookup")):
+            given = "a draft model was given" if draft is not None else f"not to drafter={drafter!r}"
+            raise ConfigError(f"max_ngram and min_ngram belong to drafter='prompt_lookup', {given}")
+        if isinstance(draft, str | os.PathLike):
+            drafter = str(Call("model", ((None, os.fspath(draft)),)))
+        elif draft is not None:
+            return Method(draft_model(draft), "model")
+        elif drafter in ("auto", "prompt_lookup"):
+            drafter = str(Call("prompt_lookup", tuple(self.ngrams.items())))
+        return read_method(self.remembered(drafter) if isinstance(drafter, str) else drafter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,51 +183,47 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class NgramRange:
-    """Settings of the drafter prompt_lookup; None where not given."""
+class Chosen:
+    """What the arguments of `load` and `change` choose; None for the drafter and the length policy that are the default."""
 
-    max_ngram: int | None
-    min_ngram: int | None
+    method: Method | None
+    rule: Rule
+    policy: LengthPolicy | None
+    max_batch_size: int
+    options: LoadOptions
+    remembered: Callable[[str], str] = str
+    """Adds a memory to the expression of the default drafter."""
 
-    def given(self) -> dict[str, int]:
-        """Return the settings that are given."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+    def generator(self, resources: Resources, share_prefixes: bool) -> Generator:
+        """Return the Generator of a loaded target; here its default drafter is chosen, if none is named."""
+        method, policy = self.method, self.policy
+        if method is None:
+            drafter = default_drafter(resources.target.name, resources.options, resources.has_mtp)
+            method = read_method(self.remembered(drafter))
+            self.check_draft_options(method)
+        recipe = method.recipe
+        return Generator(
+            resources.target,
+            recipe.prepare(resources),
+            self.rule,
+            policy or (lambda rule: read_length(recipe.length(rule))),
+            max_batch_size=self.max_batch_size,
+            drafter=method.name,
+            resources=resources,
+            forget=recipe.forget,
+            share_prefixes=share_prefixes,
+        )
 
-    def __bool__(self) -> bool:
-        return bool(self.given())
-
-
-def _default(resources: Resources, keeps: Memory = lambda drafter: drafter) -> Method:
-    """Return the default drafter of a target."""
-    expression = keeps(default_drafter(resources.target.name, resources.options, resources.has_mtp))
-    return Method(read_drafter(expression), expression)
-
-
-def _with_sampling(target: LoadedModel, sampling: str | None) -> LoadedModel:
-    """Return a target whose generation config was checked, with the origin of sampling defaults."""
-    target.generation.check(target.name)
-    return dataclasses.replace(target, generation=target.generation.with_sampling(sampling))
-
-
-def _memory(draft: Any, drafter: Any, memory: str | os.PathLike[str] | None, prompts: bool) -> Memory:
-    """Return a function that adds the memory to an expression. Raises ConfigError for drafters that are none."""
-    if memory is None:
-        return lambda drafter: drafter
-    if isinstance(draft, str | os.PathLike) and drafter in ("auto", "model"):
-        raise ConfigError("memory= needs the draft model as an expression: drafter='model(NAME)' instead of draft=")
-    if not isinstance(drafter, str) or draft is not None:
-        raise ConfigError("memory= needs a drafter that is an expression, such as 'suffix'")
-    folder, check = os.fspath(memory), check_flag("memory_prompts", prompts)
-    return lambda drafter: remembering(drafter, folder, prompts=check)
-
-
-def _check_draft_weights(settings: LoadOptions, draft: Any, method: Method) -> None:
-    loads = method.recipe.loads_model or method.name == "none"
-    for option in ("draft_weights", "draft_device"):
-        value = getattr(settings, option)
-        if value is not None and not loads:
-            given = f"drafter={method.name!r}" if draft is None else "draft="
-            raise ConfigError(f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none")
+    def check_draft_options(self, method: Method) -> None:
+        """Raise ConfigError for options of draft models loaded by name, with a drafter that loads none."""
+        if method.recipe.loads_model or method.name == "none":
+            return
+        for option in ("draft_weights", "draft_device"):
+            if (value := getattr(self.options, option)) is not None:
+                given = "draft=" if method.name == "model" else f"drafter={method.name!r}"
+                raise ConfigError(
+                    f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none"
+                )
 
 
 def change(
@@ -168,98 +242,41 @@ def change(
     resources = generator.resources
     if resources is None:
         raise ConfigError("this Generator was not made by foresay.load; make another instead of changing it")
-    chosen = None if rule is None else read_rule(rule)
-    if max_batch_size is not None:
-        check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
-    if drafter is None:
-        given = num_draft_tokens is not None or length is not None
-        policy = _policy(generator.drafter_name, num_draft_tokens, length) if given else None
-        return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
-    method = _default(resources) if drafter == "auto" else _method(None, drafter, NgramRange(None, None))
-    return _generator(
-        resources,
-        method,
-        chosen or generator.rule,
-        _policy(method.name, num_draft_tokens, length),
-        max_batch_size or generator.max_batch_size,
-        generator.share_prefixes,
+    asked = Arguments(
+        drafter="auto" if drafter is None else drafter,
+        num_draft_tokens=num_draft_tokens,
+        length=length,
+        rule=generator.rule if rule is None else rule,
+        max_batch_size=generator.max_batch_size if max_batch_size is None else max_batch_size,
+    )
+    chosen = asked.chosen()
+    if drafter is not None:
+        return chosen.generator(resources, generator.share_prefixes)
+    policy = read_policy(generator.drafter_name, num_draft_tokens, length)
+    return generator.with_settings(
+        rule=None if rule is None else chosen.rule, policy=policy, max_batch_size=chosen.max_batch_size
     )
 
 
-def _generator(
-    resources: Resources,
-    method: Method,
-    rule: Rule,
-    policy: LengthPolicy | None,
-    size: int,
-    share_prefixes: bool,
-) -> Generator:
-    recipe = method.recipe
-    return Generator(
-        resources.target,
-        recipe.prepare(resources),
-        rule,
-        policy or (lambda rule: read_length(recipe.length(rule))),
-        max_batch_size=size,
-        drafter=method.name,
-        resources=resources,
-        forget=recipe.forget,
-        share_prefixes=share_prefixes,
-    )
-
-
-def _method(draft: Any, drafter: Any, named: NgramRange, keeps: Memory = lambda drafter: drafter) -> Method:
-    """Return the drafter that the arguments choose. Raises ConfigError where they contradict."""
-    if draft is not None and drafter not in ("auto", "model"):
-        raise ConfigError(
-            f"drafter={drafter!r} does not use a draft model, but draft={_shown(draft)} was given; drop one"
-        )
-    if drafter == "model" and draft is None:
-        raise ConfigError("drafter='model' needs a draft model; pass draft=")
-    if named and (draft is not None or drafter not in ("auto", "prompt_lookup")):
-        given = "a draft model was given" if draft is not None else f"not to drafter={drafter!r}"
-        raise ConfigError(f"max_ngram and min_ngram belong to drafter='prompt_lookup', {given}")
-    if isinstance(draft, str | os.PathLike):
-        drafter = str(Call("model", ((None, os.fspath(draft)),)))
-    elif draft is not None:
-        return Method(draft_model(draft), "model")
-    if drafter in ("auto", "prompt_lookup"):
-        drafter = str(Call("prompt_lookup", tuple(named.given().items())))
+def read_method(drafter: Any) -> Method:
+    """Return the drafter of an expression, of a Drafter or of a function that makes one. Raises ConfigError."""
     if isinstance(drafter, str):
-        drafter = keeps(drafter)
         return Method(read_drafter(drafter), drafter)
     if hasattr(drafter, "propose") and not isinstance(drafter, type):
         return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter)), type(drafter).__name__)
     if callable(drafter):
-        return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), _name_of(drafter))
+        name = str(getattr(drafter, "__name__", type(drafter).__name__))
+        return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), name)
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
 
 
-def _shown(draft: Any) -> str:
-    """Return a name as it was given, and the type of anything else."""
-    return repr(os.fspath(draft)) if isinstance(draft, str | os.PathLike) else f"({type(draft).__name__})"
-
-
-def _name_of(maker: Any) -> str:
-    return str(getattr(maker, "__name__", type(maker).__name__))
-
-
-def _policy(method: Method | str | None, number: int | None, length: Any) -> LengthPolicy | None:
-    """Return the requested length policy; None for the drafter's default. method: the drafter; None for the default one."""
-    name = method.name if isinstance(method, Method) else method
+def read_policy(drafter: str | None, number: int | None, length: Any) -> LengthPolicy | None:
+    """Return the requested length policy; None for the drafter's default. drafter: its name; None for the default one."""
     if number is not None and length is not None:
         raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
-    if name == "none" and (number or length is not None):
+    if drafter == "none" and (number or length is not None):
         given = f"num_draft_tokens={number}" if length is None else f"length={length!r}"
         raise ConfigError(f"drafter='none' drafts nothing, but {given} was given; drop one")
     if length is not None:
         return read_length(length)
     return None if number is None else ConstantLength(number)
-
-
-def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = set(LoadOptions.__dataclass_fields__)
-    for name in options:
-        if name not in known:
-            raise UnknownNameError("option", name, known)
-    return options

@@ -71,6 +71,14 @@ class LoadOptions:
     progress: Callable[[str], None] | None = field(default=None, compare=False)
     """Called with a message before each operation that may take long."""
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> LoadOptions:
+        """Return options by name. Raises UnknownNameError for a name that is none of them."""
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise UnknownNameError("option", name, cls.__dataclass_fields__)
+        return cls(**given)
+
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str) and self.dtype != "auto" and self.dtype not in DTYPES:
             raise UnknownNameError("dtype", self.dtype, ["auto", *DTYPES])
@@ -161,6 +169,11 @@ class LoadOptions:
                 f"{name}={weights!r} is for CPUs, but {str(elsewhere)!r} was requested; there, load a checkpoint quantized "
                 "by AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config"
             )
+
+    def changed(self) -> str:
+        """Return the names of the options that differ from their defaults."""
+        fields = dataclasses.fields(self)
+        return ", ".join(f.name for f in fields if f.compare and getattr(self, f.name) != f.default)
 
     @property
     def computes_in(self) -> str | torch.dtype:

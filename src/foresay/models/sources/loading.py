@@ -26,46 +26,44 @@ from foresay.text.tokenizer import Tokenizer
 
 
 def resolve(
-    source: Any, options: LoadOptions, tokenizer: Tokenizer | None, eos_token_ids: int | Iterable[int] | None = None
+    source: Any,
+    options: LoadOptions,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: int | Iterable[int] | None = None,
+    *,
+    sampling: str | None = None,
 ) -> LoadedModel:
     """Return a LoadedModel of a name, a transformers model, a LanguageModel or a LoadedModel.
 
-    eos_token_ids: replace those of the model or its tokenizer. Raises ConfigError for a source of another type, for options
-    with a model that is already loaded, and for end tokens outside the vocabulary; ModelNotFoundError, ModelLoadError and
-    UnsupportedModelError as `load_model` and `wrap` do.
+    eos_token_ids: replace those of the model or its tokenizer. sampling: origin of sampling defaults. Raises ConfigError for a
+    source of another type, for options with a model that is already loaded, and for end tokens outside the vocabulary;
+    ModelNotFoundError, ModelLoadError and UnsupportedModelError as `load_model` and `wrap` do.
     """
-    found = _resolve(source, options, tokenizer)
-    if eos_token_ids is None:
-        return found
-    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
-    ends = frozenset(check_int("eos_token_ids", one, 0, found.model.vocab_size - 1) for one in ids)
-    return dataclasses.replace(found, eos_token_ids=ends)
+    is_name = isinstance(source, str | os.PathLike)
+    if not is_name and (given := options.changed()):
+        raise ConfigError(f"{given} apply to a model that is loaded by name, not to a {type(source).__name__}")
+    loaded = load_model(source, options) if is_name else _loaded(source, tokenizer)
+    changes: dict[str, Any] = {} if tokenizer is None else {"tokenizer": tokenizer}
+    if eos_token_ids is not None:
+        ids = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+        last = loaded.model.vocab_size - 1
+        changes["eos_token_ids"] = frozenset(check_int("eos_token_ids", one, 0, last) for one in ids)
+    if sampling is not None:
+        changes["generation"] = loaded.generation.with_sampling(sampling)
+    return dataclasses.replace(loaded, **changes)
 
 
-def _resolve(source: Any, options: LoadOptions, tokenizer: Tokenizer | None) -> LoadedModel:
-    if isinstance(source, str | os.PathLike):
-        source = load_model(source, options)
-    elif options != LoadOptions():
-        raise ConfigError(
-            f"{_given(options)} apply to a model that is loaded by name, not to a {type(source).__name__}"
-        )
+def _loaded(source: Any, tokenizer: Tokenizer | None) -> LoadedModel:
+    """Return the LoadedModel of a model object."""
     if isinstance(source, LoadedModel):
-        return source if tokenizer is None else dataclasses.replace(source, tokenizer=tokenizer)
+        return source
     if hasattr(source, "forward") and hasattr(source, "new_cache"):
         end = getattr(tokenizer, "eos_token_id", None)
-        return LoadedModel(
-            type(source).__name__, source, tokenizer, frozenset() if end is None else frozenset([int(end)])
-        )
+        ends = frozenset() if end is None else frozenset([int(end)])
+        return LoadedModel(type(source).__name__, source, tokenizer, ends)
     if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
         return wrap(type(source).__name__, source, tokenizer, optimise=False)
     raise ConfigError(f"a model of type {type(source).__name__} is neither a name nor a transformers model")
-
-
-def _given(options: LoadOptions) -> str:
-    default = LoadOptions()
-    return ", ".join(
-        f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)
-    )
 
 
 def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None) -> LoadedModel:
