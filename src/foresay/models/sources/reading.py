@@ -43,33 +43,28 @@ def native_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def _dtype(location: Location, options: LoadOptions, device: torch.device) -> torch.dtype:
-    """Return the dtype of the options; for "auto" the processor's native one."""
-    dtype = options.computes_in
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
+def _dtype(location: Location, options: LoadOptions, config: Any) -> torch.dtype:
+    """Return the dtype of the options. "auto": the processor's native one, or bf16 if our kernels run whole passes.
 
-
-def _decoding_dtype(location: Location, options: LoadOptions, device: torch.device) -> torch.dtype:
-    """Return the dtype for decoding: as `_dtype`, but bf16 if our kernels run whole passes, which then read half the bytes."""
-    dtype = _dtype(location, options, device)
+    Kernels then read half the bytes. config: the model's, or None for weights that are not decoded.
+    """
+    dtype, device = options.computes_in, options.computes_on
+    if dtype != "auto":
+        return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
+    native = native_dtype(device)
     is_split = any(getattr(options, name) is not None for name in ("device_map", "quantization_config", "tp_plan"))
-    is_decided = options.computes_in != "auto" or dtype == torch.bfloat16 or device.type != "cpu"
-    if is_decided or is_split or location.header is not None or not linears.compiled():
-        return dtype
-    from transformers import AutoConfig
-
+    is_other = config is None or is_split or location.header is not None
+    if is_other or device.type != "cpu" or native == torch.bfloat16 or not linears.compiled():
+        return native
     from foresay.models.cpu.layers import ACTIVATIONS
     from foresay.models.huggingface.fused import FAMILIES
 
-    config = AutoConfig.from_pretrained(location.folder, **location.arguments(options))
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    is_fused = config.model_type in FAMILIES and str(activation) in ACTIVATIONS
     is_foreign = getattr(config, "quantization_config", None) or (
         options.trust_remote_code and getattr(config, "auto_map", None)
     )
-    return torch.bfloat16 if is_fused and not is_foreign else dtype
+    is_fused = config.model_type in FAMILIES and str(activation) in ACTIVATIONS
+    return torch.bfloat16 if is_fused and not is_foreign else native
 
 
 def read(location: Location, options: LoadOptions, *, for_decoding: bool = True) -> tuple[Any, Any, str]:
@@ -78,27 +73,35 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
     for_decoding: True to read the stored blocks of a GGUF file and to choose the dtype for our kernels. Raises ModelLoadError for
     a wrong config.json, and if weights are missing or have the wrong shape.
     """
-    device = options.computes_on
     with quiet_transformers():
-        if for_decoding and _reads_blocks(location, options, device):
+        if for_decoding and _reads_blocks(location, options):
             assert location.header is not None
             refuse_unread(location.header, in_blocks=True)
             weights = model_of_blocks(location.header, config_of(location.header), torch.bfloat16)
             return weights, tokenizer_of(location.header), "GGUF"
-        if location.header is None:  # a GGUF file's configuration is made of checked values
-            check_config(location.folder, location.arguments(options))
-        dtype = (_decoding_dtype if for_decoding else _dtype)(location, options, device)
-        found = _read_weights(location, options, dtype, device)
+        config = _config(location, options)
+        dtype = _dtype(location, options, config if for_decoding else None)
+        found = _read_weights(location, options, config, dtype)
         return *found, "" if options.bits is None else options.weights
 
 
-def _reads_blocks(location: Location, options: LoadOptions, device: torch.device) -> bool:
+def _config(location: Location, options: LoadOptions) -> Any:
+    """Return transformers' configuration. Raises ModelLoadError for a config.json with values outside the known range."""
+    from transformers import AutoConfig
+
+    if location.header is not None:  # made of checked values
+        return dense_config(location.header)
+    check_config(location.folder, location.arguments(options))
+    return AutoConfig.from_pretrained(location.folder, **location.arguments(options))
+
+
+def _reads_blocks(location: Location, options: LoadOptions) -> bool:
     """Return True if a GGUF file is decoded in its stored blocks.
 
     transformers dequantizes other formats, and does so on a GPU, with options that require it, and for unknown architectures.
     """
     header = location.header
-    if header is None or header.architecture not in ARCHITECTURES or device.type != "cpu":
+    if header is None or header.architecture not in ARCHITECTURES or options.computes_on.type != "cpu":
         return False
     if any(getattr(options, name) is not None for name in ("quantization_config", "device_map", "tp_plan")):
         return False
@@ -135,26 +138,20 @@ def _tokenizer(location: Location, options: LoadOptions, *, required: bool) -> A
     return tokenizer
 
 
-def _read_weights(
-    location: Location, options: LoadOptions, dtype: torch.dtype, device: torch.device
-) -> tuple[Any, Any]:
+def _read_weights(location: Location, options: LoadOptions, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
     folder, common = location.folder, location.arguments(options)
-    arguments = {"dtype": dtype, **common, **_placement(location, options, device)}
-    kind = AutoModelForCausalLM
-    if location.header is not None:  # always a decoder-only model
-        arguments["config"] = dense_config(location.header)
+    arguments = {"dtype": dtype, **common, **_placement(location, options, config)}
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    tokenizer = _tokenizer(location, options, required=False)
+    if location.header is not None:
+        arguments["config"] = config
         if options.quantization_config is None:
             arguments.update(dequantize())
-        tokenizer = tokenizer_of(location.header)
-    else:
-        tokenizer = _tokenizer(location, options, required=False)
-        config = AutoConfig.from_pretrained(folder, **common)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
-        if location.is_local:
-            check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
+    elif location.is_local:
+        check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **arguments)
     if location.header is None:
         report_unread(location.name, PreTrainedConfig.get_config_dict(folder, **common)[0], model.config)
@@ -167,14 +164,13 @@ def _read_weights(
     return model, tokenizer
 
 
-def _placement(location: Location, options: LoadOptions, device: torch.device) -> dict[str, Any]:
+def _placement(location: Location, options: LoadOptions, config: Any) -> dict[str, Any]:
     """transformers' arguments for the devices of the weights."""
     found: dict[str, Any] = {}
+    device = options.computes_on
     if options.tp_plan is not None:
-        from transformers import AutoConfig
         from transformers.distributed import DistributedConfig
 
-        config = AutoConfig.from_pretrained(location.folder, **location.arguments(options))
         check_divisible(location.folder, config, int(os.environ["WORLD_SIZE"]))
         found["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
     if options.max_memory is not None:  # a GPU is a number, also if JSON or a command line made it a string

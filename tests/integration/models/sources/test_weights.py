@@ -151,12 +151,13 @@ def test_auto_stays_float32_where_the_family_s_own_code_runs(
     monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
     monkeypatch.setattr(reading.linears, "compiled", lambda: True)
     options = LoadOptions(device="cpu")
-    assert reading._decoding_dtype(locate(folder, options), options, torch.device("cpu")) == torch.float32
+    location = locate(folder, options)
+    assert reading._dtype(location, options, reading._config(location, options)) == torch.float32
     unreached = dataclasses.replace(
         locate(folder, options), only_cached=True
     )  # without the hub the same dtype is chosen
     (folder / "config.json").write_text(json.dumps(written))
-    assert reading._decoding_dtype(unreached, options, torch.device("cpu")) == torch.bfloat16
+    assert reading._dtype(unreached, options, reading._config(unreached, options)) == torch.bfloat16
 
 
 def test_an_unknown_format_is_named() -> None:
