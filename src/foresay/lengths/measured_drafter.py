@@ -23,9 +23,7 @@ from foresay.lengths.situation import Situation
 DECAY, ROW_DECAY = 0.98, 0.95
 """Factors of all counts and of a row's own for each step with drafts, so that failures are forgotten."""
 PRIOR_WEIGHT = 2.0
-"""Weight of priors, in tokens or drafts."""
-_ROW_WEIGHT = 1.0
-"""Weight of all rows' failures in the estimate of one row, in failures."""
+"""Weight of priors, in tokens or drafts; of all rows' failures in the estimate of one row, in failures."""
 _LOAN, _FIRST_TRIAL, _ALLOWANCE = 2.0, 0.125, 0.0075
 """Plain passes that a drafter may lose before it stops, and in its next trial; the share of the time by which they grow again."""
 
@@ -34,8 +32,6 @@ _DEPTH, _CONFIDENCE = range(6, 12), range(12, 22)
 by tenths of confidence."""
 _PRIORS = (0.5, 0.2, 0.5, 0.7, 0.85, 0.95, *[0.7] * 6, *((i + 0.5) / 10 for i in range(10)))
 """Prior acceptance probability by kind; those of matches were measured on chats, code, edits and extractions."""
-_FURTHER = 0.6
-"""Prior acceptance probability of a token that was drafted after another one."""
 _MATCH_KIND = (0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS))
 """Kind of a token that continues a match of this length."""
 _DEPTH_KIND = (*_DEPTH[:4], *[_DEPTH[4]] * 4, *[_DEPTH[5]] * MAX_DRAFT_TOKENS)
@@ -56,8 +52,11 @@ class Credit:
     """True while drafts are made that do not pay by what is known."""
 
     def add(self, allowance: float, lost: float) -> None:
-        """Add plain passes; take those that drafts lost, negative if they paid. Only trials go into debt."""
-        least = -_LOAN if self.is_trial else min(self.passes, 0.0)
+        """Add plain passes; take those that drafts lost, negative if they paid.
+
+        Only trials go into debt: a long draft that pays on average and fails leaves half of the loan, to try shorter ones.
+        """
+        least = -_LOAN if self.is_trial else min(self.passes, _LOAN / 2)
         self.passes = min(max(self.passes + allowance - lost, least), _LOAN)
         self.is_active = self.is_active or self.passes >= self.needed
         if lost < 0 and self.passes == _LOAN:
@@ -156,6 +155,8 @@ class MeasuredDrafter:
     ) -> tuple[bool, list[int]]:
         """Return whether drafts pay whose lengths are chosen later, by what earlier ones were worth, and their limits."""
         costs, num_free = self.costs.nearest(sum(free)), sum(free)
+        if not self.selects and (costs is None or not costs.is_known):
+            return False, [self._trial(now, free)] * len(free)
         accepted, scored = self._mean(3, 1.0), self._mean(4, 2.0)
         columns = now.token_cost * scored if now.ragged else 0.0
         if self.selects:
@@ -168,7 +169,7 @@ class MeasuredDrafter:
         no_draft = 1 - min(1.0, self._mean(1, 1.0))  # of a row with a budget
         shared = now.rate * seconds / now.plain_s * (not any(fixed)) + now.start_cost * (1 - no_draft**num_free)
         shared += 0.0 if now.ragged else now.token_cost * width
-        further = (self._further[0] + PRIOR_WEIGHT * _FURTHER) / (self._further[1] + PRIOR_WEIGHT)
+        further = self._further_accepted()
         drafting = now.rate * per_token / now.plain_s / further
         draft.per_row = now.token_cost / further if now.ragged else 0.0
         draft.shared = drafting + (0.0 if now.ragged else now.token_cost / further)
@@ -182,6 +183,11 @@ class MeasuredDrafter:
         if total > shared:
             return True, chosen
         return False, [self.high if self.selects else self._trial(now, free)] * len(free)
+
+    def _further_accepted(self) -> float:
+        """Return the share of tokens after another one that are accepted; a priori that of first tokens."""
+        first = (self.sums[2] + PRIOR_WEIGHT * _PRIORS[_DEPTH[0]]) / (self.sums[1] + PRIOR_WEIGHT)
+        return (self._further[0] + PRIOR_WEIGHT * first) / (self._further[1] + PRIOR_WEIGHT)
 
     def worth(self, now: Situation) -> list[float] | None:
         """Return the tokens that a draft of each row gains beyond its costs, [B]; None before that is known or if none pays.
@@ -218,7 +224,7 @@ class MeasuredDrafter:
         for row in rows:
             failed, expected, step = self._row.of(row)
             decay = ROW_DECAY ** (self._num_steps - step)
-            out.append((failed * decay + _ROW_WEIGHT) / (expected * decay + _ROW_WEIGHT))
+            out.append((failed * decay + PRIOR_WEIGHT) / (expected * decay + PRIOR_WEIGHT))
         return out
 
     def _factors(self, rows: Rows) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -152,6 +153,40 @@ def test_drafts_are_soon_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mean() > 0.87
     monkeypatch.setattr(measured_drafter, "_FIRST_TRIAL", measured_drafter._LOAN)
     assert mean() < 0.85
+
+
+TEXTS = ((0.99, 0.98, 0.95), (0.95, 0.9, 0.5), (0.98, 0.95, 0.75))
+"""Confidences in three texts in which the draft of a model a third as large pays: much, little, and well."""
+
+
+def test_no_text_in_which_drafts_pay_is_decoded_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts in any order, against constant drafts of four. Controls: failures of a long draft, which pays on average,
+    exhaust the credit; a token after the first is expected to be poor until it is measured, and never is."""
+    costs = {"start_s": 0.2, "token_s": 0.33, "column": 0.18}
+    constant = {text: rate(ConstantLength(4), 1, True, 25, **costs, confidences=text) for text in TEXTS}
+
+    def shares() -> tuple[float, float]:
+        out = []
+        for order in itertools.permutations(TEXTS):
+            policy = ThroughputLength()
+            out += [rate(policy, 1, True, 25, **costs, confidences=text) / constant[text] for text in order]
+        return float(np.mean(out)), min(out)
+
+    mean, least = shares()
+    assert mean > 1.0 and least > 0.93
+    with monkeypatch.context() as patch:
+        patch.setattr(measured_drafter.MeasuredDrafter, "_further_accepted", lambda self: 0.6)
+        assert shares()[1] < least - 0.05
+    add = measured_drafter.Credit.add
+
+    def exhausted(self: measured_drafter.Credit, allowance: float, lost: float) -> None:
+        before = self.passes
+        add(self, allowance, lost)
+        if not self.is_trial:
+            self.passes = min(self.passes, max(before + allowance - lost, 0.0))
+
+    monkeypatch.setattr(measured_drafter.Credit, "add", exhausted)
+    assert shares()[1] < least - 0.05
 
 
 def settled() -> ThroughputLength:
