@@ -15,7 +15,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     good = isinstance(value, Integral) and not isinstance(value, bool)
     if not good or value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ConfigError(f"{name}={value!r} must be an integer {bound}")
+        raise ConfigError(f"must be an integer {bound}", param=name, value=value)
     return int(value)
 
 
@@ -24,7 +24,7 @@ def check_float(name: str, value: Any, low: float, high: float, *, open_low: boo
     good = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
     if not good or not (low < value if open_low else low <= value) or value > high:
         left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
-        raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")
+        raise ConfigError(f"must be a finite number in {left}{low:g}, {high:g}{right}", param=name, value=value)
     return float(value)
 
 
@@ -36,12 +36,12 @@ def _is_finite(value: Any) -> bool:
 def check_flag(name: str, value: Any) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} must be true or false")
+        raise ConfigError("must be true or false", param=name, value=value)
     return value
 
 
 def check_choice(name: str, value: Any, known: tuple[str, ...]) -> str:
     """Return `value` if it is one of the known strings."""
     if value not in known:
-        raise ConfigError(f"{name}={value!r} must be one of {', '.join(known)}")
+        raise ConfigError(f"must be one of {', '.join(known)}", param=name, value=value)
     return str(value)

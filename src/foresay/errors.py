@@ -18,7 +18,7 @@ A message names what is wrong, the value, what is allowed and what to do. `asser
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Self
+from typing import Any, Self
 
 
 class ForesayError(Exception):
@@ -35,8 +35,17 @@ class ForesayError(Exception):
         return error
 
 
+_NOT_GIVEN = object()
+
+
 class ConfigError(ForesayError, ValueError):
     """A parameter has a value that cannot be honoured."""
+
+    def __init__(self, problem: str, *, param: str | None = None, value: Any = _NOT_GIVEN) -> None:
+        """problem: the message, which follows `param=value` if both are given."""
+        super().__init__(problem if value is _NOT_GIVEN else f"{param}={value!r} {problem}")
+        self.param = param
+        self.value = None if value is _NOT_GIVEN else value
 
 
 class PromptError(ConfigError):

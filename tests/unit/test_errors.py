@@ -69,3 +69,9 @@ def test_what_an_error_knows_besides_its_message_stays() -> None:
     assert RequestError(7, "no room").about("batch").request_id == 7
     about = OwnError(place=3).about("line")
     assert (type(about), str(about), about.place) == (OwnError, "line: at 3", 3)
+
+
+def test_a_wrong_value_is_kept_with_its_parameter() -> None:
+    error = ConfigError("must be positive", param="k", value=-1).about("file 'f'")
+    assert (str(error), error.param, error.value) == ("file 'f': k=-1 must be positive", "k", -1)
+    assert (ConfigError("no room").param, str(ConfigError("k is twice given", param="k"))) == (None, "k is twice given")

@@ -45,7 +45,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, _TokenIds):
         return value
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}={value!r} must be a sequence of token ids")
+        raise ConfigError("must be a sequence of token ids", param=name, value=value)
     ids = tuple(value)
     for token in ids:
         check_int(name, token, 0)
@@ -106,8 +106,9 @@ class SamplingParams:
         check_int("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
-                f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}; "
-                "raise max_new_tokens or lower min_new_tokens"
+                f"exceeds max_new_tokens={self.max_new_tokens}; raise max_new_tokens or lower min_new_tokens",
+                param="min_new_tokens",
+                value=self.min_new_tokens,
             )
         check_float("temperature", self.temperature, 0.0, math.inf)
         check_int("top_k", self.top_k, 0)
@@ -124,18 +125,18 @@ class SamplingParams:
         for name in ("owner", "cache_salt"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise ConfigError(f"{name}={value!r} must be a string")
+                raise ConfigError("must be a string", param=name, value=value)
             if any("\ud800" <= one <= "\udfff" for one in value):
-                raise ConfigError(f"{name}={value!r} must be a text that UTF-8 can encode")
+                raise ConfigError("must be a text that UTF-8 can encode", param=name, value=value)
         if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+            raise ConfigError("must be True or False", param="ignore_eos", value=self.ignore_eos)
 
     def _check_tokens(self) -> None:
         """Copy the collections, so that later changes by the caller have no effect, and refuse contradictions."""
         put = object.__setattr__
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         if bad := [text for text in stop if not isinstance(text, str) or not text]:
-            raise ConfigError(f"stop={bad[0]!r} must be a non-empty string")
+            raise ConfigError("must be a non-empty string", param="stop", value=bad[0])
         put(self, "stop", stop)
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids))
@@ -146,11 +147,12 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not set(allowed) - set(self.banned_token_ids):
                 raise ConfigError(
-                    "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated"
+                    "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated",
+                    param="allowed_token_ids",
                 )
             put(self, "allowed_token_ids", allowed)
         if not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
+            raise ConfigError("must map token ids to numbers", param="logit_bias", value=self.logit_bias)
         for token, bias in self.logit_bias.items():
             check_int("logit_bias key", token, 0)
             check_float(f"logit_bias[{token}]", bias, -1e4, 1e4)
@@ -159,7 +161,7 @@ class SamplingParams:
     def _items(self, name: str) -> tuple[Any, ...]:
         value = getattr(self, name)
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name}={value!r} must be a list or a tuple")
+            raise ConfigError("must be a list or a tuple", param=name, value=value)
         return tuple(value)
 
     @property

@@ -146,7 +146,7 @@ def check_matrix(k: Matrix, count: int) -> None:
         raise ConfigError("a cascade needs at least one drafter")
     shape = f"{count} drafters need a matrix k of {count} rows of {count} numbers"
     if isinstance(k, str) or not isinstance(k, Sequence) or any(not isinstance(row, list | tuple) for row in k):
-        raise ConfigError(f"k={k!r} is not a matrix; {shape}")
+        raise ConfigError(f"is not a matrix; {shape}", param="k", value=k)
     if len(k) != count or any(len(row) != count for row in k):
         raise ConfigError(f"k has rows of {[len(row) for row in k]} numbers; {shape}")
     for i, row in enumerate(k):

@@ -56,7 +56,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if not all(isinstance(name, str) for name in self.files):
-            raise ConfigError(f"files={self.files!r} must be names")
+            raise ConfigError("must be names", param="files", value=self.files)
         for count in self.num_ngrams:
             check_int("num_ngrams", count, 0)
         for name in ("num_tokens", "num_documents", "min_count", "num_pruned", "pruned_count"):
@@ -107,7 +107,7 @@ class NgramTable:
         if self.counts is not None:
             own("counts", _integers("counts", self.counts, np.int64, 0, 2**62, size))
         if self.fingerprint is not None and not _is_fingerprint(self.fingerprint):
-            raise ConfigError(f"fingerprint={self.fingerprint!r} must be 64 hexadecimal digits")
+            raise ConfigError("must be 64 hexadecimal digits", param="fingerprint", value=self.fingerprint)
         own("levels", tuple(_checked(level, k, size) for k, level in enumerate(self.levels, 3)))
         own("_views", tuple((level.starts.data, level.keys.data, level.successor.data) for level in self.levels))
         own("_next", self.successor.data)
@@ -230,7 +230,7 @@ class NgramTable:
         """Write a safetensors file atomically, replacing an existing one. Raises ConfigError if it cannot be written."""
         path = Path(path)
         if path.suffix != ".safetensors":
-            raise ConfigError(f"path={str(path)!r} must end in .safetensors")
+            raise ConfigError("must end in .safetensors", param="path", value=str(path))
         tensors: dict[str, npt.NDArray[Any]] = {"successor": self.successor}
         if self.counts is not None:
             tensors["counts"] = self.counts

@@ -53,7 +53,7 @@ class PromptLookup(NgramDrafter[_Index]):
         super().__init__(device)
         for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name}={value!r} must be an integer")
+                raise ConfigError("must be an integer", param=name, value=value)
         if not 1 <= min_ngram <= max_ngram <= 64:
             raise ConfigError(
                 f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64"

@@ -159,7 +159,9 @@ class Arguments:
         draft, drafter = self.draft, self.drafter
         if draft is not None and drafter not in ("auto", "model"):
             given = repr(os.fspath(draft)) if isinstance(draft, str | os.PathLike) else f"({type(draft).__name__})"
-            raise ConfigError(f"drafter={drafter!r} does not use a draft model, but draft={given} was given; drop one")
+            raise ConfigError(
+                f"does not use a draft model, but draft={given} was given; drop one", param="drafter", value=drafter
+            )
         if drafter == "model" and draft is None:
             raise ConfigError("drafter='model' needs a draft model; pass draft=")
         if self.ngrams and (draft is not None or drafter not in ("auto", "prompt_lookup")):
@@ -222,7 +224,7 @@ class Chosen:
             if (value := getattr(self.options, option)) is not None:
                 given = "draft=" if method.name == "model" else f"drafter={method.name!r}"
                 raise ConfigError(
-                    f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none"
+                    f"is for a draft model that is loaded by name, and {given} is none", param=option, value=value
                 )
 
 
@@ -267,13 +269,13 @@ def read_method(drafter: Any) -> Method:
     if callable(drafter):
         name = str(getattr(drafter, "__name__", type(drafter).__name__))
         return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), name)
-    raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
+    raise ConfigError("is neither a name, nor a Drafter, nor a function that makes one", param="drafter", value=drafter)
 
 
 def read_policy(drafter: str | None, number: int | None, length: Any) -> LengthPolicy | None:
     """Return the requested length policy; None for the drafter's default. drafter: its name; None for the default one."""
     if number is not None and length is not None:
-        raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
+        raise ConfigError(f"and length={length!r} contradict; give one of them", param="num_draft_tokens", value=number)
     if drafter == "none" and (number or length is not None):
         given = f"num_draft_tokens={number}" if length is None else f"length={length!r}"
         raise ConfigError(f"drafter='none' drafts nothing, but {given} was given; drop one")

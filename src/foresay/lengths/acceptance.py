@@ -33,7 +33,7 @@ class AcceptanceLength(LengthPolicy):
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.low = check_int("low", low, 1, self.high)
         if not isinstance(head, str | AcceptanceHead):
-            raise ConfigError(f"head={head!r} must be the folder of an acceptance head")
+            raise ConfigError("must be the folder of an acceptance head", param="head", value=head)
         self.head = head
         self._network = AcceptanceHead.load(head) if isinstance(head, str) else head
 

@@ -27,7 +27,7 @@ _KEPT_TOKENS = 1 << 18
 def check_path(name: str, value: Any) -> str:
     """Return `value` if it is a string. Raises ConfigError, which names the setting."""
     if not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r} must be a name or a path")
+        raise ConfigError("must be a name or a path", param=name, value=value)
     return value
 
 

@@ -51,9 +51,11 @@ class Settings:
         for name in ("target", "drafter", "rule", *_LOADED):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"{name}={value!r} must be a non-empty string")
+                raise ConfigError("must be a non-empty string", param=name, value=value)
         if isinstance(self.length, bool) or not isinstance(self.length, str | int | None):
-            raise ConfigError(f"length={self.length!r} must be an integer or an expression of a length policy")
+            raise ConfigError(
+                "must be an integer or an expression of a length policy", param="length", value=self.length
+            )
         if self.max_batch_size is not None:
             check_int("max_batch_size", self.max_batch_size, 1)
 

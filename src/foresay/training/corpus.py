@@ -60,7 +60,7 @@ class CorpusReader:
         if not files:
             raise ConfigError("no files to read; name files, or '-' for standard input")
         if field is not None and (text := [name for name in files if name not in self._records]):
-            raise ConfigError(f"field={field!r} applies to .jsonl files only, and {text[0]!r} is not one")
+            raise ConfigError(f"applies to .jsonl files only, and {text[0]!r} is not one", param="field", value=field)
         if self.files.count(STDIN) > 1:
             raise ConfigError("standard input can be read only once")
         self.position = 0

@@ -134,7 +134,9 @@ def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: Draf
     ids = _draft_tokens(target, texts, size)
     layers = shape.hidden_layers or KINDS[kind].usual_layers(model.num_layers)
     if not all(0 <= layer <= model.num_layers for layer in layers):
-        raise ConfigError(f"hidden_layers={list(layers)} must be 0 to {model.num_layers}, the layers of the target")
+        raise ConfigError(
+            f"must be 0 to {model.num_layers}, the layers of the target", param="hidden_layers", value=list(layers)
+        )
     layer = layer_fields(model, shape.feed_forward)
     if shape.heads is not None:
         layer |= dict(zip(("num_attention_heads", "num_key_value_heads"), shape.heads, strict=True))

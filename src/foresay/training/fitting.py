@@ -84,9 +84,9 @@ class Plan:
         check_int("seed", self.seed, 0)
         check_float("evaluate_minutes", self.evaluate_minutes, 0.0, 1e6)
         if self.optimiser not in OPTIMISERS:
-            raise ConfigError(f"optimiser={self.optimiser!r} must be one of {', '.join(OPTIMISERS)}")
+            raise ConfigError(f"must be one of {', '.join(OPTIMISERS)}", param="optimiser", value=self.optimiser)
         if self.precision not in _PRECISIONS:
-            raise ConfigError(f"precision={self.precision!r} must be 'fp32' or 'bf16'")
+            raise ConfigError("must be 'fp32' or 'bf16'", param="precision", value=self.precision)
 
     def resume_settings(self) -> dict[str, Any]:
         """Return the settings that must not change on resumption: all but the budget."""

@@ -69,7 +69,7 @@ def make_optimisers(
 ) -> list[torch.optim.Optimizer]:
     """Return the optimisers of the parameters `learned`; each parameter has one. Raises ConfigError for an unknown name."""
     if name not in OPTIMISERS:
-        raise ConfigError(f"optimiser={name!r} must be one of {', '.join(OPTIMISERS)}")
+        raise ConfigError(f"must be one of {', '.join(OPTIMISERS)}", param="optimiser", value=name)
     hidden = _between_hidden_states(model) if name == "muon" else frozenset()
     matrices = [weight for weight in trainable.values() if id(weight) in hidden]
     others = [weight for weight in trainable.values() if id(weight) not in hidden]

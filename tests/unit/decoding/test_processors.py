@@ -227,7 +227,7 @@ def test_every_processor_of_transformers_that_keeps_state_is_known() -> None:
 
 
 def test_what_is_not_callable_is_refused() -> None:
-    with pytest.raises(ConfigError, match="processors: 5 is not callable"):
+    with pytest.raises(ConfigError, match="processors=5 is not callable"):
         check_processors((5,))  # type: ignore[arg-type]
 
 

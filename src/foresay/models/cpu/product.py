@@ -255,7 +255,9 @@ class NativeProduct(Product):
     def activations(self, kind: str) -> None:
         """Change the rounding of inputs. Raises ConfigError for a kind that these weights do not support."""
         if kind not in self.allowed:
-            raise ConfigError(f"activations={kind!r} must be {' or '.join(map(repr, self.allowed))} for these weights")
+            raise ConfigError(
+                f"must be {' or '.join(map(repr, self.allowed))} for these weights", param="activations", value=kind
+            )
         for one in (*self._structs, *(part.struct for part in self.parts)):
             one.activations = ACTIVATIONS.index(kind)
 

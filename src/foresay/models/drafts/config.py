@@ -209,7 +209,7 @@ class HeadConfig(DraftConfig):
     def _of_speculators(cls, values: Mapping[str, Any]) -> HeadConfig:
         kind = values.get("speculators_model_type")
         if kind != "eagle3":
-            raise ConfigError(f"speculators_model_type={kind!r} is not supported; it must be 'eagle3'")
+            raise ConfigError("is not supported; it must be 'eagle3'", param="speculators_model_type", value=kind)
         layer = object_of(values, "transformer_layer_config")
         fields = {"vocab_size": layer.get("vocab_size"), **values}
         return cls._build(layer, fields, values, before_residual=True, **verifier_of(values))
@@ -232,7 +232,7 @@ class HeadConfig(DraftConfig):
             refuse_parts(section, _HEAD_PARTS, "heads")
         kind = layer.get("model_type", "llama")
         if kind != "llama":
-            raise ConfigError(f"model_type={kind!r} is not supported for a head's layer; it must be 'llama'")
+            raise ConfigError("is not supported for a head's layer; it must be 'llama'", param="model_type", value=kind)
         if layer.get("num_hidden_layers", 1) != 1:
             raise ConfigError(
                 f"num_hidden_layers={layer['num_hidden_layers']}: only heads with one layer are supported"
@@ -330,7 +330,9 @@ class BlockConfig(DraftConfig):
     def _of_speculators(cls, values: Mapping[str, Any]) -> BlockConfig:
         kind = values.get("speculators_model_type")
         if kind not in ("dflash", "dspark"):
-            raise ConfigError(f"speculators_model_type={kind!r} is not supported; it must be 'dflash' or 'dspark'")
+            raise ConfigError(
+                "is not supported; it must be 'dflash' or 'dspark'", param="speculators_model_type", value=kind
+            )
         layer = object_of(values, "transformer_layer_config")
         own = {name: layer.get(name) for name in ("vocab_size", "num_hidden_layers")}
         layers = layers_of(values, "aux_hidden_state_layer_ids", _SOURCE) or ()

@@ -90,7 +90,7 @@ def _limit_bytes() -> int:
     except ValueError:
         limit = math.nan
     if not 0 <= limit < math.inf:
-        raise ConfigError(f"{LIMIT}={text!r} must be a number of gigabytes, or 0 to keep no packed weights")
+        raise ConfigError("must be a number of gigabytes, or 0 to keep no packed weights", param=LIMIT, value=text)
     return int(limit * 1e9)
 
 

@@ -57,7 +57,9 @@ def _shorten(model: nn.Module, count: int) -> tuple[Any, str]:
     layers = list(model.get_submodule(path).children())
     total = len(layers)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
-        raise ConfigError(f"layers={count!r} must be an integer in [1, {total - 1}]: the target has {total} layers")
+        raise ConfigError(
+            f"must be an integer in [1, {total - 1}]: the target has {total} layers", param="layers", value=count
+        )
     short = _copy_path(model, path.split(".")[:-1])
     _replace(short, path, nn.ModuleList(layers[:count]))
     return short, path

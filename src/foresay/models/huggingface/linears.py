@@ -135,7 +135,9 @@ def set_activations(model: nn.Module, kind: str) -> None:
     """Set the rounding of the inputs of all frozen products. Raises ConfigError for a kind that weights do not support."""
     products = _compiled_products(model)
     if not products:
-        raise ConfigError(f"activations={kind!r} applies to the compiled CPU kernels, which do not run this model")
+        raise ConfigError(
+            "applies to the compiled CPU kernels, which do not run this model", param="activations", value=kind
+        )
     for one in products:
         one.activations = kind
 

@@ -84,14 +84,16 @@ class LoadOptions:
             raise UnknownNameError("dtype", self.dtype, ["auto", *DTYPES])
         if self.device is not None and self.device_map is not None:
             raise ConfigError(
-                f"device={str(self.device)!r} and device_map={self.device_map!r} contradict; give one of them"
+                f"and device_map={self.device_map!r} contradict; give one of them",
+                param="device",
+                value=str(self.device),
             )
         for name in ("max_memory", "offload_folder"):
             if getattr(self, name) is not None and self.device_map is None:
                 raise ConfigError(f"{name} only has an effect with device_map; add device_map='auto'")
         if not isinstance(self.dtype, str) and self.dtype not in DTYPES.values():
             raise ConfigError(
-                f"dtype={self.dtype!r} must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
+                f"must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype", param="dtype", value=self.dtype
             )
         for name in ("device", "draft_device"):
             if getattr(self, name) is not None:
@@ -112,18 +114,23 @@ class LoadOptions:
             return
         for name in ("device", "device_map", "quantization_config"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"tp_plan={self.tp_plan!r} and {name} contradict; give one of them")
+                raise ConfigError(f"and {name} contradict; give one of them", param="tp_plan", value=self.tp_plan)
         if self.bits is not None:
-            raise ConfigError(f"tp_plan={self.tp_plan!r} and weights={self.weights!r} contradict; give one of them")
+            raise ConfigError(
+                f"and weights={self.weights!r} contradict; give one of them", param="tp_plan", value=self.tp_plan
+            )
         for name in ("activations", "kv_cache_dtype"):
             if getattr(self, name) != "auto":
                 raise ConfigError(
-                    f"tp_plan={self.tp_plan!r} and {name}={getattr(self, name)!r} contradict; give one of them"
+                    f"and {name}={getattr(self, name)!r} contradict; give one of them",
+                    param="tp_plan",
+                    value=self.tp_plan,
                 )
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             raise ConfigError(
-                f"tp_plan={self.tp_plan!r} needs several processes, and there is only this one; "
-                "start them with: torchrun --nproc-per-node N"
+                "needs several processes, and there is only this one; start them with: torchrun --nproc-per-node N",
+                param="tp_plan",
+                value=self.tp_plan,
             )
 
     def _check_backend(self) -> None:
@@ -148,7 +155,9 @@ class LoadOptions:
         ):
             value = getattr(self, name)
             if value not in (None, "auto") or (name == "device_map" and value is not None):
-                raise ConfigError(f"{name}={value!r} has no effect with llama.cpp, which follows the file; drop it")
+                raise ConfigError(
+                    "has no effect with llama.cpp, which follows the file; drop it", param=name, value=value
+                )
 
     def _check_weights(self, name: str, weights: str) -> None:
         if weights not in WEIGHTS:
@@ -156,18 +165,22 @@ class LoadOptions:
         if weights == "auto":
             return
         if name == "weights" and self.dtype not in ("auto", "bf16", "bfloat16", torch.bfloat16):
-            raise ConfigError(f"{name}={weights!r} computes in bf16, but dtype={str(self.dtype)!r} was given; drop one")
+            raise ConfigError(
+                f"computes in bf16, but dtype={str(self.dtype)!r} was given; drop one", param=name, value=weights
+            )
         if WEIGHTS[weights] is None:
             return
         if self.quantization_config is not None:
-            raise ConfigError(f"{name}={weights!r} and quantization_config contradict; give one of them")
+            raise ConfigError("and quantization_config contradict; give one of them", param=name, value=weights)
         elsewhere = self.device_map if self.device is None else self.device
         if name == "draft_weights" and self.draft_device is not None:
             elsewhere = self.draft_device
         if elsewhere is not None and str(elsewhere).partition(":")[0] != "cpu":
             raise ConfigError(
-                f"{name}={weights!r} is for CPUs, but {str(elsewhere)!r} was requested; there, load a checkpoint quantized "
-                "by AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config"
+                f"is for CPUs, but {str(elsewhere)!r} was requested; there, load a checkpoint quantized by "
+                "AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config",
+                param=name,
+                value=weights,
             )
 
     def changed(self) -> str:
@@ -240,13 +253,13 @@ def check_device(device: str | torch.device, name: str = "device") -> None:
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in DEVICES:
-        raise ConfigError(f"{name}={device!r} is not a device; known kinds: {', '.join(DEVICES)}")
+        raise ConfigError(f"is not a device; known kinds: {', '.join(DEVICES)}", param=name, value=device)
     if found.type == "cpu":
         return
     of_kind: Any = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}[found.type]
     if not of_kind.is_available():
         what = "GPU" if found.type == "cuda" else f"device of the kind {found.type}"
-        raise ConfigError(f"{name}={str(device)!r} was requested, but PyTorch sees no {what}; use {name}='cpu'")
+        raise ConfigError(f"was requested, but PyTorch sees no {what}; use {name}='cpu'", param=name, value=str(device))
     if found.index is not None and found.index >= of_kind.device_count():
         known = ", ".join(f"{found.type}:{number}" for number in range(of_kind.device_count()))
-        raise ConfigError(f"{name}={str(device)!r} was requested, but PyTorch sees only {known}")
+        raise ConfigError(f"was requested, but PyTorch sees only {known}", param=name, value=str(device))

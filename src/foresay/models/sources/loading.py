@@ -123,9 +123,9 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
     """
     options = options or LoadOptions()
     if options.bits is not None:
-        raise ConfigError(f"weights={options.weights!r} are for decoding only; leave it out")
+        raise ConfigError("are for decoding only; leave it out", param="weights", value=options.weights)
     if options.activations != "auto":
-        raise ConfigError(f"activations={options.activations!r} is for decoding only; leave it out")
+        raise ConfigError("is for decoding only; leave it out", param="activations", value=options.activations)
     location = locate(name, options)
     with load_errors(location.name, location.is_conversion):
         weights, tokenizer, _ = read(location, options, for_decoding=False)

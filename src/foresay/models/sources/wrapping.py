@@ -88,7 +88,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
     if options.kv_cache_dtype != "auto":
         if not isinstance(model, CausalModel) or not model.batch_invariant:
             raise ConfigError(
-                f"kv_cache_dtype={options.kv_cache_dtype!r} applies to the compiled CPU kernels, which do not run this model"
+                "applies to the compiled CPU kernels, which do not run this model",
+                param="kv_cache_dtype",
+                value=options.kv_cache_dtype,
             )
         model.use_fused(torch.int8)
     return loaded
