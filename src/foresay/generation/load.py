@@ -123,7 +123,7 @@ class Arguments:
         return dataclasses.replace(self, **changes)
 
     def chosen(self) -> Chosen:
-        """Return what the arguments choose, before any file of a model is read. Raises ConfigError where they contradict."""
+        """Return the choices, before any file of a model is read. Raises ConfigError where arguments contradict."""
         options = LoadOptions.of(self.options)
         self._check_memory()
         method = self._method() if self.names_drafter else None
@@ -186,7 +186,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the arguments of `load` and `change` choose; None for the drafter and the length policy that are the default."""
+    """The choices that follow from the arguments of `load` and `change`; None for a default drafter or length policy."""
 
     method: Method | None
     rule: Rule
