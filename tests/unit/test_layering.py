@@ -104,7 +104,7 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "child_process"},
+        {"tokenizer", "text_files", "formatting", "grammar_library"},
         {"excess", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"chat_messages", "control_tokens"},
         {"prompts"},

@@ -3,8 +3,8 @@
     python -m foresay.text.grammar_process
 
 The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line is {"schema": text, "is_lark": flag,
-"cpu_s": s, "wall_s": s, "memory_bytes": n}. The reply to each is {"ok": true}, with "refused": reason for a schema that cannot be
-used. The process ends when its input ends.
+"cpu_s": s, "wall_s": s, "memory_bytes": n}. The reply to each is {}, with "refused": reason for a schema that cannot be used, or
+"error": reason for a tokenizer. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     if pid == 0:
         try:
             _limit(job)
-            os.write(write, json.dumps(_outcome(tokenizer, job["schema"], job["is_lark"])).encode())
+            os.write(write, json.dumps(_outcome(tokenizer, job)).encode())
         finally:
             os._exit(1)  # immediately, even after an error: no cleanup code of the parent may run here
     os.close(write)
@@ -42,15 +42,15 @@ def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     _, status = os.waitpid(pid, 0)
     if reply:
         return dict(json.loads(reply))
-    return {"ok": True, "refused": _limit_reached(os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, job)}
+    return {"refused": _limit_reached(os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, job)}
 
 
-def _outcome(tokenizer: Any, schema: str, is_lark: bool) -> dict[str, Any]:
+def _outcome(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        compiled(tokenizer, schema, is_lark=is_lark)
+        compiled(tokenizer, job["schema"], is_lark=job["is_lark"])
     except ConfigError as error:
-        return {"ok": True, "refused": str(error)}
-    return {"ok": True}
+        return {"refused": str(error)}
+    return {}
 
 
 def _limit(job: Mapping[str, Any]) -> None:
@@ -84,26 +84,19 @@ def _limit_reached(by: int | None, job: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Try the schemas on standard input until it ends; anything printed goes to standard error."""
-    out = os.fdopen(os.dup(1), "wb")
+    out = os.dup(1)
     os.dup2(2, 1)
-
-    def reply(message: Mapping[str, Any]) -> None:
-        out.write(json.dumps(message).encode() + b"\n")
-        out.flush()
-
     tokenizer: Any = None
     for line in sys.stdin.buffer:
-        job = json.loads(line)
-        if job.get("op") == "close":
-            return
+        job, reply = json.loads(line), dict[str, Any]()
         if tokenizer is not None:
-            reply(try_schema(tokenizer, job))
-            continue
-        try:
-            tokenizer = vocabulary(job["tokenizer"], job["vocab_size"], job["eos"])
-            reply({"ok": True})
-        except ConfigError as error:
-            reply({"ok": False, "error": str(error)})
+            reply = try_schema(tokenizer, job)
+        else:
+            try:
+                tokenizer = vocabulary(job["tokenizer"], job["vocab_size"], job["eos"])
+            except ConfigError as error:
+                reply["error"] = str(error)
+        os.write(out, json.dumps(reply).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -6,18 +6,21 @@ schema that passes its trial is compiled here, because the cost is then known to
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from hashlib import sha256
+from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
 from foresay.errors import ConfigError, ForesayError
-from foresay.text.child_process import ChildProcess
 from foresay.text.grammar import Grammar, Source, checked, tokenizer_json
 
 PROCESSES = 2
@@ -47,10 +50,9 @@ class SchemaCompiler:
         """See Grammar for the arguments. Processes start with the first schema."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
         self._limits = TrialLimits() if limits is None else limits
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._idle: list[ChildProcess] = []
-        self._known_good: OrderedDict[bytes, None] = OrderedDict()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._known_good: dict[bytes, None] = {}
         """Digests of schemas that passed, in order of last use."""
 
     def compile(self, source: Source, cancelled: threading.Event | None = None) -> Grammar:
@@ -60,30 +62,21 @@ class SchemaCompiler:
         """
         text = checked(source)
         key = sha256(text.encode()).digest()
-        if not self._passed(key):
+        if key not in self._known_good:
             self._try(text, isinstance(source, str), cancelled or threading.Event())
-            self._remember(key)
+        with self._lock:
+            self._known_good.pop(key, None)
+            self._known_good[key] = None
+            if len(self._known_good) > _CACHE_SIZE:
+                del self._known_good[next(iter(self._known_good))]
         return Grammar(source, self._tokenizer, self._vocab_size, self._eos)
 
     def close(self) -> None:
         """Cancel running trials and end the processes; later schemas are refused."""
         self._closed.set()
         with self._lock:
-            ended, self._idle = self._idle, []
-        for child in ended:
-            child.end("it was closed")
-
-    def _passed(self, key: bytes) -> bool:
-        with self._lock:
-            if key in self._known_good:
-                self._known_good.move_to_end(key)
-            return key in self._known_good
-
-    def _remember(self, key: bytes) -> None:
-        with self._lock:
-            self._known_good[key] = None
-            if len(self._known_good) > _CACHE_SIZE:
-                self._known_good.popitem(last=False)
+            while self._idle:
+                _end(self._idle.pop())
 
     def _try(self, text: str, is_lark: bool, cancelled: threading.Event) -> None:
         if self._closed.is_set():
@@ -92,44 +85,57 @@ class SchemaCompiler:
             child = self._idle.pop() if self._idle else None
         child = child or self._start_process(cancelled)
         limits = self._limits
-        job = {
-            "schema": text,
-            "is_lark": is_lark,
-            "cpu_s": limits.cpu_s,
-            "wall_s": limits.wall_s,
-            "memory_bytes": limits.memory_bytes,
-        }
+        job = {"schema": text, "is_lark": is_lark, **asdict(limits)}
         reply = self._request(child, job, limits.wall_s + _GRACE_S, cancelled)
         with self._lock:
-            if not self._closed.is_set():
+            if self._closed.is_set():
+                _end(child)
+            else:
                 self._idle.append(child)
-        if self._closed.is_set():
-            child.end("it was closed")
         if "refused" in reply:
             raise ConfigError(str(reply["refused"]))
 
-    def _start_process(self, cancelled: threading.Event) -> ChildProcess:
+    def _start_process(self, cancelled: threading.Event) -> subprocess.Popen[bytes]:
         """Start a process and load the tokenizer in it."""
         setup = {"tokenizer": tokenizer_json(self._tokenizer), "vocab_size": self._vocab_size, "eos": self._eos}
-        child = ChildProcess("schemas", _COMMAND, os.environ)
+        # a session of its own: it is ended with its forks, and Ctrl-C reaches only this process
+        child = subprocess.Popen(
+            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+        )
         reply = self._request(child, setup, _START_S, cancelled)
-        if not reply.get("ok"):
-            child.end("it refused the tokenizer")
-            raise ConfigError(str(reply.get("error")))
+        if "error" in reply:
+            _end(child)
+            raise ConfigError(str(reply["error"]))
         return child
 
     def _request(
-        self, child: ChildProcess, message: Mapping[str, Any], limit_s: float, cancelled: threading.Event
+        self, child: subprocess.Popen[bytes], message: Mapping[str, Any], limit_s: float, cancelled: threading.Event
     ) -> dict[str, Any]:
-        """Send a message and wait for the reply. End the child if no reply comes in time or the request is cancelled."""
-        deadline = monotonic() + limit_s
-        child.send(message)
-        while not (replies := child.read()):
+        """Send a message and wait for the reply. Ends the child if none comes in time or the request is cancelled."""
+        assert child.stdin is not None and child.stdout is not None
+        deadline, reason = monotonic() + limit_s, ""
+        with suppress(OSError):  # it has ended, which the reply shows
+            unsent = memoryview(json.dumps(message).encode() + b"\n")
+            while unsent:
+                unsent = unsent[child.stdin.write(unsent) :]
+        while not reason and not wait([child.stdout.fileno()], _POLL_S):
             if cancelled.is_set() or self._closed.is_set():
-                child.end("its request was cancelled")
-                raise ForesayError("the schema was not compiled: its request was cancelled")
-            if monotonic() > deadline:
-                child.end("it did not reply in time")
-                raise ForesayError(f"the schema was not compiled: no reply within {limit_s:g} s")
-            child.wait_ready(_POLL_S)
-        return dict(replies[0])
+                reason = "its request was cancelled"
+            elif monotonic() > deadline:
+                reason = f"no reply within {limit_s:g} s"
+        reply = b"" if reason else child.stdout.readline()
+        if reply:
+            return dict(json.loads(reply))
+        code = _end(child)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise ForesayError(f"the schema was not compiled: {reason or f'the process that tries schemas {how}'}")
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """End a process with its forks; return its exit code. It is reaped last, so that its group's id is not reused."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses for a group of zombies
+        os.killpg(child.pid, signal.SIGKILL)
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+    return child.wait()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -141,3 +145,23 @@ def test_a_tokenizer_that_the_library_does_not_take(make: Make, monkeypatch: pyt
     with pytest.raises(ConfigError, match="this tokenizer cannot be used for structured output"):
         make().compile(GOOD)
     assert processes() == before
+
+
+def test_the_processes_end_with_the_program() -> None:
+    code = """if True:
+        import os
+        import psutil
+        from foresay.text.schema_compiler import SchemaCompiler
+        from helpers import tiny
+        tokenizer = tiny.tokenizer()
+        SchemaCompiler(tokenizer, len(tokenizer), [0]).compile({"enum": [1]})
+        print(psutil.Process().children()[0].pid, flush=True)
+        os._exit(0)
+    """
+    path = os.pathsep.join([str(Path(tiny.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    wait_until(lambda: has_ended(int(out.stdout)), "the process ends with the program")
+    assert out.stderr == ""
