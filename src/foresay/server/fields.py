@@ -16,7 +16,6 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     StrictStr,
     ValidationError,
@@ -41,7 +40,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _HUGE = re.compile(rb"\d[eE]\+?\d{3}")
 """Begins every number that may be too large for a float."""
 _LONE = re.compile("[\ud800-\udfff]")
-_OBJECT = re.compile(r"a valid dictionary or instance of \w+")
+_OBJECT = re.compile(r"a valid dictionary or (instance of \w+|object to extract fields from)")
 _DEPTH = 8
 _MAX_VALUE = 60
 """Characters of a wrong value that an error repeats."""
@@ -97,15 +96,13 @@ def limit_parts(limit: int, *names: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def by_type(*types: str, default: str | None = None) -> Discriminator:
-    """Return the discriminator of a union of objects by their field `type`. default: the type of objects without one."""
+def typed(default: str = "") -> BeforeValidator:
+    """Give an object without a type the default; one that is no type, so that the error names the types."""
 
-    def kind(value: Any) -> Any:
-        given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return default if given is None else given
+    def check(value: Any) -> Any:
+        return {**value, "type": default} if isinstance(value, dict) and value.get("type") is None else value
 
-    text = f"the type must be {', '.join(types)}"
-    return Discriminator(kind, custom_error_type="type", custom_error_message=text)
+    return BeforeValidator(check)
 
 
 def at_most(limit: int) -> BeforeValidator:

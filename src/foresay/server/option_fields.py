@@ -57,12 +57,6 @@ class Drafting(Fields):
     """True if a stream's events report the origin of each piece of text, and the tokens of their step."""
 
 
-def no_origins(drafting: Drafting | None) -> None:
-    """Raise ApiError for origins, which the adapters' formats do not have."""
-    if drafting is not None and drafting.origins:
-        raise ApiError(400, "foresay.origins is for chat completions and completions", param="foresay.origins")
-
-
 class NamedSchema(Fields):
     """A named JSON schema."""
 

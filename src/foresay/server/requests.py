@@ -28,6 +28,7 @@ from foresay.server.fields import (
     check_count,
     joined,
     limit_parts,
+    validated,
 )
 from foresay.server.option_fields import (
     Drafting,
@@ -130,14 +131,37 @@ def _limit_prompts(prompt: Any) -> Any:
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
 
 
-class _Sampled(Fields):
-    neutral: ClassVar[Neutral] = _BOTH_NEUTRAL
-    prompt_field: ClassVar[str]
-    """Name of the field that contains the prompt, for error messages."""
+class Common(Fields):
+    """Fields of every API that generates."""
 
     model: StrictStr | None = None
     temperature: Number | None = None
     top_p: Number | None = None
+    stream: StrictBool | None = None
+    metadata: Object | None = None
+    service_tier: StrictStr | None = None
+    """These two fields label a request. Any value is accepted and ignored."""
+    foresay: Drafting | None = None
+
+
+class OpenAIFields(Common):
+    """Fields of every API of OpenAI that generates."""
+
+    ignore_eos: StrictBool | None = None
+    cache_salt: Salt | None = None
+    """Requests with different salts share no prefixes."""
+    user: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    store: StrictBool | None = None
+    """These four fields label a request. Any value is accepted and ignored."""
+
+
+class _Sampled(OpenAIFields):
+    neutral: ClassVar[Neutral] = _BOTH_NEUTRAL
+    prompt_field: ClassVar[str]
+    """Name of the field that contains the prompt, for error messages."""
+
     top_k: StrictInt | None = None
     min_p: Number | None = None
     n: StrictInt | None = None
@@ -150,21 +174,9 @@ class _Sampled(Fields):
     repetition_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number], at_most(MAX_ITEMS)] | None = None
     stop_token_ids: Items[StrictInt] | None = None
-    ignore_eos: StrictBool | None = None
-    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Salt | None = None
-    """Requests with different salts share no prefixes."""
     typical_p: Number | None = None
     no_repeat_ngram_size: StrictInt | None = None
-    user: StrictStr | None = None
-    safety_identifier: StrictStr | None = None
-    prompt_cache_key: StrictStr | None = None
-    store: StrictBool | None = None
-    service_tier: StrictStr | None = None
-    metadata: Object | None = None
-    """These six fields label a request. Any value is accepted and ignored."""
-    foresay: Drafting | None = None
 
     def sampling(self, default_max_tokens: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """Return the sampling parameters. Raises ConfigError for values out of range.
@@ -203,17 +215,18 @@ class _Sampled(Fields):
     @property
     def candidates(self) -> int:
         """Outputs generated for each prompt."""
-        return self.returned
+        best_of: int | None = getattr(self, "best_of", None)
+        return self.returned if best_of is None else best_of
 
     @property
     def echoes(self) -> bool:
         """True if the response starts with the prompt."""
-        return False
+        return bool(getattr(self, "echo", False))
 
     @property
     def only_prompt(self) -> bool:
         """True if no token is generated: the prompt is scored and returned."""
-        return False
+        return self.echoes and self.max_tokens == 0
 
     @property
     def with_usage(self) -> bool:
@@ -262,6 +275,18 @@ class ChatRequest(TemplateFields, _Sampled):
         return [[message.plain() for message in self.messages]]
 
 
+def as_chat(request: Fields, **own: Any) -> ChatRequest:
+    """Return the chat request of another API's: its fields that have the same name, and its own ones.
+
+    Raises ApiError for origins, which formats of other APIs do not have.
+    """
+    same = (type(request).model_fields.keys() & ChatRequest.model_fields.keys()) - own.keys()
+    drafting: Drafting | None = getattr(request, "foresay", None)
+    if drafting is not None and drafting.origins:
+        raise ApiError(400, "foresay.origins is for chat completions and completions", param="foresay.origins")
+    return validated(ChatRequest, {**request.model_dump(include=same, exclude_none=True), **own})
+
+
 class CompletionRequest(_Sampled):
     """POST /v1/completions."""
 
@@ -283,21 +308,6 @@ class CompletionRequest(_Sampled):
     """Text after the output: the model fills in the text between prompt and suffix."""
     best_of: StrictInt | None = None
     """Outputs generated for each prompt; the n with the highest mean log-probability of a token are returned."""
-
-    @property
-    def candidates(self) -> int:
-        """See _Sampled."""
-        return self.returned if self.best_of is None else self.best_of
-
-    @property
-    def echoes(self) -> bool:
-        """See _Sampled."""
-        return self.echo
-
-    @property
-    def only_prompt(self) -> bool:
-        """See _Sampled."""
-        return self.echo and self.max_tokens == 0
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. The API generates 16 tokens by default, regardless of the context's length."""

@@ -125,7 +125,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "input"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "type must be"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type", ""),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
     ({"background": True}, "background", "not supported"),

@@ -5,158 +5,118 @@ Owns the fields' names. Knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, Tag, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from foresay.server.adapters.history import History
 from foresay.server.errors import ApiError
-from foresay.server.fields import (
-    MAX_MESSAGES,
-    Fields,
-    Items,
-    Neutral,
-    Number,
-    Object,
-    Parts,
-    Tools,
-    by_type,
-    joined,
-    limit_parts,
-    validated,
-)
-from foresay.server.option_fields import Drafting, no_origins
-from foresay.server.requests import ChatRequest
+from foresay.server.fields import MAX_MESSAGES, Fields, Items, Neutral, Object, Parts, Tools, joined, limit_parts, typed
+from foresay.server.requests import ChatRequest, Common, as_chat
 
 CHAT_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config",
-    "max_completion_tokens": "max_tokens",
     "reasoning_effort": "output_config.effort",
     "enable_thinking": "thinking",
     "continue_final_message": "messages",
 }
 """Names in this API of a chat request's fields."""
+_BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Blocks of a turn by its role."""
 
 
-class Label(Fields):
-    """A label that changes nothing."""
-
+class _Label(Fields):
     cache_control: dict[str, Any] | None = None
     """Accepted and ignored: the beginnings of prompts are always cached."""
 
 
-class TextBlock(Label):
-    """A text."""
-
+class _Text(_Label):
     neutral: ClassVar[Neutral] = {"citations": ([],)}
 
     type: Literal["text"]
     text: StrictStr
 
 
-Texts = Parts[TextBlock]
-
-
-class ThinkingBlock(Fields):
-    """Reasoning of the assistant. Its signature is not verified."""
-
+class _Thinking(Fields):
     type: Literal["thinking"]
     thinking: StrictStr
     signature: StrictStr | None = None
+    """Not verified."""
 
 
-class RedactedThinkingBlock(Fields):
+class _RedactedThinking(Fields):
     """Encrypted reasoning of another server, which is left out."""
 
     type: Literal["redacted_thinking"]
     data: StrictStr
 
 
-class ToolUseBlock(Label):
-    """A call of the assistant."""
-
+class _ToolUse(_Label):
     type: Literal["tool_use"]
     id: Annotated[StrictStr, Field(min_length=1)]
     name: Annotated[StrictStr, Field(min_length=1)]
     input: dict[str, Any]
 
 
-class ToolResultBlock(Label):
-    """The result of a call."""
-
+class _ToolResult(_Label):
     type: Literal["tool_result"]
     tool_use_id: StrictStr
-    content: StrictStr | Texts | None = None
+    content: StrictStr | Parts[_Text] | None = None
     is_error: StrictBool | None = None
     """Accepted and ignored: chat templates do not mark results as errors."""
 
 
-Block = Annotated[
-    Annotated[TextBlock, Tag("text")]
-    | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
-    | Annotated[ToolUseBlock, Tag("tool_use")]
-    | Annotated[ToolResultBlock, Tag("tool_result")],
-    by_type("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-]
+_Block = Annotated[_Text | _Thinking | _RedactedThinking | _ToolUse | _ToolResult, Field(discriminator="type"), typed()]
 
 
-_BLOCKS: Mapping[str, tuple[type[Fields], ...]] = {
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
-    "system": (TextBlock,),
-}
-"""Blocks of a turn by its role."""
-
-
-class InputMessage(Fields):
-    """One turn."""
-
+class _Turn(Fields):
     role: Literal["user", "assistant", "system"]
     """Turns of the role "system" are moved to the beginning."""
-    content: StrictStr | Parts[Block]
+    content: StrictStr | Parts[_Block]
 
     @model_validator(mode="after")
-    def _has_blocks_of_its_role(self) -> InputMessage:
-        """Results come from the user, reasoning and calls from the assistant."""
-        if isinstance(self.content, list):
-            for block in self.content:
-                if not isinstance(block, _BLOCKS[self.role]):
-                    raise PydanticCustomError("role", f"a turn of the role {self.role!r} has no block {block.type!r}")
+    def _has_blocks_of_its_role(self) -> _Turn:
+        for block in self.content if isinstance(self.content, list) else ():
+            if block.type not in _BLOCKS[self.role]:
+                raise PydanticCustomError("role", f"a turn of the role {self.role!r} has no block {block.type!r}")
         return self
 
     @property
     def text(self) -> str:
         """The texts of the turn."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(block.text for block in self.content if isinstance(block, TextBlock))
+        return self.content if isinstance(self.content, str) else joined(_texts(self.content))
 
     def add_to(self, history: History) -> None:
         """Add the turn to a chat. Adjacent texts are one text."""
         if isinstance(self.content, str) or not self.content:
             history.add_text(self.role, self.text)
             return
-        for kind, blocks in groupby(self.content, type):
-            if kind is TextBlock:
-                history.add_text(self.role, "".join(block.text for block in blocks if isinstance(block, TextBlock)))
-                continue
-            for block in blocks:
-                if isinstance(block, ThinkingBlock):
+        for is_text, blocks in groupby(self.content, lambda one: one.type == "text"):
+            several = list(blocks)
+            if is_text:
+                history.add_text(self.role, joined(_texts(several)))
+            for block in several:
+                if isinstance(block, _Thinking):
                     history.add_reasoning(block.thinking)
-                elif isinstance(block, ToolUseBlock):
+                elif isinstance(block, _ToolUse):
                     history.add_call(block.id, block.name, block.input)
-                elif isinstance(block, ToolResultBlock):
+                elif isinstance(block, _ToolResult):
                     history.add_result(block.tool_use_id, joined(block.content))
 
 
-class Tool(Label):
-    """A function that the model may call."""
+def _texts(blocks: Iterable[Any]) -> list[_Text]:
+    return [block for block in blocks if isinstance(block, _Text)]
 
+
+class _Tool(_Label):
     neutral: ClassVar[Neutral] = {"eager_input_streaming": (True, False), "defer_loading": (False,)}
 
     type: Literal["custom"] = "custom"
@@ -171,39 +131,38 @@ class Tool(Label):
         return {"type": "function", "function": function}
 
 
-class ToolChoice(Fields):
-    """Choice of tools."""
-
+class _ToolChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: StrictStr | None = None
     """Name of the function, for the type "tool"."""
     disable_parallel_tool_use: StrictBool | None = None
 
-    def chat(self) -> Any:
-        """Return the tool choice of a chat request."""
-        if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name or ""}}
-        return {"any": "required"}.get(self.type, self.type)
+    def chat(self) -> dict[str, Any]:
+        """Return the fields of a chat request."""
+        if (self.type == "tool") != (self.name is not None):
+            raise ApiError(400, "tool_choice: a name and type=tool require each other", param="tool_choice")
+        named = {"type": "function", "function": {"name": self.name or ""}}
+        is_single = self.disable_parallel_tool_use
+        return {
+            "tool_choice": {"any": "required", "tool": named}.get(self.type, self.type),
+            "parallel_tool_calls": None if is_single is None else not is_single,
+        }
 
 
-class OutputFormat(Fields):
-    """A schema of the output's text."""
-
+class _OutputFormat(Fields):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Fields):
-    """Options of the output."""
-
+class _OutputConfig(Fields):
     hints: ClassVar[Mapping[str, str]] = {"task_budget": "output_config.task_budget"}
 
-    format: OutputFormat | None = None
+    format: _OutputFormat | None = None
     effort: StrictStr | None = None
     """For chat templates that read reasoning_effort; else a hint that is ignored."""
 
 
-class Thinking(Fields):
+class _ThinkingOptions(Fields):
     """Reasoning. "disabled" turns it off if the chat template can, "enabled" on; "adaptive" leaves it to the model."""
 
     hints: ClassVar[Mapping[str, str]] = {name: f"thinking.{name}" for name in ("budget_tokens", "display")}
@@ -211,83 +170,61 @@ class Thinking(Fields):
     type: Literal["disabled", "adaptive", "enabled"]
 
 
-class CountRequest(Label):
+class CountRequest(_Label):
     """POST /v1/messages/count_tokens."""
 
     hints: ClassVar[Mapping[str, str]] = {name: name for name in ("context_management", "speed", "inference_geo")}
 
     model: StrictStr | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
-    system: StrictStr | Texts | None = None
-    tools: Tools[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    messages: Annotated[list[_Turn], Field(min_length=1, fail_fast=True), limit_parts(MAX_MESSAGES, "content")]
+    system: StrictStr | Parts[_Text] | None = None
+    tools: Tools[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    thinking: _ThinkingOptions | None = None
+    output_config: _OutputConfig | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages of a chat."""
         history = History()
-        own = [message for message in self.messages if message.role == "system"]
-        system = [joined(self.system), *(message.text for message in own)]
+        system = [joined(self.system), *(turn.text for turn in self.messages if turn.role == "system")]
         if any(system):
             history.add_text("system", "\n\n".join(filter(None, system)))
-        for message in self.messages:
-            if message.role != "system":
-                message.add_to(history)
+        for turn in self.messages:
+            if turn.role != "system":
+                turn.add_to(history)
         messages = history.messages()
         if not messages:
             raise ApiError(400, "messages: at least one needs a text, a call or a result", param="messages")
         return messages
 
-    def chat(self) -> ChatRequest:
-        """Return the chat request. A last message of the assistant is continued."""
-        thinking = {"disabled": False, "enabled": True}.get("" if self.thinking is None else self.thinking.type)
-        effort = None if self.output_config is None else self.output_config.effort
-        return validated(ChatRequest, {**self.chat_fields(), "enable_thinking": thinking, "reasoning_effort": effort})
-
-    def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the chat request that do not depend on the model."""
-        choice, messages = self.tool_choice, self.conversation()
-        if choice is not None and (choice.type == "tool") != (choice.name is not None):
-            raise ApiError(400, "tool_choice: a name and type=tool require each other", param="tool_choice")
-        is_single = None if choice is None else choice.disable_parallel_tool_use
-        return {
-            "model": self.model,
-            "messages": messages,
-            "tools": [one.chat() for one in self.tools or ()],
-            "tool_choice": None if choice is None else choice.chat(),
-            "parallel_tool_calls": None if is_single is None else not is_single,
-            "continue_final_message": messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
-        }
+    def chat(self, **more: Any) -> ChatRequest:
+        """Return the chat request, with more fields. A last message of the assistant is continued."""
+        messages = self.conversation()
+        return as_chat(
+            self,
+            messages=messages,
+            tools=[one.chat() for one in self.tools or ()],
+            **({"tool_choice": None} if self.tool_choice is None else self.tool_choice.chat()),
+            continue_final_message=messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
+            enable_thinking={"disabled": False, "enabled": True}.get(self.thinking.type if self.thinking else ""),
+            reasoning_effort=self.output_config and self.output_config.effort,
+            **more,
+        )
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Common):
     """POST /v1/messages."""
 
     max_tokens: StrictInt
-    temperature: Number | None = None
-    top_p: Number | None = None
     top_k: StrictInt | None = None
     stop_sequences: Items[StrictStr] | None = None
-    stream: StrictBool | None = None
-    metadata: Object | None = None
-    service_tier: StrictStr | None = None
-    """These two fields label a request. Any value is accepted and ignored."""
-    foresay: Drafting | None = None
 
-    def chat_fields(self) -> dict[str, Any]:
+    def chat(self, **more: Any) -> ChatRequest:
         """See CountRequest."""
-        options = {"include_usage": True, "continuous_usage_stats": True} if self.stream else None
-        wanted = self.output_config.format if self.output_config is not None else None
-        schema = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}} if wanted is not None else None
-        no_origins(self.foresay)
-        same = ("temperature", "top_p", "top_k", "stream")
-        return {
-            **super().chat_fields(),
-            **{name: getattr(self, name) for name in same},
-            "max_completion_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "response_format": schema,
-            "stream_options": options,
-            "foresay": self.foresay and self.foresay.model_dump(),
-        }
+        output = self.output_config and self.output_config.format
+        return super().chat(
+            stop=self.stop_sequences,
+            response_format=output and {"type": "json_schema", "json_schema": {"schema": output.schema_}},
+            stream_options={"include_usage": True, "continuous_usage_stats": True} if self.stream else None,
+            **more,
+        )
