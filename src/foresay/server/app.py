@@ -6,7 +6,6 @@ Owns the table of routes. Reaches the engine only through the service.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -45,7 +44,6 @@ from foresay.server.requests import (
 )
 from foresay.server.service import Service
 
-logger = logging.getLogger("foresay.server")
 _SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -94,23 +92,13 @@ def _json_route(service: Service) -> type[APIRoute]:
             async def handle(raw_request: Request) -> Response:
                 _check_type(raw_request.headers.get("content-type"))
                 body = await raw_request.body()
-                request = read(kind, body) if len(body) < LONG else await service.prepare(lambda: read(kind, body))
-                return await handler(_ParsedRequest(raw_request.scope, raw_request.receive, body, request))
+                is_long = len(body) >= LONG
+                raw_request._json = await service.prepare(lambda: read(kind, body)) if is_long else read(kind, body)
+                return await handler(raw_request)
 
             return handle
 
     return JsonRoute
-
-
-class _ParsedRequest(Request):
-    """A request with a parsed body."""
-
-    def __init__(self, scope: Any, receive: Any, body: bytes, request: Any) -> None:
-        super().__init__(scope, receive)
-        self._body, self._parsed = body, request
-
-    async def json(self) -> Any:
-        return self._parsed
 
 
 def _check_type(content_type: str | None) -> None:
@@ -128,7 +116,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(api_error.body_at(raw_request.url.path), api_error.status, headers=error.headers)
 
     async def on_exception(raw_request: Request, error: Exception) -> Response:
-        api_error = as_api_error(error, logger)
+        api_error = as_api_error(error)
         return JSONResponse(api_error.body_at(raw_request.url.path), api_error.status, headers=api_error.headers)
 
     for kind in (ApiError, ForesayError, Exception):
@@ -226,7 +214,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
             prompt, options = [one.plain() for one in request.messages], MessageKind.of(service, request).options
         elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
             raise ApiError(400, f"{min(fields)} needs messages", param=min(fields))
-        with as_api_errors("prompt" if request.messages is None else "messages", logger):
+        with as_api_errors("prompt" if request.messages is None else "messages"):
             (ids,) = await service.encoded([prompt], options)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
 

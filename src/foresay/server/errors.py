@@ -26,6 +26,7 @@ from foresay.server.hints import NAMES
 
 CLIENT_CLOSED = 499
 """Status logged for a client that disconnected before its response."""
+logger = logging.getLogger("foresay.server")
 MAX_MESSAGE = 1000
 """Limit in characters of an error message and of a parameter name; longer values sent by a client are cut."""
 
@@ -90,36 +91,34 @@ def _printable(text: str) -> str:
     return cut.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def as_api_error(error: BaseException, log: logging.Logger, *, prompt: str = "prompt") -> ApiError:
+def as_api_error(error: BaseException, prompt: str = "prompt", schema: str = "response_format") -> ApiError:
     """Return the API error for an exception. Errors that the client cannot have caused are logged and described in general terms.
 
-    prompt: name of the field that contains the prompt.
+    prompt, schema: names of the fields that contain the prompt and request the grammar of the output.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=1)
-    if isinstance(error, ContextLengthError):
-        return _about_field(error, prompt, code="context_length_exceeded")
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | ContextLengthError):
         return _about_field(error, prompt)
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
     if isinstance(error, RequestError) and isinstance(error.__cause__, ConfigError):
         # for example, a schema with no allowed continuation
-        return ApiError(400, str(error.__cause__), param="response_format", code="cannot_go_on")
-    log.error("request failed", exc_info=error)
+        return ApiError(400, str(error.__cause__), param=schema, code="cannot_go_on")
+    logger.error("request failed", exc_info=error)
     code = "generation_failed" if isinstance(error, ForesayError) else "internal"
     return ApiError(500, "internal error; the server's log has the details", code=code)
 
 
 @contextmanager
-def as_api_errors(field: str, log: logging.Logger) -> Iterator[None]:
-    """Convert foresay's errors to ApiErrors. `field` is the `param` of errors about the prompt."""
+def as_api_errors(prompt: str, schema: str = "response_format") -> Iterator[None]:
+    """Convert foresay's errors to ApiErrors; see as_api_error."""
     try:
         yield
     except ForesayError as error:
-        raise as_api_error(error, log, prompt=field) from error
+        raise as_api_error(error, prompt, schema) from error
 
 
 @contextmanager
@@ -143,12 +142,13 @@ _API_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def _about_field(error: Exception, prompt: str, code: str | None = None) -> ApiError:
+def _about_field(error: ConfigError | ContextLengthError, prompt: str) -> ApiError:
     """Return a 400 error with the API's field names, such as max_tokens. An error that names no field is about the prompt."""
-    message = str(error)
+    message, word = str(error), re.match(r"\w*", str(error))
     for ours, theirs in _API_NAMES.items():
         message = message.replace(ours, theirs)
-    word = re.match(r"\w*", str(error))
-    named = word is not None and word[0] in _PARAMETERS and not isinstance(error, PromptError)
-    field = _API_NAMES.get(word[0], word[0]) if named and word is not None else prompt
+    field = prompt
+    if word is not None and word[0] in _PARAMETERS and not isinstance(error, PromptError):
+        field = _API_NAMES.get(word[0], word[0])
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     return ApiError(400, message, param=field, code=code)

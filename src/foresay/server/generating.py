@@ -6,9 +6,8 @@ Owns the numbering of a request's outputs, and cancellation when a client discon
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 from foresay.decoding.outcome import TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ForesayError
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
@@ -40,7 +38,6 @@ MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 T = TypeVar("T")
-logger = logging.getLogger("foresay.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ async def generate(
 
     Raises ApiError for a request that is rejected or fails.
     """
-    with _as_api_errors(request):
+    with as_api_errors(*request.error_fields):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
         prepared = replace(prepared, params=service.owned(prepared.params, raw_request.state, request.cache_salt))
         outputs = await _unless_disconnected(_outputs(service, request, prepared), raw_request)
@@ -97,26 +94,35 @@ async def generate(
 
             # a response that repeats its prompts may be long
             return await service.prepare(response) if request.echoes else response()
-        first = None if request.only_prompt else await _first(chunks, raw_request)
+        # a rejection or an early failure is raised here, while the response can still have its status
+        try:
+            first = [] if request.only_prompt else [await _unless_disconnected(anext(chunks), raw_request)]
+        except BaseException:
+            await chunks.aclose()
+            raise
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return _Stream(_events(service, form, first, chunks), media_type="text/event-stream", headers=headers)
 
 
 async def _events(
-    service: Service, form: Format, first: tuple[int, Chunk] | None, chunks: Chunks
+    service: Service, form: Format, first: Sequence[tuple[int, Chunk]], chunks: Chunks
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. An error is one of them, since the status has been sent."""
+    """Yield the events of a stream. An error is one of them, since the status has been sent. first: chunks before the others."""
+
+    def added(index: int, chunk: Chunk) -> Iterable[bytes]:
+        return form.added(form.reply.outputs[index].take(chunk))
+
     try:
         async with aclosing(chunks):
-            for event in form.begun():
+            for event in (*form.begun(), *(event for one in first for event in added(*one))):
                 yield event
-            async for index, chunk in _chained(first, chunks):
-                for event in form.added(form.reply.outputs[index].take(chunk)):
+            async for one in chunks:
+                for event in added(*one):
                     yield event
         for event in form.ended():
             yield event
     except Exception as error:
-        api_error = _as_api_error(form.reply.request, error)
+        api_error = as_api_error(error, *form.reply.request.error_fields)
         service.metrics.failed.labels(str(api_error.status)).inc()
         yield form.failed(api_error)
 
@@ -133,22 +139,6 @@ class _Stream(StreamingResponse):
         finally:
             with CancelScope(shield=True):
                 await self.body_iterator.aclose()
-
-
-def _as_api_error(request: ChatRequest | CompletionRequest, error: BaseException) -> ApiError:
-    """Return the API error for an exception. A grammar that gives up is that of the calls if they are required."""
-    api_error = as_api_error(error, logger, prompt=request.prompt_field)
-    if api_error.code == "cannot_go_on" and request.must_call:
-        api_error.param = "tool_choice"
-    return api_error
-
-
-@contextmanager
-def _as_api_errors(request: ChatRequest | CompletionRequest) -> Iterator[None]:
-    try:
-        yield
-    except ForesayError as error:
-        raise _as_api_error(request, error) from error
 
 
 async def _outputs(
@@ -196,7 +186,7 @@ async def _none() -> Chunks:
 async def count_tokens(service: Service, request: ChatRequest) -> int:
     """Return the number of a chat's prompt tokens. Raises ApiError for a request that is rejected."""
     service.check_model(request.model)
-    with as_api_errors(request.prompt_field, logger):
+    with as_api_errors(*request.error_fields):
         (ids,) = await service.encoded(request.prompts(), MessageKind.of(service, request).options)
     return len(ids)
 
@@ -288,42 +278,15 @@ async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Reque
 
     async def collect() -> None:
         async for index, chunk in chunks:
-            outputs[index].take(_checked(chunk))
+            outputs[index].take(chunk)
 
     async with aclosing(chunks):
         await _unless_disconnected(collect(), raw_request)
 
 
-async def _first(chunks: Chunks, raw_request: Request) -> tuple[int, Chunk]:
-    """Return the first chunk. A rejection or an early failure is raised here, while the response can still have its status."""
-
-    async def first() -> tuple[int, Chunk]:
-        index, chunk = await anext(chunks)
-        return index, _checked(chunk)
-
-    try:
-        return await _unless_disconnected(first(), raw_request)
-    except BaseException:
-        await chunks.aclose()
-        raise
-
-
-async def _chained(first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[tuple[int, Chunk]]:
-    if first is not None:
-        yield first
-    async for index, chunk in chunks:
-        yield index, _checked(chunk)
-
-
-def _checked(chunk: Chunk) -> Chunk:
-    if chunk.error is not None:
-        raise chunk.error
-    return chunk
-
-
-async def _unless_disconnected(work: Coroutine[Any, Any, T], raw_request: Request) -> T:
+async def _unless_disconnected(work: Awaitable[T], raw_request: Request) -> T:
     """Return the coroutine's result. If the client disconnects first, cancel the coroutine and raise ApiError."""
-    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(raw_request))
+    task, disconnect = asyncio.ensure_future(work), asyncio.create_task(_disconnected(raw_request))
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -159,9 +159,6 @@ class OpenAIFields(Common):
 
 class _Sampled(OpenAIFields):
     neutral: ClassVar[Neutral] = _BOTH_NEUTRAL
-    prompt_field: ClassVar[str]
-    """Name of the field that contains the prompt, for error messages."""
-
     top_k: StrictInt | None = None
     min_p: Number | None = None
     n: StrictInt | None = None
@@ -244,7 +241,6 @@ class ChatRequest(TemplateFields, _Sampled):
 
     neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, **_CHAT_NEUTRAL}
     hints: ClassVar[Mapping[str, str]] = {"verbosity": "verbosity", "prompt_cache_retention": "prompt_cache_retention"}
-    prompt_field = "messages"
 
     messages: Messages
     max_completion_tokens: StrictInt | None = None
@@ -252,6 +248,11 @@ class ChatRequest(TemplateFields, _Sampled):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
+
+    @property
+    def error_fields(self) -> tuple[str, ...]:
+        """Names of the fields that contain the prompt and request the grammar of the output, for errors about these."""
+        return "messages", "tool_choice" if self.must_call else "response_format"
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
@@ -295,7 +296,8 @@ class CompletionRequest(_Sampled):
         "add_special_tokens": (True,),
         "response_format": ({"type": "text"},),
     }
-    prompt_field = "prompt"
+    error_fields: ClassVar[tuple[str, ...]] = ("prompt",)
+    """See ChatRequest."""
 
     prompt: Annotated[
         StrictStr | TokenIds | Annotated[list[StrictStr | TokenIds], Field(min_length=1, fail_fast=True)],

@@ -244,7 +244,7 @@ class Service:
     ) -> AsyncGenerator[tuple[int, Chunk], None]:
         """Yield (output index, chunk) as chunks arrive. Closing the generator frees the rows before the next step.
 
-        Raises ApiError after the request's time limit, and when the server shuts down first.
+        Raises the first error of any output, and ApiError after the request's time limit and when the server shuts down first.
         """
         # a client's settings are left out, so that there are few names
         method = parse(drafting.drafter).name if drafting.drafter else self.generator.drafter_name
@@ -259,6 +259,8 @@ class Service:
                         if chunk.finish_reason is not None:
                             waiting.discard(index)
                             clocks[index].ended(chunk.finish_reason)
+                        if chunk.error is not None:
+                            raise chunk.error
                         yield index, chunk
             finally:
                 for index in waiting:
@@ -271,8 +273,9 @@ class Service:
     async def warm(self) -> None:
         """Decode a few tokens, so that buffers and caches are allocated before the first request."""
         first = [self.generator.target.model.vocab_size // 2] * 8
-        async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
-            pass
+        with suppress(ForesayError):
+            async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
+                pass
 
     async def trim_memory(self) -> None:
         """Return freed memory to the system for as long as the server runs."""
