@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 import foresay
@@ -54,3 +56,15 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(random_model: Path) -> Iterator[Running]:
     with Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def raw(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as one:
+        yield one

@@ -89,18 +89,6 @@ def server(model: foresay.Generator) -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def raw(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
-        yield one
-
-
 def events(answer: httpx.Response) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
     assert lines[-1] == "[DONE]"
@@ -245,12 +233,14 @@ class TestHttp:
             assert json.loads(rest)["choices"][0]["finish_reason"] == "length"
 
     def test_a_key_in_either_header(self, model: foresay.Generator) -> None:
-        with Running(model, keys=frozenset({"secret"})) as running:
+        with Running(model, keys=frozenset({"secret", "schlüssel"})) as running:
             for headers, status in (
+                ({b"Authorization": b"Bearer " + "schlüssel".encode()}, 200),
+                ({b"Authorization": b"Bearer " + "schlüssel".encode("latin-1")}, 401),
                 ({"x-api-key": "secret"}, 200), ({"authorization": "Bearer secret"}, 200), ({"x-api-key": "wrong"}, 401),
                 ({"authorization": "Bearer wrong", "x-api-key": "secret"}, 401), ({}, 401), ({"x-api-key": ""}, 401),
             ):  # fmt: skip
-                answer = httpx.get(f"{running.url}/v1/models", headers=headers)
+                answer = httpx.get(f"{running.url}/v1/models", headers=headers)  # type: ignore[arg-type]
                 assert answer.status_code == status, headers
                 assert status == 200 or answer.headers["www-authenticate"] == "Bearer"
             for path in ("/health", "/ready"):

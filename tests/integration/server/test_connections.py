@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import transformers
 
@@ -26,6 +27,7 @@ from foresay.server.running import SPARE_FILES, bind, configuration
 from foresay.server.service import Service, served_name
 from foresay.server.settings import ServerSettings
 from helpers import tiny
+from helpers.schema_bombs import PRODUCT
 from helpers.serving import TEXT, Running
 from helpers.waiting import wait_until
 
@@ -227,34 +229,52 @@ class TestWhereItListens:
             assert served_name(name) == shown
 
     def test_the_command_from_its_start_to_its_end(self, tmp_path: Path) -> None:
-        """No path of the model is shown; after a signal it is not ready, and listens until what is under way has ended."""
+        """Settings of a file and of the environment. No path of the model is shown.
+
+        After a signal it is not ready, and listens until what is under way has ended; schemas that are compiled end at once.
+        """
         folder = tiny.save(tmp_path / "own-model", chat=True)
-        child, url = started("--model", str(folder), "--warmup")
+        (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\ndrafter = "max_gram"\nlength = 3\n')
+        variables = {"FORESAY_SERVE_PORT": "0", "FORESAY_API_KEYS": "secret"}
+        child, url, said = started("--warmup", "--log-requests", cwd=tmp_path, **variables)
+        assert "drafter=max_gram" in said and "gamma=3" in said
         root = url.removesuffix("/v1")
-        told = httpx.get(f"{url}/models").text
-        assert '"own-model"' in told and str(tmp_path) not in told
-        named = httpx.post(f"{url}/completions", json={"model": str(folder), "prompt": "x"})
-        assert named.status_code == 404 and named.text.count(str(tmp_path)) == 1, "only what the client itself said"
-        assert httpx.get(f"{root}/ready").status_code == 200
-        body = {"prompt": TEXT, "max_tokens": 300, "temperature": 0, "stream": True}
-        with (
-            unread_stream(int(root.rpartition(":")[2])),  # it cannot end before it is read
-            httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as other,
-        ):
-            child.send_signal(signal.SIGTERM)
-            wait_for(lambda: httpx.get(f"{root}/ready").status_code == 503)
-            late = httpx.post(f"{url}/completions", json={"prompt": "x"}, timeout=60)
-            assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
-            assert httpx.get(f"{root}/health").status_code == 200
-            assert list(other.iter_lines())[-2] == "data: [DONE]"
+        assert httpx.get(f"{url}/models").status_code == 401
+        with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60) as client:
+            told = client.get(f"{url}/models").text
+            assert '"own-model"' in told and str(tmp_path) not in told
+            named = client.post(f"{url}/completions", json={"model": str(folder), "prompt": "x"})
+            assert named.status_code == 404 and named.text.count(str(tmp_path)) == 1, "only what the client itself said"
+            assert client.get(f"{root}/ready").status_code == 200
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PRODUCT}}
+            body = {"prompt": TEXT, "max_tokens": 300, "temperature": 0, "stream": True}
+            with (
+                ThreadPoolExecutor(1) as threads,
+                unread_stream(int(root.rpartition(":")[2]), "secret"),  # it cannot end before it is read
+                client.stream("POST", f"{url}/completions", json=body) as other,
+            ):
+                chat = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+                compiled = threads.submit(client.post, f"{url}/chat/completions", json=chat)
+                wait_for(lambda: len(child.children(recursive=True)) == 2)
+                below = child.children(recursive=True)
+                child.send_signal(signal.SIGTERM)
+                wait_for(lambda: client.get(f"{root}/ready").status_code == 503)
+                late = client.post(f"{url}/completions", json={"prompt": "x"})
+                assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
+                assert compiled.result().status_code == 503
+                assert client.get(f"{root}/health").status_code == 200
+                assert list(other.iter_lines())[-2] == "data: [DONE]"
         _, said = child.communicate(timeout=60)
         assert child.returncode == -signal.SIGTERM and "Traceback" not in said, said
+        first = json.loads(said.splitlines()[0])
+        assert first["path"] == "/v1/models" and first["status"] == 401
+        assert not psutil.wait_procs(below, 60)[1]
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{root}/ready")
 
     def test_a_second_signal_ends_it_at_once_and_quietly(self, tmp_path: Path) -> None:
         sig = signal.SIGINT
-        child, url = started("--model", str(tiny.save(tmp_path / "model", chat=True)))
+        child, url, _ = started("--model", str(tiny.save(tmp_path / "model", chat=True)), "--port", "0")
         with unread_stream(int(url.removesuffix("/v1").rpartition(":")[2])):
             child.send_signal(sig)
             wait_for(lambda: httpx.get(url.removesuffix("/v1") + "/ready").status_code == 503)
@@ -264,25 +284,30 @@ class TestWhereItListens:
 
 
 @contextmanager
-def unread_stream(port: int) -> Iterator[socket.socket]:
+def unread_stream(port: int, key: str = "") -> Iterator[socket.socket]:
     """A request of which more is written than buffers between server and client hold, and of which the beginning is read."""
-    asked = {"prompt": TEXT, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}
-    body = json.dumps(asked).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    body = json.dumps({"prompt": TEXT, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Api-Key: {key}\r\n"
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         held.settimeout(60)
         held.connect(("127.0.0.1", port))
-        held.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        held.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b" 200 " in held.recv(100)
         yield held
 
 
-def started(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """A server of the command line on a free port, and its address."""
-    child = subprocess.Popen(
-        [*tiny.FORESAY, "serve", "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=tiny.environment()
+def started(*options: str, cwd: Path | None = None, **variables: str) -> tuple[psutil.Popen, str, str]:
+    """A server of the command line, its address, and what it said so far."""
+    child = psutil.Popen(
+        [*tiny.FORESAY, "serve", *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tiny.environment(**variables),
+        cwd=cwd,
     )
-    assert child.stderr is not None
-    line = next(line for line in child.stderr if "listening at " in line)
-    return child, line.split()[-1]
+    said = ""
+    while "listening at " not in said:
+        said += (line := child.stderr.readline())
+        assert line, said
+    return child, said.split()[-1], said

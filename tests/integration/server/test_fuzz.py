@@ -38,7 +38,7 @@ def test_no_request_is_the_servers_error(running: Running, mode: GenerationMode)
         operation = found.ok()
 
         @hypothesis.settings(
-            max_examples=20, deadline=None, derandomize=True, database=None,
+            max_examples=8, deadline=None, derandomize=True, database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
@@ -67,7 +67,7 @@ def test_mutated_bodies(running: Running, caplog: pytest.LogCaptureFixture) -> N
 
     async def all_of_them() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            for number, case in enumerate(fuzz_requests.cases(seed=27, count=400)):
+            for number, case in enumerate(fuzz_requests.cases(seed=27, count=200)):
                 headers = {"content-type": case.content_type}
                 answer = await client.post(case.path, content=case.body, headers=headers, timeout=60)
                 statuses[answer.status_code] += 1
@@ -79,7 +79,7 @@ def test_mutated_bodies(running: Running, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING):
         asyncio.run(all_of_them())
     assert not [one for one in caplog.records if one.exc_info], "a traceback is logged"
-    assert statuses[200] > 60 and statuses[400] > 150 and statuses[415] > 2, statuses
+    assert statuses[200] > 30 and statuses[400] > 75 and statuses[415] > 0, statuses
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -34,26 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(folder: Path) -> Iterator[tuple[psutil.Popen, str]]:
-    """`foresay serve` in a process of its own, and its address."""
-    child = psutil.Popen(
-        [*tiny.FORESAY, "serve", "--model", str(folder), "--port", "0", "--warmup"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=tiny.environment(),
-    )
-    with child.stderr:
-        line = next(line for line in child.stderr if "listening at " in line)
-        yield child, line.split()[-1]
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-        child.wait()
-
-
-@pytest.fixture
 def running(folder: Path) -> Iterator[Running]:
     with Running(foresay.load(str(folder))) as one:
         yield one
+
+
+def compiling(process: psutil.Process) -> bool:
+    """Whether a process that tries schemas has a fork at work."""
+    with suppress(psutil.NoSuchProcess):
+        return any("foresay.text.grammar_process" in one.cmdline() and one.children() for one in process.children())
+    return False
 
 
 def wanted(schema: Any) -> dict[str, Any]:
@@ -72,10 +60,9 @@ def refusal(answer: httpx.Response) -> str:
     return str(error["message"])
 
 
-def test_schemas_that_take_too_much_are_refused_and_others_answered(command: tuple[psutil.Popen, str]) -> None:
-    """A signal ends the process while schemas are compiled."""
-    child, url = command
-    before = child.memory_info().rss
+def test_schemas_that_take_too_much_are_refused_and_others_answered(running: Running) -> None:
+    url, us = f"{running.url}/v1", psutil.Process()
+    before = us.memory_info().rss
     assert "multipleOf=9999991" in refusal(ask(url, json.loads(SMALL)))
     with ThreadPoolExecutor(4) as threads:
         bad = [threads.submit(ask, url, PRODUCT) for _ in range(3)]
@@ -83,16 +70,7 @@ def test_schemas_that_take_too_much_are_refused_and_others_answered(command: tup
         assert {one.result().status_code for one in good} == {200}
         assert all("to compile; give a simpler one" in refusal(one.result()) for one in bad)
     assert ask(url, GOOD).json()["choices"][0]["message"]["content"] in ('"yes"', '"no"')
-    assert child.memory_info().rss - before < 500 << 20
-    with ThreadPoolExecutor(3) as threads:
-        for _ in range(3):
-            threads.submit(ask, url, PRODUCT)
-        wait_until(lambda: compiling(child), "a schema is compiled")
-        below = child.children(recursive=True)
-        child.send_signal(signal.SIGTERM)
-        assert child.wait(100) == -signal.SIGTERM
-    gone, alive = psutil.wait_procs(below, 60)
-    assert len(gone) >= 2 and not alive
+    assert us.memory_info().rss - before < 500 << 20
 
 
 def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
@@ -115,10 +93,3 @@ def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
         running.drain()
         assert answer.result().status_code == 503
     wait_until(lambda: not compiling(us), "the compilation is ended")
-
-
-def compiling(process: psutil.Process) -> bool:
-    """Whether a process that tries schemas has a fork at work."""
-    with suppress(psutil.NoSuchProcess):
-        return any("foresay.text.grammar_process" in one.cmdline() and one.children() for one in process.children())
-    return False
