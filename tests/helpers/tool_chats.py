@@ -60,7 +60,7 @@ def parser_of(name: str, schemas: Any, **more: Any) -> Any:
     """The parser of a message in a format, or of one without calls."""
     chosen = FORMATS.get(name)
     if chosen is not None and chosen.message is not None:
-        return chosen.message(None, False)
+        return chosen.message()
     return MessageParser(None if chosen is None or chosen.parser is None else chosen.parser(schemas, False), **more)
 
 

@@ -15,7 +15,7 @@ from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
 from foresay.text.grammar import Source, checked
 from foresay.text.prompts import ChatOptions
-from foresay.text.tool_calls.calls import Parser, Tool
+from foresay.text.tool_calls.calls import Limited, Parser, Tool
 from foresay.text.tool_calls.formats import (
     ToolFormat,
     describes_tools,
@@ -132,27 +132,19 @@ class MessageKind:
 
     def parser(self) -> Parser | None:
         """Return the parser of one output; None if all of its text is content."""
-        most = 1 if self.parallel is False else None
+        found: Parser
         if self.template_ids is not None:
-            return TemplateParser(self.tokenizer, self.prefix, self.options.tools, most=most, only_calls=self.must_call)
-        if self.format is not None and self.format.message is not None:
-            return self.format.message(most, self.must_call)
-        if self.format is None and not self.reasons:
+            found = TemplateParser(self.tokenizer, self.prefix, self.options.tools)
+        elif self.format is not None and self.format.message is not None:
+            found = self.format.message()
+        elif self.format is None and not self.reasons:
             return None
-        schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
-        calls = (
-            None
-            if self.format is None or self.format.parser is None
-            else self.format.parser(schemas, self.schema is not None)
-        )
-        return MessageParser(
-            calls,
-            reasons=self.reasons,
-            is_open=self.is_open,
-            is_closed=self.is_closed,
-            most=most,
-            only_calls=self.must_call,
-        )
+        else:
+            schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
+            make = None if self.format is None else self.format.parser
+            calls = None if make is None else make(schemas, self.schema is not None)
+            found = MessageParser(calls, reasons=self.reasons, is_open=self.is_open, is_closed=self.is_closed)
+        return Limited(found, 1 if self.parallel is False else None, only_calls=self.must_call)
 
 
 def _special_ids(tokenizer: Any, eos: Collection[int]) -> tuple[int, ...]:

@@ -109,6 +109,11 @@ class Detokenizer:
         return text
 
 
+def _find(text: str, strings: Sequence[str], before: int) -> int | None:
+    """Return where the first of the strings begins that ends after the first `before` characters; None without one."""
+    return min((at for one in strings if (at := text.find(one, max(0, before - len(one) + 1))) >= 0), default=None)
+
+
 @dataclass(slots=True)
 class StopStrings:
     """A stop condition that ends the output with the token that completes one of the strings.
@@ -145,10 +150,8 @@ class StopStrings:
             self._count += 1
             if self._count < self.min_new_tokens:
                 continue
-            found = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.strings]
-            indices = [index for index in found if index >= 0]
-            if indices:
-                self.cut_at = min(indices)
+            self.cut_at = _find(self.text, self.strings, before)
+            if self.cut_at is not None:
                 return i + 1
         return None
 
@@ -186,11 +189,8 @@ class TextStream:
         if text := self._detokenizer.flush():
             self._pending.append(Piece(text, self._last))
         whole = "".join(piece.text for piece in self._pending)
-        end = len(whole)
-        if stopped:
-            indices = [p for s in self._stops if (p := whole.find(s, max(0, self._before - len(s) + 1))) >= 0]
-            end = min(indices, default=end)
-        return self._release(end)
+        end = _find(whole, self._stops, self._before) if stopped else None
+        return self._release(len(whole) if end is None else end)
 
     def _releasable(self) -> int:
         """Count the withheld characters that cannot belong to a stop string."""

@@ -77,11 +77,6 @@ class Start:
 class Parser(Protocol):
     """A parser of one output: of calls, or of a whole message with reasoning, content and calls."""
 
-    @property
-    def num_calls(self) -> int:
-        """Calls so far."""
-        ...
-
     def push(self, text: str) -> Pieces:
         """Return what the next text adds; text that may belong to a call is withheld until it is clear."""
         ...
@@ -89,3 +84,39 @@ class Parser(Protocol):
     def finish(self) -> Pieces:
         """Return what is left at the end of the output. Text of a call that cannot be read becomes content."""
         ...
+
+
+class CallParser(Parser, Protocol):
+    """A parser of calls, whose other text is content."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        ...
+
+
+class Limited:
+    """A parser of messages with a limited number of calls, or with nothing but calls and reasoning."""
+
+    def __init__(self, parser: Parser, most: int | None, *, only_calls: bool) -> None:
+        """most: number of calls after which further ones are dropped; None for no limit.
+
+        only_calls: True if the output has no content, so that the beginning of a call that is cut is none.
+        """
+        self._parser, self._most, self._only_calls = parser, most, only_calls
+
+    def push(self, text: str) -> Pieces:
+        """See Parser."""
+        return self._limited(self._parser.push(text))
+
+    def finish(self) -> Pieces:
+        """See Parser."""
+        return self._limited(self._parser.finish())
+
+    def _limited(self, pieces: Pieces) -> Pieces:
+        if self._only_calls:
+            pieces.content = ""
+            pieces.reasoning = "" if pieces.ends_reasoning else pieces.reasoning  # which was content
+        if self._most is not None:
+            pieces.calls = [one for one in pieces.calls if one.index < self._most]
+        return pieces

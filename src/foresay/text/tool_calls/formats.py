@@ -16,7 +16,7 @@ from typing import Any
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls import message
-from foresay.text.tool_calls.calls import Parser, Tool
+from foresay.text.tool_calls.calls import CallParser, Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, HarmonyParser
 from foresay.text.tool_calls.objects import NamedReader, ObjectReader
 from foresay.text.tool_calls.parsers import MarkedParser, Readers
@@ -36,7 +36,7 @@ class ToolFormat:
     name: str
     signs: tuple[str, ...]
     """Texts of which a chat template of this format has one."""
-    parser: Callable[[Schemas, bool], Parser] | None
+    parser: Callable[[Schemas, bool], CallParser] | None
     """Returns a parser of calls for the tools, by the schemas of their arguments; None for a format of whole messages.
 
     Its second argument is True if the output may be an answer in JSON, so that an object without a mark is no call."""
@@ -50,10 +50,8 @@ class ToolFormat:
     """True if arguments are keyword arguments of Python."""
     is_tagged: bool = False
     """True if arguments are texts between tags."""
-    message: Callable[[int | None, bool], Parser] | None = None
-    """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too.
-
-    Its arguments are `most` and `only_calls` of MessageParser."""
+    message: Callable[[], Parser] | None = None
+    """Returns a parser of whole messages, for a format that marks more than calls and is read without tools, too."""
     answer: str = ""
     """Text before an answer without calls."""
     thought: tuple[str, str] | None = None
@@ -76,7 +74,7 @@ def _in_code(schemas: Schemas) -> dict[str, Readers]:
     return {"```json\n": {"": reader}, "```\n": {"": reader}}
 
 
-def _marked(schemas: Schemas, is_answer: bool) -> Parser:
+def _marked(schemas: Schemas, is_answer: bool) -> CallParser:
     """Return a parser of the calls of Hermes and Qwen3-Coder, which models of both mix.
 
     They may leave out the first mark, or write an object alone or in a block of code: then the name is a tool's.
@@ -92,18 +90,18 @@ def _marked(schemas: Schemas, is_answer: bool) -> Parser:
     return MarkedParser(marked) if is_answer else MarkedParser(marked | _in_code(schemas), {"{": alone, "[": alone})
 
 
-def _mistral(schemas: Schemas, is_answer: bool) -> Parser:
+def _mistral(schemas: Schemas, is_answer: bool) -> CallParser:
     mark = "[TOOL_CALLS]"
     objects = partial(ObjectReader, separators=("[", ","), end="]", stops=(mark,))
     return MarkedParser({mark: {"[": objects, "{": objects, "": partial(NamedReader, stop=mark)}})
 
 
-def _python(schemas: Schemas, is_answer: bool) -> Parser:
+def _python(schemas: Schemas, is_answer: bool) -> CallParser:
     reader = partial(PythonReader, end="<|python_end|>")
     return MarkedParser({"<|python_start|>": {"": reader}}, {"[": reader})
 
 
-def _llama(schemas: Schemas, is_answer: bool) -> Parser:
+def _llama(schemas: Schemas, is_answer: bool) -> CallParser:
     ends = ("<|eom_id|>", "<|eot_id|>")
     reader = partial(ObjectReader, separators=(";", *_AROUND[2:], *ends), stops=(*ends, "<|python_tag|>"))
     alone = partial(reader, names=schemas)
@@ -139,7 +137,7 @@ FORMATS = {
             (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
             MARKERS,
             parallel=False,
-            message=lambda most, only_calls: HarmonyParser(most=most, only_calls=only_calls),
+            message=HarmonyParser,
             answer=f"{CHANNEL}final{MESSAGE}",
             thought=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
         ),

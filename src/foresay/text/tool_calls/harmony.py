@@ -10,7 +10,7 @@ import re
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces
 from foresay.text.tool_calls.loose_json import LooseJson
-from foresay.text.tool_calls.parsers import has_surrogates, overlap
+from foresay.text.tool_calls.parsers import has_surrogates, split_at
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -25,9 +25,7 @@ _BEFORE = re.compile(r"\s*(`{0,2}|```[a-z]*\s*)")
 class HarmonyParser:
     """Splits an output into reasoning, content and calls; see MessageParser."""
 
-    def __init__(self, *, most: int | None = None, only_calls: bool = False) -> None:
-        """See MessageParser."""
-        self._most, self._only_calls = most, only_calls
+    def __init__(self) -> None:
         self.num_calls = 0
         self._text = ""
         self._header: str | None = ""
@@ -45,14 +43,11 @@ class HarmonyParser:
         self._text += text
         out = Pieces()
         while self._text:
-            found = min(((at, one) for one in MARKERS if (at := self._text.find(one)) >= 0), default=None)
-            end = len(self._text) - max(overlap(self._text, one) for one in MARKERS) if found is None else found[0]
-            self._take(self._text[:end], out)
-            self._text = self._text[end:]
-            if found is None:
+            before, marker, self._text = split_at(self._text, MARKERS)
+            self._take(before, out)
+            if not marker:
                 break
-            self._text = self._text[len(found[1]) :]
-            self._marked(found[1], out)
+            self._marked(marker, out)
         return out
 
     def finish(self) -> Pieces:
@@ -64,7 +59,7 @@ class HarmonyParser:
         if self._header and not self._header.lstrip().startswith(
             ("to=", "assistant", "analysis", "commentary", "final")
         ):
-            self._add_content(self._header, out)  # no header at all: a model that writes plain text
+            out.content += self._header  # no header at all: a model that writes plain text
         return out
 
     def _marked(self, marker: str, out: Pieces) -> None:
@@ -75,7 +70,7 @@ class HarmonyParser:
             self._header, self._is_call, self._is_reasoning = "", False, False
         elif self._header is not None:
             if marker == CHANNEL and not _ROLE.fullmatch(self._header):
-                self._add_content(self._header, out)
+                out.content += self._header
                 self._header = ""
             self._header += " "
 
@@ -100,7 +95,7 @@ class HarmonyParser:
         elif self._is_reasoning:
             out.reasoning += text
         else:
-            self._add_content(text, out)
+            out.content += text
 
     def _add_arguments(self, text: str, out: Pieces) -> None:
         if self._object is None:
@@ -108,7 +103,7 @@ class HarmonyParser:
             head, brace, rest = self._body.partition("{")
             if not _BEFORE.fullmatch(head):
                 self._is_call = False
-                self._add_content(self._body, out)
+                out.content += self._body
             if not brace or not self._is_call:
                 return
             self._object, text, self._body = LooseJson(), brace + rest, ""
@@ -127,20 +122,15 @@ class HarmonyParser:
             before = len(self._object.json)
             self._object.close()
             self._add_piece(self._object.json[before:], out)
-            self._add_content(self._body if self._body.strip("`]}) \t\r\n") else "", out)
+            out.content += self._body if self._body.strip("`]}) \t\r\n") else ""
         elif self._is_call and not self._body.strip():
             self.num_calls += 1
             self._add_piece("{}", out)
         elif self._is_call:
-            self._add_content(self._body, out)
+            out.content += self._body
         self._is_call = False
 
     def _add_piece(self, text: str, out: Pieces) -> None:
-        index = self.num_calls - 1
-        if (text or self._name is not None) and (self._most is None or index < self._most):
-            out.calls.append(CallPiece(index, self._name, text))
+        if text or self._name is not None:
+            out.calls.append(CallPiece(self.num_calls - 1, self._name, text))
         self._name = None
-
-    def _add_content(self, text: str, out: Pieces) -> None:
-        if not self._only_calls:
-            out.content += text

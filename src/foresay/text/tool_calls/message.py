@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from foresay.text.tool_calls.calls import Parser, Pieces, Start
-from foresay.text.tool_calls.parsers import overlap
+from foresay.text.tool_calls.calls import CallParser, Pieces, Start
+from foresay.text.tool_calls.parsers import split_at
 
 BEGIN, END = "<think>", "</think>"
 _LAST_TOKENS = 8
@@ -35,20 +35,14 @@ class MessageParser:
 
     def __init__(
         self,
-        calls: Parser | None,
+        calls: CallParser | None,
         *,
         reasons: bool = False,
         is_open: bool = False,
         is_closed: bool = False,
-        most: int | None = None,
-        only_calls: bool = False,
     ) -> None:
-        """calls: parser of tool calls, if there are tools. reasons, is_open, is_closed: see `has_reasoning` etc.
-
-        most: number of calls after which further ones are dropped; None for no limit. only_calls: True if the output has no
-        content, so that the beginning of a call that is cut is none.
-        """
-        self._calls, self._most, self._only_calls = calls, most, only_calls
+        """calls: parser of tool calls, if there are tools. reasons, is_open, is_closed: see `has_reasoning` etc."""
+        self._calls = calls
         self._text, self._is_inside, self._is_first = "", is_open, reasons and not is_open
         self._start = Start(trims=True)
         """The beginning of reasoning or content."""
@@ -59,8 +53,7 @@ class MessageParser:
     @property
     def num_calls(self) -> int:
         """Calls of the message so far."""
-        count = self._calls.num_calls if self._calls else 0
-        return count if self._most is None else min(count, self._most)
+        return self._calls.num_calls if self._calls else 0
 
     def push(self, text: str) -> Pieces:
         """Return what the next text adds to the message."""
@@ -77,12 +70,11 @@ class MessageParser:
             self._start = Start(trims=self._is_inside)
         out = Pieces()
         if self._is_inside:
-            at = self._text.find(END)
-            end = at if at >= 0 else len(self._text) - overlap(self._text, END)
-            out.reasoning, self._text = self._start.trimmed(self._text[:end]), self._text[end:]
-            if at < 0:
+            before, end, self._text = split_at(self._text, (END,))
+            out.reasoning = self._start.trimmed(before)
+            if not end:
                 return out
-            self._is_inside, self._start, self._text = False, Start(trims=True), self._text[len(END) :]
+            self._is_inside, self._start = False, Start(trims=True)
             self._may_end = False
         if self._may_end and not self.num_calls:
             self._read_to_end(out)
@@ -94,15 +86,14 @@ class MessageParser:
 
     def _read_to_end(self, out: Pieces) -> None:
         """Add content up to the end of reasoning that had no beginning, if it comes: then the content was reasoning."""
-        at = self._text.find(END)
-        end = at if at >= 0 else len(self._text) - overlap(self._text, END)
-        out.add(self._content(self._start.trimmed(self._text[:end])))
-        self._text = self._text[end:]
-        if at >= 0 and not self.num_calls:
-            out.add(self._limited(self._calls.finish()) if self._calls is not None else Pieces())
-        if at >= 0 and not self.num_calls:
+        before, end, rest = split_at(self._text, (END,))
+        out.add(self._content(self._start.trimmed(before)))
+        self._text = end + rest
+        if end and not self.num_calls and self._calls is not None:
+            out.add(self._calls.finish())
+        if end and not self.num_calls:
             out.add(Pieces(ends_reasoning=True))
-            self._may_end, self._start, self._text = False, Start(trims=True), self._text[len(END) :]
+            self._may_end, self._start, self._text = False, Start(trims=True), rest
         elif self.num_calls:
             out.add(self._content(self._text))
             self._may_end, self._text = False, ""
@@ -112,15 +103,8 @@ class MessageParser:
         text, self._text = self._text, ""
         out = Pieces(reasoning=text) if self._is_inside else self._content(text)
         if self._calls is not None:
-            out.add(self._limited(self._calls.finish()))
+            out.add(self._calls.finish())
         return out
 
     def _content(self, text: str) -> Pieces:
-        return self._limited(self._calls.push(text)) if self._calls is not None else Pieces(text)
-
-    def _limited(self, pieces: Pieces) -> Pieces:
-        if self._only_calls:
-            pieces.content = ""
-        if self._most is not None:
-            pieces.calls = [one for one in pieces.calls if one.index < self._most]
-        return pieces
+        return Pieces(text) if self._calls is None else self._calls.push(text)

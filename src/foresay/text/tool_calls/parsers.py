@@ -37,7 +37,8 @@ class Reader:
         out: list[CallPiece] = []
         while not self.ended:
             if self._drops:
-                self._unread, self._drops = after_fault(self._unread, self._stops)
+                _, stop, rest = split_at(self._unread, self._stops)
+                self._unread, self._drops = stop + rest, not stop
             pieces = None if self._drops else self._next()
             if pieces is None:
                 break
@@ -105,13 +106,10 @@ class MarkedParser:
 
     def _find(self, out: Pieces) -> bool:
         """Add the content before the next marker. Returns False without one."""
-        found = [(at, marker) for marker in self._readers if (at := self._text.find(marker)) >= 0]
-        rest = max(overlap(self._text, marker) for marker in self._readers)
-        end, self._begin = min(found, default=(len(self._text) - rest, ""))
-        out.content += self._start.trimmed(self._text[:end])
-        self._text = self._text[end + len(self._begin) :]
-        self._next = self._readers[self._begin] if found else {}
-        return bool(found)
+        before, self._begin, self._text = split_at(self._text, self._readers)
+        out.content += self._start.trimmed(before)
+        self._next = self._readers[self._begin] if self._begin else {}
+        return bool(self._begin)
 
     def finish(self) -> Pieces:
         """See Parser."""
@@ -138,11 +136,13 @@ class MarkedParser:
         self._reader = None
 
 
-def after_fault(text: str, stops: Collection[str]) -> tuple[str, bool]:
-    """Return a text from the first of the stops on; without one, what may begin one, and True."""
-    found = [at for one in stops if (at := text.find(one)) >= 0]
-    cut = min(found, default=len(text) - max((overlap(text, one) for one in stops), default=0))
-    return text[cut:], not found
+def split_at(text: str, markers: Collection[str]) -> tuple[str, str, str]:
+    """Return what is before the first of the markers, the marker, and the rest. Without one, the rest is what may begin one."""
+    if found := [(at, one) for one in markers if (at := text.find(one)) >= 0]:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    end = len(text) - max((overlap(text, one) for one in markers), default=0)
+    return text[:end], "", text[end:]
 
 
 def as_json(value: Any) -> str:

@@ -26,37 +26,25 @@ def has_response_template(tokenizer: Any) -> bool:
 class TemplateParser:
     """Splits an output into reasoning, content and calls; see Parser."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        prefix: str,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        most: int | None = None,
-        only_calls: bool = False,
-    ) -> None:
-        """prefix: the prompt's text. tools: in OpenAI's format. most, only_calls: see MessageParser.
-
-        Raises ConfigError for a template that transformers refuses.
-        """
+    def __init__(self, tokenizer: Any, prefix: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        """prefix: the prompt's text. tools: in OpenAI's format. Raises ConfigError for a template that transformers refuses."""
         try:
             self._parser = tokenizer.get_response_parser(prefix=prefix, tools=list(tools) or None)
         except Exception as error:
             reason = f"{error}; choose a format by --tool-format"
             raise ConfigError(f"the response template of this model's tokenizer cannot be used: {reason}") from error
-        self._most, self._only_calls, self.num_calls = most, only_calls, 0
-        self._is_broken = False
+        self._num_calls, self._is_broken = 0, False
 
     def push(self, text: str) -> Pieces:
         """See Parser."""
         if self._is_broken:
-            return self._content(text)
+            return Pieces(text)
         try:
             return self._pieces(self._parser.feed(text))
         except Exception as error:  # the template's patterns and conversions are a program of the model's author
             logger.warning("the response template of the tokenizer failed: %s", error)
             self._is_broken = True
-            return self._content(text)
+            return Pieces(text)
 
     def finish(self) -> Pieces:
         """See Parser."""
@@ -67,9 +55,6 @@ class TemplateParser:
         except Exception as error:  # such as a field that is missing because the output was cut
             logger.info("the response template of the tokenizer did not match: %s", error)
             return Pieces()
-
-    def _content(self, text: str) -> Pieces:
-        return Pieces() if self._only_calls else Pieces(text)
 
     def _pieces(self, events: Sequence[Mapping[str, Any]]) -> Pieces:
         out = Pieces()
@@ -82,14 +67,14 @@ class TemplateParser:
             elif kind == "region_chunk" and field in _REASONING:
                 out.reasoning += event["text"]
             elif kind == "region_chunk" and field == "content":
-                out.add(self._content(event["text"]))
+                out.content += event["text"]
         return out
 
     def _add_call(self, call: Any, out: Pieces) -> None:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         name, arguments = function.get("name"), function.get("arguments", {})
-        if not isinstance(name, str) or not name or (self._most is not None and self.num_calls >= self._most):
+        if not isinstance(name, str) or not name:
             return
         text = repaired(arguments or "{}") or arguments if isinstance(arguments, str) else as_json(arguments)
-        out.calls.append(CallPiece(self.num_calls, name, text))
-        self.num_calls += 1
+        out.calls.append(CallPiece(self._num_calls, name, text))
+        self._num_calls += 1
