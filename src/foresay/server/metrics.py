@@ -19,6 +19,22 @@ from foresay.server.acceptance import AcceptanceMonitor
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = tuple(range(1, 18))
+_ENGINE_GAUGES = {
+    "num_requests_running": ("num_active", "Rows being decoded."),
+    "num_requests_waiting": ("num_waiting", "Requests waiting for a row."),
+    "kv_cache_bytes": ("cached_bytes", "Bytes of the slot caches."),
+    "prefix_bytes": ("prefix_bytes", "Bytes of kept prefixes of ended requests."),
+    "draft_failures": ("draft_failures", "Failures of a drafter; decoding continued without it."),
+}
+"""Gauges that are sums over the engines: the attribute of an engine, and the help text."""
+_MEMORY_GAUGES = {
+    "memory_tokens": ("size", "Tokens of kept texts, of the owners that were used so far."),
+    "memory_bytes": ("num_bytes", "Bytes of kept texts and their index."),
+    "memory_dropped_texts": ("dropped", "Texts that were not kept because the disk was too slow."),
+    "memory_drafts": ("drafts", "Drafts copied from kept texts."),
+    "memory_accepted_tokens": ("accepted", "Accepted draft tokens copied from kept texts."),
+}
+"""The same of kept texts."""
 
 
 class Metrics:
@@ -54,31 +70,22 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "Time from a request to its first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between two tokens of a row.")
         self.request_latency = histogram("e2e_request_latency_seconds", "Time from a request to its last token.")
-        self.running = gauge("num_requests_running", "Rows being decoded.")
-        self.waiting = gauge("num_requests_waiting", "Requests waiting for a row.")
         self.weight_bytes = gauge("weight_bytes", "Bytes of the target's weights.")
-        self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
-        self.prefix_bytes = gauge("prefix_bytes", "Bytes of kept prefixes of ended requests.")
         self.slack_bytes = gauge(
             "allocator_slack_bytes",
             "Free bytes in the heaps of the C library's allocator, some of them returned to the system.",
         )
         self.resident_bytes = gauge("process_resident_bytes", "Resident memory of the process.")
-        self.memory_tokens = gauge("memory_tokens", "Tokens of kept texts, of the owners that were used so far.")
-        self.memory_bytes = gauge("memory_bytes", "Bytes of kept texts and their index.")
         self.memory_writes = gauge(
             "memory_writes", "1 if this process keeps texts, 0 if it only reads them or cannot write."
         )
-        self.memory_dropped = gauge("memory_dropped_texts", "Texts that were not kept because the disk was too slow.")
-        self.memory_drafts = gauge("memory_drafts", "Drafts copied from kept texts.")
-        self.memory_accepted = gauge("memory_accepted_tokens", "Accepted draft tokens copied from kept texts.")
+        self._gauges = {name: gauge(name, text) for name, (_, text) in (_ENGINE_GAUGES | _MEMORY_GAUGES).items()}
         self.acceptance = gauge(
             "acceptance_rate", "Accepted draft tokens over tested ones, a moving average.", "drafter"
         )
         self.acceptance_ratio = gauge(
             "acceptance_ratio", "The moving average over that of the method's first requests; 1 at first.", "drafter"
         )
-        self.draft_failures = gauge("draft_failures", "Failures of a drafter; decoding continued without it.")
 
     def step(self, step: Step) -> None:
         """Count one row's step."""
@@ -98,20 +105,14 @@ class Metrics:
             self.acceptance.labels(str(method)).set(found.average)
             self.acceptance_ratio.labels(str(method)).set(found.ratio)
         if memory is not None:
-            self.memory_tokens.set(memory.size)
-            self.memory_bytes.set(memory.num_bytes)
             self.memory_writes.set(memory.writes and memory.problem is None)
-            self.memory_dropped.set(memory.dropped)
-            self.memory_drafts.set(memory.drafts)
-            self.memory_accepted.set(memory.accepted)
+            for name, (attribute, _) in _MEMORY_GAUGES.items():
+                self._gauges[name].set(getattr(memory, attribute))
         engines = [session.engine for session in sessions]
-        self.running.set(sum(engine.num_active for engine in engines))
-        self.waiting.set(sum(engine.num_waiting for engine in engines))
-        self.cache_bytes.set(sum(engine.cached_bytes for engine in engines))
-        self.prefix_bytes.set(sum(engine.prefix_bytes for engine in engines))
+        for name, (attribute, _) in _ENGINE_GAUGES.items():
+            self._gauges[name].set(sum(getattr(engine, attribute) for engine in engines))
         self.slack_bytes.set(slack_bytes())
         self.resident_bytes.set(resident_bytes())
-        self.draft_failures.set(sum(engine.draft_failures for engine in engines))
         return generate_latest(self.registry)
 
 

@@ -67,18 +67,17 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
-        for name, low in (
-            ("max_waiting", 1),
-            ("max_body_bytes", 1024),
-            ("max_prompts", 1),
-            ("max_n", 1),
-            ("max_methods", 1),
-            ("max_connections", 1),
-        ):
+        lowest = {
+            "max_waiting": 1,
+            "max_body_bytes": 1024,
+            "max_prompts": 1,
+            "max_n": 1,
+            "max_stops": 0,
+            "max_methods": 1,
+        }
+        for name, low in {**lowest, "max_connections": 1}.items():
             check_int(name, getattr(self, name), low)
-        check_int("max_stops", self.max_stops, 0)
-        if self.tool_format not in ("auto", *FORMATS):
-            raise ConfigError(f"tool_format={self.tool_format!r} must be auto, {', '.join(FORMATS)}")
+        check_choice("tool_format", self.tool_format, ("auto", *FORMATS))
         check_choice("share_prefixes", self.share_prefixes, SHARE_PREFIXES)
         if self.hosts and (self.keys or self.host not in LOOPBACK):
             raise ConfigError("host names are checked only on a loopback address without keys; drop --allow-host")

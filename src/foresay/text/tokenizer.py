@@ -37,18 +37,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer with a chat template."""
-
-    chat_template: str | None
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, return_dict: bool
-    ) -> Mapping[str, Any]:
-        """Return the prompt's ids under "input_ids"."""
-        ...
-
-
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Return the sha256 of the (token, id) pairs in hexadecimal: equal if ids mean the same, whatever the implementation."""
     pairs = sorted((str(token), int(i)) for token, i in tokenizer.get_vocab().items())
