@@ -84,6 +84,27 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
 
+def sent(
+    port: int,
+    body: dict[str, Any],
+    path: str = "/v1/completions",
+    *,
+    http: str = "1.1",
+    buffer: int | None = None,
+    **headers: Any,
+) -> socket.socket:
+    """A connection on which a request has been sent. buffer: bytes that it receives before they are read."""
+    text, held = json.dumps(body).encode(), socket.socket()
+    if buffer is not None:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    held.settimeout(60)
+    held.connect(("127.0.0.1", port))
+    named = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": len(text), **headers}
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in named.items())
+    held.sendall(f"POST {path} HTTP/{http}\r\n{head}\r\n".encode() + text)
+    return held
+
+
 def choice_of(answer: httpx.Response) -> dict[str, Any]:
     """The first choice of an answer."""
     choice: dict[str, Any] = answer.json()["choices"][0]

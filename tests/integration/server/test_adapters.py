@@ -26,11 +26,8 @@ TOOLS: dict[str, list[dict[str, Any]]] = {
     "messages": [{"name": one["name"], "input_schema": one.get("parameters", {})} for one in FUNCTIONS],
 }
 DAY = {
-    "properties": {"day": {"enum": ["monday"]}},
-    "type": "object",
-    "required": ["day"],
-    "additionalProperties": False,
-}
+    "properties": {"day": {"enum": ["monday"]}}, "type": "object", "required": ["day"], "additionalProperties": False,
+}  # fmt: skip
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
 
 

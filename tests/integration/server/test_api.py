@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shlex
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 import foresay
 from foresay.server.settings import ServerSettings
 from helpers import tiny
-from helpers.serving import TALK, TEXT, Running
+from helpers.serving import TALK, TEXT, Running, sent
 from helpers.waiting import wait_until
 
 
@@ -288,13 +287,7 @@ class TestManyAtOnce:
         body = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0, "stream": stream}
 
         assert server.count("num_requests_running") == 0
-        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as held:
-            text = json.dumps(body).encode()
-            held.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                + f"Content-Length: {len(text)}\r\n\r\n".encode()
-                + text
-            )
+        with sent(server.port, body):
             wait_until(lambda: server.count("num_requests_running") > 0, "it is decoded")
         wait_until(lambda: server.count("num_requests_running") == 0, "its row is free")
 

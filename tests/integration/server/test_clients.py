@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 import foresay
 from helpers import tiny
-from helpers.serving import TALK, TEXT, Running
+from helpers.serving import TALK, TEXT, Running, sent
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello there"}]}]
 RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -220,10 +219,8 @@ class TestHttp:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_http_1_0_knows_no_chunks(self, stream: bool, server: Running) -> None:
-        body = json.dumps({"prompt": TEXT, "max_tokens": 8, "temperature": 0, "stream": stream}).encode()
-        head = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as held:
-            held.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        body = {"prompt": TEXT, "max_tokens": 8, "temperature": 0, "stream": stream}
+        with sent(server.port, body, http="1.0") as held:
             answer = b"".join(iter(lambda: held.recv(1 << 16), b""))
         headers, _, rest = answer.partition(b"\r\n\r\n")
         assert b" 200 " in headers.split(b"\r\n")[0] and b"transfer-encoding" not in headers.lower()

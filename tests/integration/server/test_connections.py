@@ -9,9 +9,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from foresay.server.service import Service, served_name
 from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.schema_bombs import PRODUCT
-from helpers.serving import TEXT, Running
+from helpers.serving import TEXT, Running, sent
 from helpers.waiting import wait_until
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -199,24 +199,20 @@ class TestWhereItListens:
             said = shell.refused("serve", "--model", "no-such-model", "--port", str(port))
         assert f"--port {port}" in said and "in use" in said
 
-    def test_addresses_that_cannot_be_listened_at(self) -> None:
+    def test_addresses_that_cannot_be_listened_at(self, model: foresay.Generator) -> None:
+        """Names that are not known or not this machine's, and a port that is taken while the model is loaded."""
         for host in ("no.such.host.invalid", "192.0.2.1"):
             with pytest.raises(foresay.ConfigError, match=f"cannot listen at host='{host}'"):
                 bind(ServerSettings(host=host, open_to_all=True))
-
-    def test_a_port_that_is_taken_while_the_model_is_loaded(self, model: foresay.Generator) -> None:
         (ours,) = bind(ServerSettings(port=0))
         settings = ServerSettings(port=ours.getsockname()[1])
         (other,) = bind(settings)
         with ours, other:
+            with pytest.raises(ConnectionRefusedError):  # bound, and not listened at
+                socket.create_connection(ours.getsockname(), timeout=5)
             other.listen()
             with pytest.raises(foresay.ConfigError, match="in use"):
                 running.serve(Service(model, settings, ["x"]), [ours])
-
-    def test_a_free_port_is_bound_and_not_listened_at(self) -> None:
-        (one,) = bind(ServerSettings(port=0))
-        with one, pytest.raises(ConnectionRefusedError):
-            socket.create_connection(one.getsockname(), timeout=5)
 
     def test_a_model_is_named_without_its_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "own-model").mkdir()
@@ -283,18 +279,12 @@ class TestWhereItListens:
         assert child.returncode == -sig and said == ""
 
 
-@contextmanager
-def unread_stream(port: int, key: str = "") -> Iterator[socket.socket]:
+def unread_stream(port: int, key: str = "") -> socket.socket:
     """A request of which more is written than buffers between server and client hold, and of which the beginning is read."""
-    body = json.dumps({"prompt": TEXT, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Api-Key: {key}\r\n"
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        held.settimeout(60)
-        held.connect(("127.0.0.1", port))
-        held.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert b" 200 " in held.recv(100)
-        yield held
+    body = {"prompt": TEXT, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}
+    held = sent(port, body, buffer=4096, X_Api_Key=key)
+    assert b" 200 " in held.recv(100)
+    return held
 
 
 def started(*options: str, cwd: Path | None = None, **variables: str) -> tuple[psutil.Popen, str, str]:

@@ -8,8 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
 from helpers import families, tiny
-from helpers.serving import TALK, TEXT, Running
+from helpers.serving import TALK, TEXT, Running, sent
 from helpers.waiting import wait_until
 
 LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
@@ -216,19 +215,9 @@ class TestMemory:
         assert answer.headers["retry-after"]
 
 
-@contextmanager
-def streaming(running: Running) -> Iterator[socket.socket]:
+def streaming(running: Running) -> socket.socket:
     """A connection that takes little at a time, and has asked for a long stream."""
-    text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    )
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        held.connect(("127.0.0.1", running.port))
-        held.settimeout(60)
-        held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
-        yield held
+    return sent(running.port, {**LONG, "max_tokens": 1500, "stream": True}, buffer=4096, Connection="close")
 
 
 class TestWhoReadsSlowly:

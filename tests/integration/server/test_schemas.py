@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +18,7 @@ from foresay.text import schema_compiler
 from foresay.text.schema_compiler import TrialLimits
 from helpers import tiny
 from helpers.schema_bombs import PRODUCT
-from helpers.serving import TALK, Running
+from helpers.serving import TALK, Running, sent
 from helpers.waiting import wait_until
 
 SMALL = '{"type":"integer","multipleOf":9999991}'
@@ -80,10 +79,7 @@ def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
         schema_compiler, "TrialLimits", lambda: TrialLimits(cpu_s=1e6, wall_s=1e6, memory_bytes=8 << 30)
     )
     us, url = psutil.Process(), f"{running.url}/v1"
-    body = json.dumps(wanted(PRODUCT)).encode()
-    with socket.create_connection(("127.0.0.1", running.port)) as client:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    with sent(running.port, wanted(PRODUCT), "/v1/chat/completions"):
         wait_until(lambda: compiling(us), "a schema is compiled")
     wait_until(lambda: not compiling(us), "the compilation is ended")
     assert ask(url, GOOD).status_code == 200

@@ -97,11 +97,8 @@ def test_without_keys_all_requests_share(started: Any) -> None:
 
 
 KEEPING = [
-    "suffix(keep=true)",
-    "suffix_tree(keep=true)",
-    "ngram_store(keep=true)",
-    "hybrid(suffix(keep=true), self(1))",
-]
+    "suffix(keep=true)", "suffix_tree(keep=true)", "ngram_store(keep=true)", "hybrid(suffix(keep=true), self(1))",
+]  # fmt: skip
 """Drafters that learn from earlier requests."""
 
 

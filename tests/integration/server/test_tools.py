@@ -148,11 +148,8 @@ def test_a_call_that_a_stop_string_cuts_is_no_whole_one(chain: Running) -> None:
 
 
 ANSWER: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+    "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False,
+}  # fmt: skip
 ANSWERS = ('{"a": ', "1", "}")
 OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>")
 MARKS = ("<think>", "</think>", "<tool_call>")

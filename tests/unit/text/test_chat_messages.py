@@ -15,17 +15,14 @@ CALL = '{"city": "Rome"}'
 ASKS = "{% if m.content is none %}CALL{% else %}[{{ m.content }}]{% endif %}"
 CONTENTS = {
     "asks for none": (ASKS, "CALL"),
-    "asks for none and a text": (
-        "{% if m.content is not none and m.content != '' %}x{% else %}CALL{% endif %}",
-        "CALL",
-    ),
+    "asks for none and a text": ("{% if m.content is not none and m.content != '' %}x{% else %}CALL{% endif %}", "CALL"),
     "adds a text": ("{{ 'a' + m.content + 'b' }}", "ab"),
     "trims": ("<{{ m.content | trim }}>", "<>"),
     "searches": ("{% if '</think>' in m.content %}x{% endif %}ok", "ok"),
     "prints": ("<{{ m.content }}>", "<>"),
     "splits": ("{{ m.content.split('x')[0] }}ok", "ok"),
     "has a default": ("<{{ m.content or 'nothing' }}>", "<nothing>"),
-}
+}  # fmt: skip
 ARGUMENTS = {
     "an object as JSON": ("{{ c.arguments | tojson }}", CALL),
     "members": ("{% for k, v in c.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "city=Rome"),
@@ -69,15 +66,10 @@ def test_a_missing_content(case: str, before: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"city": "Rome"},
-        CALL,
-        '{"city": "Rome',
-        "{'city': 'Rome'}",
-        '{"city": "Rome", "da',
-        '{"city": "Rome"}}',
+        {"city": "Rome"}, CALL, '{"city": "Rome', "{'city': 'Rome'}", '{"city": "Rome", "da', '{"city": "Rome"}}',
         '{"city": "Rome"}\n]}',
     ],
-)
+)  # fmt: skip
 def test_arguments(case: str, given: Any) -> None:
     """Objects, texts, and texts that were cut off or written in Python."""
     part, wanted = ARGUMENTS[case]

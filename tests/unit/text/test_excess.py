@@ -156,12 +156,9 @@ def test_cuts_that_a_token_crosses_would_be_wrong(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("some bytes", {"missing": b""}),
-        ("gpt2", {"longest": 2}),
-        ("strips", {"longest": 8}),
-        ("unigram", {"longest": 8}),
+        ("some bytes", {"missing": b""}), ("gpt2", {"longest": 2}), ("strips", {"longest": 8}), ("unigram", {"longest": 8}),
     ],
-)
+)  # fmt: skip
 def test_other_bounds_would_be_wrong(name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: of dropped bytes, of the longest token, of tokens that stand for any number of bytes."""
     honest = excess._read

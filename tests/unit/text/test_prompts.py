@@ -26,32 +26,22 @@ def tokenizer() -> Any:
     return out
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["text", [1, 2], (1, 2), range(3), [USER], [USER, USER], torch.tensor([1, 2]), np.array([1, 2])],
-    ids=repr,
-)
-def test_one_prompt(prompt: Any) -> None:
-    assert not is_batch(prompt)
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
+def test_one_prompt_or_a_batch() -> None:
+    array, tensor = np.array([1, 2]), torch.tensor([1, 2])
+    for prompt in ("text", [1, 2], (1, 2), range(3), [USER], [USER, USER], tensor, array):
+        assert not is_batch(prompt), prompt
+    for prompt in (
         ["text"],
         ["a", "b"],
         [[1, 2], [3]],
         [(1,), (2,)],
         [[USER], [USER]],
-        [torch.tensor([1])],
-        [np.array([1])],
-        torch.tensor([[1, 2]]),
-        np.array([[1], [2]]),
-    ],
-    ids=repr,
-)
-def test_a_batch(prompt: Any) -> None:
-    assert is_batch(prompt)
+        [tensor],
+        [array],
+        tensor[None],
+        array[None],
+    ):
+        assert is_batch(prompt), prompt
 
 
 @pytest.mark.parametrize(
@@ -69,15 +59,11 @@ def test_what_is_no_prompt_is_named(prompt: Any, words: str) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        [3, 1],
-        (3, 1),
-        [np.int64(3), 1],
-        torch.tensor([3, 1]),
-        torch.tensor([3, 1], dtype=torch.uint8),
+        [3, 1], (3, 1), [np.int64(3), 1], torch.tensor([3, 1]), torch.tensor([3, 1], dtype=torch.uint8),
         np.array([3, 1], np.int32),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_token_ids_pass_through_as_plain_integers(prompt: Any) -> None:
     ids = encode(prompt, None)
     assert ids == [3, 1]
@@ -121,11 +107,8 @@ def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
     ids = encode([USER, {"role": "assistant", "content": "sat"}, USER], tokenizer)
     assert {type(token) for token in ids} == {int}
     assert tokenizer.decode(ids) == "<user>the cat\n<assistant>sat\n<user>the cat\n<assistant>"
-
-
-@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "developer"])
-def test_known_roles(role: str, tokenizer: Any) -> None:
-    assert tokenizer.decode(encode([{"role": role, "content": "x"}], tokenizer)).startswith(f"<{role}>x")
+    for role in ("system", "user", "assistant", "tool", "developer"):
+        assert tokenizer.decode(encode([{"role": role, "content": "x"}], tokenizer)).startswith(f"<{role}>x")
 
 
 def test_messages_need_a_chat_template() -> None:

@@ -32,22 +32,10 @@ GIVEN: dict[str, tuple[str, str]] = {
 }
 """Names that every template may use: template, text."""
 OF_THE_CALLER = (
-    "enable_thinking",
-    "thinking",
-    "reasoning_effort",
-    "thinking_budget",
-    "date_string",
-    "custom_tools",
-    "builtin_tools",
-    "tools_in_user_message",
-    "add_vision_id",
-    "controls",
-    "model_identity",
-    "preserve_thinking",
-    "xml_tools",
-    "python_tools",
+    "enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "date_string", "custom_tools", "builtin_tools",
+    "tools_in_user_message", "add_vision_id", "controls", "model_identity", "preserve_thinking", "xml_tools", "python_tools",
     "safe_serialization",
-)
+)  # fmt: skip
 """Variables that a caller may set, and that are undefined otherwise."""
 
 

@@ -26,13 +26,10 @@ from foresay.text.text_files import (
 @pytest.mark.parametrize(
     ("name", "bare", "kind"),
     [
-        ("data/a.jsonl", "data/a.jsonl", ".jsonl"),
-        ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"),
-        ("a.b.txt.gz", "a.b.txt", ".txt"),
-        ("a.gz", "a", ""),
-        ("-", "-", ""),
+        ("data/a.jsonl", "data/a.jsonl", ".jsonl"), ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"),
+        ("a.b.txt.gz", "a.b.txt", ".txt"), ("a.gz", "a", ""), ("-", "-", ""),
     ],
-)
+)  # fmt: skip
 def test_what_a_name_says(name: str, bare: str, kind: str) -> None:
     assert (bare_name(name), ending(name)) == (bare, kind)
 

@@ -11,13 +11,8 @@ from foresay.text.tool_calls.schema_types import Allowed
 
 STRING, NULL, ARRAY = {"type": "string"}, {"type": "null"}, {"type": "array"}
 WHOLE: dict[str, Any] = {
-    "$defs": {
-        "text": STRING,
-        "map": {"type": "object"},
-        "self": {"anyOf": [{"$ref": "#/$defs/self"}, NULL]},
-        "a/b": NULL,
-    }
-}
+    "$defs": {"text": STRING, "map": {"type": "object"}, "self": {"anyOf": [{"$ref": "#/$defs/self"}, NULL]}, "a/b": NULL},
+}  # fmt: skip
 VALUES: list[tuple[Any, str, Any]] = [
     (STRING, "5", "5"),
     (STRING, "null", "null"),
@@ -71,14 +66,10 @@ def test_a_schema_of_many_parts_allows_anything() -> None:
 @pytest.mark.parametrize(
     ("schema", "texts", "has_strings"),
     [
-        (STRING, None, True),
-        ({"anyOf": [STRING, NULL]}, None, True),
-        ({"enum": ["a", 1]}, ["a", "1"], True),
-        ({"anyOf": [{"enum": ["a"]}, NULL]}, ["a", "null"], True),
-        ({"type": "integer"}, None, False),
-        ({}, None, False),
+        (STRING, None, True), ({"anyOf": [STRING, NULL]}, None, True), ({"enum": ["a", 1]}, ["a", "1"], True),
+        ({"anyOf": [{"enum": ["a"]}, NULL]}, ["a", "null"], True), ({"type": "integer"}, None, False), ({}, None, False),
     ],
-)
+)  # fmt: skip
 def test_texts_of_a_grammar(schema: Any, texts: list[str] | None, has_strings: bool) -> None:
     allowed = Allowed(schema, WHOLE)
     assert allowed.texts == texts and allowed.has_strings == has_strings
