@@ -28,7 +28,7 @@ from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
 from foresay.server.adapters.message_format import MessagesFormat
 from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.server.adapters.response_format import ResponsesFormat
-from foresay.server.errors import ApiError, as_api_error, as_api_errors, renamed
+from foresay.server.errors import ApiError, FieldError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.formats import ChatFormat, CompletionFormat
 from foresay.server.guards import App, Guards
@@ -207,13 +207,13 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         service.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
+            raise FieldError("prompt", "prompt and messages: give exactly one of them")
         prompt: Any = request.prompt
         options = None
         if request.messages is not None:
             prompt, options = [one.plain() for one in request.messages], MessageKind.of(service, request).options
         elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
-            raise ApiError(400, f"{min(fields)} needs messages", param=min(fields))
+            raise FieldError(min(fields), f"{min(fields)} needs messages")
         with as_api_errors("prompt" if request.messages is None else "messages"):
             (ids,) = await service.encoded([prompt], options)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
@@ -226,10 +226,8 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         def decoded() -> str:
             vocab_size = len(tokenizer)
             if request.tokens and max(request.tokens) >= vocab_size:
-                raise ApiError(
-                    400,
-                    f"tokens: {max(request.tokens)} is not a token id; allowed are 0 to {vocab_size - 1}",
-                    param="tokens",
+                raise FieldError(
+                    "tokens", f"tokens: {max(request.tokens)} is not a token id; allowed are 0 to {vocab_size - 1}"
                 )
             return str(tokenizer.decode(request.tokens))
 

@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from foresay.server.errors import ApiError
+from foresay.server.errors import ApiError, FieldError
 
 MAX_HEAD_BYTES = 1 << 16
 """Largest size of the request line and headers."""
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse data that is not HTTP, in the API's error shape."""
-        self.refuse(ApiError(400, msg, param="request", code="invalid_http"))
+        self.refuse(FieldError("request", msg, code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
         """Send an error without a request, unless a response is in progress, and disconnect."""

@@ -12,7 +12,7 @@ from typing import Any
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError
 from foresay.lengths import LENGTHS
-from foresay.server.errors import ApiError
+from foresay.server.errors import FieldError
 from foresay.server.option_fields import Drafting
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named, read_drafter, read_length, read_rule
@@ -58,8 +58,6 @@ def _read(field: str, value: str | int, read: Callable[[Any], Any], allowed: fro
             read(value)
             return
     except (ForesayError, ValueError, RecursionError) as error:
-        raise ApiError(400, str(error), param=f"foresay.{field}") from None
+        raise FieldError(f"foresay.{field}", str(error)) from None
     names = ", ".join(sorted(allowed))
-    raise ApiError(
-        400, f"{field}={value!r} is not available to clients; choose one of: {names}", param=f"foresay.{field}"
-    )
+    raise FieldError(f"foresay.{field}", f"{field}={value!r} is not available to clients; choose one of: {names}")

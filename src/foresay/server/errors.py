@@ -85,6 +85,13 @@ class ApiError(Exception):
         return out | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
+class FieldError(ApiError):
+    """A request that is refused for one of its fields."""
+
+    def __init__(self, param: str | None, message: str, *, code: str | None = None) -> None:
+        super().__init__(400, message, param=param, code=code)
+
+
 def _printable(text: str) -> str:
     """Return a text that UTF-8 can encode, of at most MAX_MESSAGE characters."""
     cut = text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 3]}..."
@@ -106,7 +113,7 @@ def as_api_error(error: BaseException, prompt: str = "prompt", schema: str = "re
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
     if isinstance(error, RequestError) and isinstance(error.__cause__, ConfigError):
         # for example, a schema with no allowed continuation
-        return ApiError(400, str(error.__cause__), param=schema, code="cannot_go_on")
+        return FieldError(schema, str(error.__cause__), code="cannot_go_on")
     logger.error("request failed", exc_info=error)
     code = "generation_failed" if isinstance(error, ForesayError) else "internal"
     return ApiError(500, "internal error; the server's log has the details", code=code)
@@ -151,4 +158,4 @@ def _about_field(error: ConfigError | ContextLengthError, prompt: str) -> ApiErr
     if word is not None and word[0] in _PARAMETERS and not isinstance(error, PromptError):
         field = _API_NAMES.get(word[0], word[0])
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    return ApiError(400, message, param=field, code=code)
+    return FieldError(field, message, code=code)

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from foresay.server.errors import ApiError
+from foresay.server.errors import ApiError, FieldError
 from foresay.server.hints import ignore
 
 T = TypeVar("T")
@@ -170,8 +170,8 @@ def _not_json(body: bytes, error: ValueError) -> ApiError:
             path = ""
         if path:
             text = f"{path}: the text contains a lone surrogate (\\ud800 to \\udfff), which is not a character"
-            return ApiError(400, text, param=path, code="invalid_text")
-    return ApiError(400, f"the body is not JSON: {error}", param="body", code="invalid_json")
+            return FieldError(path, text, code="invalid_text")
+    return FieldError("body", f"the body is not JSON: {error}", code="invalid_json")
 
 
 def _path_of_surrogate(data: Any) -> str:
@@ -207,11 +207,11 @@ def _first(error: ValidationError, data: Any) -> ApiError:
     found = [one for where, one in own if where == path]
     name = ".".join(map(str, path)) or "body"
     if found[0]["type"] == "extra_forbidden":
-        return ApiError(400, f"{name!r} is not supported", param=name, code="unsupported_parameter")
+        return FieldError(name, f"{name!r} is not supported", code="unsupported_parameter")
     value = found[0]["input"]
     shown = f"={value!r}" if isinstance(value, str | int | float) and found[0]["type"] != "missing" else ""
     reasons = " / ".join(dict.fromkeys(_OBJECT.sub("an object", one["msg"]) for one in found))
-    return ApiError(400, f"{name}{shown if len(shown) <= _MAX_VALUE else ''}: {reasons}", param=name)
+    return FieldError(name, f"{name}{shown if len(shown) <= _MAX_VALUE else ''}: {reasons}")
 
 
 def _path(loc: Sequence[int | str], kind: str, data: Any) -> tuple[int | str, ...]:

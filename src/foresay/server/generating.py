@@ -22,11 +22,12 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
-from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_errors
+from foresay.server.errors import CLIENT_CLOSED, ApiError, FieldError, as_api_error, as_api_errors
 from foresay.server.events import Echo, Output, Reply
 from foresay.server.formats import Format
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
+from foresay.server.option_fields import StreamOptions
 from foresay.server.requests import OFF, ChatRequest, CompletionRequest, PredictRequest
 from foresay.server.service import Service
 from foresay.text.grammar import Grammar
@@ -169,7 +170,7 @@ def _check_scores(tokens: int, top: int) -> None:
         text = (
             f"echo with logprobs={top} of {tokens} prompt tokens (counted once per output); at most {limit} are allowed"
         )
-        raise ApiError(400, text, param="prompt")
+        raise FieldError("prompt", text)
 
 
 def _echo(service: Service, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
@@ -210,7 +211,7 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     if isinstance(request, CompletionRequest):
         if request.suffix and fill_in_marks(service.tokenizer) is None:
             text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
-            raise ApiError(400, text, param="suffix")
+            raise FieldError("suffix", text)
         ids = await service.encoded(prompts)
         return PreparedRequest(ids, _params(service, request, ids), n, request.returned, drafting)
     message = MessageKind.of(service, request, schema)
@@ -238,28 +239,32 @@ def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: 
     settings = service.settings
     service.check_model(request.model)
     _check_off(service, request)
-    n, candidates = request.returned, request.candidates
-    if not 1 <= n <= settings.max_n:
-        raise ApiError(400, f"n={n} must be 1 to {settings.max_n}", param="n")
-    if not n <= candidates <= settings.max_n:
-        raise ApiError(400, f"best_of={candidates} must be n={n} to {settings.max_n}", param="best_of")
-    if candidates > n and request.stream:
-        raise ApiError(
-            400, "best_of above n cannot be streamed: the best outputs are known at the end", param="best_of"
-        )
-    if prompts * candidates > settings.max_prompts:
-        text = f"{prompts * candidates} outputs are requested; at most {settings.max_prompts} are allowed"
-        raise ApiError(400, text, param="n")
-    if len(request.stops) > settings.max_stops:
-        raise ApiError(
-            400, f"{len(request.stops)} stop strings; at most {settings.max_stops} are allowed", param="stop"
-        )
-    options = request.stream_options
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        text = "continuous_usage_stats needs include_usage=true"
-        raise ApiError(400, text, param="stream_options.continuous_usage_stats")
-    if request.with_usage and not request.stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    n, candidates, stops = request.returned, request.candidates, len(request.stops)
+    outputs, options = prompts * candidates, request.stream_options or StreamOptions()
+    running_usage = "stream_options.continuous_usage_stats"
+    for is_wrong, param, text in (
+        (not 1 <= n <= settings.max_n, "n", f"n={n} must be 1 to {settings.max_n}"),
+        (not n <= candidates <= settings.max_n, "best_of", f"best_of={candidates} must be n={n} to {settings.max_n}"),
+        (
+            candidates > n and request.stream,
+            "best_of",
+            "best_of above n cannot be streamed: the best are known at the end",
+        ),
+        (
+            outputs > settings.max_prompts,
+            "n",
+            f"{outputs} outputs are requested; at most {settings.max_prompts} are allowed",
+        ),
+        (stops > settings.max_stops, "stop", f"{stops} stop strings; at most {settings.max_stops} are allowed"),
+        (
+            options.continuous_usage_stats and not options.include_usage,
+            running_usage,
+            "continuous_usage_stats needs include_usage=true",
+        ),
+        (options.include_usage and not request.stream, "stream_options", "stream_options needs stream=true"),
+    ):
+        if is_wrong:
+            raise FieldError(param, text)
 
 
 def _check_off(service: Service, request: ChatRequest | CompletionRequest) -> None:
@@ -267,10 +272,10 @@ def _check_off(service: Service, request: ChatRequest | CompletionRequest) -> No
     for name, off in OFF.items():
         value = getattr(request, name)
         if value is not None and value != off:
-            raise ApiError(400, f"{name}={value} is not supported; leave it out, or send {off}", param=name)
+            raise FieldError(name, f"{name}={value} is not supported; leave it out, or send {off}")
         if value is not None and service.generator.target.generation.applies(name):
             text = f"{name}={value}: the model's generation config sets another value, which a request cannot turn off"
-            raise ApiError(400, text, param=name)
+            raise FieldError(name, text)
 
 
 async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Request) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foresay.errors import ConfigError
-from foresay.server.errors import ApiError
+from foresay.server.errors import FieldError
 from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
 from foresay.text.grammar import Source, checked
@@ -73,7 +73,7 @@ class MessageKind:
                 if not (templated and describes_tools(tokenizer) and not has_format(tokenizer)):
                     chosen = format_of(service.tokenizer, service.settings.tool_format)
             except ConfigError as error:
-                raise ApiError(400, str(error), param="tools") from None
+                raise FieldError("tools", str(error)) from None
         return MessageKind(
             tokenizer,
             replace(request.chat_options(service.tokenizer, request.messages[-1].role), control_tokens=control_tokens),
@@ -114,7 +114,7 @@ class MessageKind:
             return answer
         if self.callable and self.format is None:
             text = f"{param} with tools needs a format of calls that is known; choose it by --tool-format"
-            raise ApiError(400, f"{text}, or send tool_choice={'auto' if self.must_call else 'none'!r}", param=param)
+            raise FieldError(param, f"{text}, or send tool_choice={'auto' if self.must_call else 'none'!r}")
         try:
             if answer is not None:
                 checked(answer)
@@ -128,7 +128,7 @@ class MessageKind:
                 answer=answer,
             )
         except ConfigError as error:
-            raise ApiError(400, str(error), param=param) from None
+            raise FieldError(param, str(error)) from None
 
     def parser(self) -> Parser | None:
         """Return the parser of one output; None if all of its text is content."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr, field_validator
 from pydantic_core import PydanticCustomError
 
-from foresay.server.errors import ApiError
+from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_TOOLS, Fields, Neutral, Object, Parts, Tools, joined
 from foresay.server.hints import ignore
 from foresay.text.grammar import ANY_OBJECT
@@ -77,11 +77,9 @@ class ResponseFormat(Fields):
     def requested_schema(self) -> Mapping[str, Any] | None:
         """Return the schema of the output, or None for free text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(
-                400, "json_schema and type=json_schema require each other", param="response_format.json_schema"
-            )
+            raise FieldError("response_format.json_schema", "json_schema and type=json_schema require each other")
         if self.schema_ is not None and self.type != "json_object":
-            raise ApiError(400, "schema requires type=json_object", param="response_format.schema")
+            raise FieldError("response_format.schema", "schema requires type=json_object")
         if self.json_schema is not None:
             return self.json_schema.schema_
         if self.schema_ is not None:
@@ -185,11 +183,11 @@ class ToolFields(Fields):
         tools, choice = self.tools or [], self.tool_choice
         names = [one.function.name for one in tools]
         if len(set(names)) < len(names):
-            raise ApiError(400, "two tools have the same name", param="tools")
+            raise FieldError("tools", "two tools have the same name")
         if choice == "required" and not tools:
-            raise ApiError(400, "tool_choice='required' needs tools", param="tool_choice")
+            raise FieldError("tool_choice", "tool_choice='required' needs tools")
         if isinstance(choice, NamedChoice) and choice.function.name not in names:
-            raise ApiError(400, f"tool_choice: no tool is named {choice.function.name!r}", param="tool_choice")
+            raise FieldError("tool_choice", f"tool_choice: no tool is named {choice.function.name!r}")
         return [] if choice == "none" else tools
 
     @property
@@ -232,8 +230,7 @@ class TemplateFields(ToolFields):
         Raises ApiError for options that the template does not have.
         """
         if self.continue_final_message and last_role != "assistant":
-            text = "continue_final_message needs a last message of the assistant"
-            raise ApiError(400, text, param="continue_final_message")
+            raise FieldError("continue_final_message", "continue_final_message needs a last message of the assistant")
         begins = self.add_generation_prompt and not self.continue_final_message
         options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
         given = {**(self.chat_template_kwargs or {})}
@@ -256,5 +253,5 @@ class TemplateFields(ToolFields):
             if name not in known:
                 text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
                 hint = "reasoning_effort" if self.enable_thinking is None else "enable_thinking"
-                raise ApiError(400, text, param=hint if name == "reasoning_effort" else "chat_template_kwargs")
+                raise FieldError(hint if name == "reasoning_effort" else "chat_template_kwargs", text)
         return replace(options, variables=given)

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams, not_given
-from foresay.server.errors import ApiError
+from foresay.server.errors import FieldError
 from foresay.server.fields import (
     MAX_ITEMS,
     MAX_MESSAGES,
@@ -257,9 +257,9 @@ class ChatRequest(TemplateFields, _Sampled):
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
+            raise FieldError("top_logprobs", "top_logprobs requires logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ApiError(400, "max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+            raise FieldError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
         named = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling(default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None, named)
 
@@ -268,7 +268,7 @@ class ChatRequest(TemplateFields, _Sampled):
         schema = None if self.response_format is None else self.response_format.requested_schema()
         if (schema is not None or self.must_call) and self.min_tokens:
             text = "min_tokens cannot be combined with a schema, whose output ends once it is complete"
-            raise ApiError(400, text, param="min_tokens")
+            raise FieldError("min_tokens", text)
         return schema
 
     def prompts(self) -> list[Any]:
@@ -284,7 +284,7 @@ def as_chat(request: Fields, **own: Any) -> ChatRequest:
     same = (type(request).model_fields.keys() & ChatRequest.model_fields.keys()) - own.keys()
     drafting: Drafting | None = getattr(request, "foresay", None)
     if drafting is not None and drafting.origins:
-        raise ApiError(400, "foresay.origins is for chat completions and completions", param="foresay.origins")
+        raise FieldError("foresay.origins", "foresay.origins is for chat completions and completions")
     return validated(ChatRequest, {**request.model_dump(include=same, exclude_none=True), **own})
 
 
@@ -330,7 +330,7 @@ class CompletionRequest(_Sampled):
         if not self.suffix:
             return prompts
         if self.echo or not all(isinstance(one, str) for one in prompts):
-            raise ApiError(400, "suffix needs prompts that are texts, without echo", param="suffix")
+            raise FieldError("suffix", "suffix needs prompts that are texts, without echo")
         return [FillIn(one, self.suffix) for one in prompts]
 
 
@@ -360,5 +360,5 @@ class DetokenizeRequest(Fields):
 
 def _token_id(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 9:
-        raise ApiError(400, f"logit_bias: {key!r} is not a token id", param="logit_bias")
+        raise FieldError("logit_bias", f"logit_bias: {key!r} is not a token id")
     return int(key)

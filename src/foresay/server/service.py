@@ -33,7 +33,7 @@ from foresay.models.cache.memory import Trimmer, check_limit
 from foresay.models.huggingface.linears import resident_bytes
 from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
-from foresay.server.errors import ApiError
+from foresay.server.errors import ApiError, FieldError
 from foresay.server.lanes import LONG, SENDER, Lanes
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
@@ -98,7 +98,7 @@ class Service:
     def tokenizer(self) -> Any:
         """The target's tokenizer. Raises ApiError without one."""
         if self.generator.tokenizer is None:
-            raise ApiError(400, "this model was loaded without a tokenizer; send token ids", param="prompt")
+            raise FieldError("prompt", "this model was loaded without a tokenizer; send token ids")
         return self.generator.tokenizer
 
     def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
@@ -166,7 +166,7 @@ class Service:
         """
         target = self.generator.target
         if target.model.capabilities.reads_source:
-            raise ApiError(400, "structured output needs a decoder-only model", param=param)
+            raise FieldError(param, "structured output needs a decoder-only model")
         if self._compiler is None:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
         compiler, cancelled = self._compiler, threading.Event()
@@ -177,7 +177,7 @@ class Service:
                     loop.run_in_executor(self._schema_workers, lambda: compiler.compile(source, cancelled))
                 )
         except ConfigError as error:
-            raise ApiError(400, str(error), param=param) from None
+            raise FieldError(param, str(error)) from None
         except ForesayError:
             if self.draining:
                 raise _shutdown_error() from None

@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from foresay.server.adapters.history import History
-from foresay.server.errors import ApiError
+from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_MESSAGES, Fields, Items, Neutral, Object, Parts, Tools, joined, limit_parts, typed
 from foresay.server.requests import ChatRequest, Common, as_chat
 
@@ -140,7 +140,7 @@ class _ToolChoice(Fields):
     def chat(self) -> dict[str, Any]:
         """Return the fields of a chat request."""
         if (self.type == "tool") != (self.name is not None):
-            raise ApiError(400, "tool_choice: a name and type=tool require each other", param="tool_choice")
+            raise FieldError("tool_choice", "tool_choice: a name and type=tool require each other")
         named = {"type": "function", "function": {"name": self.name or ""}}
         is_single = self.disable_parallel_tool_use
         return {
@@ -194,7 +194,7 @@ class CountRequest(_Label):
                 turn.add_to(history)
         messages = history.messages()
         if not messages:
-            raise ApiError(400, "messages: at least one needs a text, a call or a result", param="messages")
+            raise FieldError("messages", "messages: at least one needs a text, a call or a result")
         return messages
 
     def chat(self, **more: Any) -> ChatRequest:

@@ -12,7 +12,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.adapters.history import History
-from foresay.server.errors import ApiError
+from foresay.server.errors import FieldError
 from foresay.server.fields import (
     MAX_ITEMS,
     MAX_MESSAGES,
@@ -107,17 +107,15 @@ class _Reasoning(_Stored):
 _Item = Annotated[_Message | _Call | _Result | _Reasoning, Field(discriminator="type"), typed("message")]
 
 
-class _Tool(Fields):
-    type: Literal["function"]
-    name: StrictStr
-    description: StrictStr | None = None
-    parameters: Object | None = None
-    strict: StrictBool | None = None
-
-
 class _ChosenTool(Fields):
     type: Literal["function"]
     name: StrictStr
+
+
+class _Tool(_ChosenTool):
+    description: StrictStr | None = None
+    parameters: Object | None = None
+    strict: StrictBool | None = None
 
 
 class _Format(Fields):
@@ -130,7 +128,7 @@ class _Format(Fields):
     def chat(self) -> dict[str, Any]:
         """Return the response format of a chat request. Raises ApiError for a schema without json_schema, and the reverse."""
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ApiError(400, "schema and type=json_schema require each other", param="text.format")
+            raise FieldError("text.format", "schema and type=json_schema require each other")
         schema = {} if self.schema_ is None else {"json_schema": {"name": self.name, "schema": self.schema_}}
         return {"type": self.type, **schema}
 
@@ -200,7 +198,7 @@ class ResponsesRequest(OpenAIFields):
         """Return the chat request. Raises ApiError for contradicting fields."""
         choice, has_logprobs = self.tool_choice, LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
-            raise ApiError(400, f"top_logprobs requires include=[{LOGPROBS!r}]", param="top_logprobs")
+            raise FieldError("top_logprobs", f"top_logprobs requires include=[{LOGPROBS!r}]")
         return as_chat(
             self,
             messages=self.messages(),
