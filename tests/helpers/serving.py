@@ -105,6 +105,13 @@ def sent(
     return held
 
 
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream without names, up to its end."""
+    lines = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
+    assert lines.pop() == "[DONE]", answer.text
+    return [json.loads(line) for line in lines]
+
+
 def choice_of(answer: httpx.Response) -> dict[str, Any]:
     """The first choice of an answer."""
     choice: dict[str, Any] = answer.json()["choices"][0]

@@ -18,7 +18,7 @@ import pytest
 import foresay
 from foresay.server.settings import ServerSettings
 from helpers import tiny
-from helpers.serving import TALK, TEXT, Running, sent
+from helpers.serving import TALK, TEXT, Running, events_of, sent
 from helpers.waiting import wait_until
 
 
@@ -28,124 +28,89 @@ def server(model: foresay.Generator) -> Iterator[Running]:
         yield running
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+
+
 class TestChat:
+    def asked(self, client: openai.OpenAI, most: int, **body: Any) -> Any:
+        return client.chat.completions.create(
+            model="tiny", messages=TALK, max_tokens=most, **{"temperature": 0, **body}
+        )
+
     def test_what_the_library_writes(self, client: openai.OpenAI, model: foresay.Generator) -> None:
-        for params in ({"temperature": 0.0}, {"temperature": 1.2, "seed": 5, "top_p": 0.9}):
-            wanted = model.generate(TALK, max_new_tokens=24, **params)
-            done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=24, **params)
+        first = model.generate(TALK, max_new_tokens=1).token_ids[0]
+        params: dict[str, Any]
+        for params in (
+            {"temperature": 0.0}, {"temperature": 1.2, "seed": 5, "top_p": 0.9},
+            {"logit_bias": {str(first): -100}, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+        ):  # fmt: skip
+            done = self.asked(client, 24, **params)
+            bias = {int(token): float(value) for token, value in params.pop("logit_bias", {}).items()}
+            wanted = model.generate(TALK, max_new_tokens=24, logit_bias=bias, **params)
             assert done.choices[0].message.content == wanted.text
             assert done.choices[0].finish_reason == "length" and done.model == "tiny"
-            assert done.usage is not None and done.usage.completion_tokens == 24
-            assert done.usage.prompt_tokens == len(wanted.prompt_token_ids)
+            assert done.usage.completion_tokens == 24 and done.usage.prompt_tokens == len(wanted.prompt_token_ids)
+        whole = model.generate(TALK, max_new_tokens=32).text
+        stop = whole[10:12]
+        cut = self.asked(client, 32, stop=[stop]).choices[0]
+        assert cut.message.content == whole[: whole.index(stop)] and cut.finish_reason == "stop"
 
     def test_a_stream_adds_up(self, client: openai.OpenAI, model: foresay.Generator) -> None:
         wanted = model.generate(TALK, max_new_tokens=24).text
-        events = list(
-            client.chat.completions.create(
-                model="tiny", messages=TALK, max_completion_tokens=24, temperature=0, stream=True,
-                stream_options={"include_usage": True},
-            )
-        )  # fmt: skip
+        events = list(self.asked(client, 24, stream=True, stream_options={"include_usage": True}))
         assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == wanted
         assert events[0].choices[0].delta.role == "assistant" and len(events) > 3
-        assert events[-2].choices[0].finish_reason == "length"
-        assert events[-1].usage is not None and events[-1].usage.completion_tokens == 24
+        assert events[-2].choices[0].finish_reason == "length" and events[-1].usage.completion_tokens == 24
         assert len({e.id for e in events}) == 1
 
     def test_several_outputs_draw_numbers_of_their_own(self, client: openai.OpenAI, model: foresay.Generator) -> None:
-        done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=16, temperature=1.5, seed=3, n=3)
+        done = self.asked(client, 16, temperature=1.5, seed=3, n=3)
         wanted = model.generate([TALK] * 3, max_new_tokens=16, temperature=1.5, seed=3)
         assert [one.message.content for one in done.choices] == [one.text for one in wanted]
         assert len({one.message.content for one in done.choices}) == 3
-        assert done.usage is not None and done.usage.completion_tokens == 48
-        assert done.usage.prompt_tokens == len(wanted[0].prompt_token_ids)
+        assert done.usage.completion_tokens == 48 and done.usage.prompt_tokens == len(wanted[0].prompt_token_ids)
 
     def test_log_probabilities(self, client: openai.OpenAI, model: foresay.Generator) -> None:
-        done = client.chat.completions.create(
-            model="tiny", messages=TALK, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
-        )
-        found = done.choices[0].logprobs
-        assert found is not None and found.content is not None and len(found.content) == 8
-        wanted = [
-            one.logprob
-            for step in model.generate(TALK, max_new_tokens=8, logprobs=2).steps
-            for one in step.logprobs or ()
-        ]
-        assert [one.logprob for one in found.content] == pytest.approx(wanted)
-        assert all(one.top_logprobs[0].logprob == pytest.approx(one.logprob) for one in found.content), "greedy"
-        assert all(len(one.top_logprobs) == 2 for one in found.content)
-
-    def test_stops_biases_and_penalties(self, client: openai.OpenAI, model: foresay.Generator) -> None:
-        whole = model.generate(TALK, max_new_tokens=32).text
-        stop = whole[10:12]
-        done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=32, temperature=0, stop=[stop])
-        assert done.choices[0].message.content == whole[: whole.index(stop)]
-        assert done.choices[0].finish_reason == "stop"
-        first = model.generate(TALK, max_new_tokens=1).token_ids[0]
-        asked: Any = {"logit_bias": {str(first): -100}, "frequency_penalty": 1.5, "presence_penalty": 0.5}
-        done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=32, temperature=0, **asked)
-        assert done.choices[0].message.content == (
-            model.generate(
-                TALK, max_new_tokens=32, logit_bias={first: -100.0}, frequency_penalty=1.5, presence_penalty=0.5
-            ).text
-        )
+        found = self.asked(client, 8, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        steps = model.generate(TALK, max_new_tokens=8, logprobs=2).steps
+        wanted = [one.logprob for step in steps for one in step.logprobs or ()]
+        assert [one.logprob for one in found] == pytest.approx(wanted) and len(found) == 8
+        assert all(one.top_logprobs[0].logprob == pytest.approx(one.logprob) for one in found), "greedy"
+        assert all(len(one.top_logprobs) == 2 for one in found)
 
     def test_our_own_field(self, client: openai.OpenAI, model: foresay.Generator) -> None:
         def asked(**ours: Any) -> Any:
-            done = client.chat.completions.create(
-                model="tiny",
-                messages=TALK,
-                max_tokens=24,
-                temperature=0,
-                extra_body={"foresay": {"stats": True, **ours}},
-            )
-            return done.choices[0]
+            return self.asked(client, 24, extra_body={"foresay": {"stats": True, **ours}}).choices[0]
 
         plain, drafted = asked(drafter="none"), asked(drafter="prompt_lookup", length=2)
         assert plain.message.content == drafted.message.content == model.generate(TALK, max_new_tokens=24).text
         assert plain.foresay["drafted"] == 0 and plain.foresay["passes"] == 24
         assert drafted.foresay["drafted"] > 0 and max(n for n, _ in drafted.foresay["steps"]) == 2
-        assert drafted.foresay["exact"] is True
-        assert asked(rule="lenience(2)").foresay["exact"] is False
+        assert drafted.foresay["exact"] is True and asked(rule="lenience(2)").foresay["exact"] is False
 
-    def test_json_of_a_schema(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+    def test_json_of_a_schema(self, client: openai.OpenAI) -> None:
         """Parsed by who asked for it, the same under every drafter, sampled and greedy, and in a stream."""
-        wanted = schema(
-            {
-                "type": "object",
-                "properties": {
-                    "colour": {"enum": ["red", "green"]},
-                    "count": {"type": "integer", "minimum": 1, "maximum": 99},
-                },
-                "required": ["colour", "count"],
-                "additionalProperties": False,
-            }
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        drafters = (
+            {"drafter": "none"},
+            {"drafter": "prompt_lookup(min_ngram=1)", "length": 4},
+            {"drafter": "suffix", "length": 8},
         )
-        for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
-            texts = set()
-            for ours in (
-                {"drafter": "none"},
-                {"drafter": "prompt_lookup(min_ngram=1)", "length": 4},
-                {"drafter": "suffix", "length": 8},
-            ):
-                done = client.chat.completions.create(
-                    model="tiny",
-                    messages=TALK,
-                    max_tokens=200,
-                    response_format=wanted,
-                    extra_body={"foresay": ours},
-                    **params,
-                )  # type: ignore[call-overload]
-                assert done.choices[0].finish_reason == "stop"
-                texts.add(done.choices[0].message.content)
-            assert len(texts) == 1
-            value = json.loads(texts.pop())
+        for params in ({}, {"temperature": 1.0, "seed": 3}):
+            found = [
+                self.asked(client, 200, response_format=form, extra_body={"foresay": one}, **params).choices[0]
+                for one in drafters
+            ]
+            assert len({one.message.content for one in found}) == 1 and {one.finish_reason for one in found} == {"stop"}
+            value = json.loads(found[0].message.content)
             assert value["colour"] in ("red", "green") and 1 <= value["count"] <= 99 and len(value) == 2
-        events = client.chat.completions.create(
-            model="tiny", messages=TALK, max_tokens=200, temperature=0, response_format=wanted, stream=True, n=2
-        )  # type: ignore[call-overload]
         pieces: list[list[str]] = [[], []]
-        for event in events:
+        for event in self.asked(client, 200, response_format=form, stream=True, n=2):
             pieces[event.choices[0].index].append(event.choices[0].delta.content or "")
         assert all(json.loads("".join(some))["colour"] in ("red", "green") for some in pieces)
 
@@ -161,10 +126,6 @@ class TestCompletions:
         events = list(client.completions.create(model="tiny", prompt=[TEXT, "and"], temperature=0, stream=True, n=2))
         for place, text in enumerate([wanted, wanted, *[model.generate("and", max_new_tokens=16).text] * 2]):
             assert "".join(e.choices[0].text for e in events if e.choices[0].index == place) == text
-
-
-def schema(inside: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": inside}}
 
 
 def test_paths_and_sizes(raw: httpx.Client) -> None:
@@ -194,9 +155,7 @@ class TestTelling:
             "stream": True,
             "foresay": {"origins": True, "stats": True},
         }
-        lines = [line for line in raw.post("/v1/chat/completions", json=body).text.split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+        choices = [one["choices"][0] for one in events_of(raw.post("/v1/chat/completions", json=body))]
         assert choices[0]["delta"] == {"role": "assistant", "content": ""} and "foresay" not in choices[0]
         assert choices[-1]["delta"] == {} and choices[-1]["finish_reason"] == "length"
         told = [one["foresay"] for one in choices[1:-1]]

@@ -12,7 +12,7 @@ import pytest
 
 import foresay
 from helpers import tiny
-from helpers.serving import TALK, TEXT, Running, sent
+from helpers.serving import TALK, TEXT, Running, events_of, sent
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello there"}]}]
 RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,12 +88,6 @@ def server(model: foresay.Generator) -> Iterator[Running]:
         yield running
 
 
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 class TestFieldsThatChangeNothing:
     @pytest.mark.parametrize("name", RECORDED)
     def test_recorded_bodies_are_answered(self, name: str, raw: httpx.Client) -> None:
@@ -101,7 +95,7 @@ class TestFieldsThatChangeNothing:
         answer = raw.post(path, json=body)
         assert answer.status_code == 200, answer.text
         if body.get("stream"):
-            told = events(answer)
+            told = events_of(answer)
             assert told[-1]["choices"] == [] and told[-1]["usage"]["completion_tokens"] == 4
 
     def test_the_answer_is_the_one_without_them(self, raw: httpx.Client) -> None:
@@ -115,16 +109,16 @@ class TestFieldsThatChangeNothing:
 
     def test_usage_in_every_event(self, raw: httpx.Client) -> None:
         path, body = RECORDED["guidellm, completions"]
-        counts = [one["usage"]["completion_tokens"] for one in events(raw.post(path, json=body))]
+        counts = [one["usage"]["completion_tokens"] for one in events_of(raw.post(path, json=body))]
         assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 4
         only_last = {**body, "stream_options": {"include_usage": True}}
-        assert [one["usage"] is None for one in events(raw.post(path, json=only_last))][-2:] == [True, False]
+        assert [one["usage"] is None for one in events_of(raw.post(path, json=only_last))][-2:] == [True, False]
 
     def test_a_fingerprint_names_the_configuration(self, raw: httpx.Client, client: openai.OpenAI) -> None:
         done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=2)
         assert done.system_fingerprint is not None and done.system_fingerprint.startswith("fp_")
         streamed = raw.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 2, "stream": True})
-        assert {one["system_fingerprint"] for one in events(streamed)} == {done.system_fingerprint}
+        assert {one["system_fingerprint"] for one in events_of(streamed)} == {done.system_fingerprint}
 
 
 class TestRanges:
@@ -177,13 +171,13 @@ class TestEcho:
         done = client.completions.create(model="tiny", prompt=TEXT, max_tokens=8, temperature=0, echo=True)
         assert done.choices[0].text == wanted and done.choices[0].logprobs is None
         body = {"prompt": [TEXT, TEXT], "max_tokens": 8, "temperature": 0, "echo": True, "stream": True, "logprobs": 0}
-        told = [one["choices"][0] for one in events(raw.post("/v1/completions", json=body))]
+        told = [one["choices"][0] for one in events_of(raw.post("/v1/completions", json=body))]
         for index in (0, 1):
             mine = [one for one in told if one["index"] == index]
             assert "".join(one["text"] for one in mine) == wanted and mine[-1]["finish_reason"] == "length"
             offsets = [place for one in mine for place in one["logprobs"]["text_offset"]]
             assert offsets == sorted(offsets) and offsets[-1] < len(wanted) and len(set(offsets)) == len(offsets)
-        only = events(raw.post("/v1/completions", json={**body, "prompt": TEXT, "max_tokens": 0}))
+        only = events_of(raw.post("/v1/completions", json={**body, "prompt": TEXT, "max_tokens": 0}))
         assert [one["choices"][0]["text"] for one in only] == [TEXT]
         assert only[0]["choices"][0]["finish_reason"] == "length"
 

@@ -24,7 +24,7 @@ from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
 from helpers import families, tiny
-from helpers.serving import TALK, TEXT, Running, sent
+from helpers.serving import TALK, TEXT, Running, events_of, sent
 from helpers.waiting import wait_until
 
 LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
@@ -334,10 +334,7 @@ class TestWhatIsTold:
         body = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "stop": stop, "logprobs": 2}
         choice = post(running, body).json()["choices"][0]
         assert choice["text"] == whole.text[: whole.text.index(stop)] == "".join(choice["logprobs"]["tokens"])
-        pieces = [
-            json.loads(event.removeprefix("data: "))["choices"][0]
-            for event in post(running, {**body, "stream": True}).text.strip().split("\n\n")[:-1]
-        ]
+        pieces = [one["choices"][0] for one in events_of(post(running, {**body, "stream": True}))]
         offsets = [place for one in pieces for place in one["logprobs"]["text_offset"]]
         assert offsets == choice["logprobs"]["text_offset"] == [
             sum(map(len, choice["logprobs"]["tokens"][:i])) for i in range(len(offsets))

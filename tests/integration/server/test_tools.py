@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import foresay
 from helpers import chains
-from helpers.serving import Running, choice_of
+from helpers.serving import Running, choice_of, events_of
 from helpers.tool_chats import PIECES, TALK, TEMPLATE, TIME, WEATHER
 
 
@@ -22,10 +22,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
 
 def stream_of(running: Running, **body: Any) -> list[dict[str, Any]]:
     """The choices of a chat's events."""
-    answer = running.chat(temperature=0, stream=True, **body)
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+    return [one["choices"][0] for one in events_of(running.chat(temperature=0, stream=True, **body))]
 
 
 def test_calls_of_a_whole_answer_and_of_a_stream(chain: Running) -> None:
