@@ -110,74 +110,25 @@ def _llama(schemas: Schemas, is_answer: bool) -> CallParser:
     return MarkedParser(marked | _in_code(schemas), {"{": alone, "[": alone})
 
 
-FORMATS = {
-    one.name: one
-    for one in (
-        ToolFormat(
-            "mistral_named",
-            ("[ARGS]", "[CALL_ID]"),
-            _mistral,
-            ("", "", ""),
-            ("[TOOL_CALLS]", "[ARGS]", ""),
-            ("[TOOL_CALLS]", "[ARGS]"),
-        ),
-        ToolFormat(
-            "mistral",
-            ("[TOOL_CALLS]",),
-            _mistral,
-            ("[TOOL_CALLS] [", ", ", "]"),
-            _json_call("arguments"),
-            ("[TOOL_CALLS]",),
-        ),
-        ToolFormat(
-            "harmony",
-            (CHANNEL,),
-            None,
-            ("", "", ""),
-            (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""),
-            MARKERS,
-            parallel=False,
-            message=HarmonyParser,
-            answer=f"{CHANNEL}final{MESSAGE}",
-            thought=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant"),
-        ),
-        ToolFormat(
-            "qwen3_coder",
-            ("<function=",),
-            _marked,
-            ("", "\n", ""),
-            ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
-            ("<tool_call>", "</tool_call>"),
-            is_tagged=True,
-        ),
-        ToolFormat(
-            "hermes",
-            ("<tool_call>",),
-            _marked,
-            ("", "\n", ""),
-            _json_call("arguments", "<tool_call>\n", "\n</tool_call>"),
-            ("<tool_call>", "</tool_call>"),
-        ),
-        ToolFormat(
-            "pythonic",
-            ("<|python_start|>", "func_name1(params_name1"),
-            _python,
-            ("[", ", ", "]"),
-            ("", "(", ")"),
-            ("<|python_start|>", "<|python_end|>"),
-            is_python=True,
-        ),
-        ToolFormat(
-            "llama3_json",
-            ("<|python_tag|>", '"parameters": dictionary of argument'),
-            _llama,
-            ("", "; ", ""),
-            _json_call("parameters"),
-            ("<|python_tag|>",),
-            parallel=False,
-        ),
-    )
-}
+_TABLE = (
+    # name, signs, parser, around the calls, in a call, markers
+    ToolFormat("mistral_named", ("[ARGS]", "[CALL_ID]"), _mistral, ("", "", ""), ("[TOOL_CALLS]", "[ARGS]", ""),
+               ("[TOOL_CALLS]", "[ARGS]")),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), _mistral, ("[TOOL_CALLS] [", ", ", "]"), _json_call("arguments"), ("[TOOL_CALLS]",)),
+    ToolFormat("harmony", (CHANNEL,), None, ("", "", ""),
+               (f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", ""), MARKERS, parallel=False,
+               message=HarmonyParser, answer=f"{CHANNEL}final{MESSAGE}",
+               thought=(f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant")),
+    ToolFormat("qwen3_coder", ("<function=",), _marked, ("", "\n", ""),
+               ("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"), ("<tool_call>", "</tool_call>"), is_tagged=True),
+    ToolFormat("hermes", ("<tool_call>",), _marked, ("", "\n", ""),
+               _json_call("arguments", "<tool_call>\n", "\n</tool_call>"), ("<tool_call>", "</tool_call>")),
+    ToolFormat("pythonic", ("<|python_start|>", "func_name1(params_name1"), _python, ("[", ", ", "]"), ("", "(", ")"),
+               ("<|python_start|>", "<|python_end|>"), is_python=True),
+    ToolFormat("llama3_json", ("<|python_tag|>", '"parameters": dictionary of argument'), _llama, ("", "; ", ""),
+               _json_call("parameters"), ("<|python_tag|>",), parallel=False),
+)  # fmt: skip
+FORMATS = {one.name: one for one in _TABLE}
 """The formats by name; of several that a template has, the first is chosen."""
 
 
