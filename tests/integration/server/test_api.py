@@ -251,21 +251,18 @@ class TestManyAtOnce:
         wait_until(lambda: server.count("num_requests_running") == 0, "its row is free")
 
 
-def test_the_page_of_the_docs(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_the_docs(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "start" / "serve.md").read_text(encoding="utf-8")
-    running = Running(foresay.load(str(smollm2_folder)))
+    running = serve()
     running.service.names[:] = ["smollm2-135m"]
     page = page.replace("http://127.0.0.1:8000", running.url)
-    try:
-        (command,) = re.findall(r"^curl .*$", page, re.MULTILINE)
-        url, body = (shlex.split(command)[i] for i in (2, -1))
-        said = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60).json()
-        assert said["choices"][0]["text"]
-        (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-        exec(compile(block, "docs/start/serve.md", "exec"), {})
-        assert "target passes without a drafter" in capsys.readouterr().out
-    finally:
-        running.close()
+    (command,) = re.findall(r"^curl .*$", page, re.MULTILINE)
+    url, body = (shlex.split(command)[i] for i in (2, -1))
+    said = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60).json()
+    assert said["choices"][0]["text"]
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/start/serve.md", "exec"), {})
+    assert "target passes without a drafter" in capsys.readouterr().out
 
 
 def test_what_the_command_refuses(

@@ -50,7 +50,7 @@ class TestTime:
             return forward(self, *args)
 
         monkeypatch.setattr(kind, "forward", slowly)
-        running = serve(timeout_s=1.5)
+        running = serve(timeout_s=0.8)
         answer = post(running, LONG)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
         streamed = post(running, {**LONG, "stream": True})
