@@ -38,7 +38,7 @@ def test_no_request_is_the_servers_error(running: Running, mode: GenerationMode)
         operation = found.ok()
 
         @hypothesis.settings(
-            max_examples=8, deadline=None, derandomize=True, database=None,
+            max_examples=6, deadline=None, derandomize=True, database=None,
             suppress_health_check=list(hypothesis.HealthCheck),
         )  # fmt: skip
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
