@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -131,15 +131,9 @@ Salt = Annotated[StrictStr, Field(min_length=1)]
 Number = Annotated[float, Field(strict=True)]
 
 
-class HasText(Protocol):
-    """A part of a message."""
-
-    text: str
-
-
-def joined(content: str | Sequence[HasText] | None) -> str:
-    """Return the text of a content, whole or in parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+def joined(content: str | Sequence[Any] | None) -> str:
+    """Return the text of a content, whole or in parts; parts of other kinds have none."""
+    return content if isinstance(content, str) else "".join(getattr(part, "text", "") for part in content or ())
 
 
 def read(kind: type[Model], body: bytes) -> Model:

@@ -5,7 +5,7 @@ Owns the fields' names. Knows no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -92,7 +92,7 @@ class _Turn(Fields):
     @property
     def text(self) -> str:
         """The texts of the turn."""
-        return self.content if isinstance(self.content, str) else joined(_texts(self.content))
+        return joined(self.content)
 
     def add_to(self, history: History) -> None:
         """Add the turn to a chat. Adjacent texts are one text."""
@@ -102,7 +102,7 @@ class _Turn(Fields):
         for is_text, blocks in groupby(self.content, lambda one: one.type == "text"):
             several = list(blocks)
             if is_text:
-                history.add_text(self.role, joined(_texts(several)))
+                history.add_text(self.role, joined(several))
             for block in several:
                 if isinstance(block, _Thinking):
                     history.add_reasoning(block.thinking)
@@ -110,10 +110,6 @@ class _Turn(Fields):
                     history.add_call(block.id, block.name, block.input)
                 elif isinstance(block, _ToolResult):
                     history.add_result(block.tool_use_id, joined(block.content))
-
-
-def _texts(blocks: Iterable[Any]) -> list[_Text]:
-    return [block for block in blocks if isinstance(block, _Text)]
 
 
 class _Tool(_Label):
