@@ -65,6 +65,11 @@ class UnknownNameError(ConfigError):
 class ContextLengthError(ForesayError, ValueError):
     """The prompt, or the prompt and the requested output, do not fit the model's context."""
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """param: the parameter that is too large; None for the prompt."""
+        super().__init__(message)
+        self.param = param
+
 
 class OutOfMemoryError(ForesayError):
     """The request would not fit in the available memory."""

@@ -47,7 +47,8 @@ def check_request(
     if params.min_new_tokens > target.max_length - len(prompt):
         raise ContextLengthError(
             f"min_new_tokens={params.min_new_tokens} cannot fit: the prompt takes {len(prompt)} of the context's "
-            f"{target.max_length} tokens"
+            f"{target.max_length} tokens",
+            param="min_new_tokens",
         )
     _check_source(target, source)
     return min(len(prompt) + params.max_new_tokens, target.max_length)

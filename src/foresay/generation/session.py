@@ -31,7 +31,7 @@ class _Request:
     def __init__(self, ids: Sequence[int], prepared: PreparedPrompt, tokenizer: Any, *, text: bool) -> None:
         if prepared.params.stop and tokenizer is None:
             raise ConfigError(
-                "stop strings need a tokenizer, and this model was loaded without one; use stop_token_ids"
+                "stop strings need a tokenizer, and this model was loaded without one; use stop_token_ids", param="stop"
             )
         params = prepared.params
         self.ids, self.prepared, self._tokenizer = list(ids), prepared, tokenizer

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,6 @@ from foresay.errors import (
     ContextLengthError,
     ForesayError,
     OutOfMemoryError,
-    PromptError,
     QueueFullError,
     RequestError,
 )
@@ -151,11 +149,9 @@ _PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 def _about_field(error: ConfigError | ContextLengthError, prompt: str) -> ApiError:
     """Return a 400 error with the API's field names, such as max_tokens. An error that names no field is about the prompt."""
-    message, word = str(error), re.match(r"\w*", str(error))
+    message, field = str(error), (error.param or "").partition(" ")[0].partition("[")[0]
     for ours, theirs in _API_NAMES.items():
         message = message.replace(ours, theirs)
-    field = prompt
-    if word is not None and word[0] in _PARAMETERS and not isinstance(error, PromptError):
-        field = _API_NAMES.get(word[0], word[0])
+    name = _API_NAMES.get(field, field) if field in _PARAMETERS else prompt
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    return FieldError(field, message, code=code)
+    return FieldError(name, message, code=code)

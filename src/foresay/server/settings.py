@@ -89,8 +89,10 @@ class ServerSettings:
             check_float(name, getattr(self, name), 0.001, 1e6)
         if self.host not in LOOPBACK and not self.keys and not self.open_to_all:
             raise ConfigError(
-                f"host={self.host!r} is reachable from other machines, and no API keys are set; set {KEYS_VARIABLE} or "
-                "--keys-file, or pass --open-to-all"
+                f"is reachable from other machines, and no API keys are set; "
+                f"set {KEYS_VARIABLE} or --keys-file, or pass --open-to-all",
+                param="host",
+                value=self.host,
             )
 
 
