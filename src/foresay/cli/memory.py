@@ -24,9 +24,10 @@ def run(given: Given) -> int:
     if given.add:
         _merge(given.dir, given.add)
     memory = _opened(given.dir)
-    owners = [store for _, store in memory.owners()]
-    tokens, texts = sum(store.size for store in owners), sum(1 for store in owners for _ in store.texts())
-    click.echo(f"{given.dir}: {texts:,} texts of {len(owners)} owners, {tokens:,} tokens, {8 * tokens / 1e6:.1f} MB")
+    owners = memory.owners()
+    texts = sum(map(len, owners.values()))
+    size = f"{memory.size:,} tokens, {memory.num_bytes / 1e6:.1f} MB"
+    click.echo(f"{given.dir}: {texts:,} texts of {len(owners)} owners, {size}")
     memory.close()
     return 0
 
@@ -40,7 +41,7 @@ def _merge(output: Path, inputs: tuple[Path, ...]) -> None:
         raise ConfigError("the memories have texts of different vocabularies, so they cannot be merged")
     target = Memory(output, fingerprint=names.pop())
     if not target.writes:
-        raise ConfigError(f"another process writes to {str(output)!r}; stop it first")
+        raise ConfigError(f"{str(output)!r} can only be read; name another output")
     for one in sources:
         click.echo(f"{one.folder}: added {target.merge(one):,} texts")
         one.close()
@@ -48,8 +49,6 @@ def _merge(output: Path, inputs: tuple[Path, ...]) -> None:
 
 
 def _opened(folder: Path) -> Memory:
-    if not (folder / "memory.json").is_file():
-        raise ConfigError(
-            f"{str(folder)!r} is no memory: it has no memory.json; `foresay serve --memory DIR` makes one"
-        )
+    if not (folder / "memory.db").is_file():
+        raise ConfigError(f"{str(folder)!r} is no memory: it has no memory.db; `foresay serve --memory DIR` makes one")
     return Memory(folder, reads_only=True)

@@ -173,7 +173,8 @@ class Resources:
         """Return the texts that a folder keeps over the target's tokens."""
         tokenizer = self.target.tokenizer
         name = f"{self.vocab_size} tokens" if tokenizer is None else tokenizer_fingerprint(tokenizer)
-        self.memories[folder] = Memory.shared(Path(folder), max_tokens, name)
+        if folder not in self.memories:
+            self.memories[folder] = Memory(Path(folder), max_tokens, fingerprint=name)
         return self.memories[folder]
 
     def table(self, path: str) -> NgramTable:

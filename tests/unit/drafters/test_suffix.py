@@ -56,7 +56,7 @@ def remembered(*requests: Sequence[int], max_tokens: int = 1000) -> Memory:
 
 def kept(memory: Memory) -> list[list[int]]:
     """The texts of a memory, oldest first."""
-    return [text.tolist() for store in memory._stores.values() for text in store.texts()]
+    return [text.tolist() for texts in memory.owners().values() for text in texts]
 
 
 @given(st.data())
@@ -184,7 +184,7 @@ def test_texts_of_another_owner_are_never_drafted() -> None:
         row.extend([5])
         drafter.rearrange([], 0)
         expected = {"": [1, 2, 5], "a": [1, 2, 5], "b": [1, 2, 5]}[owner]
-        assert [text.tolist() for text in memory._store(owner).texts()][-1] == expected
+        assert [text.tolist() for text in memory.texts(owner)][-1] == expected
 
 
 def test_a_long_match_is_measured_beyond_the_sorted_tokens() -> None:

@@ -1,55 +1,38 @@
 """Earlier texts of every owner, which drafters copy from.
 
-Texts of one owner are never drafts of another. With a folder, one process writes and others read; a thread does the writing, so
-that decoding does not wait for the disk.
+Texts of one owner are never drafts of another. With a folder, a thread reads and writes its database, so that decoding does not
+wait for the disk; lookups use the segments in this process.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from time import monotonic
 from typing import Any
+
+import numpy as np
 
 from foresay.checks import check_int
 from foresay.decoding.rows import IntArray
-from foresay.drafters.memory.segment import pattern
-from foresay.drafters.memory.store import RETRY_S, Store
-from foresay.errors import ConfigError, VocabularyMismatchError
-from foresay.files import atomic_write, remove_stale
-from foresay.json_files import Schema, read_limited
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from foresay.drafters.memory.database import Database, Stored
+from foresay.drafters.memory.segment import Segment, Tokens, pattern
+from foresay.errors import ConfigError
 
 logger = logging.getLogger("foresay")
 MAX_TOKENS = 1 << 25
-"""Default bound on a folder's tokens of each owner: 256 MiB of files."""
-_REFRESH_S = 1.0
+"""Default bound on a folder's tokens of each owner: 256 MiB."""
+RETRY_S = 10.0
+"""Pause after a failed write."""
 _MAX_QUEUED = 1024
 """Texts that may wait to be written."""
-_FORMAT = 1
-_FACTS, _OWNERS, _LOCK = "memory.json", "owners", "lock"
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    format: int
-    fingerprint: str
-    """Fingerprint of the tokenizer, or the size of a vocabulary without one."""
-
-
-_SCHEMA: Schema[_Facts] = Schema(_Facts, "the description of a memory")
+_GROWTH = 2
+"""Segments are merged while the older one is at most this many times the newer."""
 
 
 class Memory:
@@ -77,100 +60,22 @@ class Memory:
         """Texts that were not kept because the disk was too slow."""
         self.problem: str | None = None
         """Why texts are no longer written, if they are not."""
-        self._stores: dict[str, Store] = {}
+        self._segments: dict[str, list[Stored]] = {}
         self._lock = threading.Lock()
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._lock_file: int | None = None
-        self.closed = False
-        self._reads_only = reads_only
-        self.writes = not reads_only
-        """False if another process writes to the folder."""
-        if self.folder is not None:
-            try:
-                self._open(self.folder, fingerprint)
-            except BaseException:
-                self.close()
-                raise
-        self._refreshed = monotonic()
-
-    @staticmethod
-    def shared(folder: Path, max_tokens: int, fingerprint: str) -> Memory:
-        """Return the memory of a folder that this process has open, or open it. Raises as the constructor does."""
-        path = folder.expanduser().resolve()
-        with _opening:
-            found = _opened.get(path)
-            if found is None or found.closed:
-                found = _opened[path] = Memory(path, max_tokens, fingerprint=fingerprint)
-            found._check(path, fingerprint)
-            if found.max_tokens != max_tokens:
-                text = f"this process has opened the memory {str(path)!r} with max_tokens={found.max_tokens}, not {max_tokens}"
-                raise ConfigError(text)
-        return found
-
-    def _open(self, folder: Path, fingerprint: str) -> None:
-        for path, is_folder in (
-            (folder, True),
-            (folder / _OWNERS, True),
-            (folder / _FACTS, False),
-            (folder / _LOCK, False),
-        ):
-            if path.exists() and path.is_dir() != is_folder:
-                kinds = ("a file", "a folder") if is_folder else ("a folder", "a file")
-                text = f"cannot use the memory {str(folder)!r}: {str(path)!r} is {kinds[0]} and must be {kinds[1]}"
-                raise ConfigError(f"{text}; move it away")
-        if self.writes:
-            self._lock_folder(folder)
-        try:
-            facts = _SCHEMA.read(read_limited(folder / _FACTS), str(folder / _FACTS))
-        except FileNotFoundError:
-            if not self.writes:
-                raise ConfigError(
-                    f"the memory {str(folder)!r} is being created by another process; try again"
-                ) from None
-            facts = _Facts(_FORMAT, fingerprint)
-            with atomic_write(folder / _FACTS) as path:
-                path.write_text(f'{{"format": {_FORMAT}, "fingerprint": "{fingerprint}"}}\n', encoding="utf-8")
-        if facts.format != _FORMAT:
-            raise ConfigError(f"the memory {str(folder)!r} has the format {facts.format}; this version reads {_FORMAT}")
-        self.fingerprint = facts.fingerprint
-        self._check(folder, fingerprint)
-
-    def _lock_folder(self, folder: Path) -> None:
-        """Become the process that writes to the folder, unless another one does or the folder can only be read."""
-        why = "another process writes to it"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # texts are private
-            self._lock_file = _locked(folder)
-        except OSError as error:
-            why = error.strerror or str(error)
-            if not (folder / _FACTS).is_file():
-                raise ConfigError(f"cannot use the memory {str(folder)!r}: {why}") from None
-        self.writes = self._lock_file is not None
-        if self.writes:
-            self._sweep(folder)
-        else:
-            logger.warning("the memory %s is only read: %s", folder, why)
-
-    def _sweep(self, folder: Path) -> None:
-        """Remove what killed processes have left: this process alone writes to the folder."""
-        with suppress(OSError):
-            for one in (folder, *(folder / _OWNERS).glob("*/")):
-                remove_stale(one, age_s=0.0)
-
-    def _check(self, folder: Path, fingerprint: str) -> None:
-        if fingerprint and self.fingerprint and self.fingerprint != fingerprint:
-            text = f"the memory {str(folder)!r} has texts of another vocabulary; choose another folder for this model"
-            raise VocabularyMismatchError(text)
+        self._database = None if self.folder is None else Database(self.folder, fingerprint, reads_only=reads_only)
+        self.fingerprint = fingerprint if self._database is None else self._database.fingerprint
+        self.writes = self._database is None or self._database.writes
+        """False if the folder can only be read."""
 
     def continuations(self, owner: str, context: IntArray, count: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (length of a match, up to `count` tokens after it) for suffixes of a context in an owner's texts.
 
         Longest first within each segment, and the longest of all first.
         """
-        store = self._stores.get(_folder_name(owner))
         given = pattern(context)
-        streams = [one.continuations(given, count) for one in reversed(store.segments if store is not None else ())]
+        streams = [one.continuations(given, count) for _, one in reversed(self._segments.get(_name(owner), ()))]
         firsts = [(first, stream) for stream in streams if (first := next(stream, None)) is not None]
         for first, stream in sorted(firsts, key=lambda one: -one[0][0]):
             yield first
@@ -178,25 +83,22 @@ class Memory:
 
     def prepare(self, owner: str) -> None:
         """Read an owner's texts soon, so that decoding does not wait for the disk; `flush` waits for it."""
-        if self.folder is not None and _folder_name(owner) not in self._stores:
+        if self.folder is not None and _name(owner) not in self._segments:
             self._start()
-            self._queue.put((owner, None))
+            self._queue.put((_name(owner), None))
 
     def add(self, owner: str, tokens: IntArray) -> None:
         """Add a text. With a folder a thread adds it soon; `flush` waits for it."""
         if len(tokens) == 0 or self.max_tokens < 2:
             return
-        tokens = tokens[-(self.max_tokens // 2) :]
+        text = tokens[-(self.max_tokens // 2) :].copy()
         if self.folder is None:
-            store = self._store(owner)
-            with self._lock:
-                store.add(tokens)
-            return
-        if self._queue.qsize() >= _MAX_QUEUED:
+            self._update(_name(owner), text)
+        elif self._queue.qsize() >= _MAX_QUEUED:
             self.dropped += 1
-            return
-        self._start()
-        self._queue.put((owner, tokens.copy()))
+        else:
+            self._start()
+            self._queue.put((_name(owner), text))
 
     def flush(self, limit_s: float | None = None) -> None:
         """Wait until added texts are kept, at most limit_s seconds."""
@@ -209,63 +111,49 @@ class Memory:
         """Forget texts that are kept in this process; those in a folder stay."""
         if self.folder is None:
             with self._lock:
-                self._stores = {}
+                self._segments = {}
 
     def close(self) -> None:
-        """Wait until added texts are kept, and let other processes write."""
+        """Wait until added texts are kept, and close the folder."""
         self.flush()
-        self.closed = True
-        for store in self._stores.values():
-            store.retry(now=True)
-            store.close()
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+        self._retry()
+        self._segments = {}
+        if self._database is not None:
+            self._database.close()
 
     @property
     def size(self) -> int:
         """Tokens of all owners that were used so far, separators included."""
-        return sum(store.size for store in list(self._stores.values()))
+        return sum(one.size for segments in list(self._segments.values()) for _, one in segments)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of these tokens and their index."""
         return 8 * self.size
 
-    def owners(self) -> Iterator[tuple[str, Store]]:
-        """Yield the folder's owners, by the names of their folders, with their texts."""
-        assert self.folder is not None
-        for path in sorted((self.folder / "owners").glob("*")):
-            if path.is_dir():
-                yield path.name, Store(path, self.max_tokens, writes=False)
+    def texts(self, owner: str) -> list[Tokens]:
+        """Return an owner's texts, oldest first."""
+        return self.owners([_name(owner)])[_name(owner)]
+
+    def owners(self, names: Iterable[str] | None = None) -> dict[str, list[Tokens]]:
+        """Return the texts of each owner, oldest first, by the names under which owners are stored."""
+        if names is None:
+            names = list(self._segments) if self._database is None else self._database.owners()
+        return {name: [text for _, one in self._update(name) for text in one.texts()] for name in names}
 
     def merge(self, other: Memory) -> int:
         """Add the texts of another memory that this one lacks, by owner; return their number. Raises ConfigError."""
         count = 0
-        for name, theirs in other.owners():
-            store = self._named(name)
-            known = {text.tobytes() for text in store.texts()}
-            for text in theirs.texts():
+        for name, texts in other.owners().items():
+            known = {text.tobytes() for text in self.owners([name])[name]}
+            for text in texts:
                 if text.tobytes() not in known:
                     known.add(text.tobytes())
-                    store.add(text.astype("int64"))
+                    self._update(name, text.astype(np.int64))
                     count += 1
-            if store.problem is not None:
-                raise ConfigError(f"cannot write the memory {str(self.folder)!r}: {store.problem}")
+                if self.problem is not None:
+                    raise ConfigError(f"cannot write the memory {str(self.folder)!r}: {self.problem}")
         return count
-
-    def _store(self, owner: str) -> Store:
-        """Return an owner's texts."""
-        return self._named(_folder_name(owner))
-
-    def _named(self, name: str) -> Store:
-        store = self._stores.get(name)
-        if store is None:
-            folder = None if self.folder is None else self.folder / _OWNERS / name
-            with self._lock:
-                store = self._stores.get(name) or Store(folder, self.max_tokens, writes=self.writes)
-                self._stores[name] = store
-        return store
 
     def _start(self) -> None:
         with self._lock:
@@ -276,78 +164,63 @@ class Memory:
     def _work(self) -> None:
         while True:
             try:
-                item = self._queue.get(timeout=RETRY_S if self.problem is not None else None)
+                item = self._queue.get(timeout=None if self.problem is None else RETRY_S)
                 if isinstance(item, threading.Event):
                     item.set()
                 else:
-                    self._add(*item)
+                    self._update(*item)
             except Empty:
-                for store in list(self._stores.values()):
-                    self._changed(store, store.retry)
+                self._retry()
             except Exception as error:  # a thread that ends would keep every later text in the queue
                 self._has_problem(f"{type(error).__name__}: {error}")
 
-    def _changed(self, store: Store, change: Callable[[], None]) -> None:
-        """Change an owner's store, and note whether its texts are written."""
-        before = store.problem
-        change()
-        if store.problem is not None:
-            self._has_problem(store.problem)
-        elif before is not None and all(one.problem is None for one in self._stores.values()):
-            logger.warning("the memory keeps texts on the disk again")
-            self.problem = None
+    def _retry(self) -> None:
+        """Write the texts that the folder lacks."""
+        for name, segments in list(self._segments.items()):
+            if self._database is not None and any(row is None for row, _ in segments):
+                self._update(name)
 
-    def _take_over(self) -> None:
-        """Become the process that writes if the one that did has ended."""
-        assert self.folder is not None
-        with suppress(OSError):
-            self._lock_file = _locked(self.folder)
-        if self._lock_file is not None:
-            logger.warning("this process writes to the memory %s now", self.folder)
-            self._sweep(self.folder)
-            with self._lock:
-                self.writes, self._stores = True, {}
+    def _update(self, name: str, text: IntArray | None = None) -> list[Stored]:
+        """Read an owner's segments, add a text, and return them. Texts that cannot be written now are segments without rows."""
+        with self._lock:
+            known = self._segments.get(name, [])
+            new = [one for row, one in known if row is None]
+            if text is not None and self.writes:
+                new.append(Segment.of(text))
+            if self._database is not None:
+                try:
+                    stored = self._database.update(name, dict(known), new, self._grown)
+                except sqlite3.Error as error:
+                    self._has_problem(str(error))
+                    stored = [one for one in known if one[0] is not None] + self._grown([], new)
+            else:
+                stored = self._grown([], new)
+            self._segments[name] = stored
+            if new and self.problem and all(row for segments in self._segments.values() for row, _ in segments):
+                logger.warning("the memory keeps texts on the disk again")
+                self.problem = None
+            return stored
+
+    def _grown(self, stored: list[Stored], new: Sequence[Segment]) -> list[Stored]:
+        """Return an owner's segments with new ones: similar ones are merged, the oldest ones go."""
+        out = list(stored)
+        for newer in new:
+            while (
+                out and out[-1][1].size <= _GROWTH * newer.size and out[-1][1].size + newer.size <= self.max_tokens // 8
+            ):
+                newer = out.pop()[1].merged(newer)
+            out.append((None, newer))
+        while len(out) > 1 and sum(one.size for _, one in out) > self.max_tokens:
+            del out[0]
+        return out
 
     def _has_problem(self, problem: str) -> None:
         if self.problem is None:
             logger.warning("the memory no longer keeps texts on the disk: %s", problem)
         self.problem = problem
 
-    def _add(self, owner: str, tokens: IntArray | None) -> None:
-        if tokens is None:
-            self._store(owner)
-            return
-        if not self.writes and not self._reads_only and monotonic() > self._refreshed + _REFRESH_S:
-            self._take_over()
-        if self.writes:
-            store = self._store(owner)
-            self._changed(store, lambda: store.add(tokens))
-        elif monotonic() > self._refreshed + _REFRESH_S:
-            self._refreshed = monotonic()
-            for store in list(self._stores.values()):
-                store.refresh()
-
 
 @lru_cache(maxsize=1024)
-def _folder_name(owner: str) -> str:
+def _name(owner: str) -> str:
+    """Return the name under which an owner, who may be an API key, is stored."""
     return sha256(f"foresay memory {owner}".encode()).hexdigest()[:32]
-
-
-_opened: dict[Path, Memory] = {}
-_opening = threading.Lock()
-
-
-def _locked(folder: Path) -> int | None:
-    """Return a descriptor with the folder's lock, None if another process has it. Raises OSError."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError:  # a file system without locks
-            with suppress(OSError):
-                os.close(descriptor)
-            raise
-    return descriptor

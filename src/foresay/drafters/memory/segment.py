@@ -8,8 +8,7 @@ a binary search.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -34,33 +33,42 @@ def pattern(context: npt.NDArray[np.int64]) -> bytes:
 class Segment:
     """Some texts and their index."""
 
-    __slots__ = ("_numbers", "order", "reversed", "size")
-
-    def __init__(self, reversed_tokens: Any, order: Any) -> None:
-        """reversed_tokens: buffer of the reversed text, each token in 4 bytes, big-endian. order: buffer of the index, uint32."""
-        self.reversed, self.order = reversed_tokens, memoryview(order).cast("B").cast("I")
-        self._numbers = np.frombuffer(reversed_tokens, dtype=">u4")
-        self.size = len(self._numbers)
+    def __init__(self, tokens: bytes, order: bytes) -> None:
+        """tokens: the reversed texts, SEPARATOR before each, a token in 4 bytes, big-endian. order: the index, uint32."""
+        self.tokens, self.order = tokens, memoryview(order).cast("I")
+        self._numbers = np.frombuffer(tokens, dtype=">u4")
+        self.size = len(self.order)
         """Tokens, separators included."""
 
     @staticmethod
-    def build(text: Tokens) -> Segment:
-        """Index a text, in which SEPARATOR follows each of its parts."""
-        backwards = text[::-1]
+    def build(*parts: npt.ArrayLike) -> Segment:
+        """Index reversed texts, which follow each other."""
+        backwards = np.concatenate(parts).astype(np.uint32)
         return Segment(backwards.astype(">u4").tobytes(), _order(backwards).tobytes())
 
-    def text(self) -> Tokens:
-        """Return the text."""
-        return self._numbers[::-1].astype(np.uint32)
+    @staticmethod
+    def of(text: npt.NDArray[np.int64]) -> Segment:
+        """Index one text."""
+        return Segment.build([SEPARATOR], text[::-1])
+
+    def merged(self, newer: Segment) -> Segment:
+        """Return one segment with the texts of both."""
+        return Segment.build(newer._numbers, self._numbers)
+
+    def texts(self) -> list[Tokens]:
+        """Return the texts, oldest first, without their separators."""
+        whole = self._numbers[::-1].astype(np.uint32)
+        return [part[:-1] for part in np.split(whole, 1 + np.flatnonzero(whole == SEPARATOR))[:-1]]
 
     def continuations(self, given: bytes, count: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (length of a match, up to `count` tokens after it) for suffixes of a context, the longest first.
 
         given: `pattern` of the context. Of the occurrences of a suffix the latest comes first.
         """
-        length = self._longest(given[: DEPTH * _BYTES])
-        while length:
-            prefix = given[: length * _BYTES]
+        prefix = given[: DEPTH * _BYTES]
+        low = high = bisect_left(self.order, prefix, key=lambda at: self._prefix(at, DEPTH))
+        while length := max(self._common_at(prefix, low - 1), self._common_at(prefix, high)):
+            prefix = prefix[: length * _BYTES]
             low = bisect_left(self.order, prefix, key=lambda at: self._prefix(at, length))
             high = bisect_right(self.order, prefix, key=lambda at: self._prefix(at, length))
             found = sorted(self.order[low : min(high, low + _SEEN)])
@@ -68,15 +76,9 @@ class Segment:
             for at in sorted(found, key=lambda at: -whole[at]):
                 if after := self._after(at, count):
                     yield whole[at], after
-            length = max(self._common_at(prefix, low - 1), self._common_at(prefix, high))
-
-    def _longest(self, given: bytes) -> int:
-        """Return the length of the longest match of at most DEPTH tokens: that of a neighbour in the index."""
-        index = bisect_left(self.order, given, key=lambda at: self._prefix(at, DEPTH))
-        return max(self._common_at(given, index - 1), self._common_at(given, index))
 
     def _prefix(self, at: int, length: int) -> bytes:
-        return bytes(self.reversed[at * _BYTES : (at + length) * _BYTES])
+        return self.tokens[at * _BYTES : (at + length) * _BYTES]
 
     def _common_at(self, given: bytes, index: int) -> int:
         """Return how many tokens of a pattern the text at an entry of the index has in common with it."""
@@ -85,21 +87,13 @@ class Segment:
     def _common(self, given: bytes, at: int) -> int:
         """Return how many tokens of a pattern the reversed text from an index on has in common with it."""
         own = self._prefix(at, len(given) // _BYTES)
-        if own == given:
-            return len(own) // _BYTES
-        size = min(len(own), len(given))
-        differ = np.frombuffer(own[:size], np.uint32) != np.frombuffer(given[:size], np.uint32)
-        return int(differ.argmax()) if differ.any() else size // _BYTES
+        differ = np.frombuffer(own, np.uint32) != np.frombuffer(given[: len(own)], np.uint32)
+        return int(differ.argmax()) if differ.any() else len(differ)
 
     def _after(self, at: int, count: int) -> list[int]:
         """Return up to `count` tokens after the token at index `at` of the reversed text, within its part."""
         found: list[int] = self._numbers[max(0, at - count) : at][::-1].tolist()
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
-
-
-def merged(segments: Sequence[Segment]) -> Segment:
-    """Return one segment with the texts of several, in their order."""
-    return Segment.build(np.concatenate([one.text() for one in segments]))
 
 
 def _order(backwards: Tokens) -> npt.NDArray[np.uint32]:
