@@ -13,14 +13,9 @@ from time import time
 
 from foresay.errors import ConfigError
 
-try:
-    import fcntl
-except ImportError:  # Windows: folders of killed processes are not removed
-    fcntl = None  # type: ignore[assignment]
-
 _WORK = ".work"
-_STALE_S = 60.0
-"""Age from which an unlocked folder is stale: a folder is locked shortly after it is created."""
+_STALE_S = 3 * 86_400.0
+"""Age from which a folder is one that a killed process left."""
 
 
 def cache_dir() -> Path:
@@ -47,20 +42,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 def work_folder(name: str, parent: Path | None = None) -> Iterator[Path]:
     """Create a folder in `parent` (by default the system's temporary folder) and remove it with its content at the end.
 
-    The folder of a killed process is removed by the next call with the same name and parent.
+    The folder of a killed process is removed by a call with the same name and parent three days later.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    remove_stale(parent, f".{name}-")
+    with suppress(OSError):
+        _remove_stale(parent, f".{name}-")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", suffix=_WORK, dir=parent, ignore_cleanup_errors=True) as made:
-        lock = os.open(made, os.O_RDONLY) if fcntl is not None else None
-        try:
-            if lock is not None:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield Path(made)
-        finally:
-            if lock is not None:
-                os.close(lock)
+        yield Path(made)
 
 
 @contextmanager
@@ -110,26 +98,11 @@ def usual_modes(folder: Path) -> None:
         path.chmod(mode)
 
 
-def remove_stale(parent: Path, prefix: str = ".", age_s: float = _STALE_S) -> None:
-    """Remove this user's work folders in `parent`, with names that begin so, that no process has locked.
-
-    age_s: those that were changed since are kept, unless the caller knows that no other process writes to `parent`.
-    """
-    if fcntl is None:
-        return
+def _remove_stale(parent: Path, prefix: str) -> None:
+    """Remove this user's old work folders in `parent`, with names that begin so."""
+    own = os.geteuid() if hasattr(os, "geteuid") else 0  # always 0 on Windows
     for entry in os.scandir(parent):
         if entry.name.startswith(prefix) and entry.name.endswith(_WORK) and entry.is_dir(follow_symlinks=False):
-            with suppress(OSError):  # another user's, locked or already removed
-                _remove_unlocked(entry, age_s)
-
-
-def _remove_unlocked(entry: os.DirEntry[str], age_s: float) -> None:
-    found = entry.stat(follow_symlinks=False)
-    if found.st_uid != os.geteuid() or time() - found.st_mtime < age_s:
-        return
-    lock = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(entry.path, ignore_errors=True)
-    finally:
-        os.close(lock)
+            found = entry.stat(follow_symlinks=False)
+            if found.st_uid == own and time() - found.st_mtime > _STALE_S:
+                shutil.rmtree(entry.path, ignore_errors=True)

@@ -6,19 +6,18 @@ Owns the kinds, the contents of their setup, tasks and results, and the two func
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ForesayError
-from foresay.generation.generator import seeded
+from foresay.generation.generator import Generator, seeded
 from foresay.generation.load import load
 from foresay.lab.bench.executor import BenchExecutor
 from foresay.lab.bench.settings import BenchSettings
-from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.grid import Grid
 from foresay.lab.replay.record import Recorder, header
 from foresay.text.prompts import as_chat
@@ -28,112 +27,87 @@ AHEAD = 2
 """Capacity of a worker in batches, so that new tasks are available when rows end."""
 
 
-class Job(Protocol):
-    """The work of one worker."""
+class Job:
+    """The work of one worker: tasks are taken, and steps return the results that they complete."""
 
-    capacity: int
+    capacity = 1
     """Maximum number of unfinished tasks."""
+    described: Plain
+    """The data that the coordinating process needs before the first task."""
+    work: Any
+    """A session, or what else has `has_work` and `step`."""
 
-    def describe(self) -> Plain:
-        """Return the data that the coordinating process needs before the first task."""
-        return {}
+    def load(self, setup: Plain) -> Generator:
+        """Load the generator of a setup that decodes continuously."""
+        generator = load(**setup["load"])
+        self.capacity = AHEAD * generator.max_batch_size
+        return generator
 
     def take(self, number: int, task: Any) -> None:
         """Accept a task. Raises ForesayError if it cannot be done."""
-        ...
+        raise NotImplementedError
 
     @property
     def has_work(self) -> bool:
         """True if a task is unfinished."""
-        ...
+        return bool(self.work.has_work)
 
     def step(self) -> Sequence[Result]:
         """Advance the work by one step and return the results that it completes."""
-        ...
+        raise NotImplementedError
 
 
 class GenerateJob(Job):
     """Text generation: setup {load, params, raw}, task: a prompt, result: the record of a Generation."""
 
     def __init__(self, setup: Plain) -> None:
-        self._generator, self._params, self._raw = load(**setup["load"]), setup["params"], setup["raw"]
-        self._session = self._generator.session(prefill_wait_s=OFFLINE_WAIT_S)
-        self._numbers: dict[int, int] = {}
-        self.capacity = AHEAD * self._generator.max_batch_size
+        self._generator, self._params, self._raw = self.load(setup), setup["params"], setup["raw"]
+        self.work = self._generator.session(prefill_wait_s=OFFLINE_WAIT_S)
+        self._numbers, self.described = dict[int, int](), {}
 
     def take(self, number: int, task: str) -> None:
         """See Job. The seed is that of task 0; other seeds are derived from it and the task number."""
         prompt = as_chat(task, self._generator.tokenizer, raw=self._raw)
-        self._numbers[self._session.submit(prompt, seeded(self._params, number), text=False)] = number
-
-    @property
-    def has_work(self) -> bool:
-        """See Job."""
-        return self._session.has_work
+        self._numbers[self.work.submit(prompt, seeded(self._params, number), text=False)] = number
 
     def step(self) -> Sequence[Result]:
         """See Job."""
-        done = [(chunk.index, chunk.generation) for chunk in self._session.step()]
+        done = [(chunk.index, chunk.generation) for chunk in self.work.step()]
         return [(self._numbers.pop(index), one.as_record()) for index, one in done if one is not None]
 
 
 class RecordJob(Job):
-    """Recording: setup {load, params, chat, items}, task (item index, known outputs by id), result: lines."""
+    """Recording: setup {load, params, chat, items}, tasks by item index: known outputs by id, result: lines."""
 
     def __init__(self, setup: Plain) -> None:
-        generator = load(**setup["load"])
-        self._builder = RequestBuilder(generator, chat=setup["chat"])
-        self._requests = self._builder.first(setup["items"])
-        self._recorder = Recorder(self._builder, self._requests, setup["params"], {}, self._write)
-        self._open: dict[str, tuple[int, list[Plain]]] = {}
-        self._ended: list[Result] = []
-        self.capacity = AHEAD * generator.max_batch_size
+        builder = RequestBuilder(self.load(setup), chat=setup["chat"])
+        requests = builder.first(setup["items"])
+        self.work, self._open = Recorder(builder, requests, setup["params"]), dict[int, list[Plain]]()
+        self.described = dict(header(builder.generator, requests, setup["params"], setup["chat"]))
 
-    def describe(self) -> Plain:
-        """Return the recording's header."""
-        builder = self._builder
-        return dict(header(builder.generator, self._requests, self._recorder.params, builder.chat))
-
-    def take(self, number: int, task: tuple[int, Mapping[str, Any]]) -> None:
+    def take(self, number: int, task: Mapping[str, Any]) -> None:
         """See Job."""
-        index, known = task
-        self._recorder.done |= {name: {"output": output} for name, output in known.items()}
-        self._open[self._requests[index].item.id] = (number, [])
-        self._recorder.submit(self._requests[index])
-
-    @property
-    def has_work(self) -> bool:
-        """See Job."""
-        return self._recorder.has_work
+        self._open[number] = []
+        self.work.submit(number, task)
 
     def step(self) -> Sequence[Result]:
         """See Job."""
+        results: list[Result] = []
         try:
-            self._recorder.step()
+            for number, line, is_last in self.work.step():
+                self._open[number].append(line)
+                if is_last:
+                    results.append((number, self._open.pop(number)))
         except ForesayError as error:  # such as a later turn that is too long; it names its prompt
-            return [(number, Failed.of(error)) for number, _ in self._open.values()][:1]
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _write(self, request: PromptRequest, line: Mapping[str, Any]) -> None:
-        number, lines = self._open[request.item.id]
-        lines.append(dict(line))
-        if request.turn >= len(request.item.followups):
-            del self._open[request.item.id]
-            self._ended.append((number, lines))
+            return [(number, Failed.of(error)) for number in self._open][:1]
+        return results
 
 
 class CallsJob(Job):
     """Tasks of one function call each: `call` maps a task to its result."""
 
-    capacity = 1
-
     def __init__(self, call: Callable[[Any], Any], described: Plain | None = None) -> None:
-        self._call, self._described, self._waiting = call, described or {}, deque[tuple[int, Any]]()
-
-    def describe(self) -> Plain:
-        """See Job."""
-        return self._described
+        self._call, self.described, self._waiting = call, described or {}, list[tuple[int, Any]]()
 
     def take(self, number: int, task: Any) -> None:
         """See Job."""
@@ -146,7 +120,7 @@ class CallsJob(Job):
 
     def step(self) -> Sequence[Result]:
         """See Job."""
-        number, task = self._waiting.popleft()
+        number, task = self._waiting.pop(0)
         try:
             return [(number, self._call(task))]
         except ForesayError as error:
@@ -180,7 +154,7 @@ def begin(setup: Plain) -> tuple[Plain, int] | Failed:
     torch.set_num_threads(setup["threads"])
     try:
         _job = KINDS[setup["kind"]](setup)
-        return _job.describe(), _job.capacity
+        return _job.described, _job.capacity
     except ForesayError as error:
         return Failed.of(error)
 

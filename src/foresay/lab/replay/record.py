@@ -6,11 +6,10 @@ nothing; records.recording owns the file format.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foresay.decoding.distributions import Distributions
@@ -25,6 +24,7 @@ from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest
+from foresay.records.lines import Line
 from foresay.records.provenance import provenance
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.text.stream import Detokenizer
@@ -37,11 +37,18 @@ class Progress:
 
     done: int
     total: int
-    """Known number of outputs: a later turn counts once it is submitted."""
+    """Number of outputs, those of later turns included."""
     resumed: int
     """Outputs in the file at the start of this run."""
     tokens: int
     """Output tokens of this run."""
+
+
+OnProgress = Callable[[Progress], None]
+Known = Mapping[str, Sequence[int]]
+"""Output of each finished turn, by its id."""
+Perform = Callable[[Mapping[int, Known]], Iterator[Sequence[Line]]]
+"""Function from the unfinished items by index, each with its finished outputs, to the lines of outputs that end."""
 
 
 class _Probabilities:
@@ -67,6 +74,8 @@ class _ActiveRequest:
 
     request: PromptRequest
     prepared: PreparedPrompt
+    answers: list[str]
+    """Answers to the earlier turns."""
     steps: list[Step] = field(default_factory=list)
     token_probs: list[float] = field(default_factory=list)
 
@@ -97,7 +106,7 @@ def record(
     params: SamplingParams,
     *,
     chat: bool = True,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Recording:
     """Record the target's outputs for `items` in `path` and return the recording.
 
@@ -108,21 +117,45 @@ def record(
     """
     builder = RequestBuilder(generator, chat=chat)
     requests = builder.first(items)
-    check_unique([request.id for request in requests])
-    with recording_writer(path, header(generator, requests, params, chat)) as writer:
-        done = {str(line.get("id")): line for line in writer.lines}
-        resumed = len(done)
 
-        def report() -> None:
-            on_progress(Progress(len(recorder.done), recorder.total, resumed, recorder.tokens))
-
-        recorder = Recorder(builder, requests, params, done, lambda request, line: writer.append(line))
-        for request in requests:
-            recorder.submit(request)
-        report()
+    def perform(tasks: Mapping[int, Known]) -> Iterator[Sequence[Line]]:
+        recorder = Recorder(builder, requests, params)
+        for index, known in tasks.items():
+            recorder.submit(index, known)
         while recorder.has_work:
-            if recorder.step():
-                report()
+            yield [line for _, line, _ in recorder.step()]
+
+    return write_recording(path, header(generator, requests, params, chat), items, perform, on_progress)
+
+
+def write_recording(
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    items: Sequence[PromptItem],
+    perform: Perform,
+    on_progress: OnProgress = lambda progress: None,
+) -> Recording:
+    """Perform the items that a recording does not contain yet, append each output, and return the recording.
+
+    Raises ConfigError as `record` does.
+    """
+    check_unique([item.id for item in items])
+    with recording_writer(path, header) as writer:
+        existing = {str(line["id"]): line["output"] for line in writer.lines}
+        turns = [[item.id, *(f"{item.id}/{i + 2}" for i in range(len(item.followups)))] for item in items]
+        tasks = {
+            index: {name: existing[name] for name in names if name in existing}
+            for index, names in enumerate(turns)
+            if not existing.keys() >= set(names)
+        }
+        progress = Progress(len(existing), sum(map(len, turns)), len(existing), 0)
+        on_progress(progress)
+        for lines in perform(tasks) if tasks else ():
+            for line in lines:
+                writer.append(line)
+                tokens = progress.tokens + len(line["output"])
+                progress = replace(progress, done=progress.done + 1, tokens=tokens)
+            on_progress(progress)
     return Recording.load(path)
 
 
@@ -164,79 +197,65 @@ def header(
 
 
 class Recorder:
-    """One recording run: decodes the unfinished requests and writes each output when it ends."""
+    """Decodes items turn by turn, and returns the line of each output that ends."""
 
-    def __init__(
-        self,
-        builder: RequestBuilder,
-        requests: Sequence[PromptRequest],
-        params: SamplingParams,
-        done: dict[str, Any],
-        write: Callable[[PromptRequest, Mapping[str, Any]], None],
-    ) -> None:
-        """requests: all first turns; seeds are derived from their indices. done: id -> line of each finished request."""
-        self.builder, self.params, self.done, self._write = builder, params, done, write
-        self.tokens = 0
-        """Output tokens of this run."""
-        self.probabilities = _Probabilities()
-        self.session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=[self.probabilities])
-        self.indices = {request.id: i for i, request in enumerate(requests)}
-        self.active: dict[int, _ActiveRequest] = {}
-        self.answers: dict[str, list[str]] = {}
+    def __init__(self, builder: RequestBuilder, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
+        """requests: all first turns; seeds are derived from their indices."""
+        self._builder, self._requests, self._params = builder, requests, params
+        self._probabilities = _Probabilities()
+        observers = [self._probabilities]
+        self._session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=observers)
+        self._indices = {request.id: i for i, request in enumerate(requests)}
+        self._active: dict[int, _ActiveRequest] = {}
 
     @property
     def has_work(self) -> bool:
         """True if a request is being decoded."""
-        return self.session.has_work
+        return self._session.has_work
 
-    @property
-    def total(self) -> int:
-        """Number of outputs that are finished or being decoded."""
-        return len(self.done) + len(self.active)
+    def submit(self, index: int, known: Known) -> None:
+        """Start the first turn of an item that is not finished yet."""
+        request: PromptRequest | None = self._requests[index]
+        answers: list[str] = []
+        while request is not None and request.id in known:
+            request = self._following(request, answers, known[request.id])
+        if request is not None:
+            self._start(request, answers)
 
-    def step(self) -> bool:
-        """Run one engine step. Return True if it generated tokens."""
-        chunks = self.session.step()
-        for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
-            one = self.active[chunk.index]
+    def step(self) -> list[tuple[int, Line, bool]]:
+        """Run one engine step. Return (index of the item, line, True if it was the last turn) of each output that ends."""
+        ended = []
+        for chunk, prob in zip(self._session.step(), self._probabilities.latest, strict=False):
+            one = self._active[chunk.index]
             if chunk.error is not None:
                 raise chunk.error
             one.steps.append(chunk.step)
             one.token_probs.append(prob)
-            self.tokens += len(chunk.step.token_ids)
             if chunk.finish_reason is not None:
-                self._finish(self.active.pop(chunk.index), chunk.finish_reason)
-        return bool(chunks)
+                del self._active[chunk.index]
+                index = self._indices[one.request.item.id]
+                finished = one.record(chunk.finish_reason, index)
+                after = self._following(one.request, one.answers, finished.output)
+                if after is not None:
+                    self._start(after, one.answers)
+                ended.append((index, finished.as_line(), after is None))
+        return ended
 
-    def submit(self, request: PromptRequest) -> None:
-        """Start a turn, or reuse its output if it is finished."""
-        known = self.done.get(request.id)
-        if known is not None:
-            self._submit_next_turn(request, known["output"])
-            return
-        params = self.params
+    def _start(self, request: PromptRequest, answers: list[str]) -> None:
+        params = self._params
         if not params.greedy:
-            params = dataclasses.replace(
-                params, seed=derive(params.seed or 0, self.indices[request.item.id], request.turn)
-            )
+            seed = derive(params.seed or 0, self._indices[request.item.id], request.turn)
+            params = replace(params, seed=seed)
         try:
-            number = self.session.submit(list(request.token_ids), params, text=False)
+            number = self._session.submit(list(request.token_ids), params, text=False)
         except ForesayError as error:
             raise error.about(f"prompt {request.id!r}") from None
-        self.active[number] = _ActiveRequest(request, self.session.prepared(number))
+        self._active[number] = _ActiveRequest(request, self._session.prepared(number), answers)
 
-    def _finish(self, one: _ActiveRequest, reason: FinishReason) -> None:
-        finished = one.record(reason, self.indices[one.request.item.id])
-        self.done[one.request.id] = {}
-        self._write(one.request, finished.as_line())
-        self._submit_next_turn(one.request, finished.output)
-
-    def _submit_next_turn(self, request: PromptRequest, output: Sequence[int]) -> None:
-        """Submit the turn that follows an output, if there is one."""
+    def _following(self, request: PromptRequest, answers: list[str], output: Sequence[int]) -> PromptRequest | None:
+        """Return the turn that follows an output, which is added to the answers; None after the last."""
         if request.turn >= len(request.item.followups):
-            return
-        answers = self.answers.setdefault(request.item.id, [])
-        answers.append(Detokenizer(self.builder.generator.tokenizer, context=request.token_ids).all(output))
-        after = self.builder.following(request, answers)
-        if after is not None:
-            self.submit(after)
+            return None
+        tokenizer = self._builder.generator.tokenizer
+        answers.append(Detokenizer(tokenizer, context=request.token_ids).all(output))
+        return self._builder.following(request, answers)
