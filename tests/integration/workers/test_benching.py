@@ -18,10 +18,11 @@ from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.records.results import Results
-from foresay.workers import benching
+from foresay.workers import benching, processes
 from foresay.workers.pool import Pool
 from foresay.workers.processes import Processes
 from helpers import tiny
+from helpers.in_process import InProcess
 
 pytestmark = pytest.mark.slow
 ITEMS = [PromptItem(f"a-{i}", f"number {i} and more", followups=("go on",) * (i == 0)) for i in range(3)]
@@ -97,6 +98,7 @@ def test_few_turns_are_shared_too() -> None:
 def test_the_command(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(processes, "Processes", InProcess)
     shell = tiny.Shell(monkeypatch, capsys)
     asked = ("bench", str(tmp_path / "r.jsonl"), "--model", str(folder), "--dtype", "fp32", "--drafter", "suffix")
     asked += ("--length", "4", "--count", "3", "-n", "12", "--repeats", "2", "--workers", "2")

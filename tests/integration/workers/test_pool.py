@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +15,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, UnknownNameError
 from foresay.workers.messages import Failed, check_sendable
 from foresay.workers.pool import TRIES, Pool, check_workers, in_order
+from helpers.in_process import done
 
 
 class Simulated:
@@ -50,15 +52,6 @@ class Stage:
 
     def close(self, worker: Simulated) -> None:
         worker.closed = True
-
-
-def done(value: Any) -> Future[Any]:
-    call: Future[Any] = Future()
-    if isinstance(value, Exception):
-        call.set_exception(value)
-    else:
-        call.set_result(value)
-    return call
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,5 +115,5 @@ def test_wrong_numbers_and_parameters() -> None:
 
 def test_an_error_is_rebuilt_from_its_parts() -> None:
     error = UnknownNameError("rule", "x", ["y"]).about("prompt 3")
-    rebuilt = Failed.of(error).error()
+    rebuilt = pickle.loads(pickle.dumps(Failed.of(error))).error()  # noqa: S301
     assert type(rebuilt) is UnknownNameError and str(rebuilt) == str(error) and vars(rebuilt) == vars(error)

@@ -20,10 +20,11 @@ from foresay.errors import ForesayError, ModelNotFoundError
 from foresay.lab.data.items import PromptItem
 from foresay.lab.replay.record import record
 from foresay.records.recording import Recording
-from foresay.workers import recording
+from foresay.workers import processes, recording
 from foresay.workers.pool import Pool
 from foresay.workers.processes import Processes
 from helpers import tiny
+from helpers.in_process import InProcess
 from helpers.waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,12 @@ def two(folder: Path) -> Iterator[Any]:
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
     return tiny.Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def in_process(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> tiny.Shell:
+    monkeypatch.setattr(processes, "Processes", InProcess)
+    return shell
 
 
 def load(folder: Path, **more: Any) -> dict[str, Any]:
@@ -103,65 +110,45 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path, two: An
     assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "alone.jsonl")
 
 
-def test_errors_of_workers_are_ours(folder: Path, two: Any) -> None:
+def test_errors_of_tasks_and_loading(folder: Path, tmp_path: Path) -> None:
+    """A model that is not there, an empty prompt, a turn that does not fit: one error each, after which the job goes on."""
+    settings = {"kind": "generate", "load": load(folder), "params": SamplingParams(max_new_tokens=4), "raw": True}
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        two({"kind": "generate", "load": {"target": "./nowhere"}, "params": SamplingParams(), "raw": True}, 1)
-    pool = two({"kind": "generate", "load": load(folder), "params": SamplingParams(max_new_tokens=4), "raw": True}, 1)
+        Pool(InProcess({**settings, "load": {"target": "./nowhere"}}, 1), 1)
+    pool = Pool(InProcess(settings, 1), 1)
     with pytest.raises(ForesayError, match="empty"):
         list(pool.run({0: ""}))
-
-
-def test_errors_behind_the_first_step_are_ours_too(folder: Path, two: Any, tmp_path: Path, shell: tiny.Shell) -> None:
-    """A turn that does not fit, a draft that is not there: one error each, and no worker dies over it."""
+    assert len(list(pool.run({0: "a"}))) == 1
     long = [PromptItem("c-0", "short", followups=("long " * 4000,))]
-    pool = two(recording.setup(load(folder), long, SamplingParams(max_new_tokens=4), chat=True), 1)
-    pids = [worker.handle.process.pid for worker in pool._workers]
+    pool = Pool(InProcess(recording.setup(load(folder), long, SamplingParams(max_new_tokens=4), chat=True), 1), 1)
     with pytest.raises(ForesayError, match="c-0/2"):
         recording.record(pool, long, tmp_path / "r.jsonl")
-    assert [worker.handle.process.pid for worker in pool._workers] == pids
-    record(foresay.load(**load(folder)), ITEMS[:2], tmp_path / "a.jsonl", SAMPLED)
-    grid = ("replay", str(tmp_path / "a.jsonl"), "--workers", "1", "--drafter", "model(./nowhere)")
-    found = shell.refused(*grid)
-    assert "nowhere" in found and "died" not in found
-
-
-def test_kept_results_are_of_what_is_in_the_file(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
-    """A recording of the same name with other texts is another; so is another batch size, which is refused."""
-    kept, path = tmp_path / "grid.jsonl", tmp_path / "a.jsonl"
-    grid = ("replay", str(path), "--drafter", "suffix", "--json", "-o", str(kept))
-    outs = []
-    for count in (2, 5):
-        path.unlink(missing_ok=True)
-        record(foresay.load(**load(folder)), ITEMS[:count], path, SamplingParams(max_new_tokens=12, ignore_eos=True))
-        outs.append(json.loads(shell(*grid)[1])["stats"]["num_tokens"])
-    assert outs[0] < outs[1] and len(kept.read_text().splitlines()) == 3
-    for more, named in ((("--batch-size", "4"), "batch_size"), (("--dtype", "fp32"), "dtype")):
-        assert named in shell.refused(*grid, *more)
 
 
 def test_kept_results_need_no_worker(
-    shell: tiny.Shell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_process: tiny.Shell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a file that changes while a program runs is read again; a settings file beside it has no say."""
+    """A recording of the same name with other texts is another; other settings are refused, and a settings file has no say."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sharing, "pool", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "foresay.toml").write_text('target = "nowhere"\n')
-    params, grid = (
-        SamplingParams(max_new_tokens=12, ignore_eos=True),
-        ("--drafter", "suffix", "--json", "-o", "g.jsonl"),
-    )
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    grid = ("replay", "a.jsonl", "--drafter", "suffix", "--json", "-o", "g.jsonl")
     found = []
     for count in (2, 3):
         (tmp_path / "a.jsonl").unlink(missing_ok=True)
         record(foresay.load(**load(folder)), ITEMS[:count], tmp_path / "a.jsonl", params)
-        found.append(shell("replay", "a.jsonl", *grid))
-        assert found[-1] == shell("replay", "a.jsonl", *grid, "--workers", "2") and found[-1][0] == 0
+        found.append(in_process(*grid))
+        assert found[-1] == in_process(*grid, "--workers", "2") and found[-1][0] == 0
     assert found[0] != found[1] and all(err == "" for _, _, err in found)
+    assert len((tmp_path / "g.jsonl").read_text().splitlines()) == 3
+    for more, named in ((("--batch-size", "4"), "batch_size"), (("--dtype", "fp32"), "dtype")):
+        assert named in in_process.refused(*grid, *more)
 
 
-def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
+def test_commands(folder: Path, tmp_path: Path, in_process: tiny.Shell) -> None:
     """generate --lines and replay print what they print alone, in order; record too. Wrong uses are refused."""
-    prompts = "".join(f"prompt {i}\n" for i in range(7)).encode()
+    shell, prompts = in_process, "".join(f"prompt {i}\n" for i in range(7)).encode()
     asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32", "-t", "0.8", "--seed", "3")
     alone, shared = (shell(*asked, "--json", *more, stdin=prompts) for more in ((), ("--workers", "2")))
     assert (alone[0], shared[0], shared[2]) == (0, 0, ""), shared
@@ -176,6 +163,8 @@ def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
     made = shell("record", str(other), *asking, "--workers", "2")
     assert made[0] == 0, made
     assert lines(one) == lines(other)
+    other.unlink()  # replay another one: results are kept by the digest of a file
+    assert shell("record", str(other), *asking, "--count", "4")[0] == 0
 
     grid = ("replay", str(one), str(other), "--drafter", "suffix", "--drafter", "prompt_lookup", "--json")
     kept = tmp_path / "grid.jsonl"
@@ -193,14 +182,13 @@ def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
 
 
 def test_a_terminal_gets_a_bar_and_standard_output_the_texts(folder: Path, shell: tiny.Shell) -> None:
-    """Shared or alone, what a pipe reads is the same whether somebody watches or not."""
+    """What a pipe reads is the same whether somebody watches or not."""
     prompts = "".join(f"prompt {i}\n" for i in range(4)).encode()
     asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32")
     wanted = shell(*asked, stdin=prompts)[1].encode()
-    for more in ((), ("--workers", "2")):
-        code, out, shown = tiny.foresay_watched(*asked, *more, stdin=prompts)
-        assert (code, out) == (0, wanted), shown
-        assert "tokens/s" in shown and "4/4" in shown
+    code, out, shown = tiny.foresay_watched(*asked, "--workers", "2", stdin=prompts)
+    assert (code, out) == (0, wanted), shown
+    assert "tokens/s" in shown and "4/4" in shown
 
 
 def test_an_interrupt_ends_the_workers(folder: Path, tmp_path: Path) -> None:
