@@ -10,11 +10,20 @@ import os
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from pydantic import ConfigDict
+
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.json_files import Schema, parse_object, read_limited
 
 T = TypeVar("T")
+
+
+class Stored:
+    """Base of dataclasses that are read from files: without further fields, infinities and NaN."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def save(value: Any, path: str | os.PathLike[str], format: str, version: int, *, parents: bool = False) -> None:

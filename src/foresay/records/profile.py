@@ -16,31 +16,28 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from foresay.decoding.capabilities import PREFILL_CHUNK
 from foresay.errors import ConfigError
 from foresay.files import cache_dir
 from foresay.json_files import Schema
 from foresay.records import document
+from foresay.records.document import Stored
 
 FORMAT, VERSION = "foresay-profile", 1
 
 Count = Annotated[int, Field(ge=0, le=2**40)]
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
-_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Validation settings of the dataclasses below."""
 
 FILLED_TOGETHER = 4
 """Prompts that are prefilled together when prefill is timed; a profile has the time per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Stored):
     """Seconds of one engine step, without drafting, at one batch size, number of tokens per pass and context length."""
-
-    __pydantic_config__ = _CHECKS
 
     batch: Size
     columns: Size
@@ -55,10 +52,8 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class Floor(Stored):
     """The lower bound of the time of a forward pass (roofline): the bytes that it must read / the memory bandwidth."""
-
-    __pydantic_config__ = _CHECKS
 
     weight_bytes: Annotated[int, Field(ge=0, le=2**60)]
     kv_bytes: Count
@@ -72,10 +67,8 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Stored):
     """The times of one model on one machine."""
-
-    __pydantic_config__ = _CHECKS
 
     model: str
     dtype: str

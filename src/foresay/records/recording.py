@@ -17,6 +17,7 @@ from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.errors import ConfigError
 from foresay.json_files import Schema, short
 from foresay.models.recording import MAX_VOCAB_SIZE, RecordedText
+from foresay.records.document import Stored
 from foresay.records.importers import read_cs_drafting_cache, read_tensor_log
 from foresay.records.lines import Line, LineWriter, read_lines
 
@@ -24,8 +25,6 @@ FORMAT, VERSION = "foresay-recording", 1
 
 TokenId = Annotated[int, Field(ge=0, lt=MAX_VOCAB_SIZE)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
-_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Validation settings of a Record."""
 
 
 def _finish_reason(value: str) -> str:
@@ -33,10 +32,8 @@ def _finish_reason(value: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Record(Stored):
     """The output for one prompt."""
-
-    __pydantic_config__ = _CHECKS
 
     id: str
     prompt: TokenIds

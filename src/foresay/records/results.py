@@ -23,6 +23,7 @@ from foresay.decoding.outcome import Step
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.json_files import Schema
+from foresay.records.document import Stored
 from foresay.records.lines import Line, LineWriter, read_lines
 
 FORMAT, VERSION = "foresay-results", 2
@@ -31,8 +32,6 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 Duration = Annotated[float, Field(ge=1e-9, le=1e12)]
 """Positive seconds, because rates divide by them."""
-_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Validation settings of the dataclasses below."""
 
 
 class _StatsValues(BaseModel):
@@ -61,10 +60,8 @@ def _checked_stats(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cell:
+class Cell(Stored):
     """The configuration of a run: one method on one data set at one batch size and sampling."""
-
-    __pydantic_config__ = _CHECKS
 
     method: str
     dataset: str
@@ -76,14 +73,12 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptResult:
+class PromptResult(Stored):
     """Counts and times of one prompt, under the names of SpecDec++ (Huang et al. 2024) where the meaning is the same.
 
     Times are in seconds: the prompt's share of the batched steps that it took part in. SpecDec++'s target_time, draft_time and
     their lengths belong to the target and the draft model alone; lab.bench.specdec records them.
     """
-
-    __pydantic_config__ = _CHECKS
 
     id: str
     category: str
@@ -138,7 +133,7 @@ class PromptResult:
         )
 
 
-class _Line:
+class _Line(Stored):
     __slots__ = ()
 
     def as_line(self) -> Line:
@@ -149,8 +144,6 @@ class _Line:
 @dataclass(frozen=True, slots=True)
 class Run(_Line):
     """One repeat of one cell."""
-
-    __pydantic_config__ = _CHECKS
 
     cell: Cell
     repeat: Count
@@ -184,8 +177,6 @@ class Run(_Line):
 class Failure(_Line):
     """A failed attempt to run a cell."""
 
-    __pydantic_config__ = _CHECKS
-
     cell: Cell
     repeat: Count
     error: str
@@ -199,8 +190,6 @@ class Failure(_Line):
 class Prediction(_Line):
     """The throughput of a cell, predicted from a replay and a profile."""
 
-    __pydantic_config__ = _CHECKS
-
     cell: Cell
     tokens_per_s: Seconds
     tokens_per_pass: Seconds
@@ -210,8 +199,6 @@ class Prediction(_Line):
 @dataclass(frozen=True, slots=True)
 class Trace(_Line):
     """One output as (text, origin) pieces; origin is "draft", "residual" or "bonus"."""
-
-    __pydantic_config__ = _CHECKS
 
     cell: Cell
     id: str

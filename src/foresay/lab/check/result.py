@@ -10,23 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from foresay.json_files import Schema
 from foresay.records import document
+from foresay.records.document import Stored
 
 FORMAT, VERSION = "foresay-check", 1
 
 Size = Annotated[int, Field(ge=1, le=2**40)]
-_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""Validation settings of the dataclasses below."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(Stored):
     """Prompts, output tokens and target passes."""
-
-    __pydantic_config__ = _CHECKS
 
     prompts: Size
     tokens: Size
@@ -39,10 +36,8 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(Stored):
     """The counts of a run, and the settings that determine them."""
-
-    __pydantic_config__ = _CHECKS
 
     model: str
     drafter: str
