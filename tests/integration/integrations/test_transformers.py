@@ -189,17 +189,6 @@ def test_a_length_processor_of_the_callers_own(model: PreTrainedModel) -> None:
     assert fast == plain
 
 
-def test_prefix_allowed_tokens_are_refused(model: PreTrainedModel) -> None:
-    """The function is told the row's number, which a single row's processor does not know."""
-    with pytest.raises(ConfigError, match="PrefixConstrainedLogitsProcessor is not a pure function"):
-        model.generate(
-            **_one(),
-            do_sample=False,
-            prefix_allowed_tokens_fn=lambda _, ids: [40, 41, 42],
-            custom_generate=foresay.generate,
-        )
-
-
 def test_stopping_criteria(model: PreTrainedModel) -> None:
     class After(StoppingCriteria):
         def __init__(self, token: int) -> None:
@@ -267,13 +256,9 @@ def _sampled(model: PreTrainedModel, **kwargs: Any) -> list[list[int]]:
     return [row[-24:] for row in out.tolist()]
 
 
-def test_sampling_repeats_with_its_seed(model: PreTrainedModel) -> None:
+def test_sampling_repeats_with_its_seed_or_pytorchs(model: PreTrainedModel) -> None:
     first = _sampled(model, seed=7)
-    assert _sampled(model, seed=7) == first
-    assert _sampled(model, seed=8) != first
-
-
-def test_sampling_repeats_with_pytorchs_seed(model: PreTrainedModel) -> None:
+    assert _sampled(model, seed=7) == first != _sampled(model, seed=8)
     torch.manual_seed(3)
     first, second = _sampled(model), _sampled(model)
     torch.manual_seed(3)
@@ -320,43 +305,19 @@ def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[st
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("num_beams", {"num_beams": 2}),
-        ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 4}),
-        ("dola_layers", {"dola_layers": "low"}),
-        ("guidance_scale", {"guidance_scale": 1.5}),
-        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
-        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
-        ("output_logits", {"output_logits": True, "return_dict_in_generate": True}),
-        ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
-        ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
-    ],
-)
-def test_unsupported_settings_are_refused_by_name(model: PreTrainedModel, name: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"generation setting {name}=.* is not supported"):
-        model.generate(**_one(), **settings, custom_generate=foresay.generate)
-
-
-def test_unknown_arguments_are_refused(model: PreTrainedModel) -> None:
-    with pytest.raises((ValueError, ConfigError), match="num_draft_token"):
-        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, num_draft_token=3)
-    with pytest.raises(foresay.errors.UnknownNameError, match="unknown drafter 'lookup'"):
-        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, drafter="lookup")
-
-
-def test_padding_on_the_right_is_refused(model: PreTrainedModel) -> None:
-    inputs = _one()
-    inputs["attention_mask"][0, -1] = 0
-    with pytest.raises(ConfigError, match="pad on the left"):
-        model.generate(**inputs, do_sample=False, custom_generate=foresay.generate)
-
-
-def test_embeddings_are_refused(model: PreTrainedModel) -> None:
+def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> None:
+    """Settings and other arguments: test_transformers_arguments."""
+    padded = _one()
+    padded["attention_mask"][0, -1] = 0
     embeddings = model.get_input_embeddings()(_one()["input_ids"])
-    with pytest.raises(ConfigError, match=r"inputs_embeds|empty"):
-        model.generate(inputs_embeds=embeddings, do_sample=False, custom_generate=foresay.generate)
+    for given, error, message in (
+        ({**_one(), "num_draft_token": 3}, (ValueError, ConfigError), "num_draft_token"),
+        ({**_one(), "drafter": "lookup"}, foresay.errors.UnknownNameError, "unknown drafter 'lookup'"),
+        (padded, ConfigError, "pad on the left"),
+        ({"inputs_embeds": embeddings}, ConfigError, "inputs_embeds|empty"),
+    ):
+        with pytest.raises(error, match=message):  # type: ignore[call-overload]
+            model.generate(**given, do_sample=False, custom_generate=foresay.generate)
 
 
 def test_a_dictionary_is_returned_when_asked_for(model: PreTrainedModel) -> None:
@@ -371,30 +332,20 @@ def _attention(model: PreTrainedModel) -> set[str]:
     return {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
 
 
-def test_the_models_own_attention_is_restored(model: PreTrainedModel) -> None:
-    before = _attention(model)
-    assert NAME not in before
-    logits = model(**_one()).logits
-    model.generate(**_one(), do_sample=False, custom_generate=foresay.generate)
-    assert _attention(model) == before
-    assert torch.equal(model(**_one()).logits, logits)
+def _broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("broken processor")
 
 
-def test_the_drafts_own_attention_is_restored(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_models_are_restored(model: PreTrainedModel, training: bool) -> None:
+    """Attention and training mode, as after transformers' own `generate`."""
     draft = tiny.llama(seed=1)
-    before = _attention(draft)
+    before, logits = (_attention(model), _attention(draft)), model(**_one()).logits
+    assert NAME not in before[0]
+    model.train(training)
     model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, draft=draft)
-    assert _attention(draft) == before
-
-
-def test_it_is_restored_after_an_error_while_decoding(model: PreTrainedModel) -> None:
-    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("broken processor")
-
-    before = _attention(model)
-    with pytest.raises(RuntimeError, match="broken processor"):
-        model.generate(**_one(), do_sample=False, logits_processor=[broken], custom_generate=foresay.generate)
-    assert _attention(model) == before
+    assert (_attention(model), _attention(draft)) == before and model.training == training
+    assert torch.equal(model(**_one()).logits, logits)
 
 
 @pytest.mark.parametrize(
@@ -405,29 +356,18 @@ def test_it_is_restored_after_an_error_while_decoding(model: PreTrainedModel) ->
         ({"num_draft_tokens": -1}, ConfigError),
         ({"rule": "nothing"}, foresay.errors.UnknownNameError),
         ({"drafter": lambda: 1 / 0}, ZeroDivisionError),
+        ({"logits_processor": [_broken]}, RuntimeError),
+        ({}, foresay.UnsupportedModelError),
     ],
-    ids=["draft", "drafter", "num_draft_tokens", "rule", "builder"],
+    ids=["draft", "drafter", "num_draft_tokens", "rule", "builder", "decoding", "self_check"],
 )
-def test_it_is_restored_after_an_error_while_loading(
-    model: PreTrainedModel, ours: dict[str, Any], error: type[Exception]
+def test_it_is_restored_after_an_error(
+    model: PreTrainedModel, ours: dict[str, Any], error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not ours:
+        monkeypatch.setattr("foresay.models.huggingface.self_check.VERIFIED", frozenset())
+        monkeypatch.setattr("foresay.models.huggingface.self_check.probe", lambda _: 1.0)
     before = _attention(model)
     with pytest.raises(error):
         model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, **ours)
     assert _attention(model) == before
-
-
-def test_it_is_restored_after_a_failed_self_check(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foresay.models.huggingface.self_check.VERIFIED", frozenset())
-    monkeypatch.setattr("foresay.models.huggingface.self_check.probe", lambda _: 1.0)
-    before = _attention(model)
-    with pytest.raises(foresay.UnsupportedModelError, match="scores differently"):
-        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate)
-    assert _attention(model) == before
-
-
-def test_training_mode_is_restored(model: PreTrainedModel) -> None:
-    """transformers' own `generate` leaves `model.training` as it is."""
-    model.train()
-    model.generate(**_one(), do_sample=False, custom_generate=foresay.generate)
-    assert model.training
