@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foresay.engine import Stats
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 Table = Sequence[TableRow]
 Drawing = tuple["Figure", str]
 """A figure and its caption."""
@@ -52,7 +53,7 @@ def _speed_ups(table: Table) -> Drawing | None:
     if not known:
         return None
     order = _ranked(known)
-    figure, panels, note = _grid(sorted({row.group for row in known}), 0.25 * len(order) + 0.8, sharex=True)
+    figure, panels, note = _grid({row.group for row in known}, 0.25 * len(order) + 0.8, sharex=True)
     for axes, group in panels:
         for row in (row for row in known if row.group == group):
             median, low, high = row.speed_up or (0.0, 0.0, 0.0)
@@ -62,38 +63,30 @@ def _speed_ups(table: Table) -> Drawing | None:
             text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "size": 8, "color": INK}
             axes.annotate(f"{median:.2f}x", (max(high, 1.0), at), (5, 0), **text)
         axes.axvline(1.0, color=INK, linestyle="--", linewidth=1)
-        _style(axes, "{}, batch {}, {}".format(*group), "speed-up over plain decoding")
         axes.set_xlim(0, 1.2 * max(row.speed_up[2] for row in known if row.speed_up))
         _methods_axis(axes, table, order)
-    _legend(figure)
+    _finish(figure, panels, "{}, batch {}, {}", "speed-up over plain decoding")
     return figure, f"Median over repeats; whiskers show minimum and maximum. Dashed: plain decoding.{note}"
 
 
 def _draft_lengths(table: Table) -> Drawing | None:
-    lengths: dict[tuple[str, str], dict[str, dict[int, Stats]]] = {}
+    lengths: dict[tuple[tuple[str, str], str], dict[int, Stats]] = {}
     for (group, method), stats in _pooled(table, lambda row: (_setting(row), row.cell.method)).items():
         if (found := family(method)) and stats.num_passes:
-            lengths.setdefault(group, {}).setdefault(found[0], {})[found[1]] = stats
-    lengths = {group: {n: of for n, of in names.items() if len(of) > 1} for group, names in lengths.items()}
-    shown, left_out = _top(table, {name for names in lengths.values() for name in names}, family)
+            lengths.setdefault((group, found[0]), {})[found[1]] = stats
+    lengths = {key: of for key, of in lengths.items() if len(of) > 1}
+    shown, left_out = _top(table, {name for _, name in lengths}, family)
     if not shown:
         return None
-    figure, panels, note = _grid(sorted(group for group, names in lengths.items() if names), 3.4)
-    for axes, group in panels:
-        for name, look in zip(shown, _looks(table, shown), strict=True):
-            if not (of := lengths[group].get(name)):
-                continue
-            gammas = sorted(of)
-            axes.plot(gammas, [of[gamma].block_efficiency or 0.0 for gamma in gammas], **look)
-            if tested := sum(stats.num_tested for stats in of.values()):
-                alpha, whole = (
-                    sum(stats.num_accepted for stats in of.values()) / tested,
-                    range(gammas[0], gammas[-1] + 1),
-                )
-                curve = [sum(alpha**k for k in range(gamma + 1)) for gamma in whole]
-                axes.plot(whole, curve, "--", color=look["color"], alpha=0.7)
-        _style(axes, ", ".join(group), "draft length", "tokens per target pass")
-    _legend(figure)
+    figure, panels, note = _grid({group for group, _ in lengths}, 3.4)
+    for axes, of, look in _lines(table, panels, shown, lengths):
+        gammas = sorted(of)
+        axes.plot(gammas, [of[gamma].block_efficiency or 0.0 for gamma in gammas], **look)
+        if tested := sum(stats.num_tested for stats in of.values()):
+            alpha, whole = sum(stats.num_accepted for stats in of.values()) / tested, range(gammas[0], gammas[-1] + 1)
+            curve = [sum(alpha**k for k in range(gamma + 1)) for gamma in whole]
+            axes.plot(whole, curve, "--", color=look["color"], alpha=0.7)
+    _finish(figure, panels, "{}, {}", "draft length", "tokens per target pass")
     return figure, (
         "Solid: measured, pooled over batch sizes. Dashed: independent acceptance at the pooled rate a of the method, "
         f"(1 - a^(k+1)) / (1 - a).{left_out}{note}"
@@ -101,27 +94,21 @@ def _draft_lengths(table: Table) -> Drawing | None:
 
 
 def _positions(table: Table) -> Drawing | None:
-    counts = _pooled(table, lambda row: (_setting(row), row.cell.method))
-    tested = {
-        key: [k for k, n in sorted(stats.tested_at.items()) if n >= FEWEST_TESTS] for key, stats in counts.items()
-    }
-    shown, left_out = _top(table, {method for (_, method), positions in tested.items() if positions})
+    rates: dict[tuple[tuple[str, str], str], list[tuple[int, float, float, float]]] = {}
+    for key, stats in _pooled(table, lambda row: (_setting(row), row.cell.method)).items():
+        often = [(k, n) for k, n in sorted(stats.tested_at.items()) if n >= FEWEST_TESTS]
+        if often:
+            rates[key] = [(k + 1, stats.accepted_at[k] / n, *wilson(stats.accepted_at[k], n)) for k, n in often]
+    shown, left_out = _top(table, {method for _, method in rates})
     if not shown:
         return None
-    figure, panels, note = _grid(
-        sorted({group for (group, method), of in tested.items() if of and method in shown}), 3.4
-    )
-    for axes, group in panels:
-        for method, look in zip(shown, _looks(table, shown), strict=True):
-            if not (positions := tested.get((group, method))):
-                continue
-            stats, at = counts[group, method], [k + 1 for k in positions]
-            low, high = zip(*(wilson(stats.accepted_at[k], stats.tested_at[k]) for k in positions), strict=True)
-            axes.fill_between(at, low, high, color=look["color"], alpha=0.15, linewidth=0)
-            axes.plot(at, [stats.accepted_at[k] / stats.tested_at[k] for k in positions], **look)
+    figure, panels, note = _grid({group for group, method in rates if method in shown}, 3.4)
+    for axes, points, look in _lines(table, panels, shown, rates):
+        at, accepted, low, high = zip(*points, strict=True)
+        axes.fill_between(at, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        axes.plot(at, accepted, **look)
         axes.set_ylim(0, 1.03)
-        _style(axes, ", ".join(group), "position in the draft", "accepted / tested")
-    _legend(figure)
+    _finish(figure, panels, "{}, {}", "position in the draft", "accepted / tested")
     return figure, (
         f"Pooled over batch sizes; bands are 95% Wilson intervals. Positions tested fewer than {FEWEST_TESTS} times are "
         f"left out.{left_out}{note}"
@@ -138,7 +125,8 @@ def _accepted_lengths(table: Table) -> Drawing | None:
     for axes, method in panels:
         stats, lengths = pooled[method], range(longest + 1)
         axes.bar(lengths, [stats.accepted_lengths[k] / stats.num_passes for k in lengths], 0.85, color=BLUE)
-        _style(axes, names[method], "draft tokens accepted in a pass", "share of passes")
+    titled = [(axes, (names[method],)) for axes, method in panels]
+    _finish(figure, titled, "{}", "draft tokens accepted in a pass", "share of passes")
     return figure, f"Pooled over data sets, batch sizes and sampling.{left_out}"
 
 
@@ -147,16 +135,15 @@ def _rates(table: Table) -> Drawing | None:
     shown, left_out = _top(table, {row.cell.method for row in known})
     if not any(row.discard_rate for row in known):
         return None
-    figure, panels, note = _grid(sorted({row.group for row in known}), 3.6)
+    figure, panels, note = _grid({row.group for row in known}, 3.6)
+    points = {(r.group, r.cell.method): (r.discard_rate or 0.0, r.verification_rate or 0.0) for r in known}
     for axes, group in panels:
-        points = {r.cell.method: (r.discard_rate or 0.0, r.verification_rate or 0.0) for r in known if r.group == group}
-        axes.step(*zip(*pareto_front(points.values()), strict=True), where="post", color=GREY, linewidth=1)
-        for method, look in zip(shown, _looks(table, shown), strict=True):
-            if method in points:
-                axes.plot(*points[method], linestyle="", **look)
+        front = pareto_front(point for (own, _), point in points.items() if own == group)
+        axes.step(*zip(*front, strict=True), where="post", color=GREY, linewidth=1)
         axes.margins(0.12)
-        _style(axes, "{}, batch {}, {}".format(*group), "discarded / tokens", "passes / tokens")
-    _legend(figure)
+    for axes, point, look in _lines(table, panels, shown, points):
+        axes.plot(*point, linestyle="", **look)
+    _finish(figure, panels, "{}, batch {}, {}", "discarded / tokens", "passes / tokens")
     return figure, (
         f"Smaller is better. The line is the Pareto front: no other method is better on both axes.{left_out}{note}"
     )
@@ -168,7 +155,7 @@ def _times(table: Table) -> Drawing | None:
     if not pooled:
         return None
     order = [method for method in _ranked(table) if any(method == name for _, name in pooled)]
-    figure, panels, note = _grid(sorted({group for group, _ in pooled}), 0.25 * len(order) + 0.8)
+    figure, panels, note = _grid({group for group, _ in pooled}, 0.25 * len(order) + 0.8)
     for axes, group in panels:
         for at, method in enumerate(order):
             if (stats := pooled.get((group, method))) is None:
@@ -182,9 +169,8 @@ def _times(table: Table) -> Drawing | None:
             for label, seconds, colour in parts:
                 axes.barh(at, 1000 * seconds / stats.num_tokens, 0.7, left, color=colour, label=label)
                 left += 1000 * seconds / stats.num_tokens
-        _style(axes, "batch {}, {}".format(*group), "ms per token")
         _methods_axis(axes, table, order)
-    _legend(figure)
+    _finish(figure, panels, "batch {}, {}", "ms per token")
     return figure, f"Pooled over data sets. The rest: verification, sampling, bookkeeping.{note}"
 
 
@@ -193,13 +179,13 @@ def _predictions(table: Table) -> Drawing | None:
     if not pairs:
         return None
     errors = [abs(expected / measured - 1) for expected, measured in pairs]
-    figure, [(axes, _)], _ = _grid([""], 4.4)
-    limit = 1.08 * max(map(max, pairs))
+    figure, panels, _ = _grid([""], 4.4)
+    axes, limit = panels[0][0], 1.08 * max(map(max, pairs))
     axes.fill_between([0, limit], [0, 0.9 * limit], [0, 1.1 * limit], color=INK, alpha=0.1, linewidth=0)
     axes.plot([0, limit], [0, limit], "--", color=INK, linewidth=1)
     axes.scatter([x for x, _ in pairs], [y for _, y in pairs], s=22, color=BLUE)
     axes.set(xlim=(0, limit), ylim=(0, limit))
-    _style(axes, "", "predicted tokens/s", "measured tokens/s")
+    _finish(figure, panels, "", "predicted tokens/s", "measured tokens/s")
     return figure, (
         "Dashed: prediction equals measurement; the band is ±10%. Error: median "
         f"{statistics.median(errors):.0%}, largest {max(errors):.0%}."
@@ -259,13 +245,16 @@ def _plain_text(text: str) -> str:
     return f"{' ' if text.startswith('_') else ''}{text}".replace("$", r"\$")
 
 
-def _looks(table: Table, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return colour, marker and label of each line."""
-    labels, styles = _labels(table), zip(SERIES, MARKERS, strict=True)
-    return [
-        {"color": colour, "marker": marker, "markersize": 5, "label": labels.get(name) or _plain_text(name)}
-        for name, (colour, marker) in zip(names, styles, strict=False)
-    ]
+def _lines(
+    table: Table, panels: Sequence[tuple[Axes, Key]], names: Sequence[str], of: Mapping[tuple[Key, str], Value]
+) -> Iterator[tuple[Axes, Value, dict[str, Any]]]:
+    """Yield (panel, value, colour, marker and label) for each line with a value. of: (key of the panel, name) -> value."""
+    labels = _labels(table)
+    for axes, key in panels:
+        for name, colour, marker in zip(names, SERIES, MARKERS, strict=False):
+            if (value := of.get((key, name))) is not None:
+                label = labels.get(name) or _plain_text(name)
+                yield axes, value, {"color": colour, "marker": marker, "markersize": 5, "label": label}
 
 
 def _kind(row: TableRow) -> tuple[str, str, str | None]:
@@ -277,13 +266,17 @@ def _kind(row: TableRow) -> tuple[str, str, str | None]:
     return ("exact", BLUE, None) if row.exact else ("lossy: the output may differ", ORANGE, "////")
 
 
-def _grid(keys: Sequence[Key], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Key]], str]:
-    """Return (figure, a panel per key, a note for the caption), with two panels per line; panels that do not fit are left out."""
+def _grid(among: Collection[Key], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Key]], str]:
+    """Return (figure, a panel per key, a note for the caption), with two panels per line; panels that do not fit are left out.
+
+    among: keys, in order or as a set.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'") from None
+    keys: list[Any] = sorted(among) if isinstance(among, set) else list(among)
     columns = min(2, len(keys))
     shown = keys[: columns * max(1, int(TALLEST / height))]
     lines = -(-len(shown) // columns)
@@ -296,31 +289,33 @@ def _grid(keys: Sequence[Key], height: float, sharex: bool = False) -> tuple[Fig
     return figure, list(zip(axes, shown, strict=False)), f" {left} more panels are left out." if left else ""
 
 
-def _style(axes: Axes, title: str, x: str, y: str = "") -> None:
-    """Set title, labels, grid and spines, equally for every panel. y: empty for bars of methods."""
-    axes.set_title(_plain_text(shortened([title], 60)[title]) if title else "", color=INK, size=9.5, weight="bold")
-    axes.set_xlabel(x, color=INK, size=9)
-    axes.set_ylabel(y, color=INK, size=9)
-    axes.tick_params(colors=INK, labelsize=8.5, length=3, labelbottom=True)
-    axes.grid(axis="both" if y else "x", color=INK, alpha=0.15, linewidth=0.7)
-    if x.startswith(("draft length", "position", "draft tokens")):
-        axes.locator_params(axis="x", integer=True)
-    axes.set_axisbelow(True)
-    axes.set_facecolor("none")
-    for side, spine in axes.spines.items():
-        spine.set(edgecolor=INK, visible=side in ("left", "bottom"))
+def _finish(figure: Figure, panels: Sequence[tuple[Axes, Any]], title: str, x: str, y: str = "") -> None:
+    """Set titles, labels, grids and spines of all panels, and a legend of all labels above them.
+
+    title: format of a panel's key. y: empty for bars of methods.
+    """
+    for axes, key in panels:
+        text = title.format(*key)
+        axes.set_title(_plain_text(shortened([text], 60)[text]) if text else "", color=INK, size=9.5, weight="bold")
+        axes.set_xlabel(x, color=INK, size=9)
+        axes.set_ylabel(y, color=INK, size=9)
+        axes.tick_params(colors=INK, labelsize=8.5, length=3, labelbottom=True)
+        axes.grid(axis="both" if y else "x", color=INK, alpha=0.15, linewidth=0.7)
+        if x.startswith(("draft length", "position", "draft tokens")):
+            axes.locator_params(axis="x", integer=True)
+        axes.set_axisbelow(True)
+        axes.set_facecolor("none")
+        for side, spine in axes.spines.items():
+            spine.set(edgecolor=INK, visible=side in ("left", "bottom"))
+    pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
+    handles: dict[str, Any] = {label: handle for some in pairs for handle, label in some}
+    if handles:
+        columns = max(1, min(4, int(72 * WIDTH / (45 + 5.4 * max(map(len, handles))))))
+        look: dict[str, Any] = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "ncols": columns}
+        figure.legend(handles.values(), handles, loc="outside upper left", **look)
 
 
 def _methods_axis(axes: Axes, table: Table, order: Sequence[str]) -> None:
     names = _labels(table)
     axes.set_yticks(range(len(order)), [names[method] for method in order])
     axes.set_ylim(len(order) - 0.4, -0.6)
-
-
-def _legend(figure: Figure) -> None:
-    """Add a legend of all labels above all panels."""
-    pairs = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in figure.axes]
-    handles: dict[str, Any] = {label: handle for some in pairs for handle, label in some}
-    columns = max(1, min(4, int(72 * WIDTH / (45 + 5.4 * max(map(len, handles), default=1)))))
-    look: dict[str, Any] = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "ncols": columns}
-    figure.legend(handles.values(), handles, loc="outside upper left", **look)
