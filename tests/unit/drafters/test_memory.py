@@ -259,7 +259,9 @@ def test_decoding_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Database, "update", slow)
     one.prepare("")
+    wait_until(lambda: bool(threads), "the thread to read")
     one.add("", ids([70, 71, 72]))
+    assert not gate.is_set()
     assert [list(one.continuations("", ids(text), 3)) for text in ([0, 1, 2], [70, 71])] == [[], []]
     gate.set()
     assert (

@@ -64,9 +64,12 @@ class Database:
             raise VocabularyMismatchError(text)
 
     def owners(self) -> list[str]:
-        """Return the owners' names."""
-        with self._lock:
-            return [name for (name,) in self._db.execute("SELECT DISTINCT owner FROM segments ORDER BY owner")]
+        """Return the owners' names. Raises ConfigError if the file cannot be read now."""
+        try:
+            with self._lock:
+                return [name for (name,) in self._db.execute("SELECT DISTINCT owner FROM segments ORDER BY owner")]
+        except sqlite3.Error as error:
+            raise ConfigError(f"cannot read {str(self._path)!r}: {error}") from None
 
     def update(self, owner: str, known: dict[int | None, Segment], new: Sequence[Segment], grown: Any) -> list[Stored]:
         """Return an owner's segments after `grown(segments, new)`, which is written in one transaction.

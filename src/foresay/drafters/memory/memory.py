@@ -156,10 +156,11 @@ class Memory:
         return count
 
     def _start(self) -> None:
-        with self._lock:
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="foresay-memory", daemon=True)
-                self._worker.start()
+        if self._worker is None:  # else the lock may be taken by the thread for as long as the disk takes
+            with self._lock:
+                if self._worker is None:
+                    self._worker = threading.Thread(target=self._work, name="foresay-memory", daemon=True)
+                    self._worker.start()
 
     def _work(self) -> None:
         while True:
