@@ -9,7 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from foresay.decoding.outcome import FinishReason, Origin, Step
+from foresay.drafters import Memory
 from foresay.engine.stats import Stats
 from foresay.lab.data.datasets import load_items
 from foresay.lab.replay.arrivals import from_trace
@@ -225,6 +228,30 @@ def _read_costs(path: Path) -> None:
     read_costs(str(path / "file")).swi("a", 10, {"a": 5, "b": 3})
 
 
+# -- databases of texts ----------------------------------------------------------------------------------------------------
+
+TEXTS = [[i, *range(400)] for i in range(20)]
+
+
+@cache
+def _memory() -> bytes:
+    with working_folder() as folder:
+        memory = Memory(folder)
+        for text in TEXTS:
+            memory.add("", np.array(text))
+        memory.close()
+        return (folder / "memory.db").read_bytes()
+
+
+def _read_memory(path: Path) -> None:
+    """Add a text; those that are read are sound, whatever became of the others."""
+    memory = Memory(path)
+    memory.add("", np.array([1, 2]))
+    memory.flush()
+    assert all(text.tolist() in [*TEXTS, [1, 2]] for text in memory.texts(""))
+    memory.close()
+
+
 def _read_replays(path: Path) -> None:
     with open_grid(path / "file", {"batch_size": 1}) as kept:
         assert all(isinstance(name, str) for key in kept.there for name in key)
@@ -238,6 +265,7 @@ FORMATS: dict[str, Format] = {
     "results": Format(one_file("file", lambda rng: mutate_lines(_lines("results"), rng)), _read_results),
     "replays": Format(one_file("file", lambda rng: mutate_lines(_lines("replays"), rng)), _read_replays),
     "profile": Format(one_file("file", lambda rng: mutate_json(_profile(), rng)), _read_profile),
+    "memory": Format(one_file("memory.db", lambda rng: mutate_bytes(_memory(), rng)), _read_memory),
     "settings": Format(one_file("s.toml", _settings), lambda path: read_settings(path / "s.toml")),
     "data": Format(files(_write_data), _read_data),
     "arrivals": Format(one_file("file", _arrivals), _read_arrivals),

@@ -328,30 +328,6 @@ def test_hostile_rows_and_tables(statement: str, tmp_path: Path) -> None:
     again.close()
 
 
-def test_damaged_files_are_refused_or_give_texts_that_were_there(tmp_path: Path) -> None:
-    """Bytes that are changed, cut off and zeroed."""
-    texts = [[i, *range(400)] for i in range(20)]
-    filled(tmp_path / "m", texts).close()
-    data, rng = (tmp_path / "m" / NAME).read_bytes(), np.random.default_rng(0)
-    refused = 0
-    for i in range(150):
-        folder, changed = tmp_path / str(i), bytearray(data)
-        folder.mkdir()
-        at = int(rng.integers(len(data))) if i % 2 else int(rng.integers(200))
-        changed[at : at + int(rng.integers(1, 9))] = rng.bytes(4) if i % 3 else b""
-        (folder / NAME).write_bytes(changed if i % 5 else data[:at])
-        try:
-            one = Memory(folder)
-        except ConfigError:
-            refused += 1
-            continue
-        one.add("", ids([1, 2]))
-        one.flush()
-        assert all(text in [*texts, [1, 2]] for text in kept(one))
-        one.close()
-    assert 20 < refused < 150
-
-
 @pytest.mark.parametrize("content", [b"not a database" * 100, None, b"folder"])
 def test_files_that_are_no_memory_are_refused(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "m" / NAME
