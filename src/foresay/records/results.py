@@ -118,20 +118,6 @@ class PromptResult(Stored):
             finish_reason=str(steps[-1].finish_reason) if steps and steps[-1].finish_reason else "",
         )
 
-    @property
-    def stats(self) -> Stats:
-        """The totals as Stats, without counts per position or step, which are not recorded."""
-        return Stats(
-            num_passes=self.num_LM_call,
-            num_tokens=self.generated_length,
-            num_drafted=self.num_drafted,
-            num_tested=self.num_tested,
-            num_accepted=self.num_accepted,
-            draft_s=self.draft_s,
-            target_s=self.target_s,
-            total_s=self.spec_time,
-        )
-
 
 class _Line(Stored):
     __slots__ = ()

@@ -31,17 +31,11 @@ UNSTEADY = 0.10
 """Spread of plain decoding above which a report warns."""
 
 
-def write_report(results: Sequence[Path_], output: Path_, *, title: str | None = None) -> list[Path]:
-    """Write report.html, report.md and the figures as PNG into a folder and return their paths.
-
-    results: files of JSON lines, which are merged; a cell in two files is pooled if their settings are equal. Raises ConfigError
-    if they differ, for a file without runs, and if the folder cannot be written.
-    """
-    return write(read_report(results, title=title), output)
-
-
 def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report:
-    """Merge the results of all files into one Report. Raises ConfigError as `write_report` does."""
+    """Merge the results of all files of JSON lines into one Report; a cell in two files is pooled if their settings are equal.
+
+    Raises ConfigError if they differ, and for a file without runs.
+    """
     if not results:
         raise ConfigError("a report needs at least one results file")
     whole, sources, owners = Results({}, {}), list[Source](), dict[Cell, Source]()
@@ -167,7 +161,7 @@ def _lossy(table: Sequence[TableRow]) -> list[str]:
 
 
 def write(report: Report, output: Path_) -> list[Path]:
-    """Write a report into a folder, which is created if needed, and return the paths.
+    """Write report.html, report.md and the figures as PNG into a folder, which is created if needed, and return the paths.
 
     Raises ConfigError if the folder cannot be written.
     """

@@ -14,9 +14,9 @@ from matplotlib.image import imread
 from foresay.cli.app import app
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
-from foresay.lab.report import figures
+from foresay.lab.report import figures, report
 from foresay.lab.report.page import COLUMNS, html, markdown
-from foresay.lab.report.report import read_report, write_report
+from foresay.lab.report.report import read_report
 from foresay.lab.report.table import pareto_front, shortened, wilson
 from foresay.records.results import Cell, Run, results_writer
 
@@ -44,6 +44,10 @@ def write(path, *lines, settings=None, came=CAME):
         for line in lines:
             file.append(line)
     return path
+
+
+def write_report(results, output, **options):
+    return report.write(read_report(results, **options), output)
 
 
 def plain(seconds=10.0, **more):
