@@ -89,7 +89,7 @@ class LineWriter:
         if header is None:
             self._write_header()
             return
-        for field, stored, current in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
+        for field, stored, current in differences({**header, "provenance": None}, {**self.header, "provenance": None}):
             if not self.lines:  # a run that ended before its first line has nothing to resume
                 self._file.truncate(0)
                 self.append(self.header)
@@ -179,10 +179,10 @@ def _check_header(header: Line, kind: str, version: int, name: str) -> None:
         )
 
 
-def _differences(stored: Any, current: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(stored: Any, current: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, one value, the other value) of each difference, with names such as "settings.dtype"."""
     if isinstance(stored, dict) and isinstance(current, dict):
         for key in sorted({*stored, *current}):
-            yield from _differences(stored.get(key), current.get(key), f"{name}.{key}" if name else key)
+            yield from differences(stored.get(key), current.get(key), f"{name}.{key}" if name else key)
     elif stored != current:
         yield name, stored, current

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.generation.method import PLAIN
+from foresay.json_files import short
 from foresay.lab.report import figures
 from foresay.lab.report.page import Picture, Report, Source, html, markdown, times
 from foresay.lab.report.table import Group, TableRow, rows
+from foresay.records.lines import differences
 from foresay.records.results import Cell, Results, median_and_spread
 
 if TYPE_CHECKING:
@@ -76,14 +78,8 @@ def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
 
 def _disagreeing(first: Any, second: Any) -> str:
     """Return the settings in which two files differ, as text; empty if they agree."""
-    names = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
-    shown = [f"{name}={_brief(first.get(name))} and {_brief(second.get(name))}" for name in names]
+    shown = [f"{name}={short(one)} and {short(other)}" for name, one, other in differences(first, second)]
     return "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _source_differences(sources: Sequence[Source]) -> list[str]:

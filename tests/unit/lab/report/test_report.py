@@ -395,7 +395,7 @@ def test_a_cell_of_two_files_with_other_settings_is_refused(tmp_path):
     a = write(tmp_path / "a", suffix())
     b = write(tmp_path / "b", suffix(), settings={"model": "n"})
     with pytest.raises(
-        ConfigError, match=r"suffix, 4 on chat.* settings differ \(model='m' and 'n'\); report them separately"
+        ConfigError, match=r'suffix, 4 on chat.* settings differ \(model="m" and "n"\); report them separately'
     ):
         read_report([a, b])
 
@@ -404,7 +404,7 @@ def test_other_settings_and_machines_of_other_cells_are_told(tmp_path):
     a = write(tmp_path / "a", suffix())
     b = write(tmp_path / "b", plain(), settings={"model": "n"}, came={"machine": {"processor": "slate"}})
     told = read_report([a, b]).warnings
-    assert "settings (model='m' and 'n')" in told[0] and "machines (processor='abacus' and 'slate')" in told[1]
+    assert 'settings (model="m" and "n")' in told[0] and 'machines (processor="abacus" and "slate")' in told[1]
 
 
 def test_the_same_file_twice_is_refused(tmp_path):
