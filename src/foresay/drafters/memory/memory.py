@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -31,6 +32,8 @@ RETRY_S = 10.0
 """Pause after a failed write."""
 _MAX_QUEUED = 1024
 """Texts that may wait to be written."""
+_SPILL = 1 << 15
+"""Tokens of recent texts that become one segment."""
 _GROWTH = 2
 """Segments are merged while the older one is at most this many times the newer."""
 
@@ -203,16 +206,25 @@ class Memory:
             return stored
 
     def _grown(self, stored: list[Stored], new: Sequence[Segment]) -> list[Stored]:
-        """Return an owner's segments with new ones: similar ones are merged, the oldest ones go."""
-        out = list(stored)
+        """Return an owner's segments with new ones. Recent ones are small; together they become one of at least `spill` tokens.
+
+        Segments of similar sizes are merged, and the oldest ones go.
+        """
+        out, spill = list(stored), min(_SPILL, max(1, self.max_tokens // 4))
+        most = max(spill, self.max_tokens // 8)
         for newer in new:
-            while (
-                out and out[-1][1].size <= _GROWTH * newer.size and out[-1][1].size + newer.size <= self.max_tokens // 8
-            ):
+            while out and out[-1][1].size < min(spill, _GROWTH * newer.size + 1):
+                newer = out.pop()[1].merged(newer)
+            recent = sum(one.size for _, one in takewhile(lambda pair: pair[1].size < spill, reversed(out)))
+            is_spilled = recent + newer.size >= spill
+            while is_spilled and out:
+                older = out[-1][1].size
+                if older >= spill and (older > _GROWTH * newer.size or older + newer.size > most):
+                    break
                 newer = out.pop()[1].merged(newer)
             out.append((None, newer))
-        while len(out) > 1 and sum(one.size for _, one in out) > self.max_tokens:
-            del out[0]
+            while is_spilled and len(out) > 1 and sum(one.size for _, one in out) > self.max_tokens - spill:
+                del out[0]
         return out
 
     def _has_problem(self, problem: str) -> None:
