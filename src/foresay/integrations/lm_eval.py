@@ -297,7 +297,7 @@ def _number(name: str, value: Any) -> int:
     try:
         return check_int(name, int(value), 1)
     except ValueError:
-        raise ConfigError(f"{name}={value!r} is not an integer") from None
+        raise ConfigError("is not an integer", param=name, value=value) from None
 
 
 if __name__ == "__main__":

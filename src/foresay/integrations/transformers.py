@@ -162,7 +162,7 @@ def _on_strings(strings: str | list[str] | None, tokenizer: Any) -> list[Any]:
     if not strings:
         return []
     if tokenizer is None:
-        raise ConfigError(f"stop_strings={strings!r} need the model's tokenizer; pass tokenizer=")
+        raise ConfigError("need the model's tokenizer; pass tokenizer=", param="stop_strings", value=strings)
     return [StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)]
 
 

@@ -55,7 +55,7 @@ def with_draft(draft: str) -> list[Method]:
     """
     call = parse(draft)
     if call.name not in ("model", "self") or not call.values:
-        raise ConfigError(f"draft={draft!r} must be model(NAME) or self(LAYERS)")
+        raise ConfigError("must be model(NAME) or self(LAYERS)", param="draft", value=draft)
     member = Call("cascade", ((call.name, call.values[0][1]), (None, "max_gram")))
     cascades = [f"{str(member)[:-1]}; k={matrix})" for matrix in MATRICES]
     lengths = ["2", "4", "6", "8", "heuristic", "throughput", *(f"confidence({t})" for t in THRESHOLDS)]

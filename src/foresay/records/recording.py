@@ -189,7 +189,7 @@ def _read_foresay(name: str) -> Recording:
             try:
                 _check_record(record, header.vocab_size)
                 if record.id in records:
-                    raise ConfigError(f"id={record.id!r} is not unique")
+                    raise ConfigError("is not unique", param="id", value=record.id)
             except ConfigError as error:
                 raise error.about(f"{name}, line {number}") from None
             records[record.id] = record

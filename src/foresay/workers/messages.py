@@ -38,6 +38,8 @@ def check_sendable(params: SamplingParams) -> SamplingParams:
     """Raise ConfigError for processors, which are functions."""
     if params.processors:
         raise ConfigError(
-            f"processors={params.processors!r} are functions, which cannot be sent to other processes; leave them out"
+            "are functions, which cannot be sent to other processes; leave them out",
+            param="processors",
+            value=params.processors,
         )
     return params

@@ -110,7 +110,7 @@ class TransformersRunner:
 def _settings(cache: str | None = None, assistant: str | None = None, lookup: int | None = None) -> dict[str, Any]:
     """Return transformers' names of the settings. Raises ConfigError for a wrong value and for several settings."""
     if cache not in (None, "static"):
-        raise ConfigError(f"cache={cache!r} must be static; leave it out for the dynamic one")
+        raise ConfigError("must be static; leave it out for the dynamic one", param="cache", value=cache)
     if lookup is not None:
         check_int("lookup", lookup, 1, 1000)
     given = {"cache_implementation": cache, "assistant_model": assistant, "prompt_lookup_num_tokens": lookup}

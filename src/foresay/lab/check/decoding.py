@@ -47,12 +47,14 @@ def check_settings(drafter: str, length: str | None) -> None:
     """Raise ConfigError for a drafter or length whose tokens per pass depend on time or on earlier runs."""
     if _has_memory(parse(drafter)):
         raise ConfigError(
-            f"drafter={drafter!r} keeps texts in a folder, so a second check has other drafts; drop memory="
+            "keeps texts in a folder, so a second check has other drafts; drop memory=", param="drafter", value=drafter
         )
     if length is not None and _is_adaptive(read_length(length)):
         raise ConfigError(
-            f"length={length!r} adapts to measured time or to other requests, so a second check has other drafts; give a "
-            "number, or a policy of the row alone such as heuristic"
+            "adapts to measured time or to other requests, so a second check has other drafts; give a number, or a policy "
+            "of the row alone such as heuristic",
+            param="length",
+            value=length,
         )
 
 

@@ -45,7 +45,9 @@ def load_items(
         raise UnknownNameError("format", format, FORMATS)
     if format is not None and field is not None:
         raise ConfigError(
-            f"field={field!r} cannot be combined with format={format!r}, which defines its fields; give one of them"
+            f"cannot be combined with format={format!r}, which defines its fields; give one of them",
+            param="field",
+            value=field,
         )
     records = _records(source, format, field, split)
     items = _items(records, format, field, stem(source))
@@ -128,7 +130,9 @@ def _records(source: str, format: str | None, field: str | None, split: str | No
         return hub_records(source, split)
     if split is not None:
         raise ConfigError(
-            f"split={split!r} applies to data sets of the Hugging Face hub, and {source!r} is a file; leave it out"
+            f"applies to data sets of the Hugging Face hub, and {source!r} is a file; leave it out",
+            param="split",
+            value=split,
         )
     if given and source.lower().removesuffix(".gz").endswith(".txt"):
         raise ConfigError(f"{given[0]} does not apply to {source!r}: lines of text have no fields; leave it out")

@@ -151,7 +151,7 @@ def medians(profiles: Sequence[Profile]) -> Profile:
 def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[int], repeats: int, longest: int) -> None:
     for name, values, low in (("batch", batches, 1), ("columns", columns, 1), ("context", contexts, 2)):
         if not values or any(v < low for v in values):
-            raise ConfigError(f"{name}={list(values)} must be numbers of at least {low}")
+            raise ConfigError(f"must be numbers of at least {low}", param=name, value=list(values))
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} must be at least 1")
     needed = max(contexts) + (repeats + _WARM_UP) * len(columns) * 2

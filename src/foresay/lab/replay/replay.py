@@ -186,7 +186,9 @@ def model_settings(recording: Recording, profile: Profile | None) -> dict[str, A
 def check_method(recording: Recording, drafter: Drafter | None, rule: Rule) -> None:
     """Raise ConfigError for methods that need the target's logits, and for those that a sampled recording cannot replay."""
     if not rule.exact:
-        raise ConfigError(f"rule={rule.name!r} needs the target's logits, which a recording lacks; run it live")
+        raise ConfigError(
+            "needs the target's logits, which a recording lacks; run it live", param="rule", value=rule.name
+        )
     if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
         raise ConfigError("filler_top_k above 1 learns from the target's logits, which a recording lacks; run it live")
     if drafter is not None and drafter.hidden_layers:
