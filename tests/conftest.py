@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def broken_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Call with the name of a fault, within a `with`: the kernels have it. They are compiled once for all workers."""
+    from helpers.broken_kernels import broken_kernels
+
+    base = tmp_path_factory.getbasetemp()
+    return partial(broken_kernels, (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "broken-kernels")
 
 
 @pytest.fixture(scope="session")

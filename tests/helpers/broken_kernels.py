@@ -1,42 +1,122 @@
-"""The compiled kernels with other sources: with a fault, for negative controls, or over emulated instructions."""
+"""Compiled kernels with faults that a test switches on, and with emulated matrix instructions: compiled once for all workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from foresay.models.cpu import build
 
+SWITCHES = "extern int foresay_fault, foresay_emulates;\n"
+EMULATED = ("amx.h", "tiles_allowed() { return true; }", "tiles_allowed() { return foresay_emulates; }")
+
+FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    # experts
+    "rows of other experts": (("experts.h", "products + i, at.first[i],", "products + i, FAULT ? 0 : at.first[i],"),),
+    "weights divided by their sum or not, the other way": (
+        ("experts.h", "if (e.renormalized)", "if (bool(e.renormalized) != FAULT)"),
+    ),
+    "no clamped gate": (("layer.h", "if (kind == CLAMPED)", "if (!FAULT && kind == CLAMPED)"),),
+    "a gate without its limit": (("layer.h", "limit = gate.limit;", "limit = FAULT ? 1e9f : gate.limit;"),),
+    "no sinks": (("attention.h", "(sink == nullptr ?", "(FAULT || sink == nullptr ?"),),
+    # attention
+    "sums that begin anew wherever a span looks next": (
+        (
+            "attention.h",
+            "from = first_in_sight(a, n) / POSITIONS * POSITIONS",
+            "from = FAULT ? first_in_sight(a, n) : first_in_sight(a, n) / POSITIONS * POSITIONS",
+        ),
+        (
+            "attention.h",
+            "sum[r][v] = load<Floats>(sums[r] + d + v * LANES)",
+            "sum[r][v] = FAULT ? Floats{} : load<Floats>(sums[r] + d + v * LANES)",
+        ),
+        (
+            "attention.h",
+            "store(sums[r] + d + v * LANES, sum[r][v]);",
+            "store(sums[r] + d + v * LANES, FAULT ? load<Floats>(sums[r] + d + v * LANES) + sum[r][v] : sum[r][v]);",
+        ),
+    ),
+    # products
+    "rows beyond the first four are added in parts": (
+        (
+            "inputs.h",
+            "byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);",
+            """bool parts = FAULT && rows > 4;
+            byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, parts ? 4 : rows, sums, block.levels);
+            if (parts) {
+                float part[ROWS_AT_ONCE * PANEL] = {};
+                RoundedBlock more = in.rounded(first + 4, from, false);
+                byte_products(p.bits, p.scaling, levels, block.scales, to - from, more, rows - 4, part, block.levels);
+                for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];
+            }""",
+        ),
+    ),
+    "inputs are rounded for the whole row": (
+        (
+            "rounded.h",
+            "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);",
+            """for (int64_t g = 0; g < groups; g++) {
+                round_group(x + g * GROUP, g, out);
+                if (FAULT) out.scales[g] = out.scales[0];
+            }""",
+        ),
+    ),
+    "sums that depend on the rows of their tile": (
+        ("integers.h", "by = x.scales[", "by = (FAULT ? ROWS : 1) * x.scales["),
+    ),
+    # products by matrix instructions
+    "the second block of rows is the first": (("tiles.h", "(more + k,", "((FAULT ? some : more) + k,"),),
+    "depths of two panels": (("tiles.h", "k * PANEL + PANEL,", "k * PANEL + (FAULT ? 0 : PANEL),"),),
+    "scales of the first block": (("tiles.h", "x.scales[(first + r) *", "x.scales[((FAULT ? 0 : first) + r) *"),),
+    "rows of the first block": (("tiles.h", "x.levels + first *", "x.levels + (FAULT ? 0 : first) *"),),
+    "every group reads the first": (("tiles.h", "x.stride + g * DEPTH,", "x.stride + (FAULT ? 0 : g * DEPTH),"),),
+    "a group adds to the one before": (
+        (
+            "tiles.h",
+            "tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",
+            "if (!FAULT || g == 0) tile_zero<0>(), tile_zero<1>();\n            tile_load<4>",
+        ),
+    ),
+}
+"""Changes of the sources by fault: file, text, and text in which FAULT is true while the fault is switched on."""
+Broken = Callable[..., AbstractContextManager[None]]
+
+
+def write_sources(folder: Path) -> None:
+    """Write the kernels' sources with all faults, switched off, and with emulated matrix instructions."""
+    texts = {source.name: source.read_text() for source in build.SOURCES}
+    texts["amx.h"] = Path(__file__).with_name("emulated_amx.h").read_text()
+    texts["kernels.cpp"] += "int foresay_fault = 0, foresay_emulates = 0;\n"
+    changes = [(0, EMULATED), *((i, one) for i, each in enumerate(FAULTS.values(), 1) for one in each)]
+    for number, (name, text, wrong) in changes:
+        assert texts[name].count(text) == 1, (name, text)
+        texts[name] = texts[name].replace(text, wrong.replace("FAULT", f"(foresay_fault == {number})"))
+    for name, text in texts.items():
+        (folder / name).write_text(SWITCHES + text)
+
 
 @contextmanager
-def broken_kernels(folder: Path, file: str, *changes: tuple[str, str], level: str = "-O1") -> Iterator[None]:
-    """Replace the kernels by those whose file has each (right, wrong) change. folder: for sources and library."""
-    with changed_kernels(folder, {file: changes}, level=level):
-        yield
-
-
-@contextmanager
-def changed_kernels(
-    folder: Path,
-    changes: dict[str, tuple[tuple[str, str], ...]],
-    replaced: dict[str, Path] | None = None,
-    level: str = "-O1",
-) -> Iterator[None]:
-    """Replace the kernels by those with (old, new) changes by file, and with other files by name."""
-    for source in build.SOURCES:
-        text = (replaced or {}).get(source.name, source).read_text()
-        for old, new in changes.get(source.name, ()):
-            assert old in text
-            text = text.replace(old, new)
-        (folder / source.name).write_text(text)
+def broken_kernels(folder: Path, fault: str = "", *, tiles: bool = False) -> Iterator[None]:
+    """Replace the kernels by those in a folder, which the first worker compiles. tiles: use the emulated instructions."""
+    folder.mkdir(exist_ok=True)
+    sources = build.SOURCES
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORESAY_CACHE", str(folder / "cache"))
-        patch.setattr(build, "SOURCES", tuple(folder / source.name for source in build.SOURCES))
-        patch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", level) for flag in build._FLAGS))
-        build.library.cache_clear()
+        with FileLock(folder / "lock"):
+            if not (folder / "kernels.cpp").exists():
+                write_sources(folder)
+            patch.setattr(build, "SOURCES", tuple(folder / source.name for source in sources))
+            build.library.cache_clear()
+            library = build.library()
+        assert library is not None, build.failure_reason()
+        fault_switch, tiles_switch = (ctypes.c_int.in_dll(library, f"foresay_{name}") for name in ("fault", "emulates"))
+        fault_switch.value, tiles_switch.value = [*FAULTS].index(fault) + 1 if fault else 0, tiles
         try:
             yield
         finally:

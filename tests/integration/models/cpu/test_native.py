@@ -25,7 +25,7 @@ from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
-from helpers.broken_kernels import broken_kernels
+from helpers.broken_kernels import Broken
 from helpers.families import make
 from helpers.support import run
 
@@ -312,7 +312,7 @@ def test_activations_of_numbers_that_are_none(kind: int) -> None:
     assert torch.equal(out[~out.isnan()], before[~out.isnan()])
 
 
-def test_a_token_shares_what_is_read_and_nothing_else(tmp_path: Path) -> None:
+def test_a_token_shares_what_is_read_and_nothing_else(broken_kernels: Broken) -> None:
     """Long rows, by tokens that look together or alone. Control: sums that begin anew wherever a span looks next."""
 
     def different() -> int:
@@ -330,15 +330,9 @@ def test_a_token_shares_what_is_read_and_nothing_else(tmp_path: Path) -> None:
         return count
 
     assert different() == 0
-    changes = (
-        ("from = first_in_sight(a, n) / POSITIONS * POSITIONS", "from = first_in_sight(a, n)"),
-        ("sum[r][v] = load<Floats>(sums[r] + d + v * LANES)", "sum[r][v] = Floats{}"),
-        (
-            "store(sums[r] + d + v * LANES, sum[r][v]);",
-            "for (int l = 0; l < LANES; l++) sums[r][d + v * LANES + l] += sum[r][v][l];",
-        ),
-    )
-    with broken_kernels(tmp_path, "attention.h", *changes, level="-O0"):
+    with broken_kernels():
+        assert different() == 0
+    with broken_kernels("sums that begin anew wherever a span looks next"):
         assert different() > 0
 
 

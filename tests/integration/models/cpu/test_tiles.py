@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +14,10 @@ from foresay.models.cpu.product import BLOCKS, NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
-from helpers.broken_kernels import broken_kernels, changed_kernels
+from helpers.broken_kernels import Broken
 from helpers.families import make
 
-HEADER = Path(__file__).parents[3] / "helpers" / "emulated_amx.h"
 ROWS = (1, 2, 5, 7, 9, 12, 13, 15, 16, 17, 20, 21, 24, 31, 32, 33, 48, 63, 96, 97, 130)
-Changes = dict[str, tuple[tuple[str, str], ...]]
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -52,29 +49,19 @@ if "VNNI" not in build.instructions():  # levels of 8 bits are signed there, as 
     INTEGERS = {kind: one for kind, one in INTEGERS.items() if kind not in ("Q8_0", "int8")}
 
 
-def emulated(folder: Path, changes: Changes | None = None, level: str = "-O3") -> Iterator[None]:
-    """Kernels over emulated instructions, which are used wherever they can be."""
-    with changed_kernels(folder, changes or {}, {"amx.h": HEADER}, level=level):
-        library = build.library()
-        assert library is not None and library.foresay_tiles()
-        yield
-
-
 @pytest.fixture(scope="module")
 def without() -> dict[str, dict[int, torch.Tensor]]:
     """Outputs by the kernels of this machine."""
     return {kind: outputs(make_product()) for kind, make_product in INTEGERS.items()}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernels are compiled once."""
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
-def tiles(folder: Path, without: dict[str, dict[int, torch.Tensor]]) -> Iterator[None]:
-    yield from emulated(folder)
+def tiles(broken_kernels: Broken, without: dict[str, dict[int, torch.Tensor]]) -> Iterator[None]:
+    """Kernels over emulated instructions, which are used wherever they can be."""
+    with broken_kernels(tiles=True):
+        library = build.library()
+        assert library is not None and library.foresay_tiles()
+        yield
 
 
 @pytest.mark.usefixtures("tiles")
@@ -99,10 +86,11 @@ def test_bits_of_integer_products_do_not_depend_on_the_rows(
     assert differing(without[kind]) == []
 
 
-def test_bits_that_depend_on_a_tile_are_noticed(tmp_path: Path) -> None:
+def test_bits_that_depend_on_a_tile_are_noticed(broken_kernels: Broken) -> None:
     """Control: sums that are multiplied by the number of rows of their tile."""
-    right = "by = x.scales[r * x.scale_stride"
-    with broken_kernels(tmp_path, "integers.h", (right, right.replace("x.scales", "ROWS * x.scales")), level="-O0"):
+    with broken_kernels():
+        assert not differing(outputs(INTEGERS["Q4_1"]()))
+    with broken_kernels("sums that depend on the rows of their tile"):
         assert differing(outputs(INTEGERS["Q4_1"]()))
 
 
@@ -151,42 +139,27 @@ def test_a_token_has_its_bits_in_any_pass(threads: int) -> None:
         torch.set_num_threads(2)
 
 
-FAULTS: dict[str, tuple[str, str, str]] = {
-    "the second block of rows is the first": ("pairs", "tile_load<5>(more + k,", "tile_load<5>(some + k,"),
-    "depths of two panels": ("pairs", "tile_load<7>(weights + k * PANEL + PANEL,", "tile_load<7>(weights + k * PANEL,"),
-    "every group reads the first": ("bytes", "x.stride + g * DEPTH, x.stride", "x.stride, x.stride"),
-    "scales of the first block": ("bytes", "x.scales[(first + r) *", "x.scales[r *"),
-    "rows of the first block": ("bytes", "x.levels + first * x.stride + g", "x.levels + g"),
-    "a group adds to the one before": (
-        "bytes",
-        "tile_zero<0>(), tile_zero<1>();",
-        "if (g == 0) tile_zero<0>(), tile_zero<1>();",
-    ),
-}
+PAIRS = ["the second block of rows is the first", "depths of two panels"]
+BYTES = ["every group reads the first", "scales of the first block", "rows of the first block"]
+BYTES += ["a group adds to the one before"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_noticed(fault: str, tmp_path: Path, without: dict[str, dict[int, torch.Tensor]]) -> None:
-    """Control: the same comparisons with one fault in tiles.h."""
-    kind, right, wrong = FAULTS[fault]
-    for _ in emulated(tmp_path, {"tiles.h": ((right, wrong),)}, level="-O0"):
-        if kind == "bytes":
-            assert (outputs(INTEGERS["Q4_1"]())[33] - without["Q4_1"][33]).abs().max() > 0.1
-        else:
-            weight, x = numbers(70, 64).to(torch.bfloat16), numbers(40, 64).to(torch.bfloat16)
-            assert (pairs(weight)(x.float()).double() - x.double() @ weight.double().t()).abs().max() > 0.1
+@pytest.mark.parametrize("fault", ["", *PAIRS, *BYTES])
+def test_faults_are_noticed(fault: str, broken_kernels: Broken, without: dict[str, dict[int, torch.Tensor]]) -> None:
+    """Control: the same comparisons with one fault in tiles.h, and with none."""
+    with broken_kernels(fault, tiles=True):
+        error = (outputs(INTEGERS["Q4_1"]())[33] - without["Q4_1"][33]).abs().max()
+        assert (error > 0.1) == (fault in BYTES)
+        weight, x = numbers(70, 64).to(torch.bfloat16), numbers(40, 64).to(torch.bfloat16)
+        error = (pairs(weight)(x.float()).double() - x.double() @ weight.double().t()).abs().max()
+        assert (error > 0.1) == (fault in PAIRS)
 
 
-def test_a_process_that_may_not_use_them(tmp_path: Path, without: dict[str, dict[int, torch.Tensor]]) -> None:
+def test_a_process_that_may_not_use_them(broken_kernels: Broken, without: dict[str, dict[int, torch.Tensor]]) -> None:
     """The bits of bfloat16 products are those of a machine without them, too."""
     weight, x, library = numbers(70, 576).to(torch.bfloat16), numbers(40, 576), build.library()
     wanted = None if library is None or library.foresay_tiles() else pairs(weight)(x)
-    header = tmp_path / "amx.h"
-    header.write_text(
-        HEADER.read_text().replace("tiles_allowed() { return true; }", "tiles_allowed() { return false; }")
-    )
-    (tmp_path / "sources").mkdir()
-    with changed_kernels(tmp_path / "sources", {}, {"amx.h": header}, level="-O3"):
+    with broken_kernels():
         assert "AMX" not in build.instructions()
         assert torch.equal(outputs(INTEGERS["int4"]())[33], without["int4"][33])
         assert wanted is None or torch.equal(pairs(weight)(x), wanted)

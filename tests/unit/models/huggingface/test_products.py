@@ -25,7 +25,7 @@ from foresay.models.huggingface.linears import (
     quantizer,
     weight_bytes,
 )
-from helpers.broken_kernels import broken_kernels
+from helpers.broken_kernels import Broken
 
 SEEDED = torch.Generator()
 KINDS: dict[str, tuple[Any, float]] = {
@@ -251,31 +251,18 @@ def test_scales_are_widened_alike_without_instructions_for_it(monkeypatch: pytes
     assert len(list(tmp_path.rglob("*.so"))) == 1, "they were compiled for this"
 
 
-BROKEN = {
-    "rows beyond the first four are added in parts": (
-        "inputs.h",
-        "byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);",
-        """float part[ROWS_AT_ONCE * PANEL] = {};
-            RoundedBlock more = in.rounded(first + (rows > 4 ? 4 : 0), from, false);
-            byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows < 5 ? rows : 4, sums, block.levels);
-            if (rows > 4) byte_products(p.bits, p.scaling, levels, block.scales, to - from, more, rows - 4, part, block.levels);
-            for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];""",
-    ),
-    "inputs are rounded for the whole row": (
-        "rounded.h",
-        "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);",
-        "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out), out.scales[g] = out.scales[0];",
-    ),
-}
-
-
 @pytest.mark.usefixtures("_threads_as_before")
-@pytest.mark.parametrize("fault", BROKEN)
-def test_broken_kernels_are_noticed(fault: str, tmp_path: Path) -> None:
+def test_broken_kernels_are_noticed(broken_kernels: Broken) -> None:
     """Control: the same sources with one fault."""
-    file, intact, broken = BROKEN[fault]
-    with broken_kernels(tmp_path, file, (intact, broken)), pytest.raises(AssertionError):
+
+    def compare() -> None:
         check_exactly(NativeProduct.int4(weights(200, 576), None), torch.randn(300, 576, generator=SEEDED))
+
+    with broken_kernels():
+        compare()
+    for fault in ("rows beyond the first four are added in parts", "inputs are rounded for the whole row"):
+        with broken_kernels(fault), pytest.raises(AssertionError):
+            compare()
 
 
 @pytest.mark.parametrize("kind", ["native int8", "native int4", "native"])
