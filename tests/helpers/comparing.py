@@ -1,16 +1,33 @@
-"""Greedy outputs compared with transformers'."""
+"""Greedy outputs compared with transformers', over one tiny model of each family."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
+from helpers.families import VOCAB, make
+
 MARGIN = 1e-4
+NEW = 24
 
 
-def plain(model: PreTrainedModel, prompt: Sequence[int], new: int = 64) -> list[int]:
+@functools.cache
+def reference_of(family: str) -> tuple[PreTrainedModel, list[list[int]]]:
+    """A model of a family, to be left as it is, and what transformers writes after `prompts()`: NEW tokens each."""
+    model = make(family)
+    return model, [plain(model, prompt) for prompt in prompts()]
+
+
+def prompts() -> list[list[int]]:
+    """Ragged prompts; the longest and its output pass the first 64 slots, and a window of 8."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (1, 12, 5, 50, 9, 2)]
+
+
+def plain(model: PreTrainedModel, prompt: Sequence[int], new: int = NEW) -> list[int]:
     """transformers' own greedy output.
 
     Zamba2 and Nemotron-H limit time steps except in passes over one token, so that they agree with themselves only uncached.

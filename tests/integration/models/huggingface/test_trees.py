@@ -16,7 +16,7 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, ancestors_of
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from helpers.comparing import assert_same, plain
+from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
 from helpers.families import FAMILIES, SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.support import run
 from helpers.trees import RightTree
@@ -25,17 +25,12 @@ TAKES = [name for name in FAMILIES if name not in ("bloom", "falcon_alibi")]
 PARENTS = torch.tensor([[-1, -1, 0, 0, 1, 2], [-1, 0, 0, -1, 3, 4]])
 
 
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (1, 12, 5, 23, 9, 2)]
-
-
 @pytest.mark.parametrize("family", TAKES)
 def test_greedy_output_over_trees_equals_transformers(family: str) -> None:
-    reference = make(family)
+    reference, outputs = reference_of(family)
     target = CausalModel(copy.deepcopy(reference))
-    wanted = [plain(reference, prompt, 40)[: target.max_length - len(prompt)] for prompt in prompts()]
-    params = SamplingParams(max_new_tokens=40)
+    wanted = [one[: target.max_length - len(prompt)] for prompt, one in zip(prompts(), outputs, strict=True)]
+    params = SamplingParams(max_new_tokens=NEW)
     ours, steps, engine = run(target, prompts(), params, drafter=RightTree(wanted, VOCAB), gamma=12, join_later=3)
     assert engine.draft_failures == 0
     assert any(step.num_accepted == 0 and step.num_drafted for step in steps)
@@ -152,10 +147,10 @@ def test_kept_columns_are_as_if_they_alone_had_been_fed() -> None:
 
 
 def test_the_tree_drafters_at_work() -> None:
-    reference = make("llama")
+    reference, _ = reference_of("llama")
     target, draft = CausalModel(copy.deepcopy(reference)), CausalModel(make("llama", num_hidden_layers=2))
     draft.model.load_state_dict(reference.state_dict(), strict=False)
-    repeated = [prompt * 4 for prompt in prompts()[1:4]]
+    repeated = [prompt[:12] * 4 for prompt in prompts()[1:4]]
     params = SamplingParams(max_new_tokens=40)
     wanted = [plain(reference, prompt, 40) for prompt in repeated]
     tokens_per_pass = {}
