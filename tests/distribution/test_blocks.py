@@ -103,6 +103,7 @@ def value(target: Target, drafter: str, rule: str, *, from_anchor: bool = True, 
         rule=rule,
         gamma=nodes or 3,
         max_batch_size=64,
+        enough=LENGTH,
     )
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert sum(step.num_accepted for step in steps) > SAMPLES / 4
@@ -119,9 +120,16 @@ def test_chains(drafter: str, rule: str, target: Target) -> None:
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
-@pytest.mark.parametrize("drafter", ["best first", "drawn", "drawn by a head", "drawn by a head in a hybrid"])
+@pytest.mark.parametrize("drafter", ["best first", "drawn", "drawn by a head"])
 def test_trees(drafter: str, rule: str, target: Target) -> None:
     assert value(target, drafter, rule, nodes=8) > ALPHA
+
+
+@pytest.mark.parametrize(
+    "rule", ["speculative", *(pytest.param(rule, marks=pytest.mark.long) for rule in ("match", "coupled"))]
+)
+def test_trees_of_a_hybrid(rule: str, target: Target) -> None:
+    assert value(target, "drawn by a head in a hybrid", rule, nodes=8) > ALPHA
 
 
 def test_the_distribution_of_the_roots_for_all_nodes(target: Target) -> None:

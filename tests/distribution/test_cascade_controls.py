@@ -23,7 +23,7 @@ from helpers.distribution_cells import ALPHA, DRAFT, PARAMS, PROMPT, SIZE, SMALL
 from helpers.reference import joint, p_value
 from helpers.support import Renumbered, run
 
-LENGTH, SAMPLES = 4, 1500
+LENGTH, SAMPLES = 4, 1200
 Patch = pytest.MonkeyPatch
 
 

@@ -103,13 +103,19 @@ STOPS = {
 }
 
 
-def _turns() -> list[tuple[str, str, str]]:
-    """Every drafter with every rule, the parameters taking turns."""
-    pairs = [(drafter, rule) for drafter in DRAFTERS for rule in RULES]
-    return [(list(STOPS)[i % len(STOPS)], *pair) for i, pair in enumerate(pairs)]
+PAIRS = [(drafter, rule) for drafter in DRAFTERS for rule in RULES]
 
 
-@pytest.mark.parametrize(("params", "drafter", "rule"), _turns())
+def half(odd: int) -> list[Any]:
+    """Every drafter with two rules and every rule with two or three drafters; the other half is long."""
+    places = [i // len(RULES) + i % len(RULES) for i in range(len(PAIRS))]
+    return [
+        pytest.param(*pair, marks=[] if place % 2 == odd else [pytest.mark.long])
+        for pair, place in zip(PAIRS, places, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("params", "drafter", "rule"), [([*STOPS][i % 3], *pair) for i, pair in enumerate(PAIRS)])
 def test_outputs_that_end_by_themselves_have_the_targets_law(params: str, drafter: str, rule: str) -> None:
     asked = STOPS[params]
     assert p_value(outcomes(asked, EOS, drafter, rule), enumerated(asked, EOS, lambda output: False)) > ALPHA
@@ -158,8 +164,7 @@ def grammatical(fails: Callable[[tuple[int, ...]], bool], length: int) -> dict[O
     return out
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "rule"), half(0))
 def test_a_grammar_under_drafts_fails_nobody(drafter: str, rule: str) -> None:
     """A processor that raises after a drafted end token: no request fails, and the distribution is that of plain decoding."""
     asked = SamplingParams(temperature=1.0, max_new_tokens=5, processors=(Grammar(),))
@@ -168,8 +173,7 @@ def test_a_grammar_under_drafts_fails_nobody(drafter: str, rule: str) -> None:
     assert p_value(seen, grammatical(lambda output: False, 5)) > ALPHA
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "rule"), half(1))
 def test_a_failure_belongs_to_its_place(drafter: str, rule: str) -> None:
     """Those requests fail that would have failed in plain decoding, after the same tokens, and with the same odds."""
     asked = SamplingParams(temperature=1.0, max_new_tokens=5, processors=(Fails(),))
@@ -285,8 +289,9 @@ def first_two() -> dict[tuple[int, ...], float]:
     return {(a, b): one[a] * one[b] for a in range(3) for b in range(3)}
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize(
+    ("kept", "rule"), [(kept, ("speculative", "block")[i % 2]) for i, kept in enumerate(KEPT)] + [("cascade", "block")]
+)
 def test_a_second_request_of_one_seed_has_the_targets_law(kept: str, rule: str) -> None:
     seen, probs = second_requests(kept, rule), first_two()
     assert stats.chisquare([seen[k] for k in probs], [p * SECONDS for p in probs.values()]).pvalue > ALPHA

@@ -2,7 +2,7 @@
 
 Each cell compares 300 to 1,500 outputs of LENGTH tokens with their enumerated distribution by chi-squared. Seeds are fixed; with
 ALPHA = 1e-6 and 105 cells the odds that correct code would have failed when the seeds were chosen are 1e-4.
-`pytest tests/distribution --all-cells` runs the full product of 5,040 with 3,000 outputs each.
+`pytest tests/distribution --long` runs the full product of 5,040 with 3,000 outputs each.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from helpers.reference import joint, p_value
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        cells = product() if metafunc.config.getoption("--all-cells", default=False) else pairwise()
+        cells = product() if metafunc.config.getoption("--long") else pairwise()
         metafunc.parametrize("cell", cells, ids=["-".join(map(str, c)) for c in cells])
 
 
 def test_output_has_the_targets_law(cell: Cell, request: pytest.FixtureRequest) -> None:
-    samples = SAMPLES if request.config.getoption("--all-cells", default=False) else COUNTS[cell[4]]
+    samples = SAMPLES if request.config.getoption("--long") else COUNTS[cell[4]]
     probs = joint(TARGET, PARAMS[cell[3]], PROMPT, LENGTH)
     assert p_value(sample(cell, samples), probs, SIZE) > ALPHA
 

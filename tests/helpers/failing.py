@@ -20,7 +20,7 @@ from helpers.support import Renumbered
 VOCAB = 4
 EVEN = TableModel(torch.full((VOCAB, VOCAB, VOCAB), 1 / VOCAB))
 """A target whose tokens are equally likely."""
-SKEWED = torch.tensor([0.55, 0.25, 0.15, 0.05])
+SKEWED = torch.tensor([0.4, 0.3, 0.2, 0.1])
 """The draft's distribution after any context."""
 PROMPT = [1, 2]
 KINDS = ["raises", "exits", "nan", "shape"]

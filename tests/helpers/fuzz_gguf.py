@@ -1,18 +1,13 @@
 """Damaged and hostile GGUF files made from tiny models, and the one question asked of each.
 
 `cases` writes the files, each from its seed and number alone; `check` loads one and accepts finite scores or one of foresay's
-errors. `python -m helpers.fuzz_gguf SEED FIRST COUNT` checks a range in this process and prints each name before its file is
-loaded, so that whoever starts it knows which file ended the process.
+errors. `fuzzing.py` runs them.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import resource
-import signal
 import struct
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -389,35 +384,3 @@ CHANGES = (
     _renamed,
     _added_tensor,
 )
-
-
-def _main(seed: int, first: int, count: int) -> None:
-    """Check a range; print each name before, and " ok" or the error after it. A file that takes too long ends the process."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:
-        sound = Path(folder) / "sound.gguf"
-        for name, image in bases().items():
-            sound.write_bytes(image.written())
-            try:
-                loaded = load_model(sound)  # also what makes the process as large as it is for a sound file
-            except ForesayError as error:
-                sys.exit(f"{name} is sound: {error}")
-            del loaded
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + LIMIT_BYTES, size + LIMIT_BYTES))
-        for name, path in cases(seed, count, Path(folder), first):
-            print(name, end="", flush=True)
-            signal.alarm(LIMIT_S)
-            try:
-                check(path)
-                print(" ok", flush=True)
-            except Exception as error:
-                first_line = (str(error).splitlines() or [""])[0]
-                print(f" {type(error).__name__}: {first_line[:200]}", flush=True)
-            signal.alarm(0)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))

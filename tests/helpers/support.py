@@ -126,10 +126,12 @@ def run(
     join_later: int = 0,
     sources: Sequence[Sequence[int]] | None = None,
     prefixes: PrefixStore | None = None,
+    enough: int | None = None,
 ) -> tuple[list[list[int]], list[Step], Engine]:
     """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
 
-    sources: input of an encoder-decoder's encoder, for each prompt. Prefill has no clock, so that rows join at the same steps
+    sources: input of an encoder-decoder's encoder, for each prompt. enough: tokens after which a request is cancelled, though its
+    drafts may reach further. Prefill has no clock, so that rows join at the same steps
     however busy the machine is.
     """
     chosen = make_rule(rule) if isinstance(rule, str) else rule
@@ -156,6 +158,8 @@ def run(
         for step in engine.step():
             steps.append(step)
             outputs[step.request_id] += step.token_ids
+            if enough is not None and len(outputs[step.request_id]) >= enough:
+                engine.cancel(step.request_id)
     return [outputs[i] for i in sorted(outputs)], steps, engine
 
 

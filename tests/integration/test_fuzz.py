@@ -10,10 +10,11 @@ from helpers import fuzz_broken, fuzz_formats
 from helpers.fuzzing import fuzz, names
 
 
-def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    tallies = fuzz(names(), 3, 25, tmp_path)
+def test_mutated_files_are_read_or_refused(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    count = 250 if request.config.getoption("--long") else 25
+    tallies = fuzz(names(), 3, count, tmp_path)
     assert [f"{name}, {line}" for name, tally in tallies.items() for line in tally.failures] == []
-    assert {tally.cases for tally in tallies.values()} == {25}
+    assert {tally.cases for tally in tallies.values()} == {count}
     assert all(tally.refused for tally in tallies.values()), "mutated enough to be refused"
     unread = [name for name in fuzz_formats.FORMATS if not tallies[name].accepted]
     assert unread == [], "and more than a first check sees the rest"

@@ -17,13 +17,15 @@ USABLE = [level for level in levels.levels() if levels.supported(level, build._p
 
 
 def wheel(folder: Path, prebuild: str) -> Path:
-    """Built from a copy, because building leaves files in the source tree."""
+    """Built from a copy, because building leaves files in the source tree; the kernels are compiled quickly."""
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     (source / "src").mkdir()
     subprocess.run(["cp", "-r", str(ROOT / "src" / "foresay"), str(source / "src")], check=True)
+    build_file = source / "src" / "foresay" / "models" / "cpu" / "build.py"
+    build_file.write_text(build_file.read_text().replace('"-O3"', '"-O0"'))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
     environment = {**os.environ, "FORESAY_PREBUILD": prebuild}
     subprocess.run([*command, str(source)], check=True, env=environment, capture_output=True)
@@ -60,11 +62,15 @@ def test_a_wheel_without_kernels_is_for_any_machine(tmp_path: Path) -> None:
         assert not [name for name in archive.namelist() if "prebuilt" in name]
 
 
-@pytest.mark.slow
 def test_compiling_needs_no_pytorch(tmp_path: Path) -> None:
-    """As in the environment in which a wheel is built."""
+    """As in the environment in which a wheel is built. The compiler writes empty files."""
     (tmp_path / "torch.py").write_text("raise ImportError('not here')")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo 1\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "CXX": str(compiler)}
     command = [sys.executable, "-m", "foresay.models.cpu", str(tmp_path / "out"), levels.levels()[-1]]
     subprocess.run(command, check=True, env=environment, capture_output=True)
     assert len(list((tmp_path / "out").glob("*.so"))) == 1

@@ -90,7 +90,7 @@ def test_heads_that_do_not_divide_are_refused_at_load(
     assert message in str(caught.value) and str(folder) in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_dies_ends_all(models: tuple[Path, Path], tmp_path: Path) -> None:
     done = launched(*models, tmp_path, 1, timeout=120)
     assert done.returncode != 0 and "exitcode" in done.stderr.lower().replace(" ", "")
