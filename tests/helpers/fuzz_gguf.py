@@ -32,10 +32,6 @@ from helpers.gguf_files import write_gguf
 DENSE = "-dense"
 """End of the names of files that transformers dequantises."""
 TOKENS = (5, 9, 70, 9)
-LIMIT_S = 30
-"""Seconds for one file: some hundred times what a sound one takes."""
-LIMIT_BYTES = 2 << 30
-"""Memory a file may take beside what the process takes already: a thousand times what a sound one takes."""
 LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 ALIGNMENT = 32
 COUNTS = (0, 1, 2, 3, 5, 255, 70_000, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1)

@@ -124,7 +124,7 @@ def test_what_drafts_unless_told_otherwise_changes_no_text() -> None:
     assert drafted[0] > 2 * drafted[1], "the head takes part"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_drafts_as_its_note_says(note: dict[str, Any]) -> None:
     """On shipped prompts, greedy and exact; other processors round otherwise, and texts drift apart."""
     said = note["shipped_prompts"]
