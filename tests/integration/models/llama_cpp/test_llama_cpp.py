@@ -65,11 +65,12 @@ def admitted(one: Any, count: int) -> Any:
     return cache
 
 
-METHODS = ("none", "suffix", "max_gram", "prompt_lookup")
+METHODS, RULES = ("none", "suffix", "max_gram", "prompt_lookup"), ("speculative", "match", "coupled", "block")
 
 
-@pytest.mark.parametrize("drafter", METHODS)
-@pytest.mark.parametrize("rule", ["speculative", "match", "coupled", "block"])
+@pytest.mark.parametrize(
+    ("drafter", "rule"), [(m, r) for i, m in enumerate(METHODS) for j, r in enumerate(RULES) if (i + j) % 2 == 0]
+)
 def test_texts_are_those_of_the_table(library: Library, drafter: str, rule: str) -> None:
     """In ragged batches with rows that join, greedy and sampled, with lengths that outgrow the first context."""
     prompts = [[1 + i % (V - 1) for i in range(3 + 7 * n)] for n in range(11)]

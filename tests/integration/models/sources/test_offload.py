@@ -36,8 +36,7 @@ def saved(family: str, folder: Path) -> dict[str, Any]:
     return {"device_map": "auto", "offload_folder": str(folder / "offload"), "weighs": weighs}
 
 
-@pytest.mark.parametrize("share", [0.1, 0.66])
-@pytest.mark.parametrize("family", ["bloom", "gemma", "llama", "t5"])
+@pytest.mark.parametrize(("family", "share"), [("bloom", 0.1), ("gemma", 0.66), ("llama", 0.1), ("t5", 0.66)])
 def test_the_tokens_of_transformers(family: str, share: float, tmp_path: Path) -> None:
     settings = saved(family, tmp_path)
     settings["max_memory"] = {"cpu": int(settings.pop("weighs") * share)}
