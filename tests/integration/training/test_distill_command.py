@@ -337,28 +337,6 @@ def test_a_head_goes_on_with_other_tokens(target: Path, recorded: Path, shell: t
     assert "output layer" in said
 
 
-def test_a_killed_run_goes_on(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
-    out = tmp_path / "head"
-    command = [
-        *tiny.FORESAY,
-        "distill",
-        str(out),
-        *options(target, recorded, "--epochs", "100000", "--evaluate-minutes", "0.005"),
-    ]
-    child = subprocess.Popen(command, env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    state = out / "checkpoint" / "state.json"
-    until = time.monotonic() + 90
-    while time.monotonic() < until and not (state.is_file() and json.loads(state.read_text())["step"] > 3):
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.05)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    before = json.loads(state.read_text())["step"]
-    done = shell("distill", str(out), *options(target, recorded, "--minutes", "0.03", "--epochs", "100000"))
-    assert done[0] == 0, done
-    assert f"{before} of them earlier" in done[1]
-
-
 def test_a_run_that_ended_before_its_first_evaluation_goes_on(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
 ) -> None:
@@ -375,16 +353,12 @@ def test_a_run_that_ended_before_its_first_evaluation_goes_on(
     )
 
 
-def test_ctrl_c_leaves_a_checkpoint(target: Path, recorded: Path, tmp_path: Path) -> None:
-    out = tmp_path / "head"
-    command = [
-        *tiny.FORESAY,
-        "distill",
-        str(out),
-        *options(target, recorded, "--epochs", "100000", "--evaluate-minutes", "50"),
-    ]
+def test_ctrl_c_leaves_a_checkpoint_that_goes_on(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
+    out, endless = tmp_path / "head", ["--epochs", "100000"]
     child = subprocess.Popen(
-        command,
+        [*tiny.FORESAY, "distill", str(out), *options(target, recorded, *endless, "--evaluate-minutes", "50")],
         env=tiny.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -394,11 +368,13 @@ def test_ctrl_c_leaves_a_checkpoint(target: Path, recorded: Path, tmp_path: Path
     while time.monotonic() < until and not (out / "checkpoint").is_dir():
         assert child.poll() is None, child.communicate()
         time.sleep(0.05)
-    time.sleep(2)
+    time.sleep(1)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130 and b"Traceback" not in err
-    assert json.loads((out / "checkpoint" / "state.json").read_text())["step"] > 0
+    before = json.loads((out / "checkpoint" / "state.json").read_text())["step"]
+    code, said, _ = shell("distill", str(out), *options(target, recorded, *endless, "--minutes", "0.03"))
+    assert before > 0 and code == 0 and f"{before} of them earlier" in said
 
 
 def test_what_is_refused(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
@@ -439,7 +415,7 @@ def _renamed(recorded: Path, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("draft", ["head", "model"])
+@pytest.mark.parametrize("draft", ["head", pytest.param("model", marks=pytest.mark.long)])
 def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     """A limit on the size of files stands in for it."""
     out, small = tmp_path / "draft", tmp_path / "small"
