@@ -119,17 +119,20 @@ def test_chains(drafter: str, rule: str, target: Target) -> None:
     assert value(target, drafter, rule) > ALPHA
 
 
-@pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
-@pytest.mark.parametrize("drafter", ["best first", "drawn", "drawn by a head"])
-def test_trees(drafter: str, rule: str, target: Target) -> None:
-    assert value(target, drafter, rule, nodes=8) > ALPHA
+TREES = [(drafter, rule) for drafter in DRAFTERS if "drawn" in drafter for rule in ("speculative", "match", "coupled")]
+BY_DEFAULT = [("drawn", "speculative"), ("drawn", "match"), ("drawn by a head", "speculative")]
+BY_DEFAULT += [("drawn by a head", "coupled"), ("drawn by a head in a hybrid", "speculative")]
 
 
 @pytest.mark.parametrize(
-    "rule", ["speculative", *(pytest.param(rule, marks=pytest.mark.long) for rule in ("match", "coupled"))]
+    ("drafter", "rule"),
+    [
+        *(("best first", rule) for rule in ("speculative", "match", "coupled")),
+        *(pytest.param(*one, marks=[] if one in BY_DEFAULT else [pytest.mark.long]) for one in TREES),
+    ],
 )
-def test_trees_of_a_hybrid(rule: str, target: Target) -> None:
-    assert value(target, "drawn by a head in a hybrid", rule, nodes=8) > ALPHA
+def test_trees(drafter: str, rule: str, target: Target) -> None:
+    assert value(target, drafter, rule, nodes=8) > ALPHA
 
 
 def test_the_distribution_of_the_roots_for_all_nodes(target: Target) -> None:

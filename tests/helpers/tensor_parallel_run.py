@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafted, unsure, sampled": {"draft": True, "length": "confidence(0.2)", "temperature": 0.7, "seed": 5},
     "self, sampled": {"drafter": "self(1)", "num_draft_tokens": 2, "temperature": 0.9, "seed": 1},
 }
-NEW = 20
+NEW = 12
 
 
 def written(target: str, draft: str, **options: Any) -> dict[str, list[list[int]]]:

@@ -21,7 +21,7 @@ from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
 
 pytestmark = pytest.mark.slow
-NEW, MARGIN = 28, 1e-4
+NEW, MARGIN = 20, 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +89,11 @@ def test_ragged_batch_of_four_with_rows_joining(
 
 def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
     """The target as its own draft: every guess must be accepted, in a ragged batch."""
-    params = SamplingParams(max_new_tokens=24)
+    params = SamplingParams(max_new_tokens=20)
     ours, steps, engine = run(
         target, prompts[:4], params, drafter=ModelDrafter(target, target.vocab_size), gamma=4, eos=frozenset([2])
     )
-    _assert_same(target, prompts[:4], ours, [out[:24] for out in reference[:4]])
+    _assert_same(target, prompts[:4], ours, [out[:20] for out in reference[:4]])
     assert engine.draft_failures == 0
     accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
     assert accepted / tested > 0.97
@@ -131,13 +131,13 @@ def test_every_method(
     ours, steps, engine = run(
         target,
         prompts[some],
-        SamplingParams(max_new_tokens=24),
+        SamplingParams(max_new_tokens=20),
         drafter=build(),
         policy=read_length(METHODS[drafter]),
         max_batch_size=2,
         eos=frozenset([2]),
     )
-    _assert_same(target, prompts[some], ours, [out[:24] for out in reference[some]])
+    _assert_same(target, prompts[some], ours, [out[:20] for out in reference[some]])
     assert engine.draft_failures == 0
     assert any(s.num_accepted < s.num_drafted for s in steps)
     assert any(s.num_accepted == s.num_drafted > 0 for s in steps)

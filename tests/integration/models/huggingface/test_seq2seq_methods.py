@@ -102,7 +102,7 @@ def test_greedy_output_does_not_depend_on_the_drafter(drafter: str, family: str)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("family", ["t5_gated", "bart", "marian"])
+@pytest.mark.parametrize("family", ["t5_gated", "bart"])
 def test_the_first_layers_of_the_decoder_draft_in_the_targets_cache(family: str, temperature: float) -> None:
     """What they propose in the target's slots and with its encoded sources is what they propose in a cache of their own."""
     target = target_of(family)
@@ -123,7 +123,7 @@ def test_the_first_layers_of_the_decoder_draft_in_the_targets_cache(family: str,
     if not temperature:
         assert ours == [output[:NEW] for output in reference_of(family)[1]]
     accepted, drafted = sum(a for _, _, a in work), sum(d for _, d, _ in work)
-    assert accepted < drafted and (accepted or family == "marian")
+    assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("family", ["t5", "mbart"])
@@ -172,7 +172,7 @@ def test_a_decoder_with_fewer_layers_than_its_encoder(family: str, name: str) ->
         first_decoder_layers(target, 2)
 
 
-@pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "decoder_only", "other tokens"])
+@pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "other tokens"])
 def test_a_sampled_row_is_the_same_alone_and_in_a_batch(drafter: str) -> None:
     target = target_of("t5")
     params = [SamplingParams(max_new_tokens=16, temperature=0.9, seed=seed) for seed in range(6)]
