@@ -8,10 +8,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("FORESAY_PACKED_GB", "0")  # tests load hundreds of small files; test_packed.py removes it
-# beside another process of the same run, the programs that tests start share the cores too
+# next to another process of the same run, the programs that tests start share the cores too
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in ("COLUMNS", "LINES"):  # which pytest-xdist sets, as if somebody had asked for 80 columns
+    for name in ("COLUMNS", "LINES"):  # which pytest-xdist sets, as if someone had requested 80 columns
         os.environ.pop(name, None)
 
 import warnings

@@ -56,11 +56,11 @@ def page(browser: Any, server: Running) -> Iterator[Page]:
     opened.goto(server.url)
     yield opened
     opened.close()
-    assert not errors, "no error of a script, and nothing asked of anyone else"
+    assert not errors, "no error of a script, and nothing requested of anyone else"
 
 
 def said(page: Page, text: str, tokens: int = 24) -> None:
-    """Ask by the keyboard alone, and wait for the end of the answer."""
+    """Send a request by the keyboard alone, and wait for the end of the answer."""
     page.locator("#tokens").fill(str(tokens))
     page.locator("#prompt").focus()
     page.keyboard.type(text)
@@ -120,7 +120,7 @@ def test_a_growing_answer_stays_in_view(width: int, height: int, page: Page) -> 
 
 
 def grow(page: Page, count: int) -> None:
-    """Have the panel that grows take so many words, after the frames in which the page hears of scrolling."""
+    """Have the panel that grows take so many words, after the frames in which the page receives scrolling."""
     frames = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
     page.evaluate(frames)
     word = "{delta: {content: 'word '}, foresay: {origins: [['word ', 'bonus']], tokens: 1, drafted: 0}}"
@@ -145,7 +145,7 @@ def test_whoever_scrolls_up_reads_on_there(page: Page) -> None:
 
 def test_an_answer_is_announced_once_it_is_complete(page: Page) -> None:
     page.evaluate(
-        "() => { window.told = []; new MutationObserver(() => told.push(document.getElementById('status').textContent))"
+        "() => { window.seen = []; new MutationObserver(() => seen.push(document.getElementById('status').textContent))"
         ".observe(document.getElementById('status'), {childList: true}); }"
     )
     page.locator("#tokens").fill("300")
@@ -176,7 +176,7 @@ def test_passes_without_a_draft_are_explained(drafted: int, shown: bool, page: P
     assert "1.00 tokens per pass" in figures and ("drafting is paused" in figures) is shown, figures
     page.locator("#draft").uncheck()
     said(page, "hello")
-    assert "drafting is paused" not in page.locator(".figures").last.inner_text(), "that is what was asked for"
+    assert "drafting is paused" not in page.locator(".figures").last.inner_text(), "that is what was requested"
 
 
 def test_beside_plain_decoding_both_write_the_same(page: Page) -> None:

@@ -50,7 +50,7 @@ def test_disjoint_and_equal_laws() -> None:
 
 
 def _places(distributions: list[torch.Tensor]) -> Distributions:
-    """One row whose places have these distributions."""
+    """One row whose positions have these distributions."""
     probs = torch.stack(distributions)
     return Distributions(
         torch.zeros(1, len(distributions), dtype=torch.int64), probs, torch.arange(len(distributions))[None]

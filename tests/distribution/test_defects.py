@@ -175,7 +175,7 @@ def test_a_grammar_under_drafts_fails_nobody(drafter: str, rule: str) -> None:
 
 @pytest.mark.parametrize(("drafter", "rule"), half(1))
 def test_a_failure_belongs_to_its_place(drafter: str, rule: str) -> None:
-    """Those requests fail that would have failed in plain decoding, after the same tokens, and with the same odds."""
+    """Requests fail exactly if they would have failed in plain decoding, after the same tokens, and with the same odds."""
     asked = SamplingParams(temperature=1.0, max_new_tokens=5, processors=(Fails(),))
     seen = outcomes(asked, EOS, drafter, rule, 600)
     assert any(failed for _, failed in seen)
@@ -232,7 +232,7 @@ def test_a_processor_that_fails_on_the_drafts_side_hurts_nobody() -> None:
 
 
 class Poisoned(ModelDrafter):
-    """A draft model whose distributions turn into something else at one place."""
+    """A draft model whose distributions turn into something else at one position."""
 
     def __init__(self, place: int, poison: float) -> None:
         super().__init__(DRAFT, SIZE)

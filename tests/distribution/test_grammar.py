@@ -1,7 +1,7 @@
 """Output under a grammar has the target's distribution given the grammar, whatever drafts and whatever rule.
 
 The reference knows nothing of the library that makes the masks: a token may come where the text is then the beginning of one of
-the four that the schema allows. Drafts guess past it, so that a mask must be right behind guesses that were taken back.
+the four that the schema allows. Drafts go past it, so that a mask must be right after draft tokens that were taken back.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_output_has_the_targets_law_under_the_grammar(name: str, rule: str) -> N
 
 
 class Forgetful(JsonMask):
-    """Does not take back what was only guessed."""
+    """Does not take back what was only drafted."""
 
     def _advance(self, written: list[int]) -> bool:
         self._consumed = self._consumed[: len(written)]

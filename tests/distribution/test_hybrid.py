@@ -1,4 +1,4 @@
-"""A look-up in front of a sampled draft under the default lengths, over passes that take the time of their real tokens."""
+"""An n-gram drafter in front of a sampled draft under the default lengths, over passes that take the time of real tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 900
 
 
 class Ragged(TableModel):
-    """A table whose passes are said to take the time of their real tokens, as those of compiled kernels do."""
+    """A table whose passes take the time of their real tokens, as those of compiled kernels do."""
 
     capabilities = Capabilities(trees=True, ragged=True)
 
@@ -37,7 +37,7 @@ LOOKUPS = {"max_gram": MaxGram, "suffix": lambda: SuffixDrafter(Memory(max_token
 
 @pytest.fixture(autouse=True)
 def _virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafting takes no time and a pass a millisecond, so that look-ups are free: a step reads its clock four times."""
+    """Drafting takes no time and a pass a millisecond, so that n-gram drafters are free: a step reads its clock four times."""
     calls = itertools.count()
     monkeypatch.setattr(step_module, "perf_counter", lambda: (lambda n: n // 4 + (n % 4 > 1))(next(calls)) * 1e-3)
 

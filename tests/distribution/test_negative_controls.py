@@ -66,7 +66,7 @@ def _keyed_by_position(self: Streams, purpose: Purpose, offsets: torch.Tensor) -
 
 
 def _long_blocks() -> float:
-    """Block verification over two tokens and six places, where a step often re-tests the places of the one before."""
+    """Block verification over two tokens and six positions, where a step often re-tests the positions of the one before."""
     target, draft = (TableModel.random(2, seed=seed, concentration=0.7) for seed in (1, 2))
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=6) for seed in range(SAMPLES)]
     drafter = ModelDrafter(draft, 2)
@@ -102,7 +102,7 @@ def test_a_dropped_unlikely_token(rule: type) -> None:
 
 
 def _shifted(rule: type) -> object:
-    """Judges each draft token by the distribution one place further on."""
+    """Verifies each draft token by the distribution one position further on."""
 
     class Shifted(rule):  # type: ignore[misc]
         def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:

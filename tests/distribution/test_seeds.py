@@ -103,7 +103,7 @@ def test_a_seed_given_twice_keeps_the_distribution(drafter: str, rule: str, poli
 
 
 def test_lengths_learned_from_a_seeds_own_numbers(monkeypatch: Patch) -> None:
-    """Control: a policy that says it remembers nothing, and does."""
+    """Control: a policy that claims to remember nothing, and does."""
     assert p_value(second_requests(Stateless, "model", "speculative", monkeypatch)) < ALPHA
 
 

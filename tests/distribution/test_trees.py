@@ -70,7 +70,7 @@ def test_siblings_tried_with_the_wrong_residual(drafter: str, monkeypatch: Patch
 
 
 def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
-    """Children drawn without replacement are judged as if each had been drawn from the whole distribution."""
+    """Children drawn without replacement are verified as if each had been drawn from the whole distribution."""
     where, kept = torch.where, []
 
     def keeps(mask: torch.Tensor, a: object, b: object) -> torch.Tensor:

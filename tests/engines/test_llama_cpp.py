@@ -25,7 +25,7 @@ TASKS = (
     "Why is the sky blue?",
     "List the planets, then list them again.",
     "What is 12 * 13? Think step by step.",
-    "Say hello ten times.",
+    "Write hello ten times.",
     "Write a recipe for bread.",
     "Translate 'good morning' into French.",
 )
@@ -64,7 +64,7 @@ def assert_same_but_for_ties(generator: foresay.Generator, wanted: list[Any], fo
 @pytest.mark.parametrize("drafter", ["suffix", "max_gram", "prompt_lookup", f"model({MODEL})"])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_speculation_writes_what_plain_decoding_writes(plain: foresay.Generator, drafter: str, batch: int) -> None:
-    """A draft model is llama.cpp's too: here the target itself, nearly all of whose guesses hold."""
+    """A draft model is llama.cpp's too: here the target itself, nearly all of whose draft tokens hold."""
     params = foresay.SamplingParams(max_new_tokens=48)
     wanted = foresay.change(plain, max_batch_size=1).generate(PROMPTS, params)
     guessing = foresay.change(plain, drafter=drafter, num_draft_tokens=4, max_batch_size=batch)

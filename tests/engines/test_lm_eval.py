@@ -1,4 +1,4 @@
-"""foresay under lm-evaluation-harness beside its own transformers model, in float32: `make test-engines`."""
+"""foresay under lm-evaluation-harness next to its own transformers model, in float32: `make test-engines`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_sampled_request_repeats_its_seed(ours: ForesayLM) -> None:
 
 
 def test_from_the_command_line(tasks: Any, tmp_path: Path) -> None:
-    """As the page says, on a machine without a GPU, where the harness names one all the same."""
+    """As on the page, on a machine without a GPU, where the harness names one all the same."""
     tasks("generate_until", WRITES)
     options = f"--model_args pretrained={MODEL},dtype=float32,drafter=suffix --batch_size 8 --tasks sums --limit 3"
     command = [
@@ -133,7 +133,7 @@ def test_from_the_command_line(tasks: Any, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "exact_match" in done.stdout
     made = ForesayLM.create_from_arg_string(f"pretrained={MODEL},batch_size=2", {"batch_size": 1, "device": None})
-    assert made.batch_size == 2, "what the model is told wins"
+    assert made.batch_size == 2, "what the model is given wins"
 
 
 def test_what_cannot_be_honoured_is_named(ours: ForesayLM) -> None:

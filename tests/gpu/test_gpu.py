@@ -1,4 +1,4 @@
-"""What only a GPU can show; the only tests that may be skipped."""
+"""Tests that need a GPU; the only tests that may be skipped."""
 
 from __future__ import annotations
 

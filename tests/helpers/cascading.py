@@ -54,7 +54,7 @@ def whole(seed: int = 1) -> Whole:
 
 
 class Asked(Fake):
-    """Says the same tokens over and over, and notes each time it is asked: {row: (context length, how many)}."""
+    """Proposes the same tokens over and over, and notes each call: {row: (context length, how many)}."""
 
     def __init__(self, tokens: Sequence[int] = (0,), most: int = 64) -> None:
         self.tokens, self.most = tokens, most

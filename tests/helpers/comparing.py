@@ -53,7 +53,7 @@ def assert_same(
     theirs: list[int],
     source: Sequence[int] | None = None,
 ) -> None:
-    """Equal, or different from a place on where the two top logits are closer than MARGIN."""
+    """Equal, or different from a position on where the two top logits are closer than MARGIN."""
     if ours == theirs:
         return
     place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)

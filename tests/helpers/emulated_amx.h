@@ -1,4 +1,4 @@
-// amx.h without the instructions: what Intel's manual says that each does. A use that a processor would refuse ends the process.
+// amx.h without the instructions: what each does by Intel's manual. A use that a processor would refuse ends the process.
 
 #pragma once
 

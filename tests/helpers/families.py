@@ -328,7 +328,7 @@ PROBED_SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "blenderbot": ("blenderbot", _PAIR),
     "plbart": ("plbart", _PAIR),
 }
-"""Encoder-decoders that the tests probe, but do not compare token for token; and one whose positions cannot be told."""
+"""Encoder-decoders that the tests probe, but do not compare token for token; and one whose positions cannot be found out."""
 
 
 def _round_robin(model: PreTrainedModel, seed: int) -> None:

@@ -20,7 +20,7 @@ class Forced(ThroughputLength):
         super().__init__(sampled=sampled)
         self.random = torch.Generator().manual_seed(salt)
         self.ended = 0
-        """Drafts that were told to end."""
+        """Drafts that were set to end."""
 
     def _budgets(self, rows: Rows) -> list[int]:
         super()._budgets(rows)

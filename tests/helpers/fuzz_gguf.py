@@ -1,4 +1,4 @@
-"""Damaged and hostile GGUF files made from tiny models, and the one question asked of each.
+"""Damaged and hostile GGUF files made from tiny models, and the one check of each.
 
 `cases` writes the files, each from its seed and number alone; `check` loads one and accepts finite scores or one of foresay's
 errors. `fuzzing.py` runs them.
@@ -42,7 +42,7 @@ FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "
 
 @dataclass(slots=True)
 class Tensor:
-    """An entry of the table of tensors. offset: None for the next free place."""
+    """An entry of the table of tensors. offset: None for the next free position."""
 
     name: bytes
     dims: list[int]
@@ -54,7 +54,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class Image:
-    """A GGUF file in parts that may contradict each other. values: (key, type, bytes behind the type)."""
+    """A GGUF file in parts that may contradict each other. values: (key, type, bytes after the type)."""
 
     values: list[tuple[bytes, int, bytes]]
     tensors: list[Tensor]
@@ -128,7 +128,7 @@ def _image(path: Path) -> Image:
 
 
 def cases(seed: int, count: int, folder: Path, first: int = 0) -> Iterator[tuple[str, Path]]:
-    """(name, path) of `count` files from number `first` on, one at a time: each path is gone when the next is asked for."""
+    """(name, path) of `count` files from number `first` on, one at a time: each path is gone when the next is requested."""
     for number in range(first, first + count):
         dice = random.Random(f"gguf {seed} {number}")
         base = dice.choice(list(bases()))

@@ -119,7 +119,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def _mutate(body: dict[str, Any], chance: random.Random) -> None:
-    """Change one place, at any depth: give it an odd value, remove it, repeat it, or add an unknown field."""
+    """Change one position, at any depth: give it an odd value, remove it, repeat it, or add an unknown field."""
     inner: Any = body
     places = list(_places(inner))
     if not places:
@@ -164,7 +164,7 @@ _BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 
 
 def violation(status: int, content_type: str, body: bytes) -> str | None:
-    """What is wrong with an answer: a status of 500 or more, or an error that is not in OpenAI's shape. None: nothing."""
+    """A fault of an answer: a status of 500 or more, or an error that is not in OpenAI's shape. None: nothing."""
     if status >= 500:
         return f"status {status}"
     if status < 400:

@@ -2,7 +2,7 @@
 
 A file is refused by a ForesayError or accepted; anything else is a failure: another exception, a MemoryError under the bound,
 a child that dies of a signal, and a case that does not end in time. Failing cases are kept. A format is two functions:
-`cases(seed, count, folder)` yields paths, each made when it is asked for, and `check(path)` reads one and uses what it read.
+`cases(seed, count, folder)` yields paths, each made when it is requested, and `check(path)` reads one and uses what it read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODULES = {"gguf": "helpers.fuzz_gguf", "requests": "helpers.fuzz_server"}
 MANY = "helpers.fuzz_formats"
 """The module that has the other formats, in `FORMATS`; those of another one are called "module:name"."""
 MEMORY_BYTES = 1 << 30
-"""What reading a file of at most a few MB may take beyond what the process had before."""
+"""Bound on what reading a file of at most a few MB may take beyond what the process had before."""
 LIMIT_S = 60.0
 """How long one case may take before it counts as a hang."""
 START_S = 300.0
@@ -177,7 +177,7 @@ def _run(job: _Job, limit_s: float, tallies: dict[str, Tally]) -> int:
 
 
 def _told(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any] | None]:
-    """The child's lines; None when it has said nothing for too long."""
+    """The child's lines; None when it was silent for too long."""
     rest, patience = b"", max(limit_s, START_S)
     while True:
         if not select.select([pipe], [], [], patience)[0]:

@@ -23,7 +23,7 @@ def random_head(
     gain: float = 3.0,
     **changes: Any,
 ) -> StoredDraft:
-    """Random weights, large enough that guesses differ."""
+    """Random weights, large enough that draft tokens differ."""
     config = target.model.config
     layers = tuple(range(target.num_layers)) if layers is None else layers
     layer = {
@@ -66,10 +66,10 @@ def reference_scores(
     embedded: torch.Tensor,
     head: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """The layout read once more, in float64: a chain behind a text.
+    """The layout read once more, in float64: a chain after a text.
 
-    states: [n, 3 H] of a text's first n places. embedded: [n + k, D], the tokens after them and k guesses. Gives the scores [K]
-    after the text and after each guess.
+    states: [n, 3 H] of a text's first n positions. embedded: [n + k, D], then k draft tokens. Gives the scores [K]
+    after the text and after each draft token.
     """
     w = {name: value.double() for name, value in weights.items()}
     q_heads, k_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]

@@ -2,7 +2,7 @@
 
     python -m helpers.kernel_fuzz SEED COUNT
 
-Memory is always as large as the sizes say, so that nothing but a check can be wrong. Prints {entry: [calls that ran, refused]}.
+Memory is always as large as the sizes state, so that nothing but a check can be wrong. Prints {entry: [calls that ran, refused]}.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def attend(sizes: Sizes, library: Any) -> None:
     rotated = sizes.one(0, even, even, even, even, dim + 1, 2 * dim, odd=0.01)
     count = rows if 0 < rows <= LARGE else 1
     places = [sizes.floats(2, slots, keys * dim) for _ in range(count)]
-    lost = [sizes.often(0.02) for _ in places]  # rows without a block, whose capacity says so or not
+    lost = [sizes.often(0.02) for _ in places]  # rows without a block, whose capacity states so or not
     capacities = [0 if gone and sizes.often(0.5) else slots for gone in lost]
     blocks = sizes.keep(torch.tensor([0 if gone else place or 0 for gone, place in zip(lost, places, strict=True)]))
     held = sizes.keep(torch.tensor([n if abs(n) < 1 << 62 else -1 for n in capacities]))

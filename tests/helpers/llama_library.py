@@ -23,7 +23,7 @@ class Batch(ctypes.Structure):
 
 
 class Memory:
-    """Cells that hold a token at a place, for one sequence or several."""
+    """Cells that hold a token at a position, for one sequence or several."""
 
     def __init__(self, params: Any) -> None:
         self.params = params
@@ -33,7 +33,7 @@ class Memory:
 
     def of(self, sequence: int) -> list[int]:
         held = sorted((at, token) for owners, at, token in self.cells if sequence in owners)
-        assert [at for at, _ in held] == list(range(len(held))), "places of a sequence must follow each other"
+        assert [at for at, _ in held] == list(range(len(held))), "positions of a sequence must follow each other"
         return [token for _, token in held]
 
 

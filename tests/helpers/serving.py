@@ -48,13 +48,13 @@ class Running:
         asyncio.run(serve())
 
     def count(self, name: str) -> float:
-        """What its metrics say, 0 for what they do not name."""
+        """Its metrics; 0 for those it does not name."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(f"foresay_{name} ")), 0.0)
 
     @property
     def connections(self) -> int:
-        """Those that are open."""
+        """Open connections."""
         return len(self._server.server_state.connections)
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""A small random model in the place of the packaged one: SmolLM2's tokenizer and layers, a tenth of its width."""
+"""A small random model instead of the packaged one: SmolLM2's tokenizer and layers, a tenth of its width."""
 
 from __future__ import annotations
 

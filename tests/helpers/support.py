@@ -20,7 +20,7 @@ from foresay.lengths import ConstantLength
 
 
 class Fake(Stateless):
-    """A drafter without state; subclasses say what they guess."""
+    """A drafter without state; subclasses define what they draft."""
 
     def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         raise NotImplementedError
@@ -33,7 +33,7 @@ class Fake(Stateless):
 
 
 class Always(Fake):
-    """Guesses what it is told the output will be: always accepted under a greedy target."""
+    """Drafts what it is given the output will be: always accepted under a greedy target."""
 
     def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
         self.outputs = outputs
@@ -44,7 +44,7 @@ class Always(Fake):
 
 
 class Never(Always):
-    """Guesses anything but what the output will be: never accepted under a greedy target."""
+    """Drafts anything but what the output will be: never accepted under a greedy target."""
 
     def __init__(self, outputs: Sequence[Sequence[int]], vocab_size: int) -> None:
         super().__init__(outputs)
@@ -68,7 +68,7 @@ class Sometimes(Always):
 
 
 class Mixed(Fake):
-    """Ragged guesses: a sampled token, then point masses, of a length that varies by row and step."""
+    """Ragged draft tokens: a sampled token, then point masses, of a length that varies by row and step."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

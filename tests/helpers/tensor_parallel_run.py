@@ -1,4 +1,4 @@
-"""What one process of a tensor-parallel run writes, as JSON: `torchrun ... tensor_parallel_run.py TARGET DRAFT OUT`.
+"""The output of one process of a tensor-parallel run, as JSON: `torchrun ... tensor_parallel_run.py TARGET DRAFT OUT`.
 
 With a fifth argument, that of a process which ends before the second prompt.
 """
@@ -50,7 +50,7 @@ def written(target: str, draft: str, **options: Any) -> dict[str, list[list[int]
 
 
 def unseeded(target: str, **options: Any) -> list[list[int]]:
-    """Sampled without a seed: nobody knows what, but all processes the same."""
+    """Sampled without a seed: no one knows what, but all processes the same."""
     model = foresay.load(target, drafter="suffix", dtype="fp32", **options)
     made = model.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, temperature=1.0)
     return [[*one.token_ids, one.seed or 0] for one in made]

@@ -62,7 +62,7 @@ def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool = Fal
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a child: offline, quiet threads, and what a test asks for."""
+    """The environment of a child: offline, quiet threads, and what a test requests."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **offline, **changes}
 
@@ -96,7 +96,7 @@ def foresay_watched(*args: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)
-    except OSError:  # nobody writes to it any more
+    except OSError:  # no one writes to it any more
         return b""
 
 

@@ -15,16 +15,16 @@ _PAUSE_S = 0.005
 
 
 def wait_until(happened: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
-    """Return when `happened()` is true; fail, saying what was waited for, when it is not within the limit."""
+    """Return when `happened()` is true; fail, stating what was waited for, when it is not within the limit."""
     until = time.monotonic() + limit_s
     while not happened():
         if time.monotonic() > until:
-            pytest.fail(f"waited {limit_s:g} s in vain: {what}")
+            pytest.fail(f"waited {limit_s:g} s without effect: {what}")
         time.sleep(_PAUSE_S)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether no process has that id, or one that has ended and waits for whoever is to reap it."""
+    """Whether no process has that id, or one that has ended and waits to be reaped."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The head that ships for SmolLM2: what it is, where it comes from, and that it drafts as its note says."""
+"""The head that ships for SmolLM2: what it is, where it comes from, and that it drafts as its note reports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -
 
 
 def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And unless told otherwise, once it is chosen for that."""
+    """And by default, once it is chosen for that."""
     chosen = f"hybrid(suffix, head={ALIAS}; min_match=2, k=3)"
     assert f"head({ALIAS}, sample=false)" in default_drafter(ALIAS, LoadOptions()), (
         "its likeliest tokens, so that a seed keeps its text"

@@ -1,4 +1,4 @@
-"""Files that are made to harm: what their numbers ask for is compared with what they hold before anything is allocated."""
+"""Files that are made to harm: what their numbers request is compared with what they hold before anything is allocated."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_weights_of_heads(head: Path, name: str, tensor: torch.Tensor, message: 
 
 
 def test_nothing_is_allocated_for_a_head_that_does_not_fit(tmp_path: Path) -> None:
-    """200,000 numbers of an output layer ask for three blocks of 160 GB."""
+    """200,000 numbers of an output layer request three blocks of 160 GB."""
     save_file({"out.weight": torch.zeros(2, 200_000)}, tmp_path / "model.safetensors")
     blocks = {f"blocks.{i}.weight": torch.zeros(1) for i in range(3)}
     for more, message in (({}, ""), (blocks, "lacks blocks.0.bias")):

@@ -33,7 +33,7 @@ def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(smollm2_fp32: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers writes."""
+    """Output of transformers."""
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -88,7 +88,7 @@ def test_ragged_batch_of_four_with_rows_joining(
 
 
 def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
-    """The target as its own draft: every guess must be accepted, in a ragged batch."""
+    """The target as its own draft: every draft token must be accepted, in a ragged batch."""
     params = SamplingParams(max_new_tokens=20)
     ours, steps, engine = run(
         target, prompts[:4], params, drafter=ModelDrafter(target, target.vocab_size), gamma=4, eos=frozenset([2])

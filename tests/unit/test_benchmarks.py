@@ -22,7 +22,7 @@ def imported(source: str) -> Iterator[tuple[str, str]]:
 
 
 def absent(source: str) -> list[str]:
-    """What it imports and is not there."""
+    """Imports that are missing."""
     out = []
     for module, name in imported(source):
         try:
@@ -38,7 +38,7 @@ def test_what_is_imported_is_there() -> None:
     lacking = {}
     for path in FILES:
         text = path.read_text(encoding="utf-8")
-        assert path.suffix == ".py" or text.startswith("#!"), f"{path.name}: a script says what runs it"
+        assert path.suffix == ".py" or text.startswith("#!"), f"{path.name}: a script names what runs it"
         if path.suffix == ".py" or "python" in text.splitlines()[0]:
             lacking[path.name] = absent(text)
     assert not any(lacking.values()), lacking

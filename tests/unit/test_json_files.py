@@ -1,4 +1,4 @@
-"""JSON from outside: what is refused, in one line that names the place, and what bounds reading it has."""
+"""JSON from outside: what is refused, in one line that names the position, and what bounds reading it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: DESIGN.md's order, read off the sources."""
+"""Allowed imports: DESIGN.md's order, read off the sources."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def file_of(name: str, files: Collection[str]) -> str | None:
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    """file -> the files it imports. `foresay/__init__.py` imports lazily and is imported by nobody."""
+    """file -> the files it imports. `foresay/__init__.py` imports lazily and is imported by no file."""
     found = {file: {file_of(name, FILES) for name in imported(file)} for file in FILES if file != "__init__.py"}
     return {file: frozenset(f for f in used if f and f != file) for file, used in found.items()}
 
@@ -257,20 +257,20 @@ def place(file: str, room: str) -> int | None:
         return None
     name = file.removeprefix(f"{room}/").split("/", 1)[0].removesuffix(".py")
     ranks = [rank for rank, names in enumerate(INSIDE[room]) if name in names]
-    assert len(ranks) == 1, f"{file} has no place inside {room}; see INSIDE"
+    assert len(ranks) == 1, f"{file} has no rank inside {room}; see INSIDE"
     return ranks[0]
 
 
 def test_every_file_has_a_place() -> None:
     lost = [file for file in FILES if file != "__init__.py" and home(file) not in RANK]
-    assert not lost, f"{lost} are in no layer; DESIGN.md says where parts belong"
+    assert not lost, f"{lost} are in no layer; DESIGN.md has the parts"
 
 
 def upward(file: str, used: Collection[str]) -> list[str]:
     """Each import of a file that leads to the same layer or a higher one, as a sentence."""
     own = home(file)
     out = [
-        f"{file} imports {f}, which DESIGN.md puts beside or above {own}"
+        f"{file} imports {f}, which DESIGN.md puts next to or above {own}"
         for f in sorted(used)
         if home(f) != own and RANK[home(f)] >= RANK[own]
     ]
@@ -285,7 +285,7 @@ def upward(file: str, used: Collection[str]) -> list[str]:
                 len(beside) > 0 and other.split("/")[room.count("/") + 1] == file.split("/")[room.count("/") + 1]
             )
             if not (theirs is None or theirs < mine or inside_one):
-                out.append(f"{file} imports {other}, which stands beside or above it")
+                out.append(f"{file} imports {other}, which is next to or above it")
     return out
 
 
@@ -298,11 +298,11 @@ def test_imports_go_down() -> None:
 def test_an_upward_import_is_seen() -> None:
     """Negative control: between packages, between modules of a package, and every one of several."""
     assert upward("decoding/step.py", {"engine/loop.py", "cli/app.py", "decoding/acceptance.py"}) == [
-        "decoding/step.py imports cli/app.py, which DESIGN.md puts beside or above decoding",
-        "decoding/step.py imports engine/loop.py, which DESIGN.md puts beside or above decoding",
+        "decoding/step.py imports cli/app.py, which DESIGN.md puts next to or above decoding",
+        "decoding/step.py imports engine/loop.py, which DESIGN.md puts next to or above decoding",
     ]
     assert upward("decoding/acceptance.py", {"decoding/step.py"}) == [
-        "decoding/acceptance.py imports decoding/step.py, which stands beside or above it"
+        "decoding/acceptance.py imports decoding/step.py, which is next to or above it"
     ]
     assert len(upward("server/app.py", {"server/running.py", "lab/tune.py"})) == 2
 
@@ -316,7 +316,7 @@ def test_there_is_no_circle() -> None:
 
 
 def test_a_circle_is_seen(tmp_path: Path) -> None:
-    """Negative control: behind TYPE_CHECKING, or inside a function, an import counts like any other."""
+    """Negative control: after TYPE_CHECKING, or inside a function, an import counts like any other."""
     hidden = {
         "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from foresay.b import f\n",
         "b.py": "def f():\n    import foresay.c\n",

@@ -23,7 +23,7 @@ STEPPING_ASIDE = {"skip", "skipif", "importorskip", "exit", "xfail", "SkipTest",
 
 
 def imported(source: str) -> set[str]:
-    """What a file imports, inside functions too; a relative import begins with its dots."""
+    """Names that a file imports, inside functions too; a relative import begins with its dots."""
     out: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def test_every_folder_is_a_room_of_the_source() -> None:
 
 
 def test_nothing_outside_gpu_steps_aside() -> None:
-    """A test that is not run tells nothing; where it cannot run, the machine is wrong."""
+    """A test that is not run reports nothing; where it cannot run, the machine is wrong."""
     assert [file for file in of_files(asides) if not file.startswith("gpu/")] == []
 
 

@@ -32,7 +32,7 @@ def many() -> Iterator[None]:
 
 
 def elsewhere() -> list[int]:
-    """What a thread that begins now is given."""
+    """Settings of a thread that begins now."""
     seen: list[int] = []
     other = threading.Thread(target=lambda: seen.extend([torch.get_num_threads(), threads.num_threads()]))
     other.start()
@@ -103,7 +103,7 @@ class Watched(TableModel):
 
 
 class Own(Watched):
-    """The same with threads of its own, as it says."""
+    """The same with threads of its own, as it states."""
 
     capabilities = dataclasses.replace(TableModel.capabilities, own_threads=True)
 
@@ -138,4 +138,4 @@ def test_only_a_target_with_threads_of_its_own_takes_them_from_others(kind: type
     assert target.seen == few
     assert draft.seen == {MANY}, "a draft of PyTorch's operations needs every core"
     assert own.seen == few
-    assert foreign.__dict__["seen"] == {MANY}, "nobody knows what it brings"
+    assert foreign.__dict__["seen"] == {MANY}, "no one knows what it brings"

@@ -128,7 +128,7 @@ def test_without_a_shared_token_a_sampled_row_is_drafted_for_greedily() -> None:
 
 
 class Budgets(ConstantLength):
-    """Asks for a different length of each row."""
+    """Requests a different length of each row."""
 
     def budget(self, rows: Rows) -> list[int]:
         return [i % 3 * 3 for i in range(len(rows))]
@@ -148,7 +148,7 @@ def test_ragged_budgets_and_moving_rows() -> None:
 
 
 class Jealous(Renumbered):
-    """Its readers belong to one row each, and what they are told is committed never changes."""
+    """Its readers belong to one row each, and what they are given is committed never changes."""
 
     def reader(self) -> Jealous:
         out = Jealous(self.size)
@@ -156,7 +156,7 @@ class Jealous(Renumbered):
         return out
 
     def read(self, tokens: Sequence[int], committed: int) -> list[int]:
-        assert list(tokens[: len(self.known)]) == self.known, "another row's text, or a guess that was taken back"
+        assert list(tokens[: len(self.known)]) == self.known, "another row's text, or a draft token that was taken back"
         self.known = list(tokens[:committed])
         return super().read(tokens, committed)
 
@@ -173,7 +173,7 @@ def test_each_row_has_its_reader_and_guesses_are_not_committed() -> None:
 
 
 def test_a_proposal_names_the_targets_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a retokenizer says: tokens that the target's logits lack end a draft."""
+    """Whatever a retokenizer returns: tokens that the target's logits lack end a draft."""
     told = Renumbered(6)
     monkeypatch.setattr(told, "to_target", lambda context, drafted: [1, 2, 9, 3])
     drafter = CrossTokenizerDrafter(TableModel.random(6, seed=1), 6, told)
@@ -181,7 +181,7 @@ def test_a_proposal_names_the_targets_tokens_alone(monkeypatch: pytest.MonkeyPat
     drafter.admit(rows, 0)
     proposal: Proposal = drafter.propose(rows, [4], ConstantLength(4))
     assert proposal.token_ids.tolist() == [[1, 2]]
-    assert drafter.propose(rows, [1], ConstantLength(4)).token_ids.tolist() == [[1]], "and never more than asked for"
+    assert drafter.propose(rows, [1], ConstantLength(4)).token_ids.tolist() == [[1]], "and never more than requested"
 
 
 def test_by_name_other_tokens_are_found_out(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""A look-up where its match is long, else another drafter: who drafts which row, and that nothing is written otherwise."""
+"""An n-gram drafter where its match is long, else another drafter: who drafts which row, and that no text changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 @pytest.mark.parametrize("min_match", [1, 2, 4])
 def test_the_law_is_the_targets(rule: str, min_match: int) -> None:
-    """Some rows are drafted by look-ups and some by a model, in one batch."""
+    """Some rows are drafted by n-gram drafters and some by a model, in one batch."""
     samples = 1500
     requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=min_match, k=2)
@@ -52,7 +52,7 @@ def test_the_law_is_the_targets(rule: str, min_match: int) -> None:
 @pytest.mark.parametrize("sample", [True, False])
 @pytest.mark.parametrize("behind", [True, False])
 def test_lengths_that_come_out_as_they_please_leave_the_law(behind: bool, sample: bool, rule: str) -> None:
-    """Whatever is asked for, kept and afforded, and wherever a draft ends because it is unsure of a token that stays in it."""
+    """Whatever is requested, kept and afforded, and wherever a draft ends because it is unsure of a token that stays in it."""
     samples = 1500
     requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
     model = ModelDrafter(DRAFT, SIZE, sample=sample)
@@ -119,7 +119,7 @@ def test_greedy_output_is_that_of_plain_decoding(policy: ThroughputLength | None
 
 
 def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
-    """A long match is taken from the look-up, up to the budget; other rows get at most k tokens of the model."""
+    """A long match is taken from the n-gram drafter, up to the budget; other rows get at most k tokens of the model."""
     table = TableModel.random(9, seed=1)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [8, 1, 7]]
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(TableModel.random(9, seed=2), 9), min_match=3, k=2)
@@ -129,7 +129,7 @@ def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
 
 
 def test_what_is_kept_by_a_member_of_a_member_is_known() -> None:
-    """Else a seed could meet guesses that were made of its own numbers."""
+    """Else a seed could meet draft tokens that were made of its own numbers."""
     keeps, model = SuffixDrafter(Memory(max_tokens=256)), ModelDrafter(DRAFT, SIZE)
     inner = Cascade([model, keeps], [[2, 4], [0, 0]])
     assert Hybrid(MaxGram(), inner).repeats_seeds() and Hybrid(keeps, model).repeats_seeds()

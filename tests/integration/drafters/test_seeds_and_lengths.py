@@ -1,4 +1,4 @@
-"""Lengths that adapt change no seed's text: what look-ups guess never does, and where a draft would, the length is held."""
+"""Lengths that adapt change no seed's text: n-gram drafters never do, and where a draft would, the length is held."""
 
 from __future__ import annotations
 

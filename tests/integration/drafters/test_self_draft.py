@@ -1,4 +1,4 @@
-"""Self-speculation in the target's cache: the output of plain decoding, and the guesses of the same layers elsewhere."""
+"""Self-speculation in the target's cache: the output of plain decoding, and the draft tokens of the same layers elsewhere."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_policy_that_stops_rows_one_by_one() -> None:
 
 
 class Junk(Fake):
-    """Guesses that are hardly ever right, of lengths that vary by row."""
+    """Draft tokens that are hardly ever right, of lengths that vary by row."""
 
     def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         return [(rows[row].size * 5 + i) % VOCAB for i in range((rows[row].size + row) % 4)]
@@ -104,7 +104,7 @@ def test_inside_a_cascade(k: list[list[int]], last: Any, temperature: float) -> 
 
 
 def test_behind_a_model_that_reviews() -> None:
-    """Asked again and again within one step, about contexts that were guessed and partly taken back."""
+    """Called again and again within one step, about contexts that were drafted and partly taken back."""
     target, short = shallow(seed=2)
     large = CausalModel(make("llama", 7))
     k = [[5, 0, 0], [0, 2, 1], [0, 0, 2]]
@@ -118,7 +118,7 @@ def test_behind_a_model_that_reviews() -> None:
 
 
 def two_depths(kind: type[ModelDrafter], target: CausalModel, large: CausalModel) -> Cascade:
-    """A review of guesses by two layers, then by one layer, both in the same slots."""
+    """A review of draft tokens by two layers, then by one layer, both in the same slots."""
     parts = [ModelDrafter(large, VOCAB), *(kind(first_layers(target, n), VOCAB) for n in (2, 1)), Junk()]
     return Cascade(parts, [[6, 0, 0, 0], [0, 2, 2, 2], [0, 0, 2, 1], [0, 0, 0, 2]])
 
@@ -204,7 +204,7 @@ def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
 
 
 def test_guessed_contexts_that_come_and_go() -> None:
-    """Each guess is what a draft with a cache of its own makes, and what is still the same is not fed again."""
+    """Each draft token is what a draft with a cache of its own makes, and what is still the same is not fed again."""
     target, short = shallow(seed=5)
     drafter, model = SelfDrafter(short, VOCAB), ModelDrafter(short, VOCAB)
     rows, _ = lent(target, drafter)
@@ -239,7 +239,7 @@ def test_nothing_is_prefilled_or_caught_up_on() -> None:
 
 
 def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
-    """Row 0 rides along as pads while the shallower draft works for row 1 alone: those pads are not guesses of its own."""
+    """Row 0 rides along as pads while the shallower draft works for row 1 alone: those pads are not draft tokens of its own."""
     target, _ = shallow()
     deep, flat = (SelfDrafter(first_layers(target, n), VOCAB) for n in (2, 1))
     rows, owner = lent(target, deep, flat)
@@ -253,7 +253,7 @@ def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
     apart.admit(rows, 0)
     ours, theirs = (one.propose(rows.with_draft(drafted, 2), [4, 4], policy) for one in (deep, apart))
     assert torch.equal(ours.token_ids, theirs.token_ids)
-    assert torch.allclose(owner.read(0, 0, 1, held)[0], before, atol=1e-5), "the guesses were fed again"
+    assert torch.allclose(owner.read(0, 0, 1, held)[0], before, atol=1e-5), "the draft tokens were fed again"
 
 
 def test_layers_of_a_target_that_lost_its_fused_passes_draft_all_the_same() -> None:

@@ -198,7 +198,7 @@ def test_long_prompts_are_filled_in_chunks_while_others_decode() -> None:
 
 
 def test_a_longrope_model_fills_the_context_it_is_served_to_in_a_ragged_batch() -> None:
-    """Pads behind a nearly full row must not make the model change every row's frequencies."""
+    """Pads after a nearly full row must not make the model change every row's frequencies."""
     model = CausalModel(make("phi3_longrope"))
     assert model.max_length == 64
     prompts = [[5 + i % 40 for i in range(55)], [9, 8, 7]]
@@ -228,7 +228,7 @@ def test_embeddings_larger_than_the_head(rule: str) -> None:
 def _alternating(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """A grammar: the next token has the other parity. It refuses a context that it forbids."""
     tokens = ids[0].tolist()[3:]
-    assert all((a - b) % 2 for a, b in pairwise(tokens)), f"asked about {tokens}, which plain decoding never reaches"
+    assert all((a - b) % 2 for a, b in pairwise(tokens)), f"queried about {tokens}, which plain decoding never reaches"
     if tokens:
         scores[:, tokens[-1] % 2 :: 2] = -torch.inf
     return scores
@@ -293,7 +293,7 @@ def test_contradictions_between_tokens_are_found_when_a_request_is_submitted() -
 
 
 def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
-    """Rows stop at different places, also for good, and ride on as pads; the output stays what it is."""
+    """Rows stop at different positions, also for good, and ride on as pads; the output stays what it is."""
 
     class Uneven(ConstantLength):
         def stopping(self, rows: Rows) -> Stopping:

@@ -1,4 +1,4 @@
-"""Requests that would not fit the memory that is left: refused, or queued behind those that are there."""
+"""Requests that would not fit the memory that is left: refused, or queued after those that are there."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_batch_fills_again_when_shorter_requests_follow() -> None:
 
 
 def test_one_request_goes_on_whatever_became_of_the_memory() -> None:
-    """It fitted when it came; waiting for memory that nobody here holds would be for ever."""
+    """It fitted when it came; waiting for memory that no one here holds would be for ever."""
     decoder, model = engine()
     decoder.submit([1], SamplingParams(max_new_tokens=40))
     decoder.submit([2], SamplingParams(max_new_tokens=40))

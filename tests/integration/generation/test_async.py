@@ -31,7 +31,7 @@ def generator() -> Generator:
 
 
 class Gate:
-    """Holds every target pass from the `after`-th on until it is opened; tells when one is under way."""
+    """Holds every target pass from the `after`-th on until it is opened; reports when one is under way."""
 
     def __init__(self, generator: Generator, monkeypatch: pytest.MonkeyPatch, after: int = 2) -> None:
         self.inside, self.open, self.passes, self.threads = threading.Event(), threading.Event(), 0, set[int]()
@@ -136,7 +136,7 @@ def test_cancelling_in_mid_pass_leaves_the_loop_healthy(generator: Generator, mo
             await task
         passes = gate.passes
         await _all_ended(threads)
-        assert gate.passes == passes  # nothing decodes on behind our back
+        assert gate.passes == passes  # nothing decodes on afterwards
         chunks = await _collect(generator, PROMPT, max_new_tokens=20)
         assert _told(chunks) == _told(list(generator.stream(PROMPT, max_new_tokens=20)))
 

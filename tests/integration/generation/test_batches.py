@@ -1,4 +1,4 @@
-"""Each row of a ragged batch equals the same request alone, seeds included, and the coupled rule promises more."""
+"""Each row of a ragged batch equals the same request alone, seeds included, and the coupled rule guarantees more."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_same_seed_gives_the_same_output_and_another_seed_another() -> None:
 
 
 def test_coupled_output_depends_on_the_seed_alone() -> None:
-    """The same tokens with any drafter, any length, alone or in any batch; the other rules do not promise it."""
+    """The same tokens with any drafter, any length, alone or in any batch; the other rules do not guarantee it."""
     plain = [run(TARGET, [p], s, rule="coupled", gamma=0)[0][0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
     accepted = 0
     for drafter in DRAFTERS:

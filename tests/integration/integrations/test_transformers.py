@@ -55,7 +55,7 @@ def _batch() -> dict[str, Any]:
 
 
 def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """What transformers writes, and what foresay writes."""
+    """Outputs of transformers and of foresay."""
     ours = {
         name: kwargs.pop(name) for name in ("draft", "drafter", "num_draft_tokens", "length", "rule") if name in kwargs
     }
@@ -95,7 +95,7 @@ def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
 def test_a_draft_model(model: PreTrainedModel) -> None:
     plain, fast = _both(model, _batch(), do_sample=False, draft=tiny.llama(seed=1))
     assert fast == plain
-    again = _both(model, _batch(), do_sample=False, draft=tiny.llama())[1]  # every guess right
+    again = _both(model, _batch(), do_sample=False, draft=tiny.llama())[1]  # every draft token right
     assert again == plain
 
 
@@ -158,7 +158,7 @@ def test_settings_that_count_tokens_in_a_left_padded_batch(model: PreTrainedMode
 def test_a_repetition_penalty_in_a_left_padded_batch(
     model: PreTrainedModel, own: list[Any], settings: dict[str, Any]
 ) -> None:
-    """The setting leaves each row's padding out, by a tensor with a place for each row; the caller's own does not."""
+    """The setting leaves each row's padding out, by a tensor with a position for each row; the caller's own does not."""
     asked = {"logits_processor": own} if own else {"repetition_penalty": 1.7}
     plain, fast = _both(model, _batch(), do_sample=False, **asked, **settings)
     assert fast == plain
@@ -180,7 +180,7 @@ def test_processors_of_the_callers_own(model: PreTrainedModel) -> None:
 
 
 def test_a_length_processor_of_the_callers_own(model: PreTrainedModel) -> None:
-    """`min_new_tokens` said as a processor object, beside a setting that says nothing."""
+    """`min_new_tokens` stated as a processor object, next to a setting that states nothing."""
     inputs = _one()
     least = MinNewTokensLengthLogitsProcessor(inputs["input_ids"].shape[1], 10, 43, device="cpu")
     unset, _ = _both(model, inputs, do_sample=False, eos_token_id=43)
@@ -206,7 +206,7 @@ def test_stopping_criteria(model: PreTrainedModel) -> None:
 
 
 def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> None:
-    """transformers puts the caller's criterion in the place of its own; it may end the output earlier or later."""
+    """transformers uses the caller's criterion instead of its own; it may end the output earlier or later."""
     length = _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, length:].tolist()
     for criteria, settings in [

@@ -1,4 +1,4 @@
-"""Inside transformers every processor and warper acts in its place in the list: its distribution, against transformers' own."""
+"""Inside transformers every processor and warper acts at its index: its distribution, against transformers' own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ VOCAB = 8
 PROMPT = [5, 2, 3, 5]
 EOS = 6
 DEFAULTS: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "temperature": 1.0}
-"""What asks for no warper at all, whatever transformers' defaults are."""
+"""Settings that use no warper at all, whatever transformers' defaults are."""
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def _handed(
 
 
 def _theirs(processors: LogitsProcessorList, config: GenerationConfig, logits: torch.Tensor) -> torch.Tensor:
-    """What `_sample` of transformers does with the list, [V]."""
+    """The distribution that `_sample` of transformers makes of the list, [V]."""
     scores = processors(torch.tensor([PROMPT]), logits[None].clone())[0]
     return scores.double().softmax(-1) if config.do_sample else _point(int(scores.argmax()), len(logits))
 
@@ -241,7 +241,7 @@ def _some(dice: random.Random) -> Any:
 
 
 def test_any_list(model: PreTrainedModel) -> None:
-    """300 lists of up to five, beside settings of the caller; the translation as it was fails a fifth of them at least."""
+    """300 lists of up to five, next to settings of the caller; the translation as it was fails a fifth of them at least."""
     dice = random.Random(5)
     failed = 0
     for _ in range(300):
@@ -272,7 +272,7 @@ def test_settings_that_only_transformers_has(model: PreTrainedModel, setting: di
 def test_a_least_length_acts_in_its_place(
     model: PreTrainedModel, first: bool, eos: int, sample: dict[str, Any]
 ) -> None:
-    """Behind a top-k the end token has taken the place of another one."""
+    """After a top-k the end token has taken the position of another one."""
     logits = torch.linspace(0, 3, 24)
     logits[EOS] = 9.0
     for least in (
@@ -417,7 +417,7 @@ def test_the_law_with_a_draft(
 
 
 class OwnError(Exception):
-    """Somebody else's."""
+    """A foreign one."""
 
 
 @pytest.mark.parametrize("sample", [SAMPLE, GREEDY], ids=str)

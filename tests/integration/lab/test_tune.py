@@ -46,7 +46,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def cycle(period: int = 10) -> TableModel:
-    """A target that says 2, 3, ... and again from the beginning: what came before comes again."""
+    """A target that writes 2, 3, ... and again from the beginning: what came before comes again."""
     table = torch.full((SIZE, SIZE, SIZE), 1e-6)
     for token in range(SIZE):
         table[:, token, 2 + (token - 1) % period] = 1.0
@@ -61,7 +61,7 @@ def repeating(batch: int = 4) -> Generator:
 
 
 def recording(*, repeats: bool, count: int = 6) -> Recording:
-    """Texts that look-ups guess right from the second round on, or never: de Bruijn-like pairs that do not return."""
+    """Texts that n-gram drafters predict from the second round on, or never: de Bruijn-like pairs that do not return."""
     records = []
     for i in range(count):
         if repeats:
@@ -113,7 +113,7 @@ def test_where_columns_cost_passes_nothing_pays() -> None:
 
 
 def test_costs_are_those_of_passes_counted_by_hand() -> None:
-    """Every guess holds: 60 tokens are passes of K + 1 of them and one of what is left, each column at 0.06 s."""
+    """Every draft token holds: 60 tokens are passes of K + 1 of them and one of what is left, each column at 0.06 s."""
     tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.06))
     ranked(tuner)
     found = {c.method.length: c.expected for c in tuner.tuning.candidates}
@@ -150,7 +150,7 @@ def test_where_no_guess_is_right_plain_decoding_wins() -> None:
 
 
 def test_throughput_follows_the_profile() -> None:
-    """The policy that measures is told what passes would cost: it drafts where that pays and hardly where it does not."""
+    """The policy that measures is given what passes would cost: it drafts where that pays and hardly where it does not."""
     named = [Method("suffix", "throughput")]
     for columns, pays in ((0.0, True), (3.0, False)):
         tuner = Tuner(repeating(), recording(repeats=True), profile=costs(columns))

@@ -45,7 +45,7 @@ def shared() -> Iterator[SchemaCompiler]:
 
 
 def processes() -> set[psutil.Process]:
-    """Those that try schemas, and their forks."""
+    """Processes that try schemas, and their forks."""
     found = set()
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The acceptance head: it recovers chances that are known, stops drafts where they say, and never changes what is written."""
+"""The acceptance head: it recovers chances that are known, stops drafts by them, and never changes what is written."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def chance(before: int, token: int) -> float:
 
 
 def test_labels_are_the_chances_of_acceptance(examples: Examples) -> None:
-    """Of the token that was consumed, whatever was accepted before it."""
+    """The token that was consumed, whatever was accepted before it."""
     pairs = examples.hidden.argmax(-1)
     for pair, label, drafted in zip(pairs.tolist(), examples.labels.tolist(), examples.drafted.tolist(), strict=True):
         assert label == pytest.approx(chance(pair // V, pair % V), abs=1e-4)
@@ -111,7 +111,7 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
 
 
 def of(*sizes: int) -> list[Examples]:
-    """Files of so many tokens, each told by its label."""
+    """Files of so many tokens, each recognisable by its label."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     labels = [torch.arange(end - size, end, dtype=torch.float64) for size, end in zip(sizes, ends, strict=True)]
     return [Examples(one[:, None], one, one, one.long()) for one in labels]
@@ -192,7 +192,7 @@ def test_data_that_is_there_is_not_made_again(tmp_path: Path) -> None:
 
 
 def certain(value: float) -> AcceptanceHead:
-    """A head that says the same chance of any token."""
+    """A head that returns the same chance of any token."""
     head = AcceptanceHead(V * V, 0)
     with torch.no_grad():
         head.out.weight.zero_()
@@ -217,7 +217,7 @@ def test_a_draft_ends_after_the_token_drawn_when_a_rejection_is_likely(
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 def test_the_law_is_the_targets(rule: str) -> None:
-    """Whatever the head says of tokens that were drawn already."""
+    """Whatever the head returns for tokens that were drawn already."""
     torch.manual_seed(0)
     head = AcceptanceHead(SIZE * SIZE, 1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Distilling: what it computes beside plain loops, what it reaches, and what a run that was killed goes on with."""
+"""Distilling: what it computes next to plain loops, what it reaches, and what a run that was killed goes on with."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestOutputs:
 
 class TestTeacher:
     def test_laws_are_those_of_the_target(self, tmp_path: Path) -> None:
-        """Of some tokens and of all, kept and computed."""
+        """Some tokens and all, kept and computed."""
         target = loaded()
         text, ids = written(target, 1)[0], torch.tensor([3, 4, 17])
         model: Any = target.model
@@ -160,7 +160,7 @@ class TestTeacher:
 class TestQuality:
     @pytest.mark.parametrize("ids", [None, list(range(0, VOCAB, 2))])
     def test_tokens_per_pass_are_those_of_decoding(self, ids: list[int] | None) -> None:
-        """What evaluation says of a head is what the engine does with it, pass by pass."""
+        """The result of evaluating a head is what the engine does with it, pass by pass."""
         target = loaded()
         model: Any = target.model
         texts = written(target, 12)
@@ -177,11 +177,11 @@ class TestQuality:
             outputs, steps, _ = run(model, prompts, params, drafter=drafter, gamma=length)
             assert outputs == [text.tokens[text.start :].tolist() for text in texts]
             assert sum(len(s.token_ids) for s in steps) / len(steps) == pytest.approx(wanted, abs=0.02)
-        assert quality.tokens_per_pass[-1] > 1.2, "some guesses were right"
+        assert quality.tokens_per_pass[-1] > 1.2, "some draft tokens were right"
 
     @pytest.mark.parametrize("cut", [False, True])
     def test_a_draft_model_too(self, cut: bool) -> None:
-        """cut: to half of the tokens, as it drafts and as it is judged."""
+        """cut: to half of the tokens, as it drafts and as it is verified."""
         target = loaded()
         kept = torch.arange(0, VOCAB, 2) if cut else None
         draft = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False))
@@ -204,7 +204,7 @@ class TestQuality:
 
 @torch.no_grad()
 def test_a_draft_that_is_cut_learns_the_tokens_that_it_keeps() -> None:
-    """Its distribution is over those alone; what the target says of others counts as the rest, which it cannot have."""
+    """Its distribution is over those alone; what the target assigns to others counts as the rest, which it cannot have."""
     target, text = loaded(), written(loaded(), 1, new=9)[0]
     model: Any = target.model
     weights = make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False)
@@ -221,7 +221,7 @@ def test_a_draft_that_is_cut_learns_the_tokens_that_it_keeps() -> None:
 
 
 def learn_a_little(head: Any, target: LoadedModel, texts: list[Text], steps: int = 40) -> None:
-    """Plain steps, so that guesses are sometimes right."""
+    """Plain steps, so that draft tokens are sometimes right."""
     model: Any = target.model
     student = HeadStudent(head, model, steps=3, decay=0.8)
     passes = TargetPasses(model, (1, 2, 3))
@@ -236,7 +236,7 @@ def learn_a_little(head: Any, target: LoadedModel, texts: list[Text], steps: int
 
 @torch.no_grad()
 def test_the_loss_is_the_divergence_of_what_was_drafted() -> None:
-    """One text by hand: which distribution is compared with which. Control: distributions of the neighbouring place."""
+    """One text by hand: which distribution is compared with which. Control: distributions of the neighbouring position."""
     target = loaded()
     model: Any = target.model
     text = written(target, 1, new=9)[0]
@@ -267,7 +267,7 @@ def test_the_loss_is_the_divergence_of_what_was_drafted() -> None:
 
 class TestDistilling:
     def test_a_head_learns_a_random_target(self, tmp_path: Path) -> None:
-        """From chance to more than half of its guesses accepted, and the folder drafts."""
+        """From chance to more than half of its draft tokens accepted, and the folder drafts."""
         target = loaded()
         learn, rest = split(written(target, 300), 0.05)
         head = new_draft("head", target, learn, shape(), 0)

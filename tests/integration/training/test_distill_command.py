@@ -211,7 +211,7 @@ def test_a_draft_model_is_written_that_transformers_loads(
 def test_a_draft_model_is_cut_to_a_table_s_tokens(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
 ) -> None:
-    """What it says to draft with is what it learned; a size without a table, and a table for a head, are refused."""
+    """It prints what to draft with, as it learned it; a size without a table, and a table for a head, are refused."""
     small, out, table, text = (tmp_path / name for name in ("small", "draft", "table.safetensors", "a.txt"))
     text.write_text("the number 7 and the number 9 " * 40)
     assert shell("distill", str(table), "--kind", "ngram", "--model", str(target), "--text", str(text))[0] == 0

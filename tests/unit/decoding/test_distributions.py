@@ -59,7 +59,7 @@ def _softmax(scores: Array) -> Array:
 
 
 def distribution_of(logits: torch.Tensor, **params: Any) -> torch.Tensor:
-    """The distribution built for one row at one place, [V]."""
+    """The distribution built for one row at one position, [V]."""
     distributions = build_distributions(logits[None, None], make_rows(params))
     assert distributions.probs is not None
     return distributions.probs[0]
@@ -153,7 +153,7 @@ def test_ties_with_the_kth_count_for_the_nucleus() -> None:
     logits[600:610] = 8.0
     distribution = distribution_of(logits, temperature=1.0, top_k=505, top_p=0.8999)
     assert torch.nonzero(distribution)[:, 0].tolist() == list(range(100, 600)), (
-        "the ten lighter ones are behind the nucleus"
+        "the ten lighter ones are outside the nucleus"
     )
 
 
@@ -245,7 +245,7 @@ Likeliest = Callable[[torch.Tensor, Sequence[int] | None], torch.Tensor]
 
 
 def differences(data: st.DataObject, function: Likeliest) -> int:
-    """Places where it differs from the definition, of scores that are alike or no numbers, of any type, not side by side."""
+    """Positions where it differs from the definition, of scores that are alike or no numbers, of any type, not side by side."""
     shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 31, 64, 100])))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
@@ -279,7 +279,7 @@ def one_too_few(scores: torch.Tensor, counts: Sequence[int] | None) -> torch.Ten
 
 @pytest.mark.parametrize("broken", [last, one_too_few])
 def test_broken_ones_would_be_noticed(broken: Likeliest) -> None:
-    """The negative control: the last of equals, and a place forgotten."""
+    """The negative control: the last of equals, and a position forgotten."""
 
     @given(st.data())
     @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate])

@@ -32,7 +32,7 @@ P, AFTER, Q = distribution(5, 3, 1.5, 0.5, 0), distribution(1, 1, 1, 1, 6), dist
 
 
 def verified(rule: Rule, proposal: Proposal, *distributions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(accepted, extra token) of BATCH sampled rows, all with these target distributions at their places."""
+    """(accepted, extra token) of BATCH sampled rows, all with these target distributions at their positions."""
     width = len(distributions)
     target = Distributions(
         torch.zeros(BATCH, width, dtype=torch.int64),
@@ -94,7 +94,7 @@ def test_a_lenient_draft_ends_at_its_first_rejection() -> None:
 
 
 def test_lenience_of_one_decides_as_speculative_sampling_does() -> None:
-    """Sampled rows, and greedy ones whose guesses no model made: the same verifications from the same streams."""
+    """Sampled rows, and greedy ones whose draft tokens no model made: the same verifications from the same streams."""
     generator = torch.Generator().manual_seed(1)
     size, width, batch = 7, 5, 64
     p = torch.rand(batch * (width + 1), size, generator=generator) ** 4
@@ -102,7 +102,7 @@ def test_lenience_of_one_decides_as_speculative_sampling_does() -> None:
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     tokens = torch.randint(size, (batch, width), generator=generator)
     index = torch.arange(batch * width).view(batch, width)
-    unsampled = torch.rand(batch, width, generator=generator) < 0.3  # which speculative judges by other numbers
+    unsampled = torch.rand(batch, width, generator=generator) < 0.3  # for which speculative uses other numbers
     places = torch.arange(batch * (width + 1)).view(batch, width + 1)
     points = p[places].argmax(-1)
     points[:, :3] = torch.where(torch.rand(batch, 3, generator=generator) < 0.7, tokens[:, :3], points[:, :3])
@@ -140,14 +140,14 @@ def test_a_greedy_row_also_keeps_what_is_likely_enough() -> None:
     assert accepts(2.0, P, 0, 1.0) and accepts(1.0, P, 0, None)
     assert accepts(2.0, P, 1, 0.59), "0.3 > 0.59 / 2"
     assert not accepts(2.0, P, 1, 0.61)
-    assert accepts(3.5, P, 1, None), "no model guessed it: q = 1, and 0.3 > 1 / 3.5"
+    assert accepts(3.5, P, 1, None), "no model drafted it: q = 1, and 0.3 > 1 / 3.5"
     assert not accepts(3.3, P, 1, None)
     assert not accepts(1e6, P, 4, 0.5), "what the target thinks impossible never stays"
     assert not accepts(1.0, P, 1, None)
 
 
 def test_lenience_of_one_is_exact_for_a_greedy_row_and_a_draft_model_too() -> None:
-    """The class says that 1 is exact speculative sampling."""
+    """The class documents that 1 is exact speculative sampling."""
     target, draft = TableModel.random(6, seed=1, concentration=2.0), TableModel.random(6, seed=2, concentration=9.0)
     params = SamplingParams(max_new_tokens=60)
     exact = run(target, [[1], [2]], params, gamma=0)[0]
@@ -178,12 +178,12 @@ def test_typical_acceptance_of_a_greedy_row_keeps_its_argmax_alone() -> None:
     verification = Typical(1.0, 1.0).verify(
         both, Proposal(torch.tensor([[0], [3]]), [1, 1]), Streams(*torch.ones(2, 2).long())
     )
-    assert verification.num_accepted.tolist() == [1, 0], "beside a sampled row too"
+    assert verification.num_accepted.tolist() == [1, 0], "next to a sampled row too"
 
 
 @pytest.mark.parametrize("rule", [Lenience(3.0), Typical()], ids=lambda rule: rule.name)
 def test_a_row_is_judged_as_if_alone(rule: Rule) -> None:
-    """Greedy and sampled rows with ragged drafts write in a batch what they write alone, and say that they are lossy."""
+    """Greedy and sampled rows with ragged drafts write in a batch what they write alone, and report that they are lossy."""
     model, draft = (TableModel.random(5, seed=seed, concentration=0.6) for seed in (3, 4))
     prompts = [[1], [2, 3], [4], [0, 1], [2]]
     params = [SamplingParams(temperature=float(i % 2), seed=i, max_new_tokens=20) for i in range(5)]

@@ -152,7 +152,7 @@ def test_processors_run_in_order_after_the_biases() -> None:
 def test_a_processor_of_transformers_acts_on_the_guess() -> None:
     no_bigram = NoRepeatNGramLogitsProcessor(2)
     out = processed((1,), prompt=[1, 3], output=[2], processors=(no_bigram,))
-    assert out == changed(t3=-INF), "1 3 came before, and the guess ends with 1"
+    assert out == changed(t3=-INF), "1 3 came before, and the draft token ends with 1"
 
 
 def test_a_processor_may_work_in_place() -> None:
@@ -286,13 +286,13 @@ def test_ids_past_a_narrower_drafts_vocabulary_are_left_out() -> None:
     assert out == [1.0, -4.0, -INF, -INF, -INF, -INF]
 
 
-# -- several places at once -----------------------------------------------------------------------------------------
+# -- several positions at once -----------------------------------------------------------------------------------------
 
 
 def _alternating(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Allows tokens of the other parity only, and refuses a context that broke the rule itself."""
     tokens = ids[0].tolist()
-    assert all((a - b) % 2 for a, b in pairwise(tokens)), f"asked about {tokens}, which it forbids"
+    assert all((a - b) % 2 for a, b in pairwise(tokens)), f"queried about {tokens}, which it forbids"
     scores[:, tokens[-1] % 2 :: 2] = -INF
     return scores
 

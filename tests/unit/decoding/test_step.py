@@ -178,7 +178,7 @@ def test_no_more_logprobs_than_tokens(asked: int, given: int) -> None:
 
 
 class Budgets(Fake):
-    """Guesses nothing and writes down what it may."""
+    """Drafts nothing and writes down what it may."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []

@@ -249,7 +249,7 @@ def test_a_wait_that_is_none_is_refused() -> None:
 
 
 def test_a_model_whose_bits_depend_on_the_piece_is_filled_by_whole_chunks() -> None:
-    """Whatever rows that decode wait: control, the same model that says nothing of it is filled in small pieces."""
+    """Whatever rows that decode wait: control, the same model without that setting is filled in small pieces."""
     largest = []
     for prefill_in_any_pieces in (False, True):
         target = timed()

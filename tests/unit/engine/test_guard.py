@@ -39,7 +39,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 class RaisesIn(Fake):
-    """Guesses zeros, and raises at one call of one method."""
+    """Drafts zeros, and raises at one call of one method."""
 
     def __init__(self, method: str, at: int, error: Exception) -> None:
         self.left, self.calls = at, 0
@@ -94,7 +94,7 @@ def test_a_drafter_that_cannot_be_reset_changes_nothing(target: TableModel, capl
 
 
 class Proposes(Fake):
-    """Hands in a fixed answer, whatever it is asked."""
+    """Hands in a fixed answer, whatever the call."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make, self.calls = make, 0
@@ -254,7 +254,7 @@ def test_a_drafter_that_exits_changes_nothing(target: TableModel) -> None:
 
 
 class Flaky(Fake):
-    """Guesses zeros; raises in the calls that it is told."""
+    """Drafts zeros; raises in the given calls."""
 
     def __init__(self, bad: set[int]) -> None:
         self.bad, self.calls, self.admitted = bad, 0, 0

@@ -44,7 +44,7 @@ def test_no_row_moves_more_often_than_it_must(batch: tuple[list[bool], int]) -> 
     assert len(set(targets)) == len(targets)
     assert all(alive[source] for source in sources)
     total = sum(alive)
-    # a row whose place is still in its zone stays where it is
+    # a row whose position is still in its zone stays where it is
     moved = {p for p in range(decoding) if alive[p] and p >= stay}
     moved |= {p for p in range(decoding, len(alive)) if alive[p] and p >= total}
     assert set(sources) == moved

@@ -13,7 +13,7 @@ TRACE = [
     Step(0, (4, 5, 6, 7, 8), (D, D, D, D, B), 4, 4, (1, 1, 1, 1), batch_size=2, draft_s=0.2, target_s=0.4, total_s=0.8),
     Step(0, (9,), (R,), 3, 0, (1,), batch_size=4, draft_s=0.4, target_s=0.4, total_s=0.8),
     Step(0, (10,), (B,), 0, 0, target_s=0.1, total_s=0.1),
-    # a stop cut an accepted block of three behind its first token
+    # a stop cut an accepted block of three after its first token
     Step(0, (11,), (D,), 3, 3, (1, 1, 1), FinishReason.STOP),
 ]
 

@@ -1,4 +1,4 @@
-"""The grammar of expressions: what they mean, that they can be written back, and what is said of bad ones."""
+"""The grammar of expressions: what they mean, that they can be written back, and how bad ones are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon beside its definition, and which weights are whose."""
+"""Muon next to its definition, and which weights are whose."""
 
 from __future__ import annotations
 

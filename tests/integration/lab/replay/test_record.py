@@ -285,9 +285,9 @@ import torch
 torch.set_num_threads(1)
 from foresay.lab.replay.record import record
 from helpers.recordings import SAMPLED, loaded, numbered
-def hold(told):
-    if told.done >= {at}:
-        print(told.done, flush=True)
+def hold(progress):
+    if progress.done >= {at}:
+        print(progress.done, flush=True)
         sys.stdin.read()
 record(loaded(batch=3), numbered(40), sys.argv[1], SAMPLED, on_progress=hold)
 """

@@ -95,7 +95,7 @@ def said(steps: Sequence[Step]) -> list[Said]:
 def live(
     target: Any, recording: Recording, params: SamplingParams, drafter: Drafter, policy: LengthPolicy, batch: int = 1
 ) -> list[list[Said]]:
-    """What decoding the recorded prompts really does, by prompt."""
+    """Steps of decoding the recorded prompts, by prompt."""
     generator = loaded(target)
     engine = Engine(generator.target.model, drafter, make_rule("speculative"), policy, max_batch_size=batch)
     for r in recording.records:
@@ -142,7 +142,7 @@ def test_the_steps_of_live_decoding(plain: Recording, drafter: str, length: str,
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    # what is asked for, how the model is made, and how long drafts are
+    # what is requested, how the model is made, and how long drafts are
     "penalties": (
         {"repetition_penalty": 1.3, "presence_penalty": 0.4, "banned_token_ids": (36,), "logit_bias": {7: 3.0}},
         {},
@@ -180,7 +180,7 @@ def test_the_steps_whatever_ends_or_changes_the_output(tmp_path: Path, case: str
 
 
 def test_the_ends_really_are_inside_blocks(tmp_path: Path) -> None:
-    """A draft that holds past the end: what lies behind it is counted neither live nor in the replay."""
+    """A draft that holds past the end: what lies after it is counted neither live nor in the replay."""
     params = SamplingParams(max_new_tokens=40, stop_token_ids=(36, 47, 14))
     recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
     perfect = lambda: ModelDrafter(CausalModel(make("llama")), VOCAB)  # noqa: E731
@@ -296,7 +296,7 @@ def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
 
 
 def test_a_taught_draft_of_another_recording_would_be_noticed(plain: Recording) -> None:
-    """Negative control: what was heard of altered texts makes other Steps."""
+    """Negative control: what was observed of altered texts makes other Steps."""
     done = replay(plain, precompute(draft(), altered(plain)), ConstantLength(4))
     assert replay_method(done) != replay_method(replay(plain, draft(), ConstantLength(4)))
 
@@ -372,7 +372,7 @@ def profile(seconds: Callable[[int], float], column_cost: float | None = None) -
 
 
 def test_throughput_is_told_what_a_column_costs_where_the_model_says_so(plain: Recording) -> None:
-    """As live over llama.cpp, whose columns are dear: it need not find out by drafting."""
+    """As live over llama.cpp, whose columns are expensive: it need not find out by drafting."""
 
     def drafted(known: float | None) -> int:
         dear = profile(lambda columns: 1e3 * (1 + 0.9 * (columns - 1)), known)
@@ -384,7 +384,7 @@ def test_throughput_is_told_what_a_column_costs_where_the_model_says_so(plain: R
 
 
 class Oracle(Fake):
-    """Guesses what is recorded, or anything but that."""
+    """Drafts what is recorded, or anything but that."""
 
     def __init__(self, recording: Recording, *, wrong: bool = False) -> None:
         self.texts, self.off = [r.output for r in recording.records], int(wrong)

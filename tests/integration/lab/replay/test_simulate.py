@@ -1,4 +1,4 @@
-"""Load foreseen, against what queueing theory says, what replay says, and accounts that must balance."""
+"""Predicted load, against queueing theory, replay, and accounts that must balance."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_drafts_that_hold_answer_more() -> None:
 
 
 def test_where_columns_cost_lengths_that_adapt_lose_little_and_a_constant_much() -> None:
-    """Guesses hold, but 16 rows' columns cost more than they bring; the constant is the control."""
+    """Draft tokens hold, but 16 rows' columns cost more than they bring; the constant is the control."""
     texts, arrivals, costly = recording(repeating=True), [0.0] * 150, profile(column=0.3)
     free: Any = {"batch_size": 16, "drafting": lambda batch, count: 0.0}
 

@@ -86,7 +86,7 @@ def test_decoding_allocates_slots_only_when_the_width_is_full() -> None:
 
 
 def test_hidden_states_of_the_layers_asked_for() -> None:
-    """What a drafter that looks at the target sees: the hidden states of a cached, ragged pass equal the uncached ones."""
+    """The input of a drafter on hidden states: the states of a cached, ragged pass equal the uncached ones."""
     reference = make("llama")
     model = CausalModel(copy.deepcopy(reference))
     tokens = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]])

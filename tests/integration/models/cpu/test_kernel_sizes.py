@@ -161,7 +161,7 @@ def test_weights_of_other_depths_are_not_one_product() -> None:
 
 @pytest.mark.parametrize("place", ["rows", "slots"])
 def test_a_pass_stays_within_its_cache(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a cache's tensors are smaller than its lengths say."""
+    """Where a cache's tensors are smaller than its lengths state."""
     weights = make("llama")
     freeze_linears(weights)
     model = CausalModel(weights)

@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         assert build.library() is None
     [said] = caplog.messages
     assert said.startswith("forward passes run without compiled kernels: cannot use ") and "No space left" in said
-    assert not list(build.library_path().parent.iterdir()), "nothing is left behind"
+    assert not list(build.library_path().parent.iterdir()), "nothing is left"
 
 
 def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
@@ -257,7 +257,7 @@ def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
     assert build.library() is None
 
 
-# -- compiled beforehand ---------------------------------------------------------------------------------------------
+# -- compiled in advance ---------------------------------------------------------------------------------------------
 
 ALL = (
     "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"

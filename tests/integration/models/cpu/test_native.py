@@ -132,7 +132,7 @@ def attend(
     dim: int = D,
     sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel gathers after rows of some lengths, and what the definition does, [rows, columns, Q * D] each.
+    """Values that the kernel gathers after rows of some lengths, and those of the definition, [rows, columns, Q * D] each.
 
     only: give the kernel this row alone.
     """

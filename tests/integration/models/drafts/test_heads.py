@@ -37,7 +37,7 @@ from helpers.heads import random_head, reference_scores
 from helpers.support import run
 
 SMALL = 7
-"""Tokens of a target whose guesses are often right, whatever they are."""
+"""Tokens of a target whose draft tokens are often right, whatever they are."""
 
 
 def target(*, lean: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
@@ -57,7 +57,7 @@ def shown(model: CausalModel, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
 
 
 def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, drafts: torch.Tensor) -> list[torch.Tensor]:
-    """Scores after a text and after each guess, [V] each, by passes of the head."""
+    """Scores after a text and after each draft token, [V] each, by passes of the head."""
     features = head.features(head.joined(shown(model, text)))[:, :-1]
     cache = head.new_cache()
     cache.add_rows(1)
@@ -102,7 +102,7 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(
 
 @pytest.mark.parametrize("before", [False, True])
 def test_what_is_trained_is_what_drafts(before: bool) -> None:
-    """Unrolled over a whole text, each place is a chain of its own; control: one that sees its neighbours' guesses."""
+    """Unrolled over a whole text, each position is a chain of its own; control: one that sees its neighbours' draft tokens."""
     model = target()
     made = random_head(model, before=before)
     head = HeadModel(made, model)
@@ -118,7 +118,7 @@ def test_what_is_trained_is_what_drafts(before: bool) -> None:
         for step, scores in enumerate(found):
             wanted = target_rows(model, None) @ unrolled[step][0, last]
             torch.testing.assert_close(scores, wanted, atol=2e-4, rtol=1e-3)
-    assert not torch.allclose(unrolled[1][0, 2], unrolled[0][0, 3], atol=1e-2), "a guess is not what was shown"
+    assert not torch.allclose(unrolled[1][0, 2], unrolled[0][0, 3], atol=1e-2), "a draft token is not what was shown"
 
 
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
@@ -127,7 +127,7 @@ PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("kind", ["chain", "tree", "cascade", "behind"])
 def test_greedy_output_is_that_of_plain_decoding(kind: str, lean: bool) -> None:
-    """Batched, ragged, joining late; some guesses right, some wrong."""
+    """Batched, ragged, joining late; some draft tokens right, some wrong."""
     model = target(lean=lean, vocab=SMALL)
     # a tree follows one wrong path where a head is sure of it
     head = HeadModel(random_head(model, seed=5, gain=1.0) if kind == "tree" else random_head(model), model)
@@ -411,7 +411,7 @@ def test_a_head_reads_what_its_file_names() -> None:
 
 @pytest.mark.parametrize("max_bytes", [0, 1 << 20])
 def test_prompts_that_begin_alike_share_what_was_shown(max_bytes: int) -> None:
-    """Live rows and rows that ended: each guess is that of a pass over the whole text."""
+    """Live rows and rows that ended: each draft token is that of a pass over the whole text."""
     model = target(vocab=SMALL)
     drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
     store = PrefixStore(max_bytes)

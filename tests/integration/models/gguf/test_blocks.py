@@ -134,7 +134,7 @@ def test_the_scores_are_those_of_the_dequantised_model(tmp_path: Path, kinds: di
     assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
     other = write_gguf(tmp_path / "other.gguf", tiny.llama())
     assert float((logits(load_model(other), ids) - b).square().mean().sqrt() / b.std()) > 0.5, (
-        "the bound tells models apart"
+        "the bound separates the models"
     )
 
 
@@ -292,7 +292,7 @@ def test_layers_of_several_types_are_one_call_too(tmp_path: Path) -> None:
 
 
 def rescaled(monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float, factors: torch.Tensor | None = None) -> None:
-    """Files written from now on say that positions are scaled."""
+    """Files written from now on state that positions are scaled."""
     add = gguf.GGUFWriter.write_header_to_file
 
     def scaled(self: gguf.GGUFWriter) -> None:

@@ -202,7 +202,7 @@ VALUES: dict[str, list[tuple[int, bytes] | None]] = {
     ("key", "value"), [(key, value) for key, values in VALUES.items() for value in values], ids=str
 )
 def test_a_value_that_no_model_has(tmp_path: Path, key: str, value: tuple[int, bytes] | None) -> None:
-    """Out of range, of another type, missing, or in contradiction to the tensors: which then are named in its place."""
+    """Out of range, of another type, missing, or in contradiction to the tensors: which then are named instead."""
     parts = image()
     put(parts, key, value)
     message = refusal(tmp_path / "x.gguf", parts)

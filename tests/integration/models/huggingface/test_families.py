@@ -42,7 +42,7 @@ def test_ragged_greedy_output_equals_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_a_draft_model_of_the_family(family: str) -> None:
-    """The family as a draft, too: its cache is rewound and caught up, and its guesses are its own greedy ones."""
+    """The family as a draft, too: its cache is rewound and caught up, and its draft tokens are its own greedy ones."""
     reference, outputs = reference_of(family)
     target, draft = CausalModel(copy.deepcopy(reference)), CausalModel(copy.deepcopy(reference))
     params = SamplingParams(max_new_tokens=NEW)

@@ -1,4 +1,4 @@
-"""Lean passes: the families that are read so score and write what their own code does; others keep their own code."""
+"""Fused passes: the families that are read so score and write what their own code does; others keep their own code."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_kernels_that_are_told_something_else_are_not_used(
 
 
 def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A family that nobody promised is no warning; one that should have worked is."""
+    """A family without support is no warning; one that should have worked is."""
     with caplog.at_level(logging.INFO, "foresay"):
         wrap("mine", make("gpt2"), None, optimise=True)
         monkeypatch.setattr(fused, "_norm_of", lambda module: None)

@@ -65,7 +65,7 @@ def recorded(run: Replay) -> Replay:
 
 @pytest.fixture(autouse=True)
 def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's alone, as on a GPU: a tape hears of nothing else."""
+    """PyTorch's alone, as on a GPU: a tape receives nothing else."""
 
     def none(*_: Any) -> Any:
         raise LookupError("no kernels")
@@ -200,7 +200,7 @@ def test_the_next_request_finds_what_was_recorded() -> None:
     assert replays(model) > count + 18
     assert not made
     held = cached(model, [5])
-    run(model, PROMPTS, PARAMS, gamma=0)  # while somebody has the tensors
+    run(model, PROMPTS, PARAMS, gamma=0)  # while someone has the tensors
     assert made
     assert held.lengths == [5]
 
@@ -218,7 +218,7 @@ def test_a_cache_that_grows_is_recorded_anew() -> None:
 
 
 def test_few_recordings_are_held() -> None:
-    """Fifty-four shapes in turn: six of them are not captured until they are frequent, and then take the place of others."""
+    """Fifty-four shapes in turn: six of them are not captured until they are frequent, and then take the position of others."""
     captured: list[int] = []
 
     def counting(run: Replay) -> Replay:
@@ -281,7 +281,7 @@ def refused(run: Replay) -> Replay:
 def test_recordings_that_are_wrong_or_cannot_be_made_are_not_used(
     broken: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Control for the comparison, too: nobody sees a score of the broken one."""
+    """Control for the comparison, too: no one sees a score of the broken one."""
     own = run(CausalModel(make("llama")), PROMPTS, PARAMS, gamma=0)[0]
     model = graphed(capture=broken)
     with caplog.at_level(logging.WARNING, logger="foresay"):

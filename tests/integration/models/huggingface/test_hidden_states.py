@@ -1,4 +1,4 @@
-"""Hidden states reach a drafter after prefill, each pass and a catch-up; a length policy may ask for the draft's."""
+"""Hidden states reach a drafter after prefill, each pass and a catch-up; a length policy may request the draft's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Sees(Stateless):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_a_drafter_sees_every_token_once(family: str) -> None:
-    """What it was shown, put together, is what one pass over the whole text computes; layer 0 is the embeddings."""
+    """The observed states, put together, are those that one pass over the whole text computes; layer 0 is the embeddings."""
     model, drafter = (
         CausalModel(make(family, **({} if family == "gpt2" else {"max_position_embeddings": 1024}))),
         Sees(),

@@ -124,7 +124,7 @@ HEADS, GROUP, DIM, LENGTH = 2, 3, 16, 160
 
 
 def _attended(columns: int) -> torch.Tensor:
-    """What each of `LENGTH` positions gathers, [LENGTH, heads * DIM], in passes of so many columns behind one of 60."""
+    """The values that each of `LENGTH` positions gathers, [LENGTH, heads * DIM], in passes of so many columns after one of 60."""
     random = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, heads, LENGTH, DIM, generator=random, dtype=torch.bfloat16)

@@ -94,7 +94,7 @@ def test_a_row_of_a_ragged_batch_equals_the_request_alone(family: str) -> None:
 
 @FAMILY
 def test_cached_logits_equal_a_fresh_forward_after_every_step(family: str) -> None:
-    """Rows leave at different times, so that others take their places."""
+    """Rows leave at different times, so that others take their positions."""
     reference, wanted = reference_of(family)
     engine = Engine(target_of(family), Sometimes(wanted, VOCAB), make_rule("speculative"), ConstantLength(4))
     start = engine.target.decoder_start_token_id  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ def test_the_self_check_sees_positions_that_are_not_the_rows_own(family: str, mo
         return at
 
     model = Seq2SeqModel(make_seq2seq(family))
-    monkeypatch.setattr(attention, "current_pass", shared)  # masks do not ask it
+    monkeypatch.setattr(attention, "current_pass", shared)  # masks do not read it
     assert probe(model) > 1e-3
 
 
@@ -313,7 +313,7 @@ def test_bf16_output_depends_neither_on_speculation_nor_on_the_batch(family: str
 
 
 def test_a_position_scores_the_same_bits_in_any_pass() -> None:
-    """Alone or beside a row with a longer source, with one column or many."""
+    """Alone or next to a row with a longer source, with one column or many."""
     model = Seq2SeqModel(make_seq2seq("t5").to(torch.bfloat16))
     tokens = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
     scores = []

@@ -104,7 +104,7 @@ def test_greedy_output_does_not_depend_on_the_drafter(drafter: str, family: str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("family", ["t5_gated", "bart"])
 def test_the_first_layers_of_the_decoder_draft_in_the_targets_cache(family: str, temperature: float) -> None:
-    """What they propose in the target's slots and with its encoded sources is what they propose in a cache of their own."""
+    """Proposals in the target's slots, with its encoded sources, are those in a cache of their own."""
     target = target_of(family)
     short = first_decoder_layers(target, 2)
     params = [SamplingParams(max_new_tokens=NEW, temperature=temperature, seed=seed) for seed in range(6)]
@@ -206,4 +206,4 @@ def test_a_copy_may_come_from_the_source() -> None:
 def test_an_encoder_decoder_below_a_decoder_only_reviewer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"k\[1\]\[1\]=2: drafter 2 is an encoder-decoder"):
         Cascade([decoder_only(), other("t5")], [[3, 0], [0, 2]])
-    Cascade([decoder_only(), other("t5")], [[3, 2], [0, 0]])  # behind one another they are fine
+    Cascade([decoder_only(), other("t5")], [[3, 2], [0, 0]])  # one after another they are fine

@@ -1,4 +1,4 @@
-"""Requests to encoder-decoder models: from a text or token ids, with what the model's generation config asks."""
+"""Requests to encoder-decoder models: from a text or token ids, with what the model's generation config requests."""
 
 from __future__ import annotations
 

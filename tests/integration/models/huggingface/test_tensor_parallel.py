@@ -97,7 +97,7 @@ def test_a_process_that_dies_ends_all(models: tuple[Path, Path], tmp_path: Path)
 
 
 class Others:
-    """Processes played by one: what the first says is a script."""
+    """Processes played by one: what the first sends is a script."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: bool, told: list[list[int]]) -> None:
         self.heard: list[list[int]] = []
@@ -157,7 +157,7 @@ def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert policy.num_to_score(rows, [3, 2], [0, 0]) == [9, 9] and policy.fallback_budget(rows, [3, 2]) == [7, 7]
     assert policy.stopping(rows).keep(step) is None
     policy.observe(rows, [])
-    assert inner.asked == [], "one that is not asked learns nothing, whose clock is another"
+    assert inner.asked == [], "one without a call learns nothing, whose clock is another"
 
 
 def wrote(token_ids: tuple[int, ...]) -> Any:

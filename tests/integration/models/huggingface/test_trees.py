@@ -164,4 +164,4 @@ def test_the_tree_drafters_at_work() -> None:
         for prompt, one, theirs in zip(repeated, ours, wanted, strict=True):
             assert_same(reference, prompt, one, theirs)
         tokens_per_pass[name] = sum(len(step.token_ids) for step in steps) / len(steps)
-    assert tokens_per_pass["tree"] > tokens_per_pass["chain"], "three tries a place find more than one"
+    assert tokens_per_pass["tree"] > tokens_per_pass["chain"], "three tries find more than one"

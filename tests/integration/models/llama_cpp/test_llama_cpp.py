@@ -129,7 +129,7 @@ def test_rows_hold_what_a_table_s_rows_hold(library: Library, actions: list[Any]
             elif name == "copy" and one % count != other % count:
                 cache.copy_prefix(one % count, other % count, max(0, cache.lengths[one % count] - 1))
             elif name == "keep" and not cache.lengths[one % count]:
-                pass  # nobody keeps nothing
+                pass  # nothing is kept
             elif name == "keep" and which:
                 row, to = one % count, other % count
                 saved.append(cache.save_prefix(row, cache.lengths[row]))

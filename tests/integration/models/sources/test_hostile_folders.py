@@ -82,7 +82,7 @@ def test_a_factor_within_an_object(folder: Path, value: Any) -> None:
     ids=str,
 )
 def test_a_model_larger_than_its_files(folder: Path, values: dict[str, int]) -> None:
-    """transformers makes what is missing, and fills it with noise, before it says so."""
+    """transformers makes what is missing, and fills it with noise, before it states so."""
     change(folder, **values)
     assert "its config.json describes a model of " in refusal(folder)
 

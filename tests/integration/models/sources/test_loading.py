@@ -1,4 +1,4 @@
-"""Where models come from: aliases, conversions and their damage, folders, GGUF files, and what loading may be asked."""
+"""Where models come from: aliases, conversions and their damage, folders, GGUF files, and what loading may be given."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _manifest(folder: Path) -> None:
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[Path]]:
-    """The alias' place in an empty cache, and the conversions made: the tiny model instead of the real one."""
+    """The alias' position in an empty cache, and the conversions made: the tiny model instead of the real one."""
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
     made: list[Path] = []
 
@@ -421,7 +421,7 @@ def test_loading_leaves_transformers_settings_alone(folder: Path) -> None:
 
 
 def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not for us to interpret is passed on, and what was not given is not."""
+    """Options for others are passed on, and only if given."""
     import transformers
 
     seen: dict[str, Any] = {}

@@ -30,7 +30,7 @@ def jsonl(*records: Any) -> str:
 
 
 def written(tmp_path: Path, name: str, content: str | bytes) -> str:
-    """The path of a file that has been written, packed where its name says so."""
+    """The path of a file that has been written, packed where its name ends so."""
     raw = content.encode() if isinstance(content, str) else content
     path = tmp_path / name
     path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
@@ -315,7 +315,7 @@ def test_categories(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stand in for the library; what it is asked for is listed."""
+    """Stand in for the library; its calls are listed."""
 
     def install(data: Any) -> list[tuple[Any, ...]]:
         asked: list[tuple[Any, ...]] = []

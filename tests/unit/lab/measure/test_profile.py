@@ -153,7 +153,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     for one in (whole, made()):
         one.save(path)
         assert Profile.load(path) == one
-    assert [p.name for p in path.parent.iterdir()] == ["p.json"], "nothing is left beside it"
+    assert [p.name for p in path.parent.iterdir()] == ["p.json"], "nothing is left next to it"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_profile_holds_what_the_model_says_of_its_passes(tmp_path: Path, monke
     assert Profile.load(tmp_path / "p.json") == found == medians([found, found])
     assert found.token_bytes == 2 * 3 * 2 * 8 * 4
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
-    older = replace(found, column_cost=None, token_bytes=0.0)  # written before anyone asked
+    older = replace(found, column_cost=None, token_bytes=0.0)  # written before anyone requested
     older.save(profile_path(found.model, found.dtype, found.machine))
     assert profile(target, batches=(1,), columns=(1,), contexts=(8,)) == found
 
@@ -354,7 +354,7 @@ def test_a_kept_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     generator = loaded()
     assert [profile(generator, **small).timings[0].seconds for _ in range(3)] == [1, 1, 1]
     assert profile(generator, **small, fresh=True).timings[0].seconds == 2
-    assert profile(generator, **{**small, "columns": (1,)}).timings[0].seconds == 2, "less is asked for"
+    assert profile(generator, **{**small, "columns": (1,)}).timings[0].seconds == 2, "less is requested"
     for more in ({"columns": (1, 3)}, {"batches": (1, 2)}, {"contexts": (101,)}):
         before = count
         profile(generator, **{**small, **more})

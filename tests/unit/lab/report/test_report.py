@@ -311,7 +311,7 @@ NASTY = "<script>alert('1')</script> & $x$ _--!> | 模型"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A report with everything in it, under names that nobody should choose."""
+    """A report with everything in it, under names that no one should choose."""
     folder = tmp_path_factory.mktemp("whole")
     cell = asdict(Cell(NASTY, "chat", 1))
     stats = counts(40, 100, 120, 80, 60, draft_s=0.5, target_s=4.0, total_s=5.0)

@@ -309,7 +309,7 @@ def test_rows_that_others_replace_count_as_freed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
     monkeypatch.setattr(stores_module, "_SMALL", 2400 * TOKEN)
     cache = filled(*[[1.0] * 100] * 25, make=by_rows)
-    for count in range(24, -1, -1):  # the first row ends, and the last one takes its place
+    for count in range(24, -1, -1):  # the first row ends, and the last one takes its position
         cache.rearrange([(count, 0)] if count else [], count)
     assert trims == [1]
 

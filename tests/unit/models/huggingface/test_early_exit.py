@@ -93,7 +93,7 @@ def test_a_count_of_layers_that_is_none(count: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite", "phi"])
 def test_a_trimmed_head_scores_the_same_and_nothing_else(family: str) -> None:
-    """Tied and untied heads, with a bias, behind soft-capped and scaled logits."""
+    """Tied and untied heads, with a bias, after soft-capped and scaled logits."""
     target = CausalModel(make(family))
     bias = target.model.get_output_embeddings().bias
     if bias is not None:

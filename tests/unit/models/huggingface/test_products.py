@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Any, float]] = {
     "native int4": (NativeProduct.int4, 0.1),
     "native in place": (lambda weight, bias: NativeProduct.in_place([weight], [bias]), 1e-9),
 }
-"""What makes a product, and its greatest error."""
+"""Maker of a product, and its greatest error."""
 if torch.ops.mkldnn._is_mkldnn_bf16_supported():
     KINDS["packed"] = (PackedProduct, 1e-9)
 
@@ -284,7 +284,7 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_bits_it_has_among_others(kind: str) -> None:
-    """What decoding builds on where there are no compiled kernels: 2 to 64 rows."""
+    """The basis of decoding where there are no compiled kernels: 2 to 64 rows."""
     product, x = KINDS[kind][0](weights(1536, 576), None), torch.randn(64, 576, generator=SEEDED).to(torch.bfloat16)
     whole = product(x)
     for count in (2, 3, 4, 5, 8, 16, 17, 33):

@@ -42,7 +42,7 @@ def asked(module: Any, positions: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_gives_what_the_module_gives(kind: str) -> None:
-    """Short texts, long ones, and short ones after those; every text is asked about from its first position on."""
+    """Short texts, long ones, and short ones after those; every text is queried about from its first position on."""
     table, alone = RotaryTable(rotary(kind)), rotary(kind)
     for last in (5, SMALL, LONG, 3000, 7, LONG):
         positions = torch.arange(last)
