@@ -33,7 +33,7 @@ from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA
 from helpers.failing import BUDGETS, CHAINS, EVEN, KINDS, PROMPT, SKEWED, TREES, VOCAB, FailingTable, Make, first_tokens
 
-SAMPLES = 350
+SAMPLES = 450
 Patch = pytest.MonkeyPatch
 
 
