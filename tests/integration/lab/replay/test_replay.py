@@ -206,10 +206,10 @@ def test_the_steps_of_an_encoder_decoder(tmp_path: Path, family: str, batch: int
     assert accepted > 20
 
 
-@pytest.mark.parametrize("rule", ["block", "match", "coupled"])
-def test_all_exact_rules_accept_the_same_of_a_greedy_recording(plain: Recording, rule: str) -> None:
-    done = replay(plain, draft(), ConstantLength(4), rule=make_rule(rule))
-    assert replay_method(done) == replay_method(replay(plain, draft(), ConstantLength(4)))
+def test_all_exact_rules_accept_the_same_of_a_greedy_recording(plain: Recording) -> None:
+    wanted = replay_method(replay(plain, draft(), ConstantLength(4)))
+    for rule in ("block", "match", "coupled"):
+        assert replay_method(replay(plain, draft(), ConstantLength(4), rule=make_rule(rule))) == wanted, rule
 
 
 def test_plain_decoding_is_one_token_a_pass(plain: Recording) -> None:
@@ -273,7 +273,7 @@ def assert_same_but_for_ends(done: Replay, live_steps: Sequence[Sequence[Step]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gamma", "batch"), [(1, 4), (4, 1), (11, 4)])
+@pytest.mark.parametrize(("gamma", "batch"), [(1, 4), (11, 1)])
 def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch: int) -> None:
     for made in (draft, itself, lambda: draft(max_position_embeddings=24)):
         assert can_precompute(made(), ConstantLength(gamma), plain)
@@ -284,7 +284,7 @@ def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["penalties", "no end too early", "an end after a while", "stop strings"])
+@pytest.mark.parametrize("case", ["penalties", "an end after a while"])
 def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
     params = SamplingParams(**{"max_new_tokens": 40, **CASES[case][0]})
     recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
@@ -469,7 +469,15 @@ SAMPLING: dict[str, Callable[[], Drafter]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", SAMPLING)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "model",
+        "narrow model",
+        "max_gram",
+        *(pytest.param(one, marks=pytest.mark.long) for one in [*SAMPLING][2:] if one != "max_gram"),
+    ],
+)
 def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> None:
     made = SAMPLING[drafter]
     done = replay(sampled, made(), ConstantLength(4), batch_size=160)

@@ -57,7 +57,7 @@ def plain(arrivals: Sequence[float], tokens: int = TOKENS, **settings: Any) -> S
     return simulate(recording(tokens=tokens), profile(), arrivals, None, ConstantLength(0), **settings)
 
 
-@pytest.mark.parametrize("busy", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("busy", [0.3, pytest.param(0.6, marks=pytest.mark.long), 0.8])
 def test_one_row_is_a_queue_with_constant_service(busy: float) -> None:
     """M/D/1: the mean wait is busy S / 2 (1 - busy)."""
     service = 3 * PASS_S

@@ -198,8 +198,9 @@ def test_inputs_of_any_size(scale: float) -> None:
     torch.testing.assert_close(product(x).double(), wanted, atol=1e-38, rtol=1e-4)
 
 
-WITHOUT = [["avx512vnni", "avx512bf16"], ["avx512f"], ["avx512f", "avxvnni"], ["avx512f", "avxvnni", "avx2"]]
-"""Instructions of this machine that other processors may lack."""
+WITHOUT = [["avx512f", "avxvnni"], ["avx512f", "avxvnni", "avx2"]]
+WITHOUT += [pytest.param(one, marks=pytest.mark.long) for one in (["avx512vnni", "avx512bf16"], ["avx512f"])]
+"""Instructions of this machine that other processors may lack. `scripts/test_kernels` compiles for each instruction set."""
 
 
 @pytest.mark.usefixtures("_threads_as_before")
