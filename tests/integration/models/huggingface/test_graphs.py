@@ -27,7 +27,7 @@ from helpers.support import Sometimes, run
 
 READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES - fused.OF_EXPERTS)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
-PARAMS = SamplingParams(max_new_tokens=14)
+PARAMS = SamplingParams(max_new_tokens=24)
 
 
 class Tape(TorchDispatchMode):
@@ -91,13 +91,13 @@ def replays(model: CausalModel) -> int:
 @pytest.mark.parametrize("family", READ)
 def test_replayed_passes_write_what_passes_write(family: str) -> None:
     """Ragged batches, rejected drafts, rows that end and others that begin, windows."""
-    plain = CausalModel(make(family))
+    plain, params = CausalModel(make(family)), SamplingParams(max_new_tokens=14)
     plain.use_fused()
-    own = run(plain, PROMPTS, PARAMS, gamma=0)[0]
+    own = run(plain, PROMPTS, params, gamma=0)[0]
     model = graphed(family)
-    assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
+    assert run(model, PROMPTS, params, gamma=0)[0] == own
     assert replays(model) > 8
-    ours, steps, engine = run(model, PROMPTS, PARAMS, drafter=Sometimes(own, VOCAB), gamma=3, max_batch_size=2)
+    ours, steps, engine = run(model, PROMPTS, params, drafter=Sometimes(own, VOCAB), gamma=3, max_batch_size=2)
     assert ours == own
     assert engine.draft_failures == 0
     assert any(0 < step.num_accepted < step.num_drafted for step in steps)
@@ -107,7 +107,7 @@ def test_a_draft_model_is_replayed_too() -> None:
     own = run(CausalModel(make("llama")), PROMPTS, PARAMS, gamma=0)[0]
     model, draft = graphed(), graphed()
     assert run(model, PROMPTS, PARAMS, drafter=ModelDrafter(draft, VOCAB), gamma=3)[0] == own
-    assert replays(model) > 1
+    assert replays(model) > 3
     assert replays(draft) > 10
 
 
