@@ -40,6 +40,12 @@ def cache_with_small_model(folder: Path, original: Path) -> Path:
             shutil.copy(path, place)
     sizes = {path.name: path.stat().st_size for path in sorted(place.iterdir())}
     (place / "foresay.json").write_text(json.dumps({"source": "random", "sizes": sizes}))
+    return share_kernels(folder)
+
+
+def share_kernels(folder: Path) -> Path:
+    """Give a folder for FORESAY_CACHE the kernels that are compiled already; without them a child compiles its own."""
     (cache_dir() / "native").mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     (folder / "native").symlink_to(cache_dir() / "native")
     return folder

@@ -12,6 +12,7 @@ import pytest
 from foresay.generation.session import Session
 from foresay.records.recording import Recording
 from helpers import tiny
+from helpers.small_alias import share_kernels
 
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
 CHECK = ["check", "r.jsonl", "--dtype", "fp32"]
@@ -33,7 +34,7 @@ def recordings(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(recordings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with copies of the recordings, and a cache of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FORESAY_CACHE", str(share_kernels(tmp_path / "cache")))
     for path in recordings.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path

@@ -25,6 +25,7 @@ from foresay.records.recording import Recording
 from foresay.records.results import Results
 from foresay.spec.settings_file import read_settings
 from helpers import tiny
+from helpers.small_alias import share_kernels
 
 ESTIMATE = r"foresay: tuning takes about \d+ (s|min): (\w[\w ]* \d+ (s|min)(, )?)+\n"
 """Line that `foresay tune` prints before it starts."""
@@ -41,7 +42,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with prompts, and a cache of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FORESAY_CACHE", str(share_kernels(tmp_path / "cache")))
     lines = [json.dumps({"id": f"t{i}", "prompt": text, "category": "ab"[i % 2]}) for i, text in enumerate(TEXTS)]
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
