@@ -232,18 +232,8 @@ def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("\n".join(f"line {i} of some text that is read" for i in range(200)))
     out = tmp_path / "head"
-    code, said, _ = shell(
-        "distill",
-        str(out),
-        "--model",
-        str(target),
-        "--text",
-        str(text),
-        "--sequence-length",
-        "64",
-        "--draft-steps",
-        "2",
-    )
+    given = ["--model", str(target), "--text", str(text), "--sequence-length", "64", "--draft-steps", "2"]
+    code, said, _ = shell("distill", str(out), *given)
     assert code == 0 and "tokens per pass" in said
 
 
