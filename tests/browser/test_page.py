@@ -155,9 +155,9 @@ def test_an_answer_is_announced_once_it_is_complete(page: Page) -> None:
     expect(page.locator("#send")).to_be_enabled(timeout=60_000)
     assert page.locator("[aria-busy=true]").count() == 0
     text = "".join(page.locator(".answer .text span").all_inner_texts())
-    told = page.evaluate("told")
-    assert told[0] == "Generating" and told[-1].startswith("Answer with speculation: ") and len(told) == 2
-    assert len(told[-1]) > 200 and len(text) > 200
+    seen = page.evaluate("seen")
+    assert seen[0] == "Generating" and seen[-1].startswith("Answer with speculation: ") and len(seen) == 2
+    assert len(seen[-1]) > 200 and len(text) > 200
     live = page.locator("[aria-live], [role=status], [role=alert], [role=log]")
     assert all(one.locator("span").count() == 0 for one in live.all()), "no part that is read out contains the tokens"
 
