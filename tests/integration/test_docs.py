@@ -149,7 +149,8 @@ def test_a_page_runs(
     """In a folder of its own, with a small model under the alias and under the name of a hub's model."""
     monkeypatch.chdir(tmp_path)
     [small] = (small_cache / "models").iterdir()
-    text = read(page).replace("Qwen/Qwen2.5-0.5B-Instruct", str(small)).replace("--minutes 0.2 ", "--minutes 0.04 ")
+    text = read(page).replace("Qwen/Qwen2.5-0.5B-Instruct", str(small)).replace("--minutes 0.2 ", "--minutes 0.02 ")
+    text = text.replace("--count 24 -n 32", "--count 10 -n 32")
     out = run_page(text, page, tiny.Shell(monkeypatch, capsys), capsys)
     assert out.strip() and all(part in out for part in PAGES[page]), out
 
