@@ -29,7 +29,7 @@ torch.set_num_threads(1)  # tiny models are slower with more, and other processe
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long", action="store_true", help="the tests that are marked long, and every case of the fuzz tests"
+        "--long", action="store_true", help="also the tests marked long, every mutated file and every cell"
     )
 
 
