@@ -461,23 +461,12 @@ def apart(estimate: Sequence[tuple[float, float]], true: Sequence[tuple[float, f
 SAMPLING: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(DRAFT, SIZE),
     "narrow model": lambda: ModelDrafter(TableModel.random(SIZE - 2, seed=4), SIZE),
-    "prompt_lookup": lambda: PromptLookup(min_ngram=1),
     "max_gram": MaxGram,
-    "ngram_store": lambda: NgramStoreDrafter(3),
-    "suffix": SuffixDrafter,
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "model",
-        "narrow model",
-        "max_gram",
-        *(pytest.param(one, marks=pytest.mark.long) for one in [*SAMPLING][2:] if one != "max_gram"),
-    ],
-)
+@pytest.mark.parametrize("drafter", SAMPLING)
 def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> None:
     made = SAMPLING[drafter]
     done = replay(sampled, made(), ConstantLength(4), batch_size=160)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.drafters import ModelDrafter
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.self_check import probe
-from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
+from helpers.comparing import NEW, assert_same, prompts, reference_of
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
@@ -75,14 +75,3 @@ def test_the_self_check_sees_a_broken_mask(family: str, monkeypatch: pytest.Monk
     model = CausalModel(make(family))
     monkeypatch.setattr(SlotCache, "begin_pass", shifted)
     assert probe(model) > 1e-3
-
-
-def test_prompt_lookup_on_a_long_context() -> None:
-    reference, _ = reference_of("llama")
-    target = CausalModel(copy.deepcopy(reference))
-    prompt = prompts()[1] * 6
-    ours, _, engine = run(
-        target, [prompt], SamplingParams(max_new_tokens=NEW), drafter=PromptLookup(min_ngram=1), gamma=6
-    )
-    assert engine.draft_failures == 0
-    assert_same(reference, prompt, ours[0], plain(reference, prompt))
