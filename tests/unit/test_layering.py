@@ -49,6 +49,7 @@ INSIDE = {
     "models": [
         {"vocabulary", "table", "recording", "cache"},
         {"cpu"},
+        {"gpu"},
         {"huggingface"},
         {"gguf", "drafts", "llama_cpp"},
         {"sources"},
@@ -61,6 +62,7 @@ INSIDE = {
         {"layers"},
         {"chain"},
     ],
+    "models/gpu": [{"attention", "product"}, {"pages", "rows"}, {"flat"}, {"layers"}, {"passes"}],
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
     "models/drafts": [{"fields", "layers"}, {"config"}, {"base"}, {"head", "block", "mtp"}, {"files"}],
     "models/huggingface": [

@@ -7,7 +7,8 @@ each other and drop them. Knows nothing of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -40,16 +41,26 @@ def join(layers: Sequence[nn.Module]) -> bool:
     return True
 
 
-def joined(layers: Sequence[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return the function x [..., in] -> [..., sum of out] of layers that were joined; None if they were not."""
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The product of layers that read the same input, [..., in] -> [..., sum of out]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layers' outputs, one after the other."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def joined(layers: Sequence[nn.Module]) -> Joined | None:
+    """Return the product of layers that were joined; None if they were not."""
     if not _are_plain(layers):
         return None
     weight = _whole([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = _whole(biases) if biases else None
-    if weight is None or (bias is None) != (not biases):
-        return None
-    return lambda x: F.linear(x, weight, bias)
+    return None if weight is None or (bias is None) != (not biases) else Joined(weight, bias)
 
 
 def _are_plain(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[nn.Linear]]:

@@ -1,0 +1,172 @@
+"""Attention of a flat list of tokens over keys and values in pages, by Triton kernels.
+
+A token's result depends on its own row alone, to the bit: keys are read in pages of fixed size, each of a fixed number of
+programs takes every `SPLITS`-th page of a row, and the results are combined in a fixed order. Other rows, other draft tokens
+and the size of the pass change none of it: a page that a token does not see adds exact zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+PAGE = 64
+"""Slots of a page."""
+SPLITS = 16
+"""Programs among which the pages of a row are divided."""
+NODES = 64
+"""Slots of a row's last pass of which a token sees some only: the nodes of a draft tree."""
+_NO_WINDOW = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The slots that each token of a pass attends to.
+
+    Token n of row `rows[n]` sees the slots before `firsts[n]`, of these only those from position - window + 1 on in layers with a
+    window, and slot firsts[n] + i if bit i of `seen[n]` is set. In a chain `firsts` is the token's own slot, and `seen` is 1.
+    """
+
+    rows: torch.Tensor
+    """[N] int32."""
+    positions: torch.Tensor
+    """[N] int32."""
+    firsts: torch.Tensor
+    """[N] int32."""
+    seen: torch.Tensor
+    """[N] int64."""
+    ends: torch.Tensor
+    """[N] int32, the slot after the last one that the token sees; 0 for padding."""
+    tiles: torch.Tensor
+    """[N, 2] int32: index of the first token and number of tokens of each tile, all of one row; (0, 0) after the last."""
+    pages: torch.Tensor
+    """[rows, P] int32, the page of every PAGE slots of a row."""
+
+
+def tokens_per_tile(query_heads: int, key_heads: int) -> int:
+    """Return the number of tokens that share a tile of 16 queries: heads that read the same keys, of as many tokens as fit."""
+    return max(1, 16 // int(triton.next_power_of_2(query_heads // key_heads)))
+
+
+@triton.jit
+def _partial(
+    queries, keys, values, pages, rows, positions, firsts, seen, ends, tiles, sums, stats,
+    scaling, softcap, window, width, num_tokens,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, NODES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    if count == 0:
+        return
+    row = tl.load(rows + begin)
+    line = tl.arange(0, GROUP_PADDED * TOKENS)
+    token, member = begin + line // GROUP_PADDED, line % GROUP_PADDED
+    valid = (line // GROUP_PADDED < count) & (member < GROUP)
+    depth, place = tl.arange(0, DIM_PADDED), tl.arange(0, PAGE)
+    query_head = (token * KEY_HEADS + head) * GROUP + member
+    query = tl.load(
+        queries + query_head[:, None] * DIM + depth[None, :], mask=valid[:, None] & (depth < DIM)[None, :], other=0.0
+    )
+    first = tl.load(firsts + token, mask=valid, other=0)
+    bits = tl.load(seen + token, mask=valid, other=0)
+    low = tl.load(positions + token, mask=valid, other=0) - window + 1
+    end = tl.max(tl.load(ends + token, mask=valid, other=0))
+    top = tl.full([GROUP_PADDED * TOKENS], float("-inf"), tl.float32)
+    mass = tl.zeros([GROUP_PADDED * TOKENS], tl.float32)
+    total = tl.zeros([GROUP_PADDED * TOKENS, DIM_PADDED], tl.float32)
+    for index in range(split, (end + PAGE - 1) // PAGE, SPLITS):
+        page = tl.load(pages + row * width + index).to(tl.int64)
+        slot = index * PAGE + place
+        start = (page * KEY_HEADS + head) * PAGE * DIM
+        inside = (slot < end)[:, None] & (depth < DIM)[None, :]
+        key = tl.load(keys + start + place[:, None] * DIM + depth[None, :], mask=inside, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scaling
+        if HAS_CAP:
+            scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)
+        after = slot[None, :] - first[:, None]
+        is_node = (bits[:, None] >> tl.minimum(tl.maximum(after, 0), NODES - 1).to(tl.int64)) & 1
+        sees = tl.where(after < 0, (slot[None, :] >= low[:, None]).to(tl.int64), tl.where(after < NODES, is_node, 0))
+        scores = tl.where(valid[:, None] & (sees == 1), scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights, scale = tl.exp(scores - anchor[:, None]), tl.exp(top - anchor)
+        value = tl.load(values + start + place[:, None] * DIM + depth[None, :], mask=inside, other=0.0)
+        mass = mass * scale + tl.sum(weights, 1)
+        total = total * scale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        top = new_top
+    heads = KEY_HEADS * GROUP
+    at = (split * num_tokens + token) * heads + head * GROUP + member
+    tl.store(stats + at * 2, top, mask=valid)
+    tl.store(stats + at * 2 + 1, mass, mask=valid)
+    tl.store(
+        sums + at[:, None].to(tl.int64) * DIM + depth[None, :], total, mask=valid[:, None] & (depth < DIM)[None, :]
+    )
+
+
+@triton.jit
+def _combine(
+    sums, stats, ends, sinks, out, num_tokens,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    depth = tl.arange(0, DIM_PADDED)
+    if tl.load(ends + token) == 0:
+        return
+    top = float("-inf")
+    if HAS_SINKS:
+        top = tl.load(sinks + head).to(tl.float32)
+    for split in range(SPLITS):
+        top = tl.maximum(top, tl.load(stats + ((split * num_tokens + token) * HEADS + head) * 2))
+    mass = 0.0
+    if HAS_SINKS:
+        mass = tl.exp(tl.load(sinks + head).to(tl.float32) - top)
+    total = tl.zeros([DIM_PADDED], tl.float32)
+    for split in range(SPLITS):
+        at = (split * num_tokens + token) * HEADS + head
+        weight = tl.exp(tl.load(stats + at * 2) - top)
+        mass += tl.load(stats + at * 2 + 1) * weight
+        total += tl.load(sums + at.to(tl.int64) * DIM + depth, mask=depth < DIM, other=0.0) * weight
+    at = (token * HEADS + head) * DIM + depth
+    tl.store(out + at, (total / mass).to(out.dtype.element_ty), mask=depth < DIM)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    at: Visible,
+    scaling: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention outputs, [N, Hq, D]. queries: [N, Hq, D]. keys, values: [pages, Hk, PAGE, D].
+
+    window: positions that a token sees, its own included; None for all. softcap: scores are softcap * tanh(score / softcap).
+    sinks: [Hq], a score of each head that takes weight and has no value. Padding tokens have zeros.
+    """
+    (count, heads, dim), key_heads = queries.shape, keys.shape[1]
+    group, padded = heads // key_heads, max(16, triton.next_power_of_2(dim))
+    group_padded, tokens = triton.next_power_of_2(group), tokens_per_tile(heads, key_heads)
+    if group_padded * tokens < 16:
+        group_padded = 16 // tokens
+    sums = torch.empty(SPLITS, count, heads, dim, dtype=torch.float32, device=queries.device)
+    stats = torch.empty(SPLITS, count, heads, 2, dtype=torch.float32, device=queries.device)
+    out = torch.zeros_like(queries)
+    _partial[(count, key_heads, SPLITS)](
+        queries, keys, values, at.pages, at.rows, at.positions, at.firsts, at.seen, at.ends, at.tiles, sums, stats,
+        scaling, 1.0 if softcap is None else softcap, _NO_WINDOW if window is None else window, at.pages.shape[1], count,
+        KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=tokens, DIM=dim, DIM_PADDED=padded,
+        PAGE=PAGE, SPLITS=SPLITS, NODES=NODES, HAS_CAP=softcap is not None,
+    )  # fmt: skip
+    _combine[(count, heads)](
+        sums, stats, at.ends, queries if sinks is None else sinks, out, count,
+        HEADS=heads, DIM=dim, DIM_PADDED=padded, SPLITS=SPLITS, HAS_SINKS=sinks is not None,
+    )  # fmt: skip
+    return out

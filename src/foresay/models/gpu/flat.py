@@ -1,0 +1,155 @@
+"""A pass as a flat list of tokens, so that its shape is its number of tokens alone: not rows, columns or context.
+
+Owns the layout of the list, its sizes, and the buffers at fixed addresses that captured passes read. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.errors import ConfigError
+from foresay.models.gpu.attention import NODES, PAGE, Visible
+from foresay.models.gpu.pages import PagedCache
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 320, 384, 512)
+"""Numbers of tokens of captured passes. A pass is padded to the next of these; a larger one is not captured."""
+_FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_counts")
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTokens:
+    """The real tokens of a pass, row by row, on the host; see attention.Visible."""
+
+    columns: npt.NDArray[np.int64]
+    """[N], index of each token in the flattened token ids of the input."""
+    fields: npt.NDArray[np.int32]
+    """[len(_FIELDS), N]."""
+    seen: npt.NDArray[np.int64]
+    """[N]."""
+
+    @staticmethod
+    def of(model_input: ModelInput, cache: PagedCache, tile: int) -> FlatTokens:
+        """Return the tokens of a pass over the rows of a cache, for which it reserves room. tile: tokens per tile of attention.
+
+        Raises OutOfMemoryError if the pool has too few pages.
+        """
+        width, first_row = model_input.token_ids.shape[1], model_input.first_row
+        parents = None if model_input.parents is None else model_input.parents.tolist()
+        columns, fields, tiles = [], [], []
+        seen: list[int] = []
+        for i, count in enumerate(model_input.num_tokens):
+            if not count:
+                continue
+            row, start = first_row + i, cache.lengths[first_row + i]
+            cache.reserve(row, count)
+            slots = np.arange(start, start + count)
+            positions, firsts, bits = slots, slots, np.ones(count, dtype=np.int64)
+            if parents is not None:
+                positions, firsts, bits = _of_tree(start, parents[i][:count])
+            tiles += [(len(seen) + at, min(tile, count - at)) for at in range(0, count, tile)]
+            columns.append(np.arange(i * width, i * width + count))
+            fields.append(np.stack([np.full(count, row), positions, slots, firsts, slots + 1]))
+            seen += bits.tolist()
+        described = np.zeros((len(_FIELDS), len(seen)), dtype=np.int32)
+        described[:5] = np.concatenate(fields, 1)
+        described[5:, : len(tiles)] = np.array(tiles).T
+        return FlatTokens(np.concatenate(columns), described, np.array(seen, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+
+def _of_tree(
+    start: int, parents: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the positions, `firsts` and `seen` of one row's tokens after `start` cached ones. parents: see ModelInput.
+
+    Columns that every later one follows are seen like cached tokens; the others are nodes.
+    """
+    count, trunk = len(parents), len(parents)
+    for column in range(count - 1, 0, -1):
+        if parents[column] != column - 1:
+            trunk = min(trunk, parents[column] + 1)
+    if count - trunk > NODES:
+        raise ConfigError(f"a tree has {count - trunk} nodes in one row; allowed are {NODES}")
+    slots = np.arange(start, start + count)
+    positions, firsts, seen = slots.copy(), slots.copy(), np.ones(count, dtype=np.int64)
+    bits = [0] * count
+    for column in range(trunk, count):
+        above = parents[column]
+        positions[column] = start if above < 0 else positions[above] + 1
+        bits[column] = (bits[above] if above >= trunk else 0) | 1 << (column - trunk)
+        firsts[column] = start + trunk
+        seen[column] = np.uint64(bits[column]).astype(np.int64)
+    return positions, firsts, seen
+
+
+class Buffers:
+    """Inputs of passes of one size at fixed addresses."""
+
+    def __init__(self, size: int, pages: torch.Tensor) -> None:
+        """pages: the table of all rows' pages, [rows, P] int32."""
+        device = pages.device
+        self.size = size
+        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self._fields = torch.zeros(len(_FIELDS), size, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(size, dtype=torch.int64, device=device)
+        self.slots = self._fields[2]
+        """[N] int32, where keys and values are written; -1 for padding."""
+        self.tiles = torch.zeros(size, 2, dtype=torch.int32, device=device)
+        self._pinned = device.type == "cuda"
+        rows, positions, _, firsts, ends, _, _ = self._fields
+        self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages)
+
+    def fill(self, tokens: FlatTokens, token_ids: torch.Tensor) -> None:
+        """Copy a pass of at most `size` tokens, without waiting for the device. token_ids: [B, T] of the input."""
+        count = len(tokens)
+        fields = np.zeros((len(_FIELDS), self.size), dtype=np.int32)
+        fields[2] = -1
+        fields[:, :count] = tokens.fields
+        self._fields.copy_(self._host(fields), non_blocking=True)
+        self.tiles.copy_(self._fields[5:].T)
+        seen = np.zeros(self.size, dtype=np.int64)
+        seen[:count] = tokens.seen
+        self._seen.copy_(self._host(seen), non_blocking=True)
+        columns = self._host(tokens.columns).to(token_ids.device, non_blocking=True)
+        self.token_ids[:count].copy_(token_ids.reshape(-1)[columns], non_blocking=True)
+
+    def _host(self, values: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
+        found = torch.from_numpy(values)
+        return found.pin_memory() if self._pinned else found
+
+
+class PageTable:
+    """The pages of all rows on the device, at a fixed address."""
+
+    def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
+        self.pages = torch.zeros(rows, -(-max_length // PAGE), dtype=torch.int32, device=device)
+        """[rows, P]."""
+        self._held: list[list[int]] = [[] for _ in range(rows)]
+
+    def update(self, rows: Sequence[Sequence[int]]) -> None:
+        """Copy the pages of rows that changed, without waiting for the device."""
+        changed = [i for i, pages in enumerate(rows) if pages != self._held[i]]
+        if not changed:
+            return
+        width = max(len(rows[i]) for i in changed)
+        lines = np.zeros((len(changed), width), dtype=np.int32)
+        for line, i in zip(lines, changed, strict=True):
+            line[: len(rows[i])] = rows[i]
+            self._held[i] = list(rows[i])
+        device = self.pages.device
+        host = torch.from_numpy(lines), torch.tensor(changed)
+        lines_there, at = (one.pin_memory() if device.type == "cuda" else one for one in host)
+        self.pages[at.to(device, non_blocking=True), :width] = lines_there.to(device, non_blocking=True)
+
+
+def size_of(count: int) -> int | None:
+    """Return the number of tokens that a pass is padded to; None if it is not captured."""
+    return next((size for size in SIZES if size >= count), None)

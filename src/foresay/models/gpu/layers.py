@@ -1,0 +1,113 @@
+"""The layers of a Llama-like decoder over flat tokens and pages, by the kernels of this package.
+
+Owns the order of the kernels in a layer. Knows no family: huggingface/fused.py reads the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.gpu.attention import attend
+from foresay.models.gpu.flat import Buffers
+from foresay.models.gpu.pages import LayerShape, PagePool
+from foresay.models.gpu.product import TOKENS, product
+from foresay.models.gpu.rows import GATES, Weight, add_norm, gated, place
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of every position, [P, R] float32 each."""
+
+
+class PagedLayers:
+    """Layers and last norm of a decoder whose keys and values are in pages."""
+
+    def __init__(self, layers: Sequence[GatedLayer], norm: Norm, activation: str, residual_scale: float) -> None:
+        """Raises LookupError, which names the part, for layers that the kernels do not compute."""
+        for layer in layers:
+            _check(layer, activation)
+        self._layers, self._scale, self._activation = layers, residual_scale, activation
+        self._norms = [tuple(map(_weight, _norms_of(layer))) for layer in layers]
+        self._last = _weight(norm)
+        self.shapes = [LayerShape(layer.heads[1], layer.dim) for layer in layers]
+        """Sizes of the keys and values of each layer."""
+
+    def run(
+        self, states: torch.Tensor, at: Buffers, pool: PagePool, turns: Mapping[str, Turns], wanted: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the layers over the states of a pass, [N, H], which are overwritten; keys and values go to the pool.
+
+        turns: by kind of layer. wanted: layers whose hidden states are returned. Returns the normalized states, [N, H], and the
+        hidden states, [N, H] each.
+        """
+        hidden: dict[int, torch.Tensor] = {}
+        delta: torch.Tensor | None = None
+        after: Weight | None = None
+        for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
+            before_attention, after_attention, before_mlp, after_mlp = norms
+            read = add_norm(states, delta, after=after, before=before_attention, scale=self._scale)
+            if i in wanted:
+                hidden[i] = states.clone()
+            delta = self._attention(layer, read, at, pool, i, turns)
+            read = add_norm(states, delta, after=after_attention, before=before_mlp, scale=self._scale)
+            delta, after = _product(layer.down, gated(_product(layer.gate_up, read), self._activation)), after_mlp
+        out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
+        if len(self._layers) in wanted:
+            hidden[len(self._layers)] = out
+        return out, hidden
+
+    def _attention(
+        self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
+    ) -> torch.Tensor:
+        joint, keys, values, seen = _product(layer.qkv, read), pool.keys[i], pool.values[i], at.visible
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm)
+        queries = place(
+            joint.view(len(read), -1, layer.dim),
+            keys,
+            values,
+            turns[layer.kind] if layer.rotates else None,
+            seen.positions,
+            at.slots,
+            seen.rows,
+            seen.pages,
+            norms,
+        )
+        out = attend(
+            queries, keys, values, seen, layer.scaling, window=layer.window, softcap=layer.softcap, sinks=layer.sinks
+        )
+        return _product(layer.output, out.view(len(read), -1))
+
+
+def _product(layer: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return a linear layer's outputs, [N, I] -> [N, O]; a pass of many tokens is a prompt, for which a library is faster."""
+    weight, bias = layer.weight, layer.bias
+    return product(states, weight, bias) if len(states) <= TOKENS else F.linear(states, weight, bias)
+
+
+def _check(layer: GatedLayer, activation: str) -> None:
+    if layer.experts is not None:
+        raise LookupError("the kernels do not compute experts")
+    if layer.wide_norm:
+        raise LookupError("the kernels do not normalize the queries of all heads as one vector")
+    if activation not in GATES:
+        raise LookupError(f"the kernels do not compute the activation {activation!r}")
+    for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        if not isinstance(getattr(part, "weight", None), torch.Tensor) or not hasattr(part, "bias"):
+            raise LookupError(f"the kernels do not read products of type {type(part).__name__}")
+
+
+def _norms_of(layer: GatedLayer) -> tuple[Norm | None, ...]:
+    return layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp
+
+
+def _of_norm(norm: Norm) -> Weight:
+    return norm.float32(), norm.eps
+
+
+def _weight(norm: Norm | None) -> Any:
+    return None if norm is None else _of_norm(norm)

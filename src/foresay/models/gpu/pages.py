@@ -1,0 +1,193 @@
+"""Keys and values in pages of a pool that is allocated once: addresses never change.
+
+A row is a list of page numbers. Rows join, leave, grow, rewind and share prefixes by editing numbers; a page that several rows
+use is copied before it is written. Owns the pool, the rows' pages and their table on the device. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import finalize
+
+import torch
+
+from foresay.decoding.protocols import Move
+from foresay.errors import OutOfMemoryError
+from foresay.models.gpu.attention import PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Sizes of a layer's keys and values."""
+
+    heads: int
+    dim: int
+
+
+class PagePool:
+    """Pages of keys and values of all layers, and the number of rows that use each."""
+
+    def __init__(self, layers: Sequence[LayerShape], pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        """pages: their number. A page has PAGE slots of every layer, and starts as zeros: a slot that a token does not see has
+        the weight zero, and zero times NaN is NaN."""
+        shapes = [(pages, layer.heads, PAGE, layer.dim) for layer in layers]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        """The keys of each layer, [pages, heads, PAGE, dim]."""
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._free = list(reversed(range(pages)))
+        self._users = [0] * pages
+
+    @property
+    def num_free(self) -> int:
+        """Number of pages without users."""
+        return len(self._free)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return sum(store[0].nbytes for store in (*self.keys, *self.values))
+
+    def take(self) -> int:
+        """Return a page for one user. Raises OutOfMemoryError if there is none."""
+        if not self._free:
+            raise OutOfMemoryError(
+                f"all {len(self._users)} pages of {PAGE} tokens are in use; decode fewer or shorter requests at once"
+            )
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """Add a user to each page; return the pages."""
+        for page in pages:
+            self._users[page] += 1
+        return list(pages)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Remove a user from each page."""
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+    def own(self, page: int) -> int:
+        """Return a page with the same contents that has one user: this one, or a copy if others use it."""
+        if self._users[page] == 1:
+            return page
+        new = self.take()
+        for store in (*self.keys, *self.values):
+            store[new] = store[page]
+        self.give_back([page])
+        return new
+
+
+class SavedPages:
+    """The first tokens of a row, kept after the row ends: its pages stay in use until this object is discarded."""
+
+    def __init__(self, pool: PagePool, pages: list[int], length: int) -> None:
+        self.pages, self.length = pages, length
+        self.nbytes = len(pages) * pool.page_bytes
+        finalize(self, pool.give_back, pages).atexit = False
+
+    def prefix_length(self, length: int) -> int:
+        """Return the length of the longest prefix of at most `length` tokens that can be copied."""
+        return min(length, self.length)
+
+
+class PagedCache:
+    """Lengths of rows and their pages; see KVCache."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.lengths: list[int] = []
+        self.pages: list[list[int]] = []
+        """Pages of each row, of which the last ones may be empty."""
+        finalize(self, _give_all_back, pool, self.pages).atexit = False
+
+    def add_rows(self, count: int) -> None:
+        """Append empty rows."""
+        self.lengths += [0] * count
+        self.pages += [[] for _ in range(count)]
+
+    def reserve(self, row: int, count: int) -> None:
+        """Make room for `count` tokens after a row's last one, in pages that no other row uses.
+
+        Raises OutOfMemoryError if there are too few pages; the row keeps those that it got.
+        """
+        pages, length = self.pages[row], self.lengths[row]
+        for index in range(length // PAGE, -(-(length + count) // PAGE)):
+            if index < len(pages):
+                pages[index] = self.pool.own(pages[index])
+            else:
+                pages.append(self.pool.take())
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Rewind row i to min(its length, lengths[i]); its pages stay, for the tokens that follow."""
+        for i, length in enumerate(lengths):
+            self.lengths[i] = min(self.lengths[i], length)
+
+    @torch.inference_mode()
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the kept tokens of the last pass to consecutive slots; see KVCache."""
+        moves = [
+            (self._at(i, start + column), self._at(i, start + depth))
+            for i, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for depth, column in enumerate(path)
+            if depth != column
+        ]
+        if moves:
+            device = self.pool.keys[0].device
+            found = torch.tensor(moves, dtype=torch.int64).to(device, non_blocking=True)
+            (source, old), (target, new) = found[:, 0].unbind(1), found[:, 1].unbind(1)
+            for store in (*self.pool.keys, *self.pool.values):
+                store[target, :, new] = store[source, :, old]
+        self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
+
+    def _at(self, row: int, slot: int) -> tuple[int, int]:
+        return self.pages[row][slot // PAGE], slot % PAGE
+
+    def prefix_length(self, row: int, length: int) -> int:
+        """Return the length of the longest prefix of at most `length` tokens that can be shared with another row."""
+        return min(length, self.lengths[row])
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Let row `target`, which is empty, begin with the first `length` tokens of row `source`. Nothing is copied."""
+        self._begin_with(target, self.pages[source], length)
+
+    def save_prefix(self, row: int, length: int) -> SavedPages:
+        """Return the first `length` tokens of a row, at most all of them, for rows to come."""
+        length = min(length, self.lengths[row])
+        return SavedPages(self.pool, self.pool.share(self.pages[row][: -(-length // PAGE)]), length)
+
+    def load_prefix(self, row: int, saved: SavedPages, length: int) -> None:
+        """Let a row, which is empty, begin with the first `length` tokens of a saved prefix."""
+        self._begin_with(row, saved.pages, length)
+
+    def _begin_with(self, row: int, pages: Sequence[int], length: int) -> None:
+        shared = self.pool.share(pages[: -(-length // PAGE)])
+        self.pool.give_back(self.pages[row])
+        self.pages[row], self.lengths[row] = shared, length
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+        self.pages[one], self.pages[other] = self.pages[other], self.pages[one]
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Move rows, then drop the rows from index `count` on and give their pages back."""
+        for source, target in moves:
+            self.swap(source, target)
+        for pages in self.pages[count:]:
+            self.pool.give_back(pages)
+        del self.lengths[count:], self.pages[count:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages in use; a page that several rows use counts once."""
+        return len({page for pages in self.pages for page in pages}) * self.pool.page_bytes
+
+
+def _give_all_back(pool: PagePool, rows: list[list[int]]) -> None:
+    for pages in rows:
+        pool.give_back(pages)

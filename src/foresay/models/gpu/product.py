@@ -1,0 +1,90 @@
+"""The skinny matrix product: a few tokens times a weight matrix, with the same bits for any number of tokens.
+
+Decoding reads every weight once for a handful of tokens, so that the memory is the limit and the order of sums is free. One tile
+of 64 tokens, one instruction shape and one division of the inner dimension serve 1 to 64 tokens, and more in groups of 64: a
+token's outputs do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TOKENS = 64
+"""Tokens of a tile."""
+OUTPUTS, INNER = 32, 128
+"""Outputs and inputs of a tile of weights."""
+PROGRAMS = 512
+"""Least number of programs: the inner dimension is divided until there are as many, by a factor that the weight alone decides."""
+
+
+def parts_of(outputs: int, inputs: int) -> int:
+    """Return the number of parts of the inner dimension, a power of two; by the weight's shape alone."""
+    parts = 1
+    while parts * triton.cdiv(outputs, OUTPUTS) < PROGRAMS and inputs // (2 * parts) >= 4 * INNER:
+        parts *= 2
+    return parts
+
+
+@triton.jit
+def _product(
+    states, weight, sums, num_tokens, outputs, inputs, stride,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part, token = tl.program_id(1), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    inner = tl.arange(0, INNER)
+    steps = (inputs + INNER - 1) // INNER
+    share = (steps + PARTS - 1) // PARTS
+    total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+    for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+        at = step * INNER + inner
+        x = tl.load(
+            states + token[:, None].to(tl.int64) * stride + at[None, :],
+            mask=(token < num_tokens)[:, None] & (at < inputs)[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + column[None, :].to(tl.int64) * inputs + at[:, None],
+            mask=(column < outputs)[None, :] & (at < inputs)[:, None],
+            other=0.0,
+        )
+        total += tl.dot(x, w, input_precision="ieee")
+    tl.store(
+        sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
+        total,
+        mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
+    )
+
+
+@triton.jit
+def _reduce(sums, bias, out, num_tokens, outputs, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < outputs
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(PARTS):
+        total += tl.load(sums + (part * num_tokens + token) * outputs + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * outputs + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return states times the transposed weight plus the bias, [N, O] in the dtype of the states.
+
+    states: [N, I], rows contiguous. weight: [O, I] contiguous. bias: [O].
+    """
+    (count, inputs), outputs = states.shape, weight.shape[0]
+    parts = parts_of(outputs, inputs)
+    sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=states.device)
+    _product[(triton.cdiv(outputs, OUTPUTS), parts, triton.cdiv(count, TOKENS))](
+        states, weight, sums, count, outputs, inputs, states.stride(0),
+        TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts,
+    )  # fmt: skip
+    out = torch.empty(count, outputs, dtype=states.dtype, device=states.device)
+    _reduce[(count, triton.cdiv(outputs, 1024))](
+        sums, weight if bias is None else bias, out, count, outputs, BLOCK=1024, PARTS=parts, HAS_BIAS=bias is not None
+    )
+    return out

@@ -1,0 +1,68 @@
+"""Flat tokens over pages, and attention over them in a few lines of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.models.gpu.attention import Visible
+from foresay.models.gpu.flat import Buffers, FlatTokens
+
+
+def of_rows(
+    starts: Sequence[int],
+    counts: Sequence[int],
+    parents: Sequence[Sequence[int] | None],
+    pages: torch.Tensor,
+    tile: int,
+    padding: int = 0,
+) -> Visible:
+    """counts[i] tokens after the starts[i] cached ones of row i, whose pages are given."""
+    width = max(counts)
+    ids = torch.zeros(len(counts), width, dtype=torch.int64)
+    tree = None
+    if parents[-1] is not None:
+        tree = torch.tensor([[*(one or ()), *[0] * (width - len(one or ()))] for one in parents])
+    cache: Any = SimpleNamespace(lengths=list(starts), reserve=lambda row, count: None)
+    tokens = FlatTokens.of(ModelInput(ids, list(counts), parents=tree), cache, tile)
+    buffers = Buffers(len(tokens) + padding, pages.int())
+    buffers.fill(tokens, ids)
+    return buffers.visible
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    at: Visible,
+    scaling: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See attention.attend."""
+    (count, heads, dim), key_heads, out = query.shape, key.shape[1], torch.zeros_like(query)
+    for n in range(count):
+        if not at.ends[n]:
+            continue
+        pages, first = at.pages[at.rows[n]].long(), int(at.firsts[n])
+        keys, values = (one[pages].transpose(0, 1).reshape(key_heads, -1, dim) for one in (key, value))
+        sees = torch.arange(keys.shape[1]) < first
+        if window is not None:
+            sees &= torch.arange(keys.shape[1]) > int(at.positions[n]) - window
+        for bit in range(64):
+            if int(at.seen[n]) >> bit & 1:
+                sees[first + bit] = True
+        keys, values = (one[:, sees].repeat_interleave(heads // key_heads, 0) for one in (keys, values))
+        scores = torch.einsum("hd,hsd->hs", query[n], keys) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None]], 1)
+        out[n] = torch.einsum("hs,hsd->hd", scores.softmax(-1)[:, : keys.shape[1]], values)
+    return out

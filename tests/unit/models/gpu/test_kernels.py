@@ -1,0 +1,181 @@
+"""The Triton kernels against a few lines of PyTorch, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from triton.runtime import interpreter
+
+from foresay.models.gpu import attention, product, rows
+from foresay.models.gpu.attention import PAGE, Visible, attend
+from helpers.paged import of_rows, reference
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the interpreter takes a millisecond. NumPy's products sum by the number of rows, unlike a tile of a GPU."""
+    monkeypatch.setattr(attention, "SPLITS", 3)
+
+    def dot(self: Any, a: Any, b: Any, c: Any, *_: Any) -> Any:
+        total = (a.data.astype(np.float32)[:, :, None] * b.data.astype(np.float32)[None]).sum(1, dtype=np.float32)
+        return interpreter.TensorHandle(total + c.data, c.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "one head a group, a window": ((6, 6, 32), {"window": 70}),
+    "chains": ((4, 1, 16), {}),
+    "trees": ((8, 2, 64), {"tree": True}),
+    "seven heads a group, odd sizes, a cap": ((7, 1, 48), {"tree": True, "softcap": 5.0}),
+    "sinks": ((4, 4, 16), {"sinks": torch.linspace(-1, 1, 4)}),
+}
+
+
+def inputs(
+    seed: int, sizes: tuple[int, int, int], tree: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visible]:
+    """Rows of random lengths around the borders of pages, and random numbers of tokens."""
+    (heads, key_heads, dim), rng = sizes, random.Random(seed)
+    starts = [rng.choice([0, 1, PAGE - 1, PAGE, PAGE + 1, 130]) for _ in range(3)]
+    counts = [rng.choice([0, 1, 3, 5]), 1, rng.choice([4, 7])]
+    parents = [[rng.randrange(-1, column) for column in range(count)] if tree else None for count in counts]
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.randperm(12, generator=generator).view(3, 4)
+    at = of_rows(starts, counts, parents, pages, attention.tokens_per_tile(heads, key_heads), padding=2)
+    query, key, value = (
+        torch.randn(*shape, dim, generator=generator)
+        for shape in ((len(at.rows), heads), (12, key_heads, PAGE), (12, key_heads, PAGE))
+    )
+    return query, key, value, at
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_over_pages(case: str) -> None:
+    sizes, options = CASES[case]
+    options = dict(options)
+    query, key, value, at = inputs(len(case), sizes, options.pop("tree", False))
+    found = attend(query, key, value, at, sizes[2] ** -0.5, **options)
+    expected = reference(query, key, value, at, sizes[2] ** -0.5, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def _another_page(at: Visible) -> dict[str, torch.Tensor]:
+    return {"pages": at.pages.roll(1, 1)}
+
+
+def _all_ancestors(at: Visible) -> dict[str, torch.Tensor]:
+    return {"seen": torch.where(at.seen > 0, (at.ends - at.firsts).long().exp2().long() - 1, 0)}
+
+
+@pytest.mark.parametrize("change", [_another_page, _all_ancestors])
+def test_wrong_pages_and_masks_are_found(change: Callable[[Visible], dict[str, torch.Tensor]]) -> None:
+    query, key, value, at = inputs(3, (4, 1, 16), True)
+    wrong = Visible(**{name: getattr(at, name) for name in Visible.__slots__} | change(at))
+    found, expected = attend(query, key, value, wrong, 0.25), reference(query, key, value, at, 0.25)
+    assert (found - expected).abs().max() > 1e-2
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the pages of a row are divided by the number of tokens."""
+
+    def one_by_one() -> tuple[torch.Tensor, torch.Tensor]:
+        pages = torch.arange(12).view(3, 4)
+        whole = of_rows([130, 5, 190], [4, 1, 3], [None] * 3, pages, 4)
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(*s, 16, generator=generator) for s in ((8, 4), (12, 1, PAGE), (12, 1, PAGE)))
+        together, alone, at = attend(query, key, value, whole, 0.25), [], 0
+        for row, (start, count) in enumerate(((130, 4), (5, 1), (190, 3))):
+            for i in range(count):
+                single = of_rows([start + i], [1], [None], pages[row : row + 1], 4)
+                alone.append(attend(query[at : at + 1], key, value, single, 0.25))
+                at += 1
+        return together, torch.cat(alone)
+
+    together, alone = one_by_one()
+    assert torch.equal(together, alone)
+    known = attention.attend
+
+    def by_tokens(query: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        monkeypatch.setattr(attention, "SPLITS", 1 + len(query) % 3)
+        return known(query, *given, **options)
+
+    monkeypatch.setitem(globals(), "attend", by_tokens)
+    together, alone = one_by_one()
+    assert not torch.equal(together, alone) and torch.allclose(together, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(40, 1300, True), (33, 1100, False)])
+def test_products_have_the_same_bits_for_any_number_of_tokens(
+    outputs: int, inputs: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: the inner dimension is divided by the number of tokens."""
+    torch.manual_seed(outputs)
+    states, weight = torch.randn(67, inputs), torch.randn(outputs, inputs)
+    added = torch.randn(outputs) if bias else None
+    whole = product.product(states, weight, added)
+    torch.testing.assert_close(whole, F.linear(states, weight, added), rtol=1e-4, atol=1e-4)
+
+    def parts_agree() -> bool:
+        cuts = ((0, 1), (5, 8), (60, 67))
+        return all(torch.equal(product.product(states[a:b], weight, added), whole[a:b]) for a, b in cuts)
+
+    assert parts_agree()
+    monkeypatch.setattr(product, "parts_of", lambda outputs, inputs: 3)
+    assert not parts_agree()
+
+
+def test_norms_with_a_residual() -> None:
+    torch.manual_seed(0)
+    states, delta, first, second = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48), torch.randn(48)
+    expected = states + 0.5 * F.rms_norm(delta, (48,), first, 1e-6)
+    found = rows.add_norm(states, delta, after=(first, 1e-6), before=(second, 1e-5), scale=0.5)
+    torch.testing.assert_close(states, expected)
+    torch.testing.assert_close(found, F.rms_norm(expected, (48,), second, 1e-5))
+    assert torch.equal(rows.add_norm(states, None, after=None, before=None), states)
+
+
+def test_heads_are_normed_turned_and_placed() -> None:
+    torch.manual_seed(0)
+    (query_heads, key_heads, dim, turned), count = (6, 2, 24, 16), 5
+    joint = torch.randn(count, query_heads + 2 * key_heads, dim)
+    keys, values = torch.zeros(2, 9, key_heads, PAGE, dim)
+    positions, slots = torch.tensor([3, 70, 0, 9, 9]).int(), torch.tensor([3, 71, -1, 9, 10]).int()
+    row, pages = torch.tensor([0, 1, 0, 0, 0]).int(), torch.tensor([[4, 1], [2, 8]]).int()
+    angles = torch.cat([torch.arange(100)[:, None] * torch.rand(turned // 2)] * 2, 1)
+    norms = (torch.rand(dim), 1e-6), (torch.rand(dim), 1e-5)
+    queries = rows.place(joint, keys, values, (angles.cos(), angles.sin()), positions, slots, row, pages, norms)
+    written = 0
+    for n, slot in enumerate(slots.tolist()):
+        cosine, sine, half = angles[positions[n]].cos(), angles[positions[n]].sin(), turned // 2
+
+        def turn(x: torch.Tensor, cosine: torch.Tensor = cosine, sine: torch.Tensor = sine) -> torch.Tensor:
+            part = x[:, :turned]
+            swapped = torch.cat([-part[:, half:], part[:, :half]], 1)  # noqa: B023
+            return torch.cat([part * cosine + swapped * sine, x[:, turned:]], 1)
+
+        if slot < 0:
+            assert not queries[n].any()
+            continue
+        page = pages[row[n], slot // PAGE]
+        heads = joint[n].split((query_heads, key_heads, key_heads))
+        torch.testing.assert_close(queries[n], turn(F.rms_norm(heads[0], (dim,), *norms[0])))
+        torch.testing.assert_close(keys[page, :, slot % PAGE], turn(F.rms_norm(heads[1], (dim,), *norms[1])))
+        torch.testing.assert_close(values[page, :, slot % PAGE], heads[2])
+        written += key_heads
+    assert int((keys != 0).any(-1).sum()) == written, "and nowhere else"
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("silu", F.silu), ("gelu", F.gelu), ("gelu_pytorch_tanh", lambda x: F.gelu(x, approximate="tanh"))],
+)
+def test_gates(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    joint = torch.linspace(-6, 6, 240).view(3, 80)
+    torch.testing.assert_close(rows.gated(joint, name), function(joint[:, :40]) * joint[:, 40:])

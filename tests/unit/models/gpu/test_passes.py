@@ -1,0 +1,113 @@
+"""Passes over flat tokens and pages against the family's own code, with a capture function that repeats the pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from foresay.decoding.protocols import Logits, ModelInput
+from foresay.models.gpu import attention
+from foresay.models.gpu.layers import PagedLayers
+from foresay.models.gpu.pages import PagePool
+from foresay.models.gpu.passes import Decoder, PagedPasses
+from foresay.models.huggingface import fused
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.joined import Joined
+
+VOCAB, HEADS = 97, (4, 2)
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_hidden_layers": 1}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_hidden_layers": 1}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"num_hidden_layers": 2, "sliding_window": 20, "query_pre_attn_scalar": 16},
+    ),
+}
+
+
+def whole_product(*layers: Any) -> Joined:
+    """As on a GPU, where layers that read the same input are joined."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return Joined(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
+
+
+def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, CausalModel]:
+    monkeypatch.setattr(attention, "SPLITS", 2)
+    monkeypatch.setattr(fused, "product_of", whole_product)
+    torch.manual_seed(0)
+    model_class, config_class, more = KINDS[kind]
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_attention_heads": HEADS[0],
+        "num_key_value_heads": HEADS[1],
+    }
+    model = model_class(
+        config_class(vocab_size=VOCAB, head_dim=16, max_position_embeddings=256, **sizes, **more)
+    ).eval()
+    whole = fused.FusedDecoder(model)
+    activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
+    layers = PagedLayers(whole._layers, whole._norm, activation, whole._residual_scale)
+    turns: Any = {name: table.until(256) for name, table in whole._tables.items()}
+    decoder = Decoder(
+        embed=lambda ids: whole._embed(ids) * whole._embedding_scale,
+        layers=layers,
+        turns=turns,
+        scores=whole._scores,
+        heads=HEADS,
+    )
+    device = torch.device("cpu")
+    pool = PagePool(layers.shapes, 12, torch.float32, device)
+    passes = PagedPasses(decoder, pool, rows=4, max_length=256, device=device, capture=lambda run: run)
+    return passes, CausalModel(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill over a page's border, ragged chains with hidden states, a tree of which some tokens are kept, an idle row."""
+    passes, model = made(kind, monkeypatch)
+    ours, theirs = passes.new_cache(), model.new_cache()
+    for cache in (ours, theirs):
+        cache.add_rows(2)
+    layers = tuple(range(model.num_layers + 1))
+    ids = torch.randint(0, VOCAB, (2, 66))
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, 0]])
+    inputs = [
+        ModelInput(ids, [66, 5], logits=Logits.NONE),
+        ModelInput(ids[:, :3], [1, 3], hidden_layers=layers),
+        ModelInput(ids[:, 3:7], [4, 4], parents=parents),
+        ModelInput(ids[:, 7:9], [2, 0], logits=Logits.LAST),
+        ModelInput(ids[:, 9:10], [1, 1]),
+    ]
+    for step, one in enumerate(inputs):
+        scores, hidden = passes(one, ours)
+        expected = model.forward(one, theirs)
+        assert ours.lengths == theirs.lengths
+        for i, count in enumerate(one.num_tokens):
+            if scores is not None and count:
+                last = 1 if one.logits is Logits.LAST else count
+                torch.testing.assert_close(scores[i, :last], expected.scores()[i, :last], rtol=1e-4, atol=1e-4)
+            for layer in one.hidden_layers:
+                found = hidden[layer][i, :count]
+                torch.testing.assert_close(found, expected.hidden[layer][i, :count], rtol=1e-4, atol=1e-4)
+        if step == 2:
+            for cache in (ours, theirs):
+                cache.keep([67, 8], [[0, 1, 3], [0, 3]])
+    assert passes.captures == 3 and passes.replays == 4
+
+
+@torch.inference_mode()
+def test_a_size_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows, lengths and caches follow: a joining row, a longer context, another cache."""
+    passes, _ = made("llama", monkeypatch)
+    caches = [passes.new_cache() for _ in range(2)]
+    for cache in caches:
+        cache.add_rows(2)
+        for counts in ([2, 0], [1, 1], [0, 2]):
+            passes(ModelInput(torch.ones(2, 2, dtype=torch.int64), counts), cache)
+    assert passes.captures == 1 and passes.replays == 6
