@@ -53,7 +53,7 @@ class PagedLayers:
                 hidden[i] = states.clone()
             delta = self._attention(layer, read, at, pool, i, turns)
             read = add_norm(states, delta, after=after_attention, before=before_mlp, scale=self._scale)
-            delta, after = _product(layer.down, gated(_product(layer.gate_up, read), self._activation)), after_mlp
+            delta, after = linear(layer.down, gated(linear(layer.gate_up, read), self._activation)), after_mlp
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
         if len(self._layers) in wanted:
             hidden[len(self._layers)] = out
@@ -62,7 +62,7 @@ class PagedLayers:
     def _attention(
         self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
     ) -> torch.Tensor:
-        joint, keys, values, seen = _product(layer.qkv, read), pool.keys[i], pool.values[i], at.visible
+        joint, keys, values, seen = linear(layer.qkv, read), pool.keys[i], pool.values[i], at.visible
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm)
@@ -80,10 +80,10 @@ class PagedLayers:
         out = attend(
             queries, keys, values, seen, layer.scaling, window=layer.window, softcap=layer.softcap, sinks=layer.sinks
         )
-        return _product(layer.output, out.view(len(read), -1))
+        return linear(layer.output, out.view(len(read), -1))
 
 
-def _product(layer: Any, states: torch.Tensor) -> torch.Tensor:
+def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
     """Return a linear layer's outputs, [N, I] -> [N, O]; a pass of many tokens is a prompt, for which a library is faster."""
     weight, bias = layer.weight, layer.bias
     return product(states, weight, bias) if len(states) <= TOKENS else F.linear(states, weight, bias)

@@ -48,6 +48,15 @@ class PagePool:
         """Bytes of one page over all layers."""
         return sum(store[0].nbytes for store in (*self.keys, *self.values))
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pages without users."""
+        return self.num_free * self.page_bytes
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """Bytes of the pages of rows of these lengths that share none."""
+        return sum(-(-length // PAGE) for length in lengths) * self.page_bytes
+
     def take(self) -> int:
         """Return a page for one user. Raises OutOfMemoryError if there is none."""
         if not self._free:

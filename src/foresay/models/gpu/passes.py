@@ -13,13 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
-from foresay.models.gpu.attention import tokens_per_tile
+from foresay.models.gpu.attention import PAGE, tokens_per_tile
 from foresay.models.gpu.flat import Buffers, FlatTokens, PageTable, size_of
 from foresay.models.gpu.layers import PagedLayers, Turns
 from foresay.models.gpu.pages import PagedCache, PagePool
 
 logger = logging.getLogger("foresay")
 
+SHARE = 0.5
+"""Share of the free memory that a pool takes."""
+MAX_ROWS = 256
+"""Most rows of a cache."""
 Outputs = tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]
 """Scores [N, V] or None, and hidden states [N, H] by layer."""
 Replay = Callable[[], Outputs]
@@ -45,6 +49,18 @@ class Decoder:
 class _Recording:
     buffers: Buffers
     replay: Replay
+
+
+def passes_on(
+    device: torch.device, decoder: Decoder, dtype: torch.dtype, *, max_length: int, free_bytes: int, capture: Capture
+) -> PagedPasses:
+    """Return the passes of a decoder over a pool of its own. free_bytes: memory of the device that is not in use."""
+    layers = decoder.layers.shapes
+    bytes_each = sum(2 * layer.heads * layer.dim for layer in layers) * PAGE * dtype.itemsize
+    longest = -(-max_length // PAGE)
+    pages = min(max(int(SHARE * free_bytes) // bytes_each, longest), MAX_ROWS * longest)
+    pool = PagePool(layers, pages, dtype, device)
+    return PagedPasses(decoder, pool, rows=MAX_ROWS, max_length=max_length, device=device, capture=capture)
 
 
 class PagedPasses:

@@ -6,23 +6,29 @@ know what the tokens mean or why they are scored.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from foresay.decoding.protocols import KVCache, Logits, ModelInput
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores, Stores, give
 from foresay.models.huggingface.fused import FusedDecoder, state_of
-from foresay.models.huggingface.graphs import CudaGraphs, GraphedPasses
+from foresay.models.huggingface.graphs import CudaGraphs, GraphedPasses, Replay
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
+
+if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.passes import PagedPasses
 
 logger = logging.getLogger("foresay")
 
@@ -108,6 +114,16 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
+def uses_pages(device: torch.device) -> bool:
+    """Return True if fused passes run over flat tokens and pages: on a GPU, if FORESAY_PAGES=1 is set."""
+    return device.type == "cuda" and os.environ.get("FORESAY_PAGES") == "1"
+
+
+def _repeated(run: Replay) -> Replay:
+    """A capture that repeats the pass."""
+    return run
+
+
 class CausalModel(TransformersModel):
     """A decoder-only transformers model that scores ragged rows."""
 
@@ -132,6 +148,8 @@ class CausalModel(TransformersModel):
         self._body = model.base_model
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
+        self.paged: PagedPasses | None = None
+        """Fused passes over flat tokens and pages."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
         self._spare: list[Stores] = []
@@ -147,8 +165,44 @@ class CausalModel(TransformersModel):
         cache_dtype: of keys and values; None for the model's.
         """
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
-        if self.device.type == "cuda" and self.fused.static_rotary:
+        if uses_pages(self.device):
+            self.paged = self._on_pages(self.fused)
+        elif self.device.type == "cuda" and self.fused.static_rotary:
             self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)
+
+    def _on_pages(self, fused: FusedDecoder) -> PagedPasses | None:
+        from foresay.models.gpu.passes import passes_on
+
+        try:
+            decoder = fused.on_pages(self.max_length)
+        except LookupError as error:
+            logger.warning("passes are not made over pages: %s", error)
+            return None
+        free, capture = super().free_bytes(), CudaGraphs(self.device) if self.device.type == "cuda" else _repeated
+        return passes_on(
+            self.device, decoder, self.cache_dtype, max_length=self.max_length, free_bytes=free, capture=capture
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See LanguageModel."""
+        own = super().capabilities
+        return own if self.paged is None else dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False)
+
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """See LanguageModel."""
+        return super().cache_bytes(lengths) if self.paged is None else self.paged.pool.bytes_of(lengths)
+
+    def free_bytes(self) -> int:
+        """See LanguageModel."""
+        return super().free_bytes() if self.paged is None else self.paged.pool.free_bytes
+
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        """See TransformersModel."""
+        if self.paged is None or isinstance(cache, SlotCache):
+            return super().forward(model_input, cache)
+        scores, hidden = self.paged(model_input, cast(Any, cache))
+        return ModelOutput(None if scores is None else self._padded(scores), hidden, subset=self.subset)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -164,13 +218,15 @@ class CausalModel(TransformersModel):
         """See TransformersModel. The compiled kernels compute each token independently of the others."""
         return self.fused is not None and self.fused.compiled
 
-    def new_cache(self) -> SlotCache:
-        """Return a cache without rows."""
+    def new_cache(self) -> Any:
+        """Return a cache without rows: a SlotCache, or a PagedCache for passes over pages."""
         if self.fused is not None and self._watched_state is not None and state_of(self.model) != self._watched_state:
             logger.warning(
                 "the model was changed after it was loaded: its passes are made by its family's own code now"
             )
             self.fused = None
+        if self.fused is not None and self.paged is not None:
+            return self.paged.new_cache()
         if self.graphs is not None:
             cache = SlotCache(stores := self._spare.pop() if self._spare else Stores())
             finalize(cache, give, self._spare, stores).atexit = False
@@ -185,8 +241,8 @@ class CausalModel(TransformersModel):
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
-        assert isinstance(cache, SlotCache) and len(cache.lengths) == first
-        cache.add_rows(len(rows) - first)
+        assert len(cache.lengths) == first
+        cast(SlotCache, cache).add_rows(len(rows) - first)
 
     def _replayed(
         self, model_input: ModelInput, cache: SlotCache

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
+
+if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.passes import Decoder
 
 logger = logging.getLogger("foresay")
 
@@ -73,8 +76,9 @@ class FusedDecoder:
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
         self._final_softcap = getattr(config, "final_logit_softcapping", None)
         self._dtype = model.dtype
+        self._activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
         self._check_rotary(model)
-        self._native = self._compiled(config)
+        self._native = self._compiled()
         if self._native is None and any(layer.experts is not None for layer in self._layers):
             raise NotFusedError("layers of experts are fused by the compiled kernels only, which do not run this model")
 
@@ -160,6 +164,29 @@ class FusedDecoder:
         """Return a cache in the layout of the compiled kernels; None without them."""
         return None if self._native is None else self._native.new_cache()
 
+    def on_pages(self, max_length: int) -> Decoder:
+        """Return the parts of passes over flat tokens and pages. max_length: most tokens of a row.
+
+        Raises LookupError for layers that the kernels for GPUs do not compute.
+        """
+        from foresay.models.gpu.layers import PagedLayers, linear
+        from foresay.models.gpu.passes import Decoder
+
+        layers = PagedLayers(self._layers, self._norm, self._activation, self._residual_scale)
+        device, turns = self._norm.weight.device, {}
+        for kind, table in self._tables.items():
+            found = table.until(max_length)
+            if found is None:
+                raise LookupError("rotary frequencies depend on the length of a row")
+            turns[kind] = (found[0].to(device), found[1].to(device))
+        return Decoder(
+            embed=lambda ids: self._embed(ids) * self._embedding_scale,
+            layers=layers,
+            turns=turns,
+            scores=lambda states: self._scaled(linear(self._head, states)),
+            heads=self._layers[0].heads,
+        )
+
     @property
     def static_rotary(self) -> bool:
         """True if rotary frequencies do not depend on the positions of a pass, so that it needs no value of a tensor."""
@@ -170,15 +197,14 @@ class FusedDecoder:
         """True if the layers run on kernels compiled for this machine."""
         return self._native is not None
 
-    def _compiled(self, config: Any) -> NativeLayers | None:
+    def _compiled(self) -> NativeLayers | None:
         """Return the layers over the compiled kernels; None if the kernels do not support them."""
         weight = self._norm.weight
         if weight.device.type != "cpu":
             return None
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
             cache_dtype = self.cache_dtype or self._dtype
-            native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, cache_dtype)
+            native = NativeLayers(self._layers, self._norm, self._activation, self._residual_scale, cache_dtype)
             if not isinstance(self._head, NativeProduct):  # its bits would depend on the other rows
                 raise LookupError(f"the kernels do not support an output head of type {type(self._head).__name__}")
             return native
@@ -202,7 +228,9 @@ class FusedDecoder:
         return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if self._half_turns else (cos, sin)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self._head(x)
+        return self._scaled(self._head(x))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._logits_scale != 1.0:
             logits = logits / self._logits_scale
         if self._final_softcap is not None:

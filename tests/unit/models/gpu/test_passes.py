@@ -10,12 +10,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu import attention
-from foresay.models.gpu.layers import PagedLayers
 from foresay.models.gpu.pages import PagePool
-from foresay.models.gpu.passes import Decoder, PagedPasses
+from foresay.models.gpu.passes import PagedPasses
 from foresay.models.huggingface import fused
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.joined import Joined
+from helpers.paged import whole_product
 
 VOCAB, HEADS = 97, (4, 2)
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -27,12 +26,6 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"num_hidden_layers": 2, "sliding_window": 20, "query_pre_attn_scalar": 16},
     ),
 }
-
-
-def whole_product(*layers: Any) -> Joined:
-    """As on a GPU, where layers that read the same input are joined."""
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    return Joined(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
 
 
 def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, CausalModel]:
@@ -50,18 +43,9 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
         config_class(vocab_size=VOCAB, head_dim=16, max_position_embeddings=256, **sizes, **more)
     ).eval()
     whole = fused.FusedDecoder(model)
-    activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
-    layers = PagedLayers(whole._layers, whole._norm, activation, whole._residual_scale)
-    turns: Any = {name: table.until(256) for name, table in whole._tables.items()}
-    decoder = Decoder(
-        embed=lambda ids: whole._embed(ids) * whole._embedding_scale,
-        layers=layers,
-        turns=turns,
-        scores=whole._scores,
-        heads=HEADS,
-    )
+    decoder = whole.on_pages(256)
     device = torch.device("cpu")
-    pool = PagePool(layers.shapes, 12, torch.float32, device)
+    pool = PagePool(decoder.layers.shapes, 12, torch.float32, device)
     passes = PagedPasses(decoder, pool, rows=4, max_length=256, device=device, capture=lambda run: run)
     return passes, CausalModel(model)
 

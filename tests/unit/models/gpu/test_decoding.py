@@ -1,0 +1,72 @@
+"""Decoding over pages: greedy outputs are those of transformers, with drafts, joining rows and shared prefixes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import foresay
+from foresay.engine.prefixes import PrefixStore
+from foresay.models.gpu import attention, passes
+from foresay.models.gpu.pages import PagedCache
+from foresay.models.huggingface import causal, fused
+from foresay.models.huggingface.causal import CausalModel
+from helpers.paged import whole_product
+from helpers.support import Sometimes, run
+
+VOCAB, NEW = 61, 5
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
+    monkeypatch.setattr(attention, "SPLITS", 1)
+    monkeypatch.setattr(passes, "MAX_ROWS", 4)
+    monkeypatch.setattr(fused, "product_of", whole_product)
+    monkeypatch.setattr(causal, "uses_pages", lambda device: True)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, max_position_embeddings=192, **sizes)
+    found = CausalModel(LlamaForCausalLM(config).eval())
+    found.use_fused()
+    assert found.paged is not None and isinstance(found.new_cache(), PagedCache)
+    return found
+
+
+def greedy(model: CausalModel, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(NEW):
+        ids.append(int(model.uncached(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.inference_mode()
+def test_drafts_and_joining_rows_change_no_token(model: CausalModel) -> None:
+    """Three prompts, of which two begin alike and one passes the border of a page, over two rows; some drafts are right."""
+    long = [i * 7 % VOCAB for i in range(62)]
+    prompts = [long, [*long[:20], 3, 4], [5, 6, 7]]
+    wanted = [greedy(model, prompt) for prompt in prompts]
+    params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
+    prefixes = PrefixStore(1 << 20)
+    drafter = Sometimes(wanted, VOCAB)
+    found, steps, _ = run(model, prompts, params, drafter=drafter, gamma=2, max_batch_size=2, prefixes=prefixes)
+    assert found == wanted and sum(step.num_accepted for step in steps) > 0
+    assert len(prefixes) > 0
+    prefixes.clear()
+    assert model.paged is not None and model.paged.pool.num_free == len(model.paged.pool._users), "every page came back"
+
+
+@torch.inference_mode()
+def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
+    assert model.paged is not None
+    params = foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    for prompt in ([1, 2], [3] * 63):
+        run(model, [prompt], [params])
+    assert model.paged.captures == 1 and model.paged.replays == 2 * NEW
+
+
+def test_what_is_asked_before_memory_is_taken(model: CausalModel) -> None:
+    assert model.paged is not None
+    pool = model.paged.pool
+    assert model.cache_bytes([1, 64, 65]) == 4 * pool.page_bytes and model.free_bytes() == pool.free_bytes
+    assert model.capabilities.ragged and not model.capabilities.prefill_in_any_pieces
