@@ -36,7 +36,7 @@ def serve(model: foresay.Generator) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that reasons, says something, and makes two calls."""
+    """A model that reasons, answers, and makes two calls."""
     special = ["<tool_call>", "<think>", "</think>"]
     folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=special)
     with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:

@@ -1,4 +1,4 @@
-"""The API as the official client uses it, beside the library: the same tokens, whatever else is asked at the same time."""
+"""The API as the official client uses it, compared with the library: the same tokens, whatever other requests run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestChat:
         assert drafted.foresay["exact"] is True and asked(rule="lenience(2)").foresay["exact"] is False
 
     def test_json_of_a_schema(self, client: openai.OpenAI) -> None:
-        """Parsed by who asked for it, the same under every drafter, sampled and greedy, and in a stream."""
+        """The same under every drafter, sampled and greedy, and in a stream."""
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
         drafters = (
             {"drafter": "none"},
@@ -121,7 +121,7 @@ class TestCompletions:
         wanted = model.generate(TEXT, max_new_tokens=16).text
         for prompt in (TEXT, ids, [TEXT], [ids, ids]):
             done = client.completions.create(model="other-name", prompt=prompt, temperature=0)
-            assert {one.text for one in done.choices} == {wanted}, "16 tokens unless told otherwise"
+            assert {one.text for one in done.choices} == {wanted}, "16 tokens by default"
             assert [one.index for one in done.choices] == list(range(2 if prompt == [ids, ids] else 1))
         events = list(client.completions.create(model="tiny", prompt=[TEXT, "and"], temperature=0, stream=True, n=2))
         for place, text in enumerate([wanted, wanted, *[model.generate("and", max_new_tokens=16).text] * 2]):
@@ -133,7 +133,7 @@ def test_paths_and_sizes(raw: httpx.Client) -> None:
     large = raw.post("/v1/completions", json={"prompt": "x" * 30_000})
     assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
     pieces = (b'{"prompt": "' if not i else b"x" * 1000 for i in range(30))
-    assert raw.post("/v1/completions", content=pieces).status_code == 413, "whatever length it says"
+    assert raw.post("/v1/completions", content=pieces).status_code == 413, "whatever its length field"
 
 
 class TestTelling:

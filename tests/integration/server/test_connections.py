@@ -240,7 +240,7 @@ class TestWhereItListens:
             told = client.get(f"{url}/models").text
             assert '"own-model"' in told and str(tmp_path) not in told
             named = client.post(f"{url}/completions", json={"model": str(folder), "prompt": "x"})
-            assert named.status_code == 404 and named.text.count(str(tmp_path)) == 1, "only what the client itself said"
+            assert named.status_code == 404 and named.text.count(str(tmp_path)) == 1, "only the client's own text"
             assert client.get(f"{root}/ready").status_code == 200
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PRODUCT}}
             body = {"prompt": TEXT, "max_tokens": 300, "temperature": 0, "stream": True}
@@ -290,7 +290,7 @@ def unread_stream(port: int, key: str = "") -> socket.socket:
 
 
 def started(*options: str, cwd: Path, **variables: str) -> tuple[psutil.Popen, str, str]:
-    """A server of the command line, its address, and what it said so far."""
+    """A server of the command line, its address, and its output so far."""
     child = psutil.Popen(
         [*tiny.FORESAY, "serve", *options],
         stderr=subprocess.PIPE,

@@ -25,7 +25,7 @@ from helpers.serving import TEXT, Running
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A context of 96 tokens, so that what is asked for is answered soon."""
+    """A context of 96 tokens, so that requests end soon."""
     folder = tiny.save(tmp_path_factory.mktemp("fuzzed"), tiny.llama(context=96), chat=True)
     with Running(foresay.load(str(folder), num_draft_tokens=3), max_body_bytes=100_000) as one:
         yield one

@@ -1,4 +1,4 @@
-"""What a server does not do: wait for ever, tell what went wrong inside, let strange names and pages in, end mid-word."""
+"""A server does not wait for ever, reveal internal errors, admit unknown hosts and pages, or end in mid-word."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def post(running: Running, body: dict[str, Any], path: str = "/v1/completions", 
 
 
 def last_event(answer: httpx.Response) -> Any:
-    """Of a stream."""
+    """The pieces of a stream."""
     return json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
 
 
@@ -123,7 +123,7 @@ class TestBeforeTheQueue:
         said: list[httpx.Response] = []
         body = {"prompt": TEXT, "max_tokens": 2}
         threads = begun(lambda: said.append(post(running, body)), [()] * 10)
-        wait_until(lambda: len(said) == 4, "those without a place are refused at once")
+        wait_until(lambda: len(said) == 4, "those that do not fit the queue are refused at once")
         assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "no other request waits for it"
         go_on.set()
         joined(threads)
@@ -216,13 +216,13 @@ class TestMemory:
 
 
 def streaming(running: Running) -> socket.socket:
-    """A connection that takes little at a time, and has asked for a long stream."""
+    """A connection that reads slowly, with a long stream."""
     return sent(running.port, {**LONG, "max_tokens": 1500, "stream": True}, buffer=4096, Connection="close")
 
 
 class TestWhoReadsSlowly:
     def test_its_row_is_free_when_it_is_written(self, serve: Any) -> None:
-        """What is written waits for its reader, and no other request does; all of it comes."""
+        """Output waits for its reader, and no other request does; all of it comes."""
         running = serve(send_buffer=4096)
         with streaming(running) as held:
             assert held.recv(10)
@@ -267,7 +267,7 @@ class TestDrafters:
 
 class TestWho:
     def test_names_of_this_machine_alone(self, serve: Any) -> None:
-        """Else a page whose name is pointed to this machine could read what it says."""
+        """Otherwise a page whose name is pointed to this machine could read its answers."""
         running = serve(hosts=("Proxy.example",))
         for name, status in (
             ("127.0.0.1", 200), (f"localhost:{running.port}", 200), ("[::1]:80", 200), ("proxy.example", 200),
@@ -296,7 +296,7 @@ class TestWho:
         plain = httpx.post(
             f"{serve().url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
         )
-        assert plain.status_code == 415, "what a page may send without asking"
+        assert plain.status_code == 415, "what a page may send without a preflight request"
 
     def test_files_of_keys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORESAY_API_KEYS", "one, two,")
@@ -315,7 +315,7 @@ class TestWhatIsTold:
         running = serve()
 
         def fails(*_: Any) -> None:
-            raise RuntimeError("the text of somebody's prompt")
+            raise RuntimeError("the text of another prompt")
 
         monkeypatch.setattr(type(model.target.model), "forward", fails)
         for stream in (False, True):

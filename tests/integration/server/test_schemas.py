@@ -1,4 +1,4 @@
-"""Schemas that would take the server: they are refused, nobody waits for them, and none keeps the process from ending."""
+"""Schemas that would occupy the server: they are refused, no other request waits for them, and the process can end."""
 
 from __future__ import annotations
 

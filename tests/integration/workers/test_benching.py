@@ -1,4 +1,4 @@
-"""A benchmark that workers share: every turn once, counts as one process counts them, plain decoding beside each."""
+"""A benchmark that workers share: every turn once, counts as one process counts them, plain decoding next to each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def alone(folder: Path, path: Path) -> Results:
 
 
 def counted(results: Results) -> dict[Any, Any]:
-    """What each drafted run comes to but for its times."""
+    """The results of each drafted run without its times."""
     runs = [run for run in results.runs if run.cell.method != PLAIN]
     times = Counter((run.cell, run.repeat) for run in runs)
     assert set(times.values()) == {1}, "each turn is run once"

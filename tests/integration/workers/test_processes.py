@@ -77,7 +77,7 @@ def test_a_recording_of_two_is_one_s(folder: Path, two: Any, tmp_path: Path) -> 
     pool = two(recording.setup(load(folder), ITEMS, SAMPLED, chat=True))
     recording.record(pool, ITEMS, shared, on_progress=seen.append)
     assert lines(alone) == lines(shared)
-    assert list(lines(shared)) == list(lines(alone)), "the order of the prompts, whoever was first"
+    assert list(lines(shared)) == list(lines(alone)), "the order of the prompts, whichever worker was first"
     assert [name for name in lines(shared) if "/" not in name] == [item.id for item in ITEMS]
     assert (seen[0].done, seen[-1].done, seen[-1].total) == (0, 12, 12)
 
@@ -128,7 +128,7 @@ def test_errors_of_tasks_and_loading(folder: Path, tmp_path: Path) -> None:
 def test_kept_results_need_no_worker(
     in_process: tiny.Shell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording of the same name with other texts is another; other settings are refused, and a settings file has no say."""
+    """A recording of the same name with other texts is another; other settings are refused, and a settings file is ignored."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sharing, "pool", lambda *_: pytest.fail("workers were started"))
     (tmp_path / "foresay.toml").write_text('target = "nowhere"\n')
@@ -182,7 +182,7 @@ def test_commands(folder: Path, tmp_path: Path, in_process: tiny.Shell) -> None:
 
 
 def test_a_terminal_gets_a_bar_and_standard_output_the_texts(folder: Path, shell: tiny.Shell) -> None:
-    """What a pipe reads is the same whether somebody watches or not."""
+    """A pipe reads the same with and without progress on a terminal."""
     prompts = "".join(f"prompt {i}\n" for i in range(4)).encode()
     asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32")
     wanted = shell(*asked, stdin=prompts)[1].encode()

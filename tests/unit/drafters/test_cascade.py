@@ -1,4 +1,4 @@
-"""Cascades: who is asked for how many tokens and when, and what ends a row."""
+"""Cascades: the number of tokens that each drafter drafts, and the end of a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foresay.drafters.cascade import drafted_at_most
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.table import TableModel
-from helpers.cascading import POLICY, SIZE, ZEROS, Asked, Whole, begun, lists, whole
+from helpers.cascading import POLICY, SIZE, ZEROS, Counted, Whole, begun, lists, whole
 from helpers.making import By, make_row
 
 
@@ -27,7 +27,7 @@ def test_a_cascade_that_reviews_samples_whatever_its_models_say() -> None:
 
 
 def test_each_drafter_adds_what_its_column_says() -> None:
-    parts = [Asked([1]), Asked([2]), Asked([3])]
+    parts = [Counted([1]), Counted([2]), Counted([3])]
     cascade = Cascade(parts, [[2, 3, 1], *ZEROS])
     rows = begun(cascade, [4, 4])
     assert lists(cascade.propose(rows, [64], POLICY)) == [[1, 1, 2, 2, 2, 3]]
@@ -37,21 +37,21 @@ def test_each_drafter_adds_what_its_column_says() -> None:
 
 def test_a_later_drafter_makes_up_for_a_short_one() -> None:
     """Goals are sums: who comes later works until the proposal is as long as it should be by then."""
-    parts = [Asked([1], most=1), Asked([2], most=0), Asked([3])]
+    parts = [Counted([1], most=1), Counted([2], most=0), Counted([3])]
     cascade = Cascade(parts, [[2, 3, 1], *ZEROS])
     assert lists(cascade.propose(begun(cascade), [64], POLICY)) == [[1, 3, 3, 3, 3, 3]]
     assert [part.asked for part in parts] == [[{0: (1, 2)}], [{0: (2, 4)}], [{0: (2, 5)}]]
 
 
 def test_a_column_of_zero_is_not_asked() -> None:
-    parts = [Asked([1]), Asked([2]), Asked([3])]
+    parts = [Counted([1]), Counted([2]), Counted([3])]
     cascade = Cascade(parts, [[2, 0, 1], *ZEROS])
     assert lists(cascade.propose(begun(cascade), [64], POLICY)) == [[1, 1, 3]]
     assert parts[1].asked == []
 
 
 def test_ragged_budgets_are_kept() -> None:
-    parts = [Asked([1]), Asked([2]), Asked([3])]
+    parts = [Counted([1]), Counted([2]), Counted([3])]
     cascade = Cascade(parts, [[2, 3, 1], *ZEROS])
     rows = begun(cascade, [5], [5], [5, 5], [5])
     out = lists(cascade.propose(rows, [3, 0, 64, 1], POLICY))
@@ -68,12 +68,12 @@ def test_ragged_budgets_are_kept() -> None:
 def test_the_sources_semantics() -> None:
     """[[5,14,10],[0,1,10],[0,0,10]] with two equal greedy models and a last drafter that is always wrong.
 
-    A review of d1 gets one token of d2 (who rejects ten guesses and writes one) and ten more guesses, keeps the first and
-    adds its own: 3 reviews make the 5 tokens, 6 in fact, which are kept; 13 of d2's follow up to 19, then 10 guesses.
+    A review of d1 gets one token of d2 (which rejects ten draft tokens and drafts one) and ten more draft tokens, keeps the first and
+    adds its own: 3 reviews make the 5 tokens, 6 in fact, which are kept; 13 of d2's follow up to 19, then 10 tokens.
     """
-    models, last = (whole(), whole()), Asked([SIZE - 1])
+    models, last = (whole(), whole()), Counted([SIZE - 1])
     distribution, possible = models[0].distribution, torch.arange(SIZE) < SIZE - 1
-    for model in models:  # what the last drafter says is never the likeliest
+    for model in models:  # the last drafter's tokens are never the likeliest
         model.distribution = lambda context: distribution(context) * possible + 1e-9  # type: ignore[method-assign]
     cascade = Cascade([ModelDrafter(m, SIZE) for m in models] + [last], [[5, 14, 10], [0, 1, 10], [0, 0, 10]])
     rows = begun(cascade, [1, 2])
@@ -86,13 +86,13 @@ def test_the_sources_semantics() -> None:
     assert (models[0].passes, models[1].passes) == (3, 3 + 13)
     last.asked.clear()
     out = lists(cascade.propose(rows, [8], POLICY))[0]
-    assert out == context[2:10], "6 by d1, 2 by d2; a review is never given more guesses than it may write tokens"
+    assert out == context[2:10], "6 by d1, 2 by d2; a review is never given more draft tokens than it may draft"
     inner = [6, 6, 4, 4, 2, 2, 1]  # of 8 - written so far, one is the reviewer's own
     assert [n for one in last.asked for _, n in one.values()] == inner
 
 
-class Always(Asked):
-    """Guesses what a greedy model will write."""
+class Always(Counted):
+    """Drafts the output of a greedy model."""
 
     def __init__(self, model: Whole) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_vertical_cascade_saves_the_larger_models_passes() -> None:
 
 @pytest.mark.parametrize("reviewed", [False, True])
 def test_a_row_that_has_ended_is_drafted_for_no_further(reviewed: bool) -> None:
-    last = Asked([3])
+    last = Counted([3])
     model = whole()
     model.distribution = lambda context: torch.eye(SIZE, dtype=torch.float64)[5 if len(context) == 3 else 2] + 1e-9  # type: ignore[method-assign]
     cascade = Cascade([ModelDrafter(model, SIZE), last], [[4, 2], [0, 2 * reviewed]])
@@ -126,11 +126,11 @@ def test_a_row_that_has_ended_is_drafted_for_no_further(reviewed: bool) -> None:
     out = lists(cascade.propose(rows, [6, 6], POLICY))
     assert out[0][:2] == [2, 5] and (not reviewed or len(out[0]) == 2)
     assert out[1] == [2, 2, 2, 2, 3, 3]
-    assert 0 not in last.asked[-1], "the last drafter adds nothing behind an end"
+    assert 0 not in last.asked[-1], "the last drafter adds nothing after an end"
 
 
 class Stops(ConstantLength):
-    """Stops row 0 after its token 1, and notes which tokens it is told of."""
+    """Stops row 0 after its token 1, and notes which tokens it is given."""
 
     def __init__(self) -> None:
         super().__init__(64)
@@ -147,7 +147,7 @@ class Stops(ConstantLength):
 
 
 def test_a_policys_stop_ends_a_row_for_those_behind_too() -> None:
-    last, policy = Asked([3]), Stops()
+    last, policy = Counted([3]), Stops()
     cascade = Cascade([ModelDrafter(whole(1), SIZE), ModelDrafter(whole(2), SIZE), last], [[3, 2, 1], *ZEROS])
     out = lists(cascade.propose(begun(cascade, [1], [2]), [64, 64], policy))
     assert [len(tokens) for tokens in out] == [2, 6]
@@ -158,10 +158,10 @@ def test_a_policys_stop_ends_a_row_for_those_behind_too() -> None:
 
 
 def test_a_policys_stop_ends_a_review() -> None:
-    """A draft model that is never sure: alone it stops after one token, and so it should when it reviews guesses."""
+    """A draft model that is never sure: alone it stops after one token, and likewise when it reviews draft tokens."""
     unsure = ConfidenceLength(1.0)
     for k in ([[6, 0], [0, 0]], [[6, 0], [0, 1]]):
-        cascade = Cascade([ModelDrafter(whole(), SIZE), Asked([1])], k)
+        cascade = Cascade([ModelDrafter(whole(), SIZE), Counted([1])], k)
         assert cascade.propose(begun(cascade, [1]), [20], unsure).num_tokens[0] <= 2
 
 
@@ -172,14 +172,14 @@ def test_no_shape_of_matrix_exceeds_a_budget(data: st.DataObject) -> None:
     numbers = st.integers(0, 5)
     k = [[data.draw(numbers) if j >= i else 0 for j in range(count)] for i in range(count)]
     k[0][data.draw(st.integers(0, count - 1))] += 1
-    drafters = [*(ModelDrafter(whole(i), SIZE) for i in range(count - 1)), Asked([2, 4])]
+    drafters = [*(ModelDrafter(whole(i), SIZE) for i in range(count - 1)), Counted([2, 4])]
     cascade = Cascade(drafters, k, lenience=data.draw(st.sampled_from([1.0, 3.0])))
     rows = begun(cascade, [1], [2, 3], temperature=data.draw(st.sampled_from([0.0, 1.0])))
     budget = [data.draw(st.integers(0, 9)) for _ in rows]
     proposal = cascade.propose(rows, budget, POLICY)
     assert all(n <= b for n, b in zip(proposal.num_tokens, budget, strict=True))
     wanted = [min(b, sum(k[0])) for b in budget]
-    assert all(n >= w for n, w in zip(proposal.num_tokens, wanted, strict=True)), "nobody here is ever at a loss"
+    assert all(n >= w for n, w in zip(proposal.num_tokens, wanted, strict=True)), "every drafter here always drafts"
 
 
 @pytest.mark.parametrize(
@@ -199,22 +199,22 @@ def test_no_shape_of_matrix_exceeds_a_budget(data: st.DataObject) -> None:
 )
 def test_bad_matrices_are_refused(k: Any, count: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Cascade([Asked() for _ in range(count)], k)
+        Cascade([Counted() for _ in range(count)], k)
     assert str(caught.value) == message
 
 
 def test_only_models_review() -> None:
     with pytest.raises(ConfigError) as caught:
-        Cascade([Asked(), Asked()], [[1, 2], [0, 3]])
+        Cascade([Counted(), Counted()], [[1, 2], [0, 3]])
     assert str(caught.value) == (
-        "k[1]=[0, 3]: drafter 1 (Asked) cannot verify other drafters' tokens, which needs a draft model; set that row to zero"
+        "k[1]=[0, 3]: drafter 1 (Counted) cannot verify other drafters' tokens, which needs a draft model; set that row to zero"
     )
     with pytest.raises(ConfigError, match=r"lenience=0.5 must be a finite number in \[1, 1e\+06\]"):
-        Cascade([Asked()], [[1]], lenience=0.5)
+        Cascade([Counted()], [[1]], lenience=0.5)
 
 
 def test_a_proposal_is_made_where_it_is_scored() -> None:
-    """What an n-gram drafter on the CPU guesses for a model elsewhere lies where that model is."""
+    """Draft tokens of an n-gram drafter on the CPU for a model elsewhere are on that model's device."""
     elsewhere = TableModel.random(4, seed=1)
     elsewhere.device = torch.device("meta")
     cascade = Cascade([ModelDrafter(elsewhere, 4), MaxGram()], [[0, 2], [0, 0]])

@@ -37,7 +37,7 @@ def test_laws_caches_and_budgets_over_contexts_that_come_and_go(k: Any, make: An
     seen: set[int] = set()
     for step in range(40):
         ahead = rows
-        if step % 3:  # contexts that are guessed, and taken back at the next proposal
+        if step % 3:  # contexts of draft tokens, which are taken back at the next proposal
             ahead = rows.with_draft([[rand(SIZE) for _ in range(rand(4))] for _ in rows], step % 2)
         budget = [rand(12) for _ in rows]
         proposal = cascade.propose(ahead, budget, POLICY)
@@ -57,7 +57,7 @@ def test_laws_caches_and_budgets_over_contexts_that_come_and_go(k: Any, make: An
                 else:
                     seen.add(-1)
                 context.append(token)
-        if step % 3 == 0:  # the target's word: some of the guesses, then something else
+        if step % 3 == 0:  # the target's tokens: some of the draft, then something else
             for row, tokens in zip(rows, lists(proposal), strict=True):
                 row.extend([*tokens[: rand(4)], rand(SIZE)])
             cascade.observe(rows, None, None)
@@ -80,7 +80,7 @@ def test_an_inner_review_of_the_same_model_changes_nothing_it_writes(temperature
 
 
 def test_lenient_reviews_keep_more() -> None:
-    """A review that lets p > q / 50 pass keeps the guesses of a model that an exact one rejects."""
+    """A review that lets p > q / 50 pass keeps the draft tokens of a model that an exact one rejects."""
     passes = []
     for lenience in (1.0, 50.0):
         large = whole(1)
@@ -133,4 +133,4 @@ def test_confidence_is_the_reviewers_where_a_lossy_rule_asks_for_it() -> None:
     for token, sure in zip(lists(proposal)[0][: n - 2], proposal.confidence[0].tolist(), strict=False):
         assert sure == pytest.approx(float(model.distribution(context)[token]), abs=1e-5)
         context.append(token)
-    assert float(proposal.confidence[0, n - 1]) == 1.0, "what no model guessed is held for certain"
+    assert float(proposal.confidence[0, n - 1]) == 1.0, "a token that no model drafted is held for certain"

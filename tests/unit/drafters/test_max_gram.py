@@ -1,4 +1,4 @@
-"""Max-Gram against its definition (Chen et al. 2023) by brute force, on committed and on guessed contexts."""
+"""Max-Gram against its definition (Chen et al. 2023) by brute force, on committed tokens and on drafts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ outputs = st.lists(tokens, max_size=8)
 
 
 def places(text: Sequence[int], piece: Sequence[int]) -> list[int]:
-    """The places in the text behind the piece from which something follows."""
+    """The positions in the text after the piece that are not its end."""
     n = len(piece)
     return [end for end in range(n, len(text)) if list(text[end - n : end]) == list(piece)]
 
 
 def choices(prompt: Sequence[int], output: Sequence[int], drafted: Sequence[int], count: int) -> list[list[int]]:
-    """What may be proposed: behind the first match of the longest suffix in the prompt, else behind any in the output."""
+    """The tokens that may be proposed: after the first match of the longest suffix in the prompt, else after any in the output."""
     context = [*prompt, *output, *drafted]
     for text, first in ((prompt, True), (output, False)):
         for n in range(len(context), 0, -1):
@@ -68,13 +68,13 @@ def test_guesses_are_those_of_the_definition_in_every_step(data: st.DataObject) 
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 def test_guessed_tokens_are_looked_up_and_never_learned(data: st.DataObject) -> None:
-    """In a cascade the context ends in guesses, which come and go; each time only what is committed is known."""
+    """In a cascade the context ends in draft tokens, which come and go; each time only committed tokens are known."""
     drafter, rows = admitted(data.draw(texts))
     row = rows[0]
     for _ in range(data.draw(st.integers(1, 6))):
         drafted = data.draw(outputs)
         ahead = rows.with_draft([drafted], 0)
-        if data.draw(st.booleans()):  # a guess about guesses
+        if data.draw(st.booleans()):  # a draft after a draft
             more = data.draw(outputs)
             ahead, drafted = ahead.with_draft([more], 1), [*drafted, *more]
         prompt, output = row.tokens[: row.prompt_length].tolist(), row.tokens[row.prompt_length :].tolist()
@@ -118,7 +118,7 @@ def test_the_table_goes_on_where_the_match_ends() -> None:
     assert propose(drafter, rows, 6) == [[5, 4, 0, 1, 2, 3]], "5 4 are copied, 0 1 2 3 follow them in the table"
     assert propose(drafter, rows, 1) == [[5]]
     assert propose(drafter, rows.with_draft([[1]], 0), 3) == [[2, 3]], (
-        "nothing but the table knows what follows a guess"
+        "nothing but the table knows a token after a draft"
     )
 
 

@@ -37,7 +37,7 @@ def test_a_table_survives_its_file(tmp_path: Path, changes: dict[str, Any]) -> N
     path.write_text("something old")
     with path.open() as old:
         small(**changes).save(path)
-        assert old.read() == "something old"  # whoever reads it while it is replaced sees one of the two, whole
+        assert old.read() == "something old"  # a reader sees one of the two files, whole, while it is replaced
     assert same(NgramTable.load(path), small(**changes))
     assert os.listdir(tmp_path) == ["table.safetensors"]
 

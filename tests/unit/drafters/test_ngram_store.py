@@ -27,7 +27,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
 def best(text: Sequence[int], context: Sequence[int], n: int, levels: str) -> set[int]:
-    """The most frequent tokens behind the longest known end of the context, by looking at every place."""
+    """The most frequent tokens after the longest known end of the context, by a search of every position."""
     for size in range(n - 1, n - 2 if levels == "one" else 0, -1):
         if size > len(context):
             continue
@@ -132,11 +132,11 @@ def test_guessed_tokens_are_a_context_and_are_never_learned() -> None:
 
 
 SEEN = 128
-"""What a committed token weighs beside one the target merely found likely."""
+"""The weight of a committed token, compared with one that the target only found likely."""
 
 
 def target(*top: Sequence[int]) -> ModelOutput:
-    """Scores of one row whose likeliest tokens at each place are these, in order."""
+    """Scores of one row whose likeliest tokens at each position are these, in order."""
     scores = torch.zeros(1, len(top), 10)
     for t, tokens in enumerate(top):
         for rank, token in enumerate(tokens):
@@ -149,7 +149,7 @@ def learned(drafter: NgramStoreDrafter) -> dict[tuple[int, ...], dict[int, int]]
 
 
 def test_the_targets_likeliest_tokens_are_learned_behind_the_draft_they_were_scored_after() -> None:
-    """Context 1 2, draft 3 4 5; 3 accepted, 6 written instead of 4: what was scored behind 4 and 5 counts too."""
+    """Context 1 2, draft 3 4 5; 3 accepted, 6 written instead of 4: scores after 4 and 5 count too."""
     drafter, rows = admitted([1, 2], n=3, filler_top_k=2, levels="one")
     drafter._states[0].store.learn([1, 2, 3, 4, 5], 0)
     assert propose(drafter, rows, 3) == [[3, 4, 5]]
@@ -163,7 +163,7 @@ def test_the_targets_likeliest_tokens_are_learned_behind_the_draft_they_were_sco
     for key, counts in expected.items():
         assert learned(drafter)[key] == counts
     assert learned(drafter).keys() == before.keys() | added.keys()
-    assert drafter._states[0].store.next([4, 5])[0] == 0, "of two learned together the likelier is guessed"
+    assert drafter._states[0].store.next([4, 5])[0] == 0, "of two learned together the likelier is drafted"
 
 
 def test_what_is_written_is_learned_while_nothing_is_asked_for() -> None:
@@ -178,7 +178,7 @@ def test_what_is_written_is_learned_while_nothing_is_asked_for() -> None:
 
 
 def test_fillers_after_a_stop_inside_a_draft() -> None:
-    """The output was cut behind the first of three drafted tokens; what was scored is known by the draft."""
+    """The output was cut after the first of three draft tokens; the scored positions are known by the draft."""
     drafter, rows = admitted([1, 2], n=2, filler_top_k=2)
     drafter._states[0].store.learn([2, 3, 4, 5], 0)
     assert propose(drafter, rows, 3) == [[3, 4, 5]]
@@ -201,7 +201,7 @@ def test_each_step_learns_behind_what_is_committed() -> None:
 
 
 def test_of_a_draft_that_is_not_its_own_only_accepted_tokens_are_known() -> None:
-    """Inside a cascade: rejected guesses are others', so the places behind them precompute nothing."""
+    """Inside a cascade: rejected tokens are another drafter's, so the positions after them precompute nothing."""
     drafter, rows = admitted([1, 2], n=2, filler_top_k=2)
     assert propose(drafter, rows.with_draft([[1]], 0), 3) == [[2]]
     rows[0].extend([3, 6])

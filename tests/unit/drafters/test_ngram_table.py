@@ -1,4 +1,4 @@
-"""N-gram tables: look-up, back-off, the most frequent tokens, and whose tokens they are."""
+"""N-gram tables: lookup, back-off, the most frequent tokens, and whose tokens they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foresay.drafters.ngram_table import MAX_VOCAB_SIZE, NgramTable
 from foresay.errors import ConfigError, VocabularyMismatchError
 from helpers.tables import MARK, OTHER, UNKNOWN, level, small
 
-# -- look-up ---------------------------------------------------------------------------------------------------------
+# -- lookup ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_ids_outside_the_vocabulary_are_unknown(strange: int) -> None:
 
 
 def test_a_context_is_not_mistaken_for_its_neighbours() -> None:
-    """The place found for a key that is not there belongs to another key, or to another last token."""
+    """The position found for a missing key belongs to another key, or to another last token."""
     table = small(levels=(level({(3, 1): 5, (3, 2): 5}, 6),))
     assert [table.next([i, 1]) for i in range(6)] == [2, 2, 2, 5, 2, 2]
     assert table.next([4, 5]) is None

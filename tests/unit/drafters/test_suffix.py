@@ -1,4 +1,4 @@
-"""Suffix drafting: matches against brute force, how much is guessed, and the memory of earlier requests."""
+"""Suffix drafting: matches against brute force, the draft length, and the memory of earlier requests."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def built(text: Sequence[int]) -> SuffixAutomaton:
 
 
 def ends(text: Sequence[int], piece: Sequence[int]) -> list[int]:
-    """The places where a piece ends in the text; the empty one ends everywhere."""
+    """The positions where a piece ends in the text; the empty one ends everywhere."""
     n = len(piece)
     return [end for end in range(n, len(text) + 1) if list(text[end - n : end]) == list(piece)]
 

@@ -40,8 +40,8 @@ def trace(policy: HeuristicLength, *outcomes: tuple[int, int]) -> list[int]:
 
 def test_the_heuristic_by_hand() -> None:
     assert trace(HeuristicLength(), (5, 5), (7, 6), (6, 6), (8, 0)) == [5, 7, 6, 8, 7]
-    assert trace(HeuristicLength(), (3, 3)) == [5, 7], "a draft that is shorter than asked may hold whole"
-    assert trace(HeuristicLength(), (0, 0), (0, 0)) == [5, 5, 5], "no draft says nothing"
+    assert trace(HeuristicLength(), (3, 3)) == [5, 7], "a draft that is shorter than its budget may hold whole"
+    assert trace(HeuristicLength(), (0, 0), (0, 0)) == [5, 5, 5], "no draft changes nothing"
     assert trace(HeuristicLength(2), *[(2, 0)] * 3) == [2, 1, 1, 1]
     assert trace(HeuristicLength(19), (19, 19), (20, 20), (20, 3)) == [19, 20, 20, 19]
     assert trace(HeuristicLength(4, up=3, down=2, low=2, high=8), (4, 4), (7, 7), (8, 1), (6, 0), (4, 0), (2, 0)) == [

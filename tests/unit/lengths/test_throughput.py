@@ -86,7 +86,7 @@ def growing(share: float) -> Callable[[int, int], float]:
 
 PAYS = {
     "cheap": (0.8, 0.1, 0.0),
-    "dear, short drafts alone pay": (0.6, 0.3, 0.0),
+    "expensive, short drafts alone pay": (0.6, 0.3, 0.0),
     "free": (0.7, 0.0, 0.1),
     "columns cost": (0.7, 0.05, 0.2),
     "long": (0.9, 0.1, 0.05),
@@ -225,7 +225,7 @@ class Ragged:
     accepts: tuple[float, ...]
     share: float
     drafts: float = 1.0
-    """The chance that a row finds anything to guess."""
+    """The probability that a row finds a match."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def run(self, policy: ThroughputLength, steps: int) -> tuple[float, list[list[int]]]:
@@ -325,7 +325,7 @@ def test_a_first_draft_costs_at_most_about_a_plain_pass(rows: int, share: float,
 
 
 def test_a_row_recovers() -> None:
-    """What failed is not held against a row for ever."""
+    """A row's failures are forgotten."""
     world, policy = Ragged((0.05, 0.9), 0.1), ThroughputLength()
     rows = world.run(policy, 300)[1]
     assert statistics.fmean(step[0] for step in rows[-100:]) < 1.5
@@ -347,12 +347,12 @@ def test_sampled_rows_keep_one_length_where_their_text_depends_on_it() -> None:
             policy.observe(rows, steps)
             seen.append(budgets)
         assert ({b[1] for b in seen} == wanted) == (wanted is not None)
-        assert max(b[0] for b in seen) > 5, "the greedy row adapts beside it"
+        assert max(b[0] for b in seen) > 5, "the greedy row next to it adapts"
 
 
 @dataclass
 class Matches:
-    """Rows whose drafter finds guesses that continue matches: the longer the match, the surer the guess."""
+    """Rows whose drafter finds tokens that continue matches: the longer the match, the surer they are."""
 
     batch: int
     share: float
@@ -363,7 +363,7 @@ class Matches:
     """Cost of a pass's first draft token, in addition to `share`."""
 
     def run(self, policy: LengthPolicy, steps: int) -> tuple[float, dict[int, float]]:
-        """(tokens per second over plain decoding's, mean tokens kept of a guess by its match)."""
+        """(tokens per second over plain decoding's, mean tokens kept of a draft by its match)."""
         rows = Rows([make_row() for _ in range(self.batch)], capabilities=Capabilities(ragged=self.ragged))
         tokens, seconds = 0, 0.0
         kept: dict[int, list[int]] = {length: [] for length in self.sure}
@@ -391,7 +391,7 @@ class Matches:
 
 
 def test_guesses_are_kept_by_what_they_match() -> None:
-    """Of a busy batch only what continues long matches; alone, where a token more costs little, shorter ones too."""
+    """In a busy batch only tokens after long matches; alone, where a token more costs little, after shorter ones too."""
     policy = ThroughputLength()
     Matches(16, 0.04).run(policy, 100)
     gain, kept = Matches(16, 0.04).run(policy, 400)
@@ -470,7 +470,7 @@ def test_one_slow_pass_stops_no_drafts() -> None:
 
 
 def test_slow_look_ups_are_not_asked_for_all_they_find() -> None:
-    """A look-up that takes a third of a pass is drafting that must pay, as a draft model's is."""
+    """A lookup that takes a third of a pass is drafting that must pay, as a draft model's is."""
     policy, rows = ThroughputLength(), Rows([make_row()], capabilities=Capabilities(ragged=True))
     asked = 0
     for _ in range(1500):

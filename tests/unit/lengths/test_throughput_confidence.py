@@ -23,7 +23,7 @@ SURE, UNSURE = 0.95, 0.2
 
 
 def distributions(confidences: list[float], *, sampled: bool = False) -> Distributions:
-    """Of one place a row, whose token 0 has that probability."""
+    """The distributions of one position for each row, whose token 0 has that probability."""
     scores = torch.tensor([[[math.log(q), math.log(1 - q)]] for q in confidences])
     zeros = torch.zeros(len(confidences), 1, dtype=torch.int64)
     return Distributions(zeros, scores.softmax(-1)[:, 0] if sampled else None, zeros if sampled else None, scores)
@@ -78,14 +78,14 @@ def rate(
 
 
 class Deaf(ThroughputLength):
-    """Control: does not ask how sure a draft is."""
+    """Control: does not use the confidence of a draft."""
 
     def rule(self, rows: Rows) -> StoppingRule:
         return StoppingRule()
 
 
 class Sure(ConstantLength):
-    """Ends behind a token that is unsure, by a bound that suits this world."""
+    """Ends after a token that is unsure, by a bound that suits this world."""
 
     def rule(self, rows: Rows) -> StoppingRule:
         return StoppingRule(Reads.PROBABILITY, 0.5)
@@ -93,7 +93,7 @@ class Sure(ConstantLength):
 
 @pytest.mark.parametrize(("batch", "ragged", "gain"), [(1, True, 1.05), (1, False, 1.05), (4, True, 1.02)])
 def test_drafts_end_where_they_are_unsure(batch: int, ragged: bool, gain: float) -> None:
-    """As fast as the best bound on one token, which nobody told it, and faster than any length."""
+    """As fast as the best bound on one token, which it does not know, and faster than any length."""
     best = max(rate(ConstantLength(k), batch, ragged, 800) for k in range(6))
     bounded = max(rate(Sure(k), batch, ragged, 800) for k in (1, 2, 4, 8))
     got = {}
@@ -196,7 +196,7 @@ def settled() -> ThroughputLength:
 
 
 def test_a_drafter_whose_guesses_fail_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: one that is asked in any case."""
+    """Control: one that drafts in any case."""
     world = {"token_s": 0.3, "column": 0.3}
     policy = ThroughputLength()
     rate(policy, 1, True, 400, **world)

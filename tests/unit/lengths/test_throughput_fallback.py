@@ -1,4 +1,4 @@
-"""The throughput policy over a look-up with a drafter that takes time behind it, against a simulated clock."""
+"""The throughput policy over a lookup, followed by a drafter that takes time, against a simulated clock."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ FOUND = 8
 
 @dataclass
 class World:
-    """Each row has a match in a share of its steps, whose guesses nearly always hold and cost nothing but their columns."""
+    """Each row has a match in a share of its steps, whose tokens nearly always hold and cost nothing but their columns."""
 
     matches: float
     accept: float
     """The chance that a token of the other drafter holds."""
     token_s: float
-    """What each of its tokens takes, for all rows together."""
+    """Seconds of each of its tokens, for all rows together."""
     column: float
     look_s: float = 0.002
-    """What looking up takes, for all rows together."""
+    """Seconds of a lookup, for all rows together."""
     batch: int = 1
     ragged: bool = True
     match: int = 9
@@ -88,7 +88,7 @@ def settled(world: World, policy: ThroughputLength | None = None, most: int = FO
 
 
 class Fixed(ConstantLength):
-    """All of the look-up, and always as many of the other."""
+    """All tokens of the lookup, and always as many of the other."""
 
     def __init__(self, other: int) -> None:
         super().__init__(FOUND)
@@ -113,7 +113,7 @@ def test_where_the_other_pays_it_drafts(case: str, ragged: bool) -> None:
     world = World(matches, accept, token_s, column, batch=batch, ragged=ragged)
     rates = [world.rate(Fixed(k), 1500) for k in range(6)]
     assert settled(world) > 0.97 * max(rates), (rates, world.asked[:50])
-    assert max(rates) > 1.02 * rates[0], "the case is what it says"
+    assert max(rates) > 1.02 * rates[0], "the case is as named"
 
 
 @pytest.mark.parametrize(("batch", "ragged"), [(1, True), (1, False), (4, True)])
@@ -137,7 +137,7 @@ NEVER = {
 @pytest.mark.parametrize("ragged", [True, False])
 @pytest.mark.parametrize("case", NEVER)
 def test_where_it_never_pays_the_look_up_alone_goes_on(case: str, ragged: bool) -> None:
-    """What looking up finds is not thrown away because what stands behind it is too dear."""
+    """Tokens of a lookup are not dropped because the drafter after it is too expensive."""
     matches, accept, token_s, column, batch = NEVER[case]
     world = World(matches, accept, token_s, column, batch=batch, ragged=ragged)
     without = settled(world, most=0)
@@ -170,7 +170,7 @@ def test_a_row_that_is_held_keeps_its_length() -> None:
 
 @dataclass
 class Unlucky(World):
-    """The first guesses of the other drafter all fail, whatever the chance is."""
+    """The first tokens of the other drafter all fail, whatever the probability is."""
 
     failures: int = 5
 
@@ -197,7 +197,7 @@ def test_a_few_failures_are_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_price_for_both_would_lose_the_look_up() -> None:
-    """Control: a policy that does not tell the two apart drafts nothing here, or too much."""
+    """Control: a policy that does not separate the two drafts nothing here, or too much."""
 
     class OnePrice(ThroughputLength):
         def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:

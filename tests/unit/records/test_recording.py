@@ -156,7 +156,7 @@ def test_a_header_alone_is_no_beginning(tmp_path: Path) -> None:
 
 
 def test_tuples_and_number_keys_are_the_same_settings(tmp_path: Path) -> None:
-    """A header goes through JSON: what cannot be told apart there is no difference."""
+    """A header goes through JSON: values that are equal there do not differ."""
     path = write(tmp_path / "r.jsonl", params={"stop": ("a",), "logit_bias": {5: 1.0}})
     write(path, [], params={"stop": ["a"], "logit_bias": {"5": 1.0}})
     assert len(Recording.load(path).records) == 2

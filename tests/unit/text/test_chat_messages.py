@@ -15,7 +15,7 @@ CALL = '{"city": "Rome"}'
 ASKS = "{% if m.content is none %}CALL{% else %}[{{ m.content }}]{% endif %}"
 CONTENTS = {
     "asks for none": (ASKS, "CALL"),
-    "asks for none and a text": ("{% if m.content is not none and m.content != '' %}x{% else %}CALL{% endif %}", "CALL"),
+    "requests none and a text": ("{% if m.content is not none and m.content != '' %}x{% else %}CALL{% endif %}", "CALL"),
     "adds a text": ("{{ 'a' + m.content + 'b' }}", "ab"),
     "trims": ("<{{ m.content | trim }}>", "<>"),
     "searches": ("{% if '</think>' in m.content %}x{% endif %}ok", "ok"),

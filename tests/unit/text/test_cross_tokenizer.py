@@ -13,7 +13,7 @@ from helpers.making import byte_fallback
 
 
 def read(told: TokenizerPair, tokens: Sequence[int], strides: Sequence[int], ahead: int = 0) -> list[int]:
-    """What a reader makes of a text that grows by strides, of which the last `ahead` tokens are guesses each time."""
+    """The text that a reader makes of tokens that grow by strides, of which the last `ahead` are draft tokens each time."""
     reader, end, out = told.reader(), 0, []
     while end < len(tokens):
         end = min(len(tokens), end + strides[end % len(strides)])

@@ -39,7 +39,7 @@ def test_masks_after_guesses_that_were_taken_back_are_those_of_a_fresh_one() -> 
             assert mask(grammar.mask_after(len(PROMPT)), written) == mask(one, written)
             wrong = next(i for i in range(4, 250) if i not in allowed)
             for draft_tokens in ([chance.choice(allowed), chance.choice(allowed)], [wrong], [wrong, wrong]):
-                seen = mask(one, written + draft_tokens)  # such as a pass over draft tokens asks
+                seen = mask(one, written + draft_tokens)  # as a pass over draft tokens does
                 assert all(seen) or draft_tokens[0] != wrong
             written.append(0 if 0 in allowed else chance.choice(allowed))
         text = tokenizer.decode(written[:-1])

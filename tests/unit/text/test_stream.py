@@ -256,17 +256,17 @@ def test_a_stream_ignores_strings_that_came_too_early(blocks: list[list[int]], m
         ([[A, NL2]], ["\n"], 0, "a"), ([[LB, AEND]], ["END"], 0, "ba"), ([[EE]], ["E"], 0, ""),
         ([[XEN], [XEN]], ["EN", "ENxENxEN"], 2, "xENx"),
     ],
-    ids=["a doubled newline", "text behind the string", "the string twice in a token", "an early one that is held"],
+    ids=["a doubled newline", "text after the string", "the string twice in a token", "an early one that is held"],
 )  # fmt: skip
 def test_a_stop_string_is_not_streamed(blocks: Any, stops: list[str], minimum: int, text: str) -> None:
-    """Nor what is behind it in its token; an early one that is still held does not cut the stream."""
+    """Nor the text after it in its token; an early one that is still held does not cut the stream."""
     pieces, after, whole, stopped = streamed(LETTERS, blocks, stops, minimum)
     assert stopped and whole == text and text.startswith(after[-1])
     assert "".join(piece.text for piece in pieces) == text
 
 
 def test_text_is_owed_to_the_token_that_completes_it() -> None:
-    """What may begin a stop string is held back, and released by what follows or at the end."""
+    """Text that may begin a stop string is held back, and released by the text that follows or at the end."""
     level = byte_level()
     ids = encoded(level, "a𝕏")
     for tokenizer, stops, pushed, wanted in (

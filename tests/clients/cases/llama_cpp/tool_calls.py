@@ -132,7 +132,7 @@ MODEL = [
     Case(
         "hello world by a tool",
         chat(
-            [{"role": "user", "content": "say hello world with python"}],
+            [{"role": "user", "content": "print hello world with python"}],
             tools=[CODE],
             tool_choice="required",
             max_tokens=300,

@@ -10,7 +10,7 @@ PROMPT = "vllm1 This is a test prompt."
 TALK = [
     {"role": "user", "content": "Hi there!"},
     {"role": "assistant", "content": "Nice to meet you!"},
-    {"role": "user", "content": "Can I ask a question? vllm1"},
+    {"role": "user", "content": "May I have a question? vllm1"},
 ]
 SURE = [*TALK, {"role": "assistant", "content": "Sure,"}]
 COUNTED = that("the count", lambda bodies: bodies[0]["count"] == len(bodies[0]["tokens"]))

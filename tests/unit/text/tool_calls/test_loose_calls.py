@@ -107,7 +107,7 @@ LOOSE: dict[str, tuple[str, str, str, list[Call]]] = {
     "a list alone that names no tool": (HERMES, '[{"name": "Bob", "arguments": {}}]', '[{"name": "Bob", "arguments": {}}]', []),
     "words without quotes": (HERMES, '<tool_call>{"name": "f", "arguments": {"path": x}}</tool_call>', "", [X]),
     "two texts in a row": (HERMES, hermes('{"path": "x" "y"}'), "", [("f", {"path": 'x" "y'})]),
-    "quotes in a text": (HERMES, hermes('{"path": "He said "hi" ok"}'), "", [("f", {"path": 'He said "hi" ok'})]),
+    "quotes in a text": (HERMES, hermes('{"path": "He wrote "hi" ok"}'), "", [("f", {"path": 'He wrote "hi" ok'})]),
     "a fault in the arguments": (HERMES, hermes('{"path": "x", 7: "y"}') + "ok", "ok", [X]),
     "a fault before the next call": (HERMES,
         f'<tool_call>{{"name": "f", "arguments": {{"path": "x" ,, 1<tool_call>{{{INNER}}}</tool_call>ok', "ok", [X, X]),
