@@ -1,11 +1,12 @@
 """Forward passes and speculative steps on a GPU, over models of real shapes with random weights, as ratios to their floors.
 
-    python benchmarks/gpu.py [--small] [--device cuda|cpu] [--steps N] [--write]
+    python benchmarks/gpu.py [--small] [--device cuda|cpu] [--steps N] [--pages] [--write]
 
 A target with the shapes of a Llama of 7 billion weights and a draft of three layers, both in bf16, with joined layers as loaded
 checkpoints have them. Passes are captured as CUDA graphs unless FORESAY_GRAPHS=0 is set. `--small` uses shapes that fit anywhere;
 it is the default without a GPU, where passes are repeated from the same buffers instead of captured. Random models agree by
-chance alone, so that a speculative step here is one draft chain, one pass of the target and one token.
+chance alone, so that a speculative step here is one draft chain, one pass of the target and one token. `--pages` runs passes over
+flat tokens and pages (FORESAY_PAGES=1).
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ LEGEND = {
     "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
     "batch32_over_1": ("pass over 32 rows / over 1", "<= 1.4"),
     "replays": ("passes that were replayed", ""),
+    "captures_after_warm_up": ("passes captured while steps were timed", "0"),
+    "same_bits_share": ("tokens whose scores have the same bits in passes over 1 and 8 rows", ""),
     "without_graphs": ("pass over 1 row x 1 token without graphs / with", ""),
     "draft_ms_per_token": ("pass of the draft, ms", "<= 0.5"),
     "plain_decoding_ms": ("step of plain decoding, ms", ""),
@@ -118,6 +121,18 @@ def seconds_per_step(generators: Sequence[foresay.Generator], steps: int) -> lis
     return [statistics.median(times) for times in took]
 
 
+def same_bits(model: CausalModel) -> float:
+    """Share of tokens whose scores are the same alone and in a pass over 8 rows of two tokens."""
+    prompt = random_prompt(8, model.device, 1000)
+    ids = prompt[:, :2].contiguous()
+    together = model.forward(ModelInput(ids, [2] * 8), filled(model, prompt)).scores()
+    same = 0
+    for i in range(8):
+        alone = model.forward(ModelInput(ids[i : i + 1, :1], [1]), filled(model, prompt[i : i + 1])).scores()
+        same += torch.equal(alone[0, 0], together[i, 0])
+    return same / 8
+
+
 def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
     target, draft = (model_of(s, shapes.vocabulary, device) for s in (shapes.target, shapes.draft))
     for one in (target, draft):
@@ -138,13 +153,19 @@ def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
         "plain_step_over_floor": one / bound.seconds(1, CONTEXT),
         "tokens8_over_1": eight / one,
         "batch32_over_1": batch / one,
-        "replays": 0 if model.graphs is None else model.graphs.replays,
+        "replays": getattr(model.paged or model.graphs, "replays", 0),
+        "same_bits_share": same_bits(model),
     }
-    graphs, model.graphs = model.graphs, None
-    out["without_graphs"] = pass_times(model, [(1, 1)], repeats)[0] / one
-    model.graphs = graphs
+    if model.paged is None:
+        graphs, model.graphs = model.graphs, None
+        out["without_graphs"] = pass_times(model, [(1, 1)], repeats)[0] / one
+        model.graphs = graphs
     drafts: Any = foresay.load(draft, drafter="none").target.model
     alone, together = seconds_per_step([plain, speculating], repeats)
+    if model.paged is not None:
+        captures = model.paged.captures
+        seconds_per_step([plain], repeats)
+        out["captures_after_warm_up"] = model.paged.captures - captures
     return out | {
         "draft_ms_per_token": 1e3 * pass_times(drafts, [(1, 1)], repeats)[0],
         "plain_decoding_ms": 1e3 * alone,
@@ -157,7 +178,10 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="shapes that fit anywhere")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=64, help="timed passes of each figure (default: 64)")
+    parser.add_argument("--pages", action="store_true", help="run passes over flat tokens and pages")
     args = parsed(parser)
+    if args.pages:
+        os.environ["FORESAY_PAGES"] = "1"
     if args.device == "cpu":
         os.environ["FORESAY_NATIVE"] = "0"  # PyTorch operations, as on a GPU
     shapes = SMALL if args.small or args.device == "cpu" else LARGE

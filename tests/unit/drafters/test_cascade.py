@@ -68,7 +68,7 @@ def test_ragged_budgets_are_kept() -> None:
 def test_the_sources_semantics() -> None:
     """[[5,14,10],[0,1,10],[0,0,10]] with two equal greedy models and a last drafter that is always wrong.
 
-    A review of d1 gets one token of d2 (which rejects ten draft tokens and drafts one) and ten more draft tokens, keeps the first and
+    A review of d1 gets one token of d2 (which rejects ten tokens and drafts one) and ten draft tokens, keeps the first and
     adds its own: 3 reviews make the 5 tokens, 6 in fact, which are kept; 13 of d2's follow up to 19, then 10 tokens.
     """
     models, last = (whole(), whole()), Counted([SIZE - 1])

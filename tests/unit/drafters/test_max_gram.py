@@ -32,7 +32,7 @@ def places(text: Sequence[int], piece: Sequence[int]) -> list[int]:
 
 
 def choices(prompt: Sequence[int], output: Sequence[int], drafted: Sequence[int], count: int) -> list[list[int]]:
-    """The tokens that may be proposed: after the first match of the longest suffix in the prompt, else after any in the output."""
+    """Tokens that may be proposed: after the first match of the longest suffix in the prompt, else after any in the output."""
     context = [*prompt, *output, *drafted]
     for text, first in ((prompt, True), (output, False)):
         for n in range(len(context), 0, -1):

@@ -167,7 +167,7 @@ class CausalModel(TransformersModel):
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
         if uses_pages(self.device):
             self.paged = self._on_pages(self.fused)
-        elif self.device.type == "cuda" and self.fused.static_rotary:
+        if self.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
             self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)
 
     def _on_pages(self, fused: FusedDecoder) -> PagedPasses | None:
