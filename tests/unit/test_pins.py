@@ -12,8 +12,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-COMPILED = {"llamacpp", "ray"}
-"""Extras that only `make test-engines` installs."""
+APART = {"llamacpp", "ray", "gpu"}
+"""Extras whose versions the Makefile gives."""
 
 
 def test_every_line_is_a_name_and_a_version() -> None:
@@ -28,7 +28,7 @@ def test_names_are_in_order_and_there_once() -> None:
 def _needed() -> set[str]:
     """Distributions that foresay requires with its extras; the requirements of those too, as far as they are installed."""
     extras = [
-        extra for extra in importlib.metadata.metadata("foresay").get_all("Provides-Extra", []) if extra not in COMPILED
+        extra for extra in importlib.metadata.metadata("foresay").get_all("Provides-Extra", []) if extra not in APART
     ]
     open_, seen = [("foresay", tuple(extras))], set[str]()
     while open_:
@@ -57,7 +57,7 @@ def test_all_that_is_needed_is_pinned() -> None:
 def test_what_is_not_pinned_has_its_version_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for one in (Requirement(text) for extra in COMPILED for text in extras[extra]):
+    for one in (Requirement(text) for extra in APART for text in extras[extra]):
         [version] = re.findall(rf'"{re.escape(one.name)}==([0-9.]+)"', makefile)
         assert one.specifier.contains(version)
 

@@ -498,11 +498,11 @@ def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, m
     class StoppedError(Exception):
         pass
 
-    def stopped(resources: object, method: object, rule: object, policy: object, size: int, share: bool) -> None:
-        sizes.append(size)
+    def stopped(self: loading.Chosen, resources: object, share: bool) -> None:
+        sizes.append(self.max_batch_size)
         raise StoppedError
 
-    monkeypatch.setattr(loading, "_generator", stopped)
+    monkeypatch.setattr(loading.Chosen, "generator", stopped)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\nmax_batch_size = 2\n')
     (tmp_path / "lines.txt").write_text("one\ntwo\n")

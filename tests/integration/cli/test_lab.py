@@ -341,7 +341,7 @@ def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> Non
     message = shell.refused("profile", *which, "--length", "3,-1")
     assert message == "--length '3,-1' must be integers of at least 0"
     assert "5000" in shell.refused("profile", *which, "--context", "5000", "--batch-size", "1")
-    assert not (here / "cache").exists()
+    assert not (here / "cache" / "profiles").exists()
 
 
 # -- bench ---------------------------------------------------------------------------------------------------------------
