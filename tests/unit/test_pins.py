@@ -58,7 +58,7 @@ def test_what_is_not_pinned_has_its_version_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for one in (Requirement(text) for extra in APART for text in extras[extra]):
-        [version] = re.findall(rf'"{re.escape(one.name)}==([0-9.]+)"', makefile)
+        [version] = re.findall(rf'"{re.escape(one.name)}==([0-9.]+)[";]', makefile)
         assert one.specifier.contains(version)
 
 
