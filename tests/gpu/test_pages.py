@@ -13,8 +13,7 @@ from foresay.engine.prefixes import PrefixStore
 from foresay.models.huggingface import causal, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import join_layers
-from helpers.families import VOCAB, make
-from helpers.paged import whole_product
+from helpers.families import VOCAB, make, whole_product
 from helpers.support import ModelDrafter, Sometimes, run
 
 PROMPTS = [[5, 6, 7], [8], [9] * 12, [3] * 70, [*[3] * 66, 1]]

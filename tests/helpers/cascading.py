@@ -53,7 +53,7 @@ def whole(seed: int = 1) -> Whole:
     return Whole(TableModel.random(SIZE, seed=seed, concentration=0.5).table)
 
 
-class Asked(Fake):
+class Counted(Fake):
     """Proposes the same tokens over and over, and notes each call: {row: (context length, how many)}."""
 
     def __init__(self, tokens: Sequence[int] = (0,), most: int = 64) -> None:

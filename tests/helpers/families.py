@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from foresay.models.huggingface.joined import Joined
+
 VOCAB = 97
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -382,3 +384,9 @@ def make_seq2seq(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 Maker = Callable[..., PreTrainedModel]
+
+
+def whole_product(*layers: Any) -> Joined:
+    """As on a GPU, where layers that read the same input are joined."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return Joined(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)

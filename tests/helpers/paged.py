@@ -11,13 +11,6 @@ import torch
 from foresay.decoding.protocols import ModelInput
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, FlatTokens
-from foresay.models.huggingface.joined import Joined
-
-
-def whole_product(*layers: Any) -> Joined:
-    """As on a GPU, where layers that read the same input are joined."""
-    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-    return Joined(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
 
 
 def of_rows(

@@ -11,14 +11,14 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
-from helpers.cascading import POLICY, SIZE, Asked, Whole, begun, lists, whole
+from helpers.cascading import POLICY, SIZE, Counted, Whole, begun, lists, whole
 from helpers.making import make_row
 
 SHAPES: list[tuple[list[list[int]], Callable[[Sequence[Whole]], list[Any]]]] = [
-    ([[4, 2], [0, 3]], lambda m: [ModelDrafter(m[0], SIZE), Asked([2, 3])]),
+    ([[4, 2], [0, 3]], lambda m: [ModelDrafter(m[0], SIZE), Counted([2, 3])]),
     ([[3, 2], [0, 2]], lambda m: [ModelDrafter(m[0], SIZE), ModelDrafter(m[1], SIZE)]),
     ([[3, 3, 2], [0, 2, 2], [0, 0, 2]], lambda m: [ModelDrafter(m[0], SIZE), ModelDrafter(m[1], SIZE), MaxGram()]),
-    ([[2, 2, 2], [0, 0, 4], [0, 0, 0]], lambda m: [ModelDrafter(m[0], SIZE), ModelDrafter(m[1], SIZE), Asked([1])]),
+    ([[2, 2, 2], [0, 0, 4], [0, 0, 0]], lambda m: [ModelDrafter(m[0], SIZE), ModelDrafter(m[1], SIZE), Counted([1])]),
 ]
 
 
@@ -73,7 +73,7 @@ def test_an_inner_review_of_the_same_model_changes_nothing_it_writes(temperature
     rows = Rows([make_row([1, 2], seed=5, temperature=temperature)], needs=RuleNeeds(shares_noise=True))
     outputs = []
     for k in ([[6, 0], [0, 0]], [[6, 0], [0, 3]]):
-        cascade = Cascade([ModelDrafter(whole(), SIZE), Asked([1, 2, 3])], k, lenience=3.0)
+        cascade = Cascade([ModelDrafter(whole(), SIZE), Counted([1, 2, 3])], k, lenience=3.0)
         cascade.admit(rows, 0)
         outputs.append(lists(cascade.propose(rows, [6], POLICY))[0])
     assert outputs[0] == outputs[1] and len(outputs[0]) == 6
@@ -110,7 +110,7 @@ def test_a_greedy_lenient_review_compares_with_what_the_draft_thought() -> None:
 def test_what_is_cached_is_not_fed_again(k: list[list[int]]) -> None:
     """A context that goes on from the last proposal costs the tokens that the cache lacks, and not one more."""
     model = whole()
-    cascade = Cascade([ModelDrafter(model, SIZE), Asked([1])], k)
+    cascade = Cascade([ModelDrafter(model, SIZE), Counted([1])], k)
     rows = begun(cascade, [1, 2, 3, 4, 5, 1, 2, 3])
     first = lists(cascade.propose(rows, [4], POLICY))[0]
     model.fed = model.passes = 0
@@ -123,7 +123,7 @@ def test_what_is_cached_is_not_fed_again(k: list[list[int]]) -> None:
 
 def test_confidence_is_the_reviewers_where_a_lossy_rule_asks_for_it() -> None:
     model = whole()
-    cascade = Cascade([ModelDrafter(model, SIZE), Asked([3])], [[3, 2], [0, 2]])
+    cascade = Cascade([ModelDrafter(model, SIZE), Counted([3])], [[3, 2], [0, 2]])
     rule = make_rule("lenience")
     rows = Rows([make_row([1, 2])], needs=rule.needs)
     cascade.admit(rows, 0)

@@ -12,7 +12,7 @@ from foresay.models.gpu import attention, passes
 from foresay.models.gpu.pages import PagedCache
 from foresay.models.huggingface import causal, fused
 from foresay.models.huggingface.causal import CausalModel
-from helpers.paged import whole_product
+from helpers.families import whole_product
 from helpers.support import Sometimes, run
 
 VOCAB, NEW = 61, 5

@@ -14,7 +14,7 @@ from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses
 from foresay.models.huggingface import fused
 from foresay.models.huggingface.causal import CausalModel
-from helpers.paged import whole_product
+from helpers.families import whole_product
 
 VOCAB, HEADS = 97, (4, 2)
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -60,7 +60,7 @@ def test_an_object_that_is_cut_short() -> None:
     ("text", "value"),
     [
         ('{"a": "He wrote "hi" ok"}', {"a": 'He wrote "hi" ok'}),
-        ('{"a": "He wrote "hi"", "b": 1}', {"a": 'He said "hi"', "b": 1}),
+        ('{"a": "He wrote "hi"", "b": 1}', {"a": 'He wrote "hi"', "b": 1}),
         ('{"a": [""x" y" ]}', {"a": ['"x" y']}),
         ('{"a": "" , "b": ""}', {"a": "", "b": ""}),
         ("{'a': 'it's', 'b': ['x' 'y']}", {"a": "it's", "b": ["x' 'y"]}),
