@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
@@ -102,6 +102,8 @@ class SchemaCompiler:
         child = subprocess.Popen(
             _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
+        assert child.stdin is not None
+        os.set_blocking(child.stdin.fileno(), False)  # a process that reads nothing blocks no request
         reply = self._request(child, setup, _START_S, cancelled)
         if "error" in reply:
             _end(child)
@@ -114,15 +116,23 @@ class SchemaCompiler:
         """Send a message and wait for the reply. Ends the child if none comes in time or the request is cancelled."""
         assert child.stdin is not None and child.stdout is not None
         deadline, reason = monotonic() + limit_s, ""
-        with suppress(OSError):  # it has ended, which the reply shows
-            unsent = memoryview(json.dumps(message).encode() + b"\n")
-            while unsent:
-                unsent = unsent[child.stdin.write(unsent) :]
-        while not reason and not wait([child.stdout.fileno()], _POLL_S):
-            if cancelled.is_set() or self._closed.is_set():
-                reason = "its request was cancelled"
-            elif monotonic() > deadline:
-                reason = f"no reply within {limit_s:g} s"
+        unsent = memoryview(json.dumps(message).encode() + b"\n")
+        with selectors.DefaultSelector() as pipes:
+            pipes.register(child.stdout, selectors.EVENT_READ)
+            pipes.register(child.stdin, selectors.EVENT_WRITE)
+            while not reason:
+                ready = [key.fileobj for key, _ in pipes.select(_POLL_S)]
+                if child.stdout in ready:
+                    break
+                if child.stdin in ready:
+                    with suppress(OSError):  # it has ended, which the reply shows
+                        unsent = unsent[child.stdin.write(unsent) or 0 :]
+                    if not unsent:
+                        pipes.unregister(child.stdin)
+                if cancelled.is_set() or self._closed.is_set():
+                    reason = "its request was cancelled"
+                elif monotonic() > deadline:
+                    reason = f"no reply within {limit_s:g} s"
         reply = b"" if reason else child.stdout.readline()
         if reply:
             return dict(json.loads(reply))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -141,6 +142,20 @@ def test_a_tokenizer_that_the_library_does_not_take(make: Make, monkeypatch: pyt
     with pytest.raises(ConfigError, match="this tokenizer cannot be used for structured output"):
         make().compile(GOOD)
     assert processes() == before
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_process_that_reads_nothing_blocks_no_request(how: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input is larger than a pipe holds."""
+    monkeypatch.setattr(schema_compiler, "_COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    monkeypatch.setattr(schema_compiler, "tokenizer_json", lambda tokenizer: " " * (1 << 22))
+    monkeypatch.setattr(schema_compiler, "_START_S", 600.0 if how == "cancelled" else 0.5)
+    cancelled, compiler = threading.Event(), make()
+    threading.Timer(0.5, cancelled.set if how == "cancelled" else lambda: None).start()
+    with pytest.raises(
+        ForesayError, match="its request was cancelled" if how == "cancelled" else r"no reply within 0\.5 s"
+    ):
+        compiler.compile(GOOD, cancelled)
 
 
 def test_a_process_ends_with_its_input(make: Make) -> None:
