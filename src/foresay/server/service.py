@@ -22,7 +22,7 @@ from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory
 from foresay.engine.admission import check_prompt_ids
-from foresay.errors import ConfigError, ContextLengthError, ForesayError
+from foresay.errors import ConfigError, ContextLengthError, ForesayError, RequestError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
 from foresay.generation.result import Chunk
@@ -273,7 +273,7 @@ class Service:
     async def warm(self) -> None:
         """Decode a few tokens, so that buffers and caches are allocated before the first request."""
         first = [self.generator.target.model.vocab_size // 2] * 8
-        with suppress(ForesayError):
+        with suppress(RequestError):  # as of a request: the server starts
             async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
                 pass
 
