@@ -26,7 +26,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
             attention._partial,
             HEADS
             | {"GROUP": group, "GROUP_PADDED": 4, "TOKENS": 4, "SPLITS": attention.SPLITS, "NODES": attention.NODES}
-            | {"HAS_CAP": capped},
+            | {"HAS_CAP": capped, "HAS_WINDOW": capped},
         )
         for group, capped in ((4, False), (3, True))
     ),

@@ -56,7 +56,8 @@ def reference(
         if window is not None:
             sees &= torch.arange(keys.shape[1]) > int(at.positions[n]) - window
         for bit in range(64):
-            if int(at.seen[n]) >> bit & 1:
+            rest = int(at.seen[n]) % (1 << 64) >> bit
+            if rest & 1 and (window is None or rest.bit_count() <= window):
                 sees[first + bit] = True
         keys, values = (one[:, sees].repeat_interleave(heads // key_heads, 0) for one in (keys, values))
         scores = torch.einsum("hd,hsd->hs", query[n], keys) * scaling

@@ -26,8 +26,9 @@ _NO_WINDOW = 1 << 30
 class Visible:
     """The slots that each token of a pass attends to.
 
-    Token n of row `rows[n]` sees the slots before `firsts[n]`, of these only those from position - window + 1 on in layers with a
-    window, and slot firsts[n] + i if bit i of `seen[n]` is set. In a chain `firsts` is the token's own slot, and `seen` is 1.
+    Token n of row `rows[n]` sees the slots before `firsts[n]`, and slot firsts[n] + i if bit i of `seen[n]` is set. In a chain
+    `firsts` is the token's own slot, and `seen` is 1. In layers with a window it sees those of them that lie within the window: a
+    `firsts` is the token's own slot, and `seen` is 1. In layers with a window it sees those slots that lie within the window: a
     """
 
     rows: torch.Tensor
@@ -52,12 +53,21 @@ def tokens_per_tile(query_heads: int, key_heads: int) -> int:
 
 
 @triton.jit
+def _num_bits(bits):
+    """Number of set bits of each value, uint64, by sums of neighbours (Warren, Hacker's Delight, 5-1)."""
+    bits = bits - ((bits >> 1) & 0x5555555555555555)
+    bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((bits * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
 def _partial(
     queries, keys, values, pages, rows, positions, firsts, seen, ends, tiles, sums, stats,
     scaling, softcap, window, width, num_tokens,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, NODES: tl.constexpr,
-    HAS_CAP: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -89,8 +99,11 @@ def _partial(
         if HAS_CAP:
             scores = softcap * (2 / (1 + tl.exp(-2 * scores / softcap)) - 1)
         after = slot[None, :] - first[:, None]
-        is_node = (bits[:, None] >> tl.minimum(tl.maximum(after, 0), NODES - 1).to(tl.int64)) & 1
-        sees = tl.where(after < 0, (slot[None, :] >= low[:, None]).to(tl.int64), tl.where(after < NODES, is_node, 0))
+        rest = bits[:, None].to(tl.uint64) >> tl.minimum(tl.maximum(after, 0), NODES - 1).to(tl.uint64)
+        is_node = tl.where(after < NODES, (rest & 1).to(tl.int32), 0)
+        if HAS_WINDOW:
+            is_node = tl.where(_num_bits(rest) <= window, is_node, 0)
+        sees = tl.where(after < 0, (slot[None, :] >= low[:, None]).to(tl.int32), is_node)
         scores = tl.where(valid[:, None] & (sees == 1), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -163,7 +176,8 @@ def attend(
         queries, keys, values, at.pages, at.rows, at.positions, at.firsts, at.seen, at.ends, at.tiles, sums, stats,
         scaling, 1.0 if softcap is None else softcap, _NO_WINDOW if window is None else window, at.pages.shape[1], count,
         KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=tokens, DIM=dim, DIM_PADDED=padded,
-        PAGE=PAGE, SPLITS=SPLITS, NODES=NODES, HAS_CAP=softcap is not None,
+        PAGE=PAGE, SPLITS=SPLITS, NODES=NODES,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
     )  # fmt: skip
     _combine[(count, heads)](
         sums, stats, at.ends, queries if sinks is None else sinks, out, count,

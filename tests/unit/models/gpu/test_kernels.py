@@ -32,6 +32,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "one head a group, a window": ((6, 6, 32), {"window": 70}),
     "chains": ((4, 1, 16), {}),
+    "trees deeper than a window": ((4, 2, 16), {"tree": True, "window": 2}),
     "trees": ((8, 2, 64), {"tree": True}),
     "seven heads a group, odd sizes, a cap": ((7, 1, 48), {"tree": True, "softcap": 5.0}),
     "sinks": ((4, 4, 16), {"sinks": torch.linspace(-1, 1, 4)}),
