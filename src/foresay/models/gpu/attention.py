@@ -27,8 +27,8 @@ class Visible:
     """The slots that each token of a pass attends to.
 
     Token n of row `rows[n]` sees the slots before `firsts[n]`, and slot firsts[n] + i if bit i of `seen[n]` is set. In a chain
-    `firsts` is the token's own slot, and `seen` is 1. In layers with a window it sees those of them that lie within the window: a
     `firsts` is the token's own slot, and `seen` is 1. In layers with a window it sees those slots that lie within the window: a
+    slot before `firsts` has its number as position, and the bits are a path, so that one with b bits after it is b away.
     """
 
     rows: torch.Tensor

@@ -97,8 +97,16 @@ def _check(layer: GatedLayer, activation: str) -> None:
     if activation not in GATES:
         raise LookupError(f"the kernels do not compute the activation {activation!r}")
     for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
-        if not isinstance(getattr(part, "weight", None), torch.Tensor) or not hasattr(part, "bias"):
-            raise LookupError(f"the kernels do not read products of type {type(part).__name__}")
+        check_linear(part, layer.norms[0].weight.dtype)
+
+
+def check_linear(part: Any, dtype: torch.dtype) -> None:
+    """Raise LookupError for a product whose weights are not one contiguous matrix of the model's dtype."""
+    weight = getattr(part, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not hasattr(part, "bias"):
+        raise LookupError(f"the kernels do not read products of type {type(part).__name__}")
+    if weight.dtype != dtype or weight.ndim != 2 or not weight.is_contiguous():
+        raise LookupError(f"the kernels do not read weights of {weight.dtype} with strides {weight.stride()}")
 
 
 def _norms_of(layer: GatedLayer) -> tuple[Norm | None, ...]:

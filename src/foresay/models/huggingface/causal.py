@@ -148,8 +148,6 @@ class CausalModel(TransformersModel):
         self._body = model.base_model
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
-        self.paged: PagedPasses | None = None
-        """Fused passes over flat tokens and pages."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
         self._spare: list[Stores] = []
@@ -166,9 +164,14 @@ class CausalModel(TransformersModel):
         """
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
         if uses_pages(self.device):
-            self.paged = self._on_pages(self.fused)
-        if self.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
+            self.fused.paged = self._on_pages(self.fused)
+        if self.fused.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
             self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)
+
+    @property
+    def paged(self) -> PagedPasses | None:
+        """Fused passes over flat tokens and pages, if there are any."""
+        return None if self.fused is None else self.fused.paged
 
     def _on_pages(self, fused: FusedDecoder) -> PagedPasses | None:
         from foresay.models.gpu.passes import passes_on
@@ -199,8 +202,10 @@ class CausalModel(TransformersModel):
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """See TransformersModel."""
-        if self.paged is None or isinstance(cache, SlotCache):
+        if isinstance(cache, SlotCache):
             return super().forward(model_input, cache)
+        if self.paged is None:
+            raise UnsupportedModelError("the model was changed while a session decodes with it; begin another session")
         scores, hidden = self.paged(model_input, cast(Any, cache))
         return ModelOutput(None if scores is None else self._padded(scores), hidden, subset=self.subset)
 
@@ -225,7 +230,7 @@ class CausalModel(TransformersModel):
                 "the model was changed after it was loaded: its passes are made by its family's own code now"
             )
             self.fused = None
-        if self.fused is not None and self.paged is not None:
+        if self.paged is not None:
             return self.paged.new_cache()
         if self.graphs is not None:
             cache = SlotCache(stores := self._spare.pop() if self._spare else Stores())

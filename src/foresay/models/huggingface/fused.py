@@ -24,7 +24,7 @@ from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.passes import Decoder
+    from foresay.models.gpu.passes import Decoder, PagedPasses
 
 logger = logging.getLogger("foresay")
 
@@ -78,6 +78,8 @@ class FusedDecoder:
         self._dtype = model.dtype
         self._activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
         self._check_rotary(model)
+        self.paged: PagedPasses | None = None
+        """Passes over flat tokens and pages, in place of those over a SlotCache."""
         self._native = self._compiled()
         if self._native is None and any(layer.experts is not None for layer in self._layers):
             raise NotFusedError("layers of experts are fused by the compiled kernels only, which do not run this model")
@@ -169,10 +171,11 @@ class FusedDecoder:
 
         Raises LookupError for layers that the kernels for GPUs do not compute.
         """
-        from foresay.models.gpu.layers import PagedLayers, linear
+        from foresay.models.gpu.layers import PagedLayers, check_linear, linear
         from foresay.models.gpu.passes import Decoder
 
         layers = PagedLayers(self._layers, self._norm, self._activation, self._residual_scale)
+        check_linear(self._head, self._dtype)
         device, turns = self._norm.weight.device, {}
         for kind, table in self._tables.items():
             found = table.until(max_length)

@@ -7,11 +7,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
+from foresay.decoding.protocols import ModelInput
 from foresay.engine.prefixes import PrefixStore
+from foresay.errors import UnsupportedModelError
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.gpu import attention, passes
 from foresay.models.gpu.pages import PagedCache
 from foresay.models.huggingface import causal, fused
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.joined import Joined
 from helpers.families import whole_product
 from helpers.support import Sometimes, run
 
@@ -65,8 +69,29 @@ def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
     assert model.paged.captures == 1 and model.paged.replays == 2 * NEW
 
 
-def test_what_is_asked_before_memory_is_taken(model: CausalModel) -> None:
+def test_estimates_of_memory_count_pages(model: CausalModel) -> None:
     assert model.paged is not None
     pool = model.paged.pool
     assert model.cache_bytes([1, 64, 65]) == 4 * pool.page_bytes and model.free_bytes() == pool.free_bytes
     assert model.capabilities.ragged and not model.capabilities.prefill_in_any_pieces
+
+
+def test_a_changed_model_goes_on_with_its_family_s_own_code(model: CausalModel) -> None:
+    """And frees the pool; a session over pages ends by name."""
+    model.watch_for_changes()
+    cache = model.new_cache()
+    cache.add_rows(1)
+    one = ModelInput(torch.tensor([[1]]), [1])
+    model.forward(one, cache)
+    model.model.model.norm.register_forward_hook(lambda *_: None)
+    other = model.new_cache()
+    assert isinstance(other, SlotCache) and model.paged is None
+    with pytest.raises(UnsupportedModelError, match="begin another session"):
+        model.forward(one, cache)
+
+
+def test_weights_that_the_kernels_do_not_read_are_refused(model: CausalModel) -> None:
+    assert model.fused is not None
+    model.fused._head = Joined(model.model.lm_head.weight.detach().T.contiguous().T, None)
+    with pytest.raises(LookupError, match=r"do not read weights of torch\.float32 with strides \(1, 61\)"):
+        model.fused.on_pages(64)
