@@ -149,6 +149,16 @@ def _ancestors_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     return out
 
 
+def moves_of(starts: Sequence[int], paths: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+    """Return (row, from slot, to slot) of the tokens of the last pass that are kept; see KVCache.keep."""
+    return [
+        (i, start + column, start + depth)
+        for i, (start, path) in enumerate(zip(starts, paths, strict=True))
+        for depth, column in enumerate(path)
+        if depth != column
+    ]
+
+
 class SlotCache:
     """Lengths of rows, with the keys and values of their slots in all layers.
 
@@ -223,13 +233,7 @@ class SlotCache:
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the kept columns of the last pass to consecutive slots; see KVCache.keep."""
-        moves = [
-            (i, start + column, start + depth)
-            for i, (start, path) in enumerate(zip(starts, paths, strict=True))
-            for depth, column in enumerate(path)
-            if depth != column
-        ]
-        if moves:
+        if moves := moves_of(starts, paths):
             self._own.keep(moves)
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 

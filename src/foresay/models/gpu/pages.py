@@ -14,6 +14,7 @@ import torch
 
 from foresay.decoding.protocols import Move
 from foresay.errors import OutOfMemoryError
+from foresay.models.cache.slot_cache import moves_of
 from foresay.models.gpu.attention import PAGE
 
 
@@ -139,12 +140,7 @@ class PagedCache:
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move the kept tokens of the last pass to consecutive slots; see KVCache."""
-        moves = [
-            (self._at(i, start + column), self._at(i, start + depth))
-            for i, (start, path) in enumerate(zip(starts, paths, strict=True))
-            for depth, column in enumerate(path)
-            if depth != column
-        ]
+        moves = [(self._at(row, one), self._at(row, other)) for row, one, other in moves_of(starts, paths)]
         if moves:
             device = self.pool.keys[0].device
             found = torch.tensor(moves, dtype=torch.int64).to(device, non_blocking=True)
