@@ -25,7 +25,9 @@ def on_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal, "uses_pages", lambda device: True)
     if device == "cpu":  # where layers are not joined
         from foresay.models.gpu import attention
+        from helpers.paged import sum_products_in_order
 
+        sum_products_in_order(monkeypatch)
         monkeypatch.setattr(fused, "product_of", whole_product)
         monkeypatch.setattr(attention, "SPLITS", 2)
 

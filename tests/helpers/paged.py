@@ -6,11 +6,24 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from foresay.decoding.protocols import ModelInput
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, FlatTokens
+
+
+def sum_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, whose products are NumPy's: these sum by the position of a row, unlike a tile of a GPU."""
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, c: Any, *_: Any) -> Any:
+        total = (a.data.astype(np.float32)[:, :, None] * b.data.astype(np.float32)[None]).sum(1, dtype=np.float32)
+        return interpreter.TensorHandle(total + c.data, c.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def of_rows(

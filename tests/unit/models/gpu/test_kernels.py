@@ -6,27 +6,20 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from triton.runtime import interpreter
 
 from foresay.models.gpu import attention, product, rows
 from foresay.models.gpu.attention import PAGE, Visible, attend
-from helpers.paged import of_rows, reference
+from helpers.paged import of_rows, reference, sum_products_in_order
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of the interpreter takes a millisecond. NumPy's products sum by the number of rows, unlike a tile of a GPU."""
+    """A program of the interpreter takes a millisecond."""
     monkeypatch.setattr(attention, "SPLITS", 3)
-
-    def dot(self: Any, a: Any, b: Any, c: Any, *_: Any) -> Any:
-        total = (a.data.astype(np.float32)[:, :, None] * b.data.astype(np.float32)[None]).sum(1, dtype=np.float32)
-        return interpreter.TensorHandle(total + c.data, c.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    sum_products_in_order(monkeypatch)
 
 
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
