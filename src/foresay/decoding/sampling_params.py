@@ -186,15 +186,6 @@ class SamplingParams:
         """True unless the field's number is the default, which the model's generation config may replace."""
         return not isinstance(getattr(self, name), _Int | _Float)
 
-    @property
-    def given_numbers(self) -> dict[str, int | float]:
-        """The numbers that were given, of those that the model's generation config may replace."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if isinstance(f.default, _Int | _Float) and self.given(f.name)
-        }
-
     @classmethod
     def of(cls, params: SamplingParams | None = None, **changes: Any) -> SamplingParams:
         """Return `params` with some fields changed. Raises UnknownNameError, which suggests the nearest name."""
