@@ -62,8 +62,8 @@ class _Restricted(VocabularyAdapter):
         self.rows: torch.Tensor | None = None
         """[B] bool, True for restricted rows; None if there are none."""
 
-    def _takes(self, subset: VocabularySubset) -> bool:
-        return self.rows is None
+    def _covers(self, subset: VocabularySubset) -> bool:
+        return self.rows is None and super()._covers(subset)
 
     def adapted(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores [B, T, V] with -inf for tokens that are not shared, in restricted rows."""

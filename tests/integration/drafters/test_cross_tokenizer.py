@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,18 +10,20 @@ import pytest
 import torch
 
 from foresay import load
+from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, ModelDrafter
-from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter, _Restricted
 from foresay.lengths import ConstantLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 from foresay.text.cross_tokenizer import TokenizerPair
 from helpers.bilingual import retokenizer, tokenizer
 from helpers.families import make
+from helpers.making import make_row
 from helpers.support import Renumbered, run
 
 
@@ -193,3 +196,19 @@ def test_by_name_other_tokens_are_found_out(tmp_path: Any) -> None:
     written = one.generate("hello there", max_new_tokens=12)
     assert written.token_ids == one.plain().generate("hello there", max_new_tokens=12).token_ids
     assert written.draft_error is None and written.stats.num_drafted > 0
+
+
+def test_a_trimmed_draft_model_is_restricted_too() -> None:
+    """Its scores over a subset of all tokens are widened and masked in restricted rows; the other row is not."""
+    subset = VocabularySubset.of(torch.arange(4), 4)
+
+    class Trimmed(TableModel):
+        def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+            return dataclasses.replace(super().forward(model_input, cache), subset=subset)
+
+    restricted = _Restricted(Trimmed(TableModel.random(4, seed=0).table), torch.tensor([1, 3]))
+    cache = restricted.new_cache()
+    restricted.admit(Rows([make_row([1]), make_row([1])]), 0, cache)
+    restricted.rows = torch.tensor([True, False])
+    scores = restricted.forward(ModelInput(torch.ones(2, 1, dtype=torch.int64), [1, 1]), cache).scores()[:, 0]
+    assert torch.isinf(scores).tolist() == [[True, False, True, False], [False] * 4]
