@@ -16,6 +16,7 @@ from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import BlockDrafter, HeadDrafter, Hybrid, SuffixDrafter
 from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.block_config import DOMINO, SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
@@ -48,8 +49,8 @@ def target() -> Target:
     return model
 
 
-class _IgnoresMarkov(BlockDrafter):
-    """Draws with the Markov head, and records the distributions without it."""
+class _IgnoresPath(BlockDrafter):
+    """Draws given the tokens before, and records the distributions of the layers alone."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         proposal = super().propose(rows, budget, policy)
@@ -82,7 +83,7 @@ DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
         SuffixDrafter(), HeadDrafter(_head(block.target), SIZE, nodes=8), min_match=2, k=8
     ),
     "roots": lambda block: _RootsForAll(block, SIZE, nodes=8),
-    "ignores": lambda block: _IgnoresMarkov(block, SIZE),
+    "ignores": lambda block: _IgnoresPath(block, SIZE),
 }
 
 
@@ -90,11 +91,25 @@ def _head(target: CausalModel) -> HeadModel:
     return HeadModel(random_head(target, gain=1.5), target)
 
 
-def value(target: Target, drafter: str, rule: str, *, from_anchor: bool = True, nodes: int = 0) -> float:
-    """nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels."""
-    block = BlockModel(random_block(target, from_anchor=from_anchor, gain=2.0), target)
+PATHS = {
+    "selector": PathShape(SELECTOR, 6, candidates=3),
+    "domino": PathShape(DOMINO, 6, state=8),
+    "rnn": PathShape("rnn", 6),
+}
+
+
+def value(target: Target, drafter: str, rule: str, *, nodes: int = 0, path: str = "", **changes: Any) -> float:
+    """nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels. path: one of PATHS.
+
+    changes: of the parameters.
+    """
+    made: dict[str, Any] = {"path": PATHS[path], "from_anchor": path == "rnn"} if path else {}
+    if path == "selector":
+        made |= {"taps": (2, 8), "sights": [Sight(window=3)] * 2}
+    made |= {name: changes.pop(name) for name in ("from_anchor",) if name in changes}
+    block = BlockModel(random_block(target, gain=4.0 if path else 2.0, **made), target)
     new = LENGTH + nodes
-    params = [SamplingParams.of(PARAMS, seed=seed, max_new_tokens=new) for seed in range(SAMPLES)]
+    params = [SamplingParams.of(PARAMS, seed=seed, max_new_tokens=new, **changes) for seed in range(SAMPLES)]
     outputs, steps, engine = run(
         target,
         [PROMPT] * SAMPLES,
@@ -146,3 +161,26 @@ def test_blocks_without_a_markov_head(target: Target) -> None:
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 def test_the_conditioning_ignored(rule: str, target: Target) -> None:
     assert value(target, "ignores", rule) < ALPHA
+
+
+DRAWN = [pytest.param("drawn", path, marks=[] if path == "selector" else [pytest.mark.long]) for path in PATHS]
+
+
+@pytest.mark.parametrize(("drafter", "path"), [*(("chain", path) for path in PATHS), *DRAWN])
+def test_paths(drafter: str, path: str, target: Target) -> None:
+    """Chains and trees of blocks whose tokens depend on those before."""
+    assert value(target, drafter, "speculative", path=path, nodes=8 * (drafter == "drawn")) > ALPHA
+
+
+@pytest.mark.parametrize("rule", ["block", "match", "coupled"])
+def test_candidate_selectors(rule: str, target: Target) -> None:
+    assert value(target, "chain", rule, path="selector") > ALPHA
+
+
+def test_candidate_selectors_under_truncation(target: Target) -> None:
+    assert value(target, "chain", "speculative", path="selector", temperature=1.3, top_k=4, top_p=0.9) > ALPHA
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_walk_with_probabilities_that_it_was_not_drawn_from(path: str, target: Target) -> None:
+    assert value(target, "ignores", "speculative", path=path) < ALPHA

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
-from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.block_config import MARKOV, BlockConfig, PathShape, Sight
 from foresay.models.huggingface.causal import CausalModel
 
 
@@ -21,14 +21,21 @@ def random_block(
     ids: Sequence[int] | None = None,
     size: int = 5,
     rank: int = 6,
+    path: PathShape | None = None,
+    taps: tuple[int, int] | None = None,
+    sights: Sequence[Sight] | None = None,
     confidence: bool = True,
     from_anchor: bool = True,
     normalizes: bool = True,
     seed: int = 0,
     gain: float = 3.0,
+    scales: Mapping[str, float] | None = None,
     **changes: Any,
 ) -> StoredDraft:
-    """Random weights, large enough that draft tokens differ."""
+    """Random weights, large enough that draft tokens differ. rank: of a Markov head, if there is no other `path`."""
+    markov = from_anchor and rank > 0 and path is None
+    path = PathShape("vanilla", rank) if markov else path
+    confidence = confidence and from_anchor and (rank == 0 or (path is not None and path.kind in MARKOV))
     config = target.model.config.get_text_config(decoder=True)
     layer = {
         "hidden_size": config.hidden_size,
@@ -45,17 +52,19 @@ def random_block(
     count = target.vocab_size if ids is None else len(ids)
     made = BlockConfig(
         layer=layer,
-        num_layers=depth,
+        sights=tuple(sights or [Sight()] * depth),
         vocab_size=target.vocab_size,
         draft_vocab_size=count,
         hidden_layers=layers,
         block_size=size,
         mask_token_id=target.vocab_size - 1,
-        markov_rank=rank if from_anchor else 0,
-        has_confidence=confidence and from_anchor,
-        confidence_reads_markov=confidence and from_anchor and rank > 0,
+        path=path,
+        convolution=taps,
+        has_confidence=confidence,
+        confidence_reads_markov=confidence and rank > 0,
         from_anchor=from_anchor,
         normalizes_queries=normalizes,
+        **(scales or {}),
     )
     torch.manual_seed(seed)
     module = BlockModule(made)
@@ -78,6 +87,7 @@ def reference_block(
     """
     w = {name: value.double() for name, value in weights.items()}
     heads, shared, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    own_fields = {**config, **config.get("dflash_config", {})}
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
@@ -88,11 +98,30 @@ def reference_block(
         low, high = x[..., : dim // 2], x[..., dim // 2 :]
         return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1)
 
+    def kernels(x: torch.Tensor, name: str) -> torch.Tensor | None:
+        """[T, 2, taps, D] for the inputs of a sublayer."""
+        base = w.get(f"{name}.base_kernel")
+        if base is None:
+            return None
+        deltas = (x @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
+        return base + deltas.repeat_interleave(own_fields["conv_group_size"], -1)
+
+    def convolved(x: torch.Tensor, of: torch.Tensor | None, side: int) -> torch.Tensor:
+        if of is None:
+            return x
+        return torch.stack(
+            [sum(of[i, side, t] * x[i - t] for t in range(min(i + 1, of.shape[2]))) for i in range(len(x))]
+        )
+
     features = norm(states.double() @ w["fc.weight"].T, "hidden_norm")
-    x, start = embedded.double(), len(features)
+    x, start = embedded.double() * own_fields.get("input_embedding_scale", 1.0), len(features)
     for index in range(config["num_hidden_layers"]):
         name = f"layers.{index}"
+        slides = config["layer_types"][index] == "sliding_attention"
+        causal = not config["sliding_window_non_causal"] if slides else config["is_causal"]
         own = norm(x, f"{name}.input_layernorm")
+        taps = kernels(own, f"{name}.attention_conv")
+        own = convolved(own, taps, 0)
         keys, values = [], []
         for position, one in enumerate([*features, *own]):
             key = (w[f"{name}.self_attn.k_proj.weight"] @ one).view(shared, dim)
@@ -102,14 +131,66 @@ def reference_block(
         for offset, one in enumerate(own):
             query = (w[f"{name}.self_attn.q_proj.weight"] @ one).view(heads, dim)
             query = turned(query, start + offset, f"{name}.self_attn.q_norm")
+            first = max(0, start + offset - config["sliding_window"] + 1) if slides else 0
+            last = start + offset + 1 if causal else len(keys)
             parts = []
             for h in range(heads):
                 mine = h // (heads // shared)
-                scores = torch.stack([query[h] @ key[mine] for key in keys]) / dim**0.5
-                parts.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values]))
+                scores = torch.stack([query[h] @ key[mine] for key in keys[first:last]]) / dim**0.5
+                parts.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values[first:last]]))
             attended.append(w[f"{name}.self_attn.o_proj.weight"] @ torch.cat(parts))
-        x = x + torch.stack(attended)
+        x = x + convolved(torch.stack(attended), taps, 1)
         y = norm(x, f"{name}.post_attention_layernorm")
+        taps = kernels(y, f"{name}.mlp_conv")
+        y = convolved(y, taps, 0)
         gate, up = y @ w[f"{name}.mlp.gate_proj.weight"].T, y @ w[f"{name}.mlp.up_proj.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T
+        x = x + convolved((gate * torch.sigmoid(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T, taps, 1)
     return norm(x, "norm")
+
+
+def reference_path(
+    weights: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    unary: torch.Tensor,
+    hidden: torch.Tensor,
+    before: Sequence[int],
+    embedded: torch.Tensor,
+) -> torch.Tensor:
+    """The scores of the tokens of a block given those before them, [T, K], read once more in float64, token after token.
+
+    unary: [T, K], the scores of the outputs `hidden` [T, D]. before: T tokens, the anchor first. embedded: [T, D], of them.
+    """
+    w = {name: value.double() for name, value in weights.items()}
+    fields = {**config, **config.get("dflash_config", {})}
+    unary, hidden, embedded, out = unary.double(), hidden.double(), embedded.double(), []
+    state = torch.zeros(fields.get("gru_hidden_dim") or fields.get("markov_rank") or 0, dtype=torch.float64)
+    for t, token in enumerate(before):
+        if "candidate_selector.successor_codebook" in w:
+            best = unary[t].topk(fields["selector_top_k"]).indices
+            gate = w["candidate_selector.hidden_projection.weight"] @ hidden[t]
+            edge = w["candidate_selector.successor_codebook"] @ (
+                w["candidate_selector.predecessor_codebook"][token] * gate
+            )
+            scores = torch.full_like(unary[t], -torch.inf)
+            scores[best] = (unary[t] + edge)[best]
+            out.append(scores)
+        elif "prefix_gru.weight_ih_l0" in w:
+            r, z, n = (w["prefix_gru.weight_ih_l0"] @ embedded[t]).chunk(3)
+            hr, hz, hn = (w["prefix_gru.weight_hh_l0"] @ state).chunk(3)
+            z, new = torch.sigmoid(z + hz), torch.tanh(n + torch.sigmoid(r + hr) * hn)
+            state = (1 - z) * new + z * state
+            inner = w["embed_proj.0.weight"] @ torch.cat([hidden[t], state])
+            more = w["embed_proj.2.weight"] @ (inner * torch.sigmoid(inner))
+            out.append(unary[t] + (more if t >= fields["pure_draft_prefix_len"] else 0))
+        else:
+            read = previous = w["markov_head.markov_w1.weight"][token]
+            if fields["markov_head_type"] == "gated":
+                gate = w["markov_head.gate_proj.weight"] @ torch.cat([hidden[t], previous])
+                read = torch.sigmoid(gate + w["markov_head.gate_proj.bias"]) * previous
+            elif fields["markov_head_type"] == "rnn":
+                joint = w["markov_head.joint_proj.weight"] @ torch.cat([state, previous, hidden[t]])
+                keep, new, shown = (joint + w["markov_head.joint_proj.bias"]).chunk(3)
+                keep, read = torch.sigmoid(keep), torch.tanh(shown)
+                state = keep * state + (1 - keep) * torch.tanh(new)
+            out.append(unary[t] + w["markov_head.markov_w2.weight"] @ read)
+    return torch.stack(out)

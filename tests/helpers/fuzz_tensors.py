@@ -17,7 +17,8 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
-from foresay.models.drafts.config import BlockConfig, HeadConfig
+from foresay.models.drafts.block_config import BlockConfig, PathShape, Sight
+from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.drafts.head import HeadModule
 from foresay.models.sources.loading import load_tokenizer
@@ -140,13 +141,13 @@ def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] |
     layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     config = BlockConfig(
         layer=layer,
-        num_layers=2,
+        sights=(Sight(window=3), Sight()),
         vocab_size=40,
         draft_vocab_size=10,
         hidden_layers=(0, 1, 2),
         block_size=4,
         mask_token_id=39,
-        markov_rank=6,
+        path=PathShape("gated", 6),
         has_confidence=True,
         confidence_reads_markov=True,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ def random_head(
     before: bool = False,
     seed: int = 0,
     gain: float = 3.0,
+    parts: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> StoredDraft:
     """Random weights, large enough that draft tokens differ."""
@@ -47,6 +48,7 @@ def random_head(
         hidden_layers=layers,
         norm_before_residual=before,
         target="tiny",
+        **(parts or {}),
     )
     torch.manual_seed(seed)
     module = HeadModule(made, len(layers))
@@ -90,24 +92,31 @@ def reference_scores(
         beside = norm(feature, "layers.0.hidden_norm")
         joint = torch.cat([norm(token, "layers.0.input_layernorm"), beside])
         position, name = len(keys), "layers.0.self_attn"
+        first = max(0, position + 1 - (config.get("sliding_window") or 1 << 30))
         query = rotate((w[f"{name}.q_proj.weight"] @ joint).view(q_heads, dim), position)
         keys.append(rotate((w[f"{name}.k_proj.weight"] @ joint).view(k_heads, dim), position))
         values.append((w[f"{name}.v_proj.weight"] @ joint).view(k_heads, dim))
         out = []
         for h in range(q_heads):
             mine = h // (q_heads // k_heads)
-            scores = torch.stack([query[h] @ key[mine] for key in keys]) / dim**0.5
-            out.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values]))
+            scores = torch.stack([query[h] @ key[mine] for key in keys[first:]]) / dim**0.5
+            out.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values[first:]]))
         x = (beside if config["norm_before_residual"] else feature) + w[f"{name}.o_proj.weight"] @ torch.cat(out)
         y = norm(x, "layers.0.post_attention_layernorm")
         gate, up = w["layers.0.mlp.gate_proj.weight"] @ y, w["layers.0.mlp.up_proj.weight"] @ y
         return x + w["layers.0.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
 
-    features = states.double() @ w["fc.weight"].T
+    states = states.double()
+    if "input_norm.weight" in w:
+        states = norm(states, "input_norm")
+    if "fc_norm.0.weight" in w:
+        parts = states.chunk(sum("fc_norm" in name for name in w), -1)
+        states = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+    features = states @ w["fc.weight"].T
     for i in range(len(features)):
         x = pair(features[i], embedded[i].double())
     out = [head.double() @ norm(x, "norm")]
     for token in embedded[len(features) :]:
-        x = pair(x, token.double())
+        x = pair(norm(x, "norm") if config.get("norm_output") else x, token.double())
         out.append(head.double() @ norm(x, "norm"))
     return out

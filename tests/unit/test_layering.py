@@ -64,7 +64,14 @@ INSIDE = {
     ],
     "models/gpu": [{"attention", "product"}, {"pages", "rows"}, {"flat"}, {"layers"}, {"passes"}],
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
-    "models/drafts": [{"fields", "layers"}, {"config"}, {"base"}, {"head", "block", "mtp"}, {"files"}],
+    "models/drafts": [
+        {"fields", "layers"},
+        {"config", "block_fields"},
+        {"block_config"},
+        {"base", "path"},
+        {"head", "block", "mtp"},
+        {"files"},
+    ],
     "models/huggingface": [
         {"config_sizes"},
         {"attention"},

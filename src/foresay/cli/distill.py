@@ -22,7 +22,8 @@ from foresay.cli.common import check_folder, load_options, target_name, use_thre
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.drafts.fields import MAX_BLOCK
+from foresay.models.drafts.base import StoredDraft
+from foresay.models.drafts.block_fields import MAX_BLOCK
 from foresay.models.drafts.files import read_draft
 from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.loading import load_model, load_weights
@@ -31,7 +32,16 @@ from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import BLOCK_SIZE, NOTE, DraftShape, distil, distil_model, new_draft, resumed_draft
+from foresay.training.distil import (
+    BLOCK_SIZE,
+    NOTE,
+    DraftShape,
+    distil,
+    distil_model,
+    kind_of,
+    new_draft,
+    resumed_draft,
+)
 from foresay.training.distil import KINDS as ON_HIDDEN_STATES
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
@@ -39,14 +49,14 @@ from foresay.training.outputs import Text, coverage, read_outputs, split, texts_
 from foresay.training.processes import is_first, own_device
 from foresay.training.prune import LAYER_CHOICES
 
-HEAD, BLOCK, MODEL = "head", "block", "model"
+HEAD, BLOCK, DFLASH2, MODEL = "head", "block", "dflash2", "model"
 MAKERS: dict[str, Callable[[Given], Iterator[str]]] = {
     "pruned": prune.make,
     "ngram": ngram.build,
     "acceptance": acceptance.make,
 }
 """Kinds of drafts that are not trained on texts, and what makes them and returns lines about them."""
-KINDS = (HEAD, BLOCK, MODEL, *MAKERS)
+KINDS = (HEAD, BLOCK, DFLASH2, MODEL, *MAKERS)
 APPLIES: dict[str, tuple[str, ...]] = {}
 """Kinds to which an option applies, by its name; all without an entry."""
 
@@ -56,13 +66,14 @@ def _of(kinds: str, *options: Option) -> tuple[Option, ...]:
     return options
 
 
-_TRAINED = "head block model"
+_BLOCKS = "block dflash2"
+_TRAINED = f"head {_BLOCKS} model"
 DRAFT = group(
     "Draft",
     option(
         "--kind KIND",
-        "head (a draft head), block (a block drafter), model (a draft model), pruned (one cut out of the target), ngram (a "
-        "table) or acceptance (an acceptance head).  [default: head; with --draft model]",
+        "head (a draft head), block (a block drafter), dflash2 (one with a candidate selector), model (a draft model), pruned "
+        "(one cut out of the target), ngram (a table) or acceptance (an acceptance head).  [default: head; with --draft model]",
     ),
     *_of(
         MODEL,
@@ -71,23 +82,25 @@ DRAFT = group(
         option("--all-weights", "Also train a draft model's embeddings and output layer."),
     ),
     *_of(
-        "head block",
+        f"head {_BLOCKS}",
         option("start --from NAME", "Start from this head or block drafter (folder, hub id or alias), anew scheduled."),
         option("--hidden-layers N,N,N", "Layers of the target whose hidden states are read, such as 2,15,27."),
     ),
     *_of("head", option("--own-output-layer", "Train an output layer for a head, not only its decoder layer.")),
     *_of("head acceptance", option("--draft-steps N", "Tokens drafted in a row.  [default: 5; acceptance 8]")),
     *_of(
-        "block",
+        _BLOCKS,
         option("--block-size N", "Tokens that a block drafter drafts in one pass.  [default: 7]"),
-        option("--markov-rank N", "Rank of its Markov head, 0 for none.  [default: a ninth of the width]"),
+        option(
+            "--rank N", "Rank of its Markov head or candidate selector, 0 for none.  [default: a ninth of the width]"
+        ),
     ),
     *_of(_TRAINED, option("--vocabulary-size N", "Number of tokens that the draft can propose.")),
     *_of(
-        "block pruned",
+        f"{_BLOCKS} pruned",
         option("--layers N", "Layers of the draft.  [default: of a block one for every 15 of the target, else all]"),
     ),
-    *_of("head block pruned", option("--feed-forward N", "Feed-forward neurons of each layer.")),
+    *_of(f"head {_BLOCKS} pruned", option("--feed-forward N", "Feed-forward neurons of each layer.")),
     *_of(
         "pruned",
         option(
@@ -185,8 +198,8 @@ def run(given: Given) -> int:
     """Train or make a draft: a head, a model, an n-gram table, ...
 
     A draft head reads the target's hidden states and drafts token by token (EAGLE-3), a block drafter reads them and drafts a
-    block in one pass (DSpark), and a draft model is a smaller model of the same vocabulary. The folder always contains the best
-    draft so far. A later run continues where the last one ended.
+    block in one pass (DSpark; DFlash2 adds convolutions and a candidate selector), and a draft model is a smaller model of the
+    same vocabulary. The folder always contains the best draft so far. A later run continues where the last one ended.
     """
     given.kind = given.kind or (MODEL if given.draft is not None else HEAD)
     _check(given)
@@ -196,9 +209,9 @@ def run(given: Given) -> int:
     return 0
 
 
-_BOUNDS = {"draft_steps": (1, 64), "layers": (1, 256), "block_size": (2, MAX_BLOCK), "markov_rank": (0, 1 << 16)}
+_BOUNDS = {"draft_steps": (1, 64), "layers": (1, 256), "block_size": (2, MAX_BLOCK), "rank": (0, 1 << 16)}
 """Allowed values of some options."""
-_SHAPE = ("hidden_layers", "feed_forward", "own_output_layer", "layers", "block_size", "markov_rank")
+_SHAPE = ("hidden_layers", "feed_forward", "own_output_layer", "layers", "block_size", "rank")
 
 
 def _check(given: Given) -> None:
@@ -212,7 +225,10 @@ def _check(given: Given) -> None:
         if getattr(given, name) is not None and given.kind != "pruned":
             check_int(name, getattr(given, name), least, most)
     if given.kind not in (*MAKERS, MODEL) and given.start:
-        fixed = (*_SHAPE, *(["vocabulary_size"] if given.kind == BLOCK else []))  # a head's weights do not depend on it
+        fixed = (
+            *_SHAPE,
+            *(["vocabulary_size"] if given.kind in (BLOCK, DFLASH2) else []),
+        )  # a head's weights do not depend on it
         if given_too := [given.typed[name] for name in fixed if name in given.typed]:
             raise ConfigError(f"--from sets the shape; drop {given_too[0]}")
     if given.kind == MODEL and given.draft is None:
@@ -268,7 +284,7 @@ Layers = tuple[int, ...] | None
 def _train_draft(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
     if given.start:
         tokens = None if given.vocabulary_size is None else (data[0], given.vocabulary_size)
-        draft = resumed_draft(target, load_draft(given.start, kind=given.kind), tokens)
+        draft = resumed_draft(target, _started(given.start, given.kind), tokens)
     else:
         shape = DraftShape(
             hidden_layers=layers,
@@ -277,11 +293,19 @@ def _train_draft(target: LoadedModel, given: Given, layers: Layers, data: tuple[
             own_head=given.own_output_layer,
             layers=given.layers,
             block_size=given.block_size or BLOCK_SIZE,
-            markov_rank=given.markov_rank,
+            rank=given.rank,
         )
         draft = new_draft(given.kind, target, data[0], shape, given.seed)
     more |= {"steps": given.draft_steps} if given.draft_steps else {}
     return distil(target, draft, *data, **more)
+
+
+def _started(name: str, kind: str) -> StoredDraft:
+    """Return the draft to start from. Raises ConfigError for one of another kind."""
+    draft = load_draft(name)
+    if (found := kind_of(draft.config)) != kind:
+        raise ConfigError(f"--from {name!r} is of --kind {found}, not {kind}")
+    return draft
 
 
 def _train_model(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
@@ -347,7 +371,8 @@ def _summary(given: Given, report: Report, learn: Sequence[Text]) -> Iterator[st
         ids = read_draft(folder).token_ids
         if ids is not None:
             yield f"  it drafts {len(ids):,} tokens, {coverage(learn, ids):.1%} of those that the target generated"
-        yield f"  draft with it: --drafter '{given.kind}({folder})'"
+        name = HEAD if given.kind == HEAD else BLOCK
+        yield f"  draft with it: --drafter '{name}({folder})'"
     elif given.vocabulary is None:
         yield f"  draft with it: --draft {folder}"
     else:

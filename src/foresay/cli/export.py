@@ -14,7 +14,7 @@ from foresay.cli.options import DTYPE, TARGET, TRUST
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.models.drafts.base import target_rows
-from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.files import LAYOUTS, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.drafts import load_draft

@@ -2,8 +2,8 @@
 
 A head drafts one token after the other. Its cache has the pairs of hidden states and following tokens; draft tokens are cached
 with the head's own output instead, and are rewound once the hidden states of the target are known. A block drafter scores all
-tokens of a block in one pass; a Markov head adds scores that depend on the token before, so that each token is drawn from a
-distribution that is known exactly.
+tokens of a block in one pass; a Markov head or a candidate selector changes them by the tokens before, so that each token is
+drawn from a distribution that is known exactly.
 """
 
 from __future__ import annotations
@@ -179,7 +179,11 @@ class BlockCache(FeatureCache):
         self._outputs: torch.Tensor | None = None
         """[B, T, D], the outputs of the current blocks, one for each draft token."""
         self._scores: torch.Tensor | None = None
-        """[B, T, K], their logits without those of the Markov head."""
+        """[B, T, K], their logits, which know nothing of the tokens before."""
+        self._root: torch.Tensor | None = None
+        """[B, 1, R], the state of paths before the first token of this proposal."""
+        self._states: torch.Tensor | None = None
+        """[B, n, R], the states after the nodes of the last pass."""
         self._first: torch.Tensor | None = None
         """[B] int64, the index in its block of each row's first token of this proposal."""
         self._drawn = 0
@@ -189,7 +193,7 @@ class BlockCache(FeatureCache):
     def reset(self) -> None:
         """Forget every row."""
         super().reset()
-        self._outputs = self._scores = self._first = None
+        self._outputs = self._scores = self._first = self._root = self._states = None
 
     def room(self, rows: Rows, budget: Sequence[int]) -> list[int]:
         """Return how many tokens each row may draft: those of its block that are not drafted yet."""
@@ -218,28 +222,55 @@ class BlockCache(FeatureCache):
         self._outputs = outputs[:, skipped:]
         self._scores = self.block.scores(self._outputs)
         device = outputs.device
-        self._first = torch.tensor([_num_drafted(rows, i) for i in range(len(rows))], device=device)
+        drafted = [_num_drafted(rows, i) for i in range(len(rows))]
+        self._first = torch.tensor(drafted, device=device)
         self._drawn = 0
-        last = torch.tensor([[int(row.tokens[-1])] for row in rows], device=device)
-        return self._output(last, self._first[:, None])
+        self._states = torch.zeros(len(rows), 1, self.block.state_size, device=device)
+        output = self._output(self._previous(rows, drafted, 0), torch.zeros_like(self._first)[:, None], self._states)
+        for step in range(1, max(drafted) + 1):  # inside a cascade, over the tokens of its drafts
+            before, more = self._states, torch.tensor([n >= step for n in drafted], device=device)[:, None, None]
+            index = self._first[:, None].clamp(max=step)
+            new = self._output(self._previous(rows, drafted, step), index, before)
+            self._states = torch.where(more, self._states, before)
+            assert new.logits is not None and output.logits is not None
+            hidden = {n: torch.where(more, states, output.hidden[n]) for n, states in new.hidden.items()}
+            output = dataclasses.replace(new, logits=torch.where(more, new.logits, output.logits), hidden=hidden)
+        self._root = self._states
+        return output
+
+    def _previous(self, rows: Rows, drafted: Sequence[int], step: int) -> torch.Tensor:
+        """Return the token before that at an index of each row's block, [B, 1] int64. drafted: tokens of its block it has."""
+        tokens = [[int(row.tokens[-1 - max(0, n - step)])] for row, n in zip(rows, drafted, strict=True)]
+        return torch.tensor(tokens, device=self.block.device)
+
+    def keep_nodes(self, index: torch.Tensor) -> None:
+        """Order the states of the last pass as the nodes are ordered now; see `DraftCache.keep_nodes`."""
+        assert self._states is not None
+        batch = torch.arange(len(index), device=index.device)[:, None]
+        self._states = self._states[batch, index.clamp(min=0)]
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         """Return the scores after the last token of each chain, or after each node of trees."""
-        assert self._first is not None
-        if model_input.parents is not None:
-            depths = depths_of(model_input.parents)
-            return self._output(model_input.token_ids, self._first[:, None] + depths + 1)
-        self._drawn += 1
-        return self._output(model_input.token_ids[:, -1:], self._first[:, None] + self._drawn)
+        assert self._first is not None and self._root is not None and self._states is not None
+        parents = model_input.parents
+        if parents is None:
+            self._drawn += 1
+            return self._output(model_input.token_ids[:, -1:], self._first[:, None] + self._drawn, self._states)
+        batch = torch.arange(len(parents), device=parents.device)[:, None]
+        of_parents = self._states[batch, parents.clamp(min=0, max=self._states.shape[1] - 1)]
+        states = torch.where(parents[..., None] < 0, self._root, of_parents)
+        return self._output(model_input.token_ids, self._first[:, None] + depths_of(parents) + 1, states)
 
-    def _output(self, previous: torch.Tensor, index: torch.Tensor) -> ModelOutput:
-        """Return the scores [B, n, K] at indices of the blocks after previous tokens, [B, n] int64 each."""
+    def _output(self, previous: torch.Tensor, index: torch.Tensor, states: torch.Tensor) -> ModelOutput:
+        """Return the scores [B, n, K] at indices of the blocks after previous tokens, [B, n] int64 each; keep the new states.
+
+        states: [B, n, R], of the paths before the previous tokens.
+        """
         assert self._scores is not None and self._outputs is not None
         batch = torch.arange(len(index), device=index.device)[:, None]
-        index = index.clamp(max=self._scores.shape[1] - 1)
-        scores, hidden = self._scores[batch, index], self._outputs[batch, index]
-        markov = self.block.after(previous)
-        logits = scores if markov is None else scores + markov
+        at = index.clamp(max=self._scores.shape[1] - 1)
+        scores, hidden = self._scores[batch, at], self._outputs[batch, at]
+        logits, self._states = self.block.after(scores, hidden, previous, index, states)
         return ModelOutput(logits, {_LAST: hidden}, subset=self.block.subset)
 
     def expected(self, tokens: torch.Tensor, index: int) -> torch.Tensor | None:

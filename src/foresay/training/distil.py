@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.files import atomic_files, atomic_write
 from foresay.models.drafts.base import StoredDraft, target_rows
 from foresay.models.drafts.block import BlockModule
-from foresay.models.drafts.config import BlockConfig, DraftConfig, HeadConfig, usual_layers
+from foresay.models.drafts.block_config import SELECTOR, BlockConfig, PathShape, Sight
+from foresay.models.drafts.config import DraftConfig, HeadConfig, usual_layers
 from foresay.models.drafts.files import new_module, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.transformers_errors import quiet_transformers
@@ -36,6 +38,8 @@ from foresay.training.teacher import CachedPasses, TargetPasses, TeacherHead
 
 BLOCK_SIZE = 7
 """Default positions of a block."""
+CANDIDATES = 16
+"""Candidates of each position in a new candidate selector, as in published ones."""
 NOTE = "foresay.json"
 """Name of the file that describes how a folder's draft was made."""
 
@@ -56,8 +60,8 @@ class DraftShape:
     """Layers of a block drafter; None: one for every 15 of the target, at least 1."""
     block_size: int = BLOCK_SIZE
     """Positions of a block."""
-    markov_rank: int | None = None
-    """Rank of a block drafter's Markov head; None: a ninth of the hidden size. 0: none (DFlash)."""
+    rank: int | None = None
+    """Rank of a block drafter's Markov head or candidate selector; None: a ninth of the hidden size. 0: none (DFlash)."""
     confidence: bool = True
     """True if a block drafter predicts the acceptance of its tokens."""
 
@@ -93,25 +97,46 @@ def _head_config(model: CausalModel, shape: DraftShape, common: dict[str, Any]) 
     return HeadConfig(**common, target_hidden_size=width, norm_before_residual=True)
 
 
-def _block_config(model: CausalModel, shape: DraftShape, common: dict[str, Any]) -> BlockConfig:
-    rank = max(8, int(common["layer"]["hidden_size"]) // 9) if shape.markov_rank is None else shape.markov_rank
+def _block_config(model: CausalModel, shape: DraftShape, common: dict[str, Any], **parts: Any) -> BlockConfig:
+    rank = _rank(shape, common)
+    own = {
+        "path": PathShape("vanilla", rank) if rank else None,
+        "has_confidence": shape.confidence,
+        "confidence_reads_markov": shape.confidence and rank > 0,
+    }
     return BlockConfig(
         **common,
-        num_layers=shape.layers or max(1, model.num_layers // 15),
+        sights=(Sight(),) * (shape.layers or max(1, model.num_layers // 15)),
         block_size=shape.block_size,
         mask_token_id=model.vocab_size - 1,
-        markov_rank=rank,
-        has_confidence=shape.confidence,
-        confidence_reads_markov=shape.confidence and rank > 0,
+        **(parts or own),
     )
+
+
+def _dflash2_config(model: CausalModel, shape: DraftShape, common: dict[str, Any]) -> BlockConfig:
+    rank, width = _rank(shape, common), int(common["layer"]["hidden_size"])
+    path = PathShape(SELECTOR, rank, candidates=CANDIDATES) if rank else None
+    return _block_config(model, shape, common, path=path, convolution=(2, gcd(width, 16)), from_anchor=False)
+
+
+def _rank(shape: DraftShape, common: dict[str, Any]) -> int:
+    return max(8, int(common["layer"]["hidden_size"]) // 9) if shape.rank is None else shape.rank
 
 
 KINDS = {
     "head": Kind(_head_config, usual_layers, HeadStudent, "steps", 5, 0.8, "forward_kl"),
     # DSpark: exp(-1/4), 0.1 CE + 0.9 |p - q|_1
     "block": Kind(_block_config, usual_block_layers, BlockStudent, "anchors", 64, 0.7788, "ce=0.1, tv=1.8"),
+    "dflash2": Kind(_dflash2_config, usual_block_layers, BlockStudent, "anchors", 64, 0.7788, "ce=0.1, tv=1.8"),
 }
 """Kinds of drafts on hidden states by name."""
+
+
+def kind_of(config: DraftConfig) -> str:
+    """Return the kind of a draft on hidden states."""
+    if not isinstance(config, BlockConfig):
+        return "head"
+    return "block" if config.convolution is None else "dflash2"
 
 
 def causal(target: LoadedModel) -> CausalModel:
@@ -155,9 +180,9 @@ def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: Draf
     with torch.no_grad():  # the scale that the output layer expects; training would not reach it from ones
         module.norm.weight.copy_(final_norm(model))
         if isinstance(module, BlockModule):  # drafts start as those of the layers alone
-            for one in (module.markov_head and module.markov_head.markov_w2, module.confidence_head):
-                for weight in () if one is None else one.parameters():
-                    weight.zero_()
+            last = [] if module.path is None else module.path.products()[-1:]
+            for weight in (*last, *([] if module.confidence_head is None else module.confidence_head.parameters())):
+                weight.zero_()
     if shape.own_head:
         module.lm_head = nn.Linear(config.hidden_size, size, bias=False)
         with torch.no_grad():
@@ -244,7 +269,7 @@ def distil(
     see Fitting. setting: `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each
     text in a training step, None for one at each position.
     """
-    model, name = causal(target), "block" if isinstance(draft.config, BlockConfig) else "head"
+    model, name = causal(target), kind_of(draft.config)
     kind = KINDS[name]
     own = {kind.setting: kind.default, "decay": kind.decay if decay is None else decay, **setting}
     layers = draft.config.hidden_layers or usual_layers(model.num_layers)

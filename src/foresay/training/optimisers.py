@@ -16,7 +16,7 @@ from foresay.errors import ConfigError
 
 OPTIMISERS = ("muon", "adamw")
 _BETAS = (0.9, 0.95)
-_OUTPUTS = ("lm_head", "embed_out", "markov_w2", "confidence_head")
+_OUTPUTS = ("lm_head", "embed_out", "markov_w2", "embed_proj.2", "codebook", "confidence_head")
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 """a x + b x^3 + c x^5, which moves singular values of (0, 1] towards 1 when applied a few times."""
 

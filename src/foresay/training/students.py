@@ -17,8 +17,9 @@ from torch import nn
 
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
-from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.head import HeadModule
+from foresay.models.drafts.path import CandidateSelector, MarkovHead, Step
 from foresay.models.huggingface.causal import CausalModel
 from foresay.training.batches import Batch
 from foresay.training.losses import Objective, Teacher
@@ -40,6 +41,8 @@ class Comparison:
     teacher: Teacher
     labels: torch.Tensor | None = None
     """[N] int64, the column of the text's next token; K for a token outside the draft vocabulary. None if it is not needed."""
+    unary: torch.Tensor | None = None
+    """[N, K], the logits that choose the candidates of a selector, which are trained, too; None without a selector."""
     confidence: tuple[float, torch.Tensor] | None = None
     """Weight of its loss, and [N], logits of the predicted acceptance; None if the draft predicts none."""
 
@@ -156,28 +159,33 @@ class BlockStudent(DraftStudent):
         tokens = batch.tokens
         ids = torch.full((*anchors.shape, length), self.config.mask_token_id, device=tokens.device)
         ids[..., 0] = tokens.gather(1, anchors)
-        embedded = self._embedded(ids)
+        embedded = self._embedded(ids) * self.config.embedding_scale
         outputs = self.draft.blocks(batch.states.to(embedded.dtype), embedded, anchors)[:, :, first:]
         teacher_at = self._teachers(batch, loss_mask)
         padded = F.pad(loss_mask, (0, length))
+        path, head = self.draft.path, self.draft.confidence_head
+        states = outputs.new_zeros(*anchors.shape, 0 if path is None else path.state_size, dtype=torch.float32)
         for step in range(self.steps):
             inside = valid & padded.gather(1, anchors + step)
             rows, columns = inside.nonzero(as_tuple=True)
             positions = anchors[rows, columns] + step
-            states, previous = outputs[rows, columns, step], tokens[rows, positions]
-            logits = self._logits(states)
-            markov, head = self.draft.markov_head, self.draft.confidence_head
-            if markov is not None:
-                logits = logits + markov.markov_w2(markov.markov_w1(previous))
+            hidden, previous = outputs[rows, columns, step], tokens[rows, positions]
+            unary = logits = self.config.scaled(self._logits(hidden))
+            if path is not None:
+                index, before = torch.full_like(rows, step), states[rows, columns]
+                at = Step(unary, hidden, previous, self._embedded(previous), index, before)
+                logits, after = path.step(at, lambda weight, x: F.linear(x, weight))
+                states = states.index_put((rows, columns), after.to(states.dtype))
             confidence = None
             if head is not None:
-                parts = [states]
-                if self.config.confidence_reads_markov and markov is not None:
-                    parts.append(markov.markov_w1(previous))
+                parts = [hidden]
+                if self.config.confidence_reads_markov and isinstance(path, MarkovHead):
+                    parts.append(path.markov_w1(previous))
                 confidence = self.confidence, head.proj(torch.cat(parts, -1))[:, 0]
             following = tokens[rows, positions + 1]
             labels = following if self._columns is None else self._columns.to(tokens.device)[following]
-            yield Comparison(step, rows, positions, logits, teacher_at(rows, positions), labels, confidence)
+            chooses = unary if isinstance(path, CandidateSelector) else None
+            yield Comparison(step, rows, positions, logits, teacher_at(rows, positions), labels, chooses, confidence)
 
     def _anchors(self, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the anchors of each text, [B, A] int64 ascending, and which of them are real, [B, A] bool.
@@ -236,12 +244,14 @@ class ModelStudent(nn.Module):
 def summed(student: Student, batch: Batch, objective: Objective, decay: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sum over all distributions of the weighted loss, sum of the weights), float32 scalars.
 
-    The loss of a confidence is added to that of its distribution.
+    The losses of a confidence and of the logits that choose candidates are added to that of their distribution.
     """
     total = torch.zeros((), device=batch.tokens.device)
     weights = torch.zeros((), device=batch.tokens.device)
     for one in student.comparisons(batch):
         loss, accepted = objective.of_logits(one.teacher, one.logits, one.labels)
+        if one.unary is not None:
+            loss = loss + objective.of_logits(one.teacher, one.unary, one.labels)[0]
         if one.confidence is not None:
             weight, predicted = one.confidence
             loss = loss + weight * F.binary_cross_entropy_with_logits(

@@ -14,11 +14,13 @@ from foresay.drafters import BlockDrafter
 from foresay.errors import ConfigError
 from foresay.models.drafts.base import target_rows
 from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.files import read_draft
+from foresay.models.drafts.path import Step
 from foresay.training import fitting
 from foresay.training.batches import batch_of
 from foresay.training.curves import read_log
-from foresay.training.distil import DraftShape, distil, new_draft, resumed_draft, usual_block_layers
+from foresay.training.distil import DraftShape, distil, kind_of, new_draft, resumed_draft, usual_block_layers
 from foresay.training.evaluation import evaluate
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
@@ -36,13 +38,27 @@ def shape(**changes: Any) -> DraftShape:
     return DraftShape(**{"hidden_layers": (1, 2, 3), "vocabulary_size": VOCAB, "layers": 1, "block_size": 4, **changes})
 
 
-@pytest.mark.parametrize("from_anchor", [True, False])
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"from_anchor": False},
+    {
+        "from_anchor": False,
+        "path": PathShape(SELECTOR, 6, candidates=5),
+        "taps": (2, 8),
+        "sights": [Sight(window=4)] * 2,
+    },
+    {"path": PathShape("rnn", 6)},
+]
+
+
+@pytest.mark.parametrize("made_as", SHAPES)
 @pytest.mark.parametrize("ids", [None, [0, *range(3, 40)]])
-def test_the_loss_is_that_of_plain_loops(from_anchor: bool, ids: list[int] | None) -> None:
+def test_the_loss_is_that_of_plain_loops(made_as: dict[str, Any], ids: list[int] | None) -> None:
     """Every block alone, every position of it by hand; control: a Markov head that reads the token after."""
     target = loaded()
     model: Any = target.model
-    made = random_block(model, layers=(1, 3), size=4, ids=ids, from_anchor=from_anchor, gain=1.0)
+    made = random_block(model, layers=(1, 3), size=4, ids=ids, gain=1.0, **made_as)
+    from_anchor, path = made.config.from_anchor, made.module.path
     texts = written(target, 3, new=9)
     passes = TargetPasses(model, made.config.hidden_layers)
     student = BlockStudent(made, model, anchors=None, decay=0.5, confidence=0.7)
@@ -59,21 +75,26 @@ def test_the_loss_is_that_of_plain_loops(from_anchor: bool, ids: list[int] | Non
             embedded = model.model.get_input_embeddings()(block_ids)
             found = made.module.blocks(outputs.states[None].float(), embedded, torch.tensor([[anchor]]))[0, 0]
             found = found[0 if from_anchor else 1 :]
+            memory = torch.zeros(0 if path is None else path.state_size)
             for j, state in enumerate(found):
                 at = anchor + j
                 if at >= len(tokens) - 1:
                     break
                 logits = rows @ state
-                markov, head = made.module.markov_head, made.module.confidence_head
-                if markov is not None:
-                    logits = logits + markov.markov_w2(markov.markov_w1(torch.tensor(tokens[at])))
-                q, p = torch.softmax(logits, -1), p_all[at][kept]
-                label = tokens[at + 1]
-                ce = -q[kept.index(label)].clamp(min=1e-9).log() if label in kept else torch.tensor(0.0)
-                tv = ((p - q).abs().sum() + abs(1 - p.sum())) / 2
-                loss = 0.1 * ce + 1.8 * tv
-                if head is not None and markov is not None:
-                    seen = torch.cat([state, markov.markov_w1(torch.tensor(tokens[at]))])
+                scored = [logits]
+                if path is not None:
+                    previous = torch.tensor(tokens[at])
+                    step = Step(logits, state, previous, embedded[0, 0, 0], torch.tensor(j), memory)
+                    logits, memory = path.step(step, lambda weight, x: weight @ x)
+                    scored = [logits] if made.config.convolution is None else [*scored, logits]
+                p, label, loss = p_all[at][kept], tokens[at + 1], torch.tensor(0.0)
+                for one in scored:  # of a selector also those that choose its candidates
+                    q = torch.softmax(one, -1)
+                    ce = -q[kept.index(label)].clamp(min=1e-9).log() if label in kept else torch.tensor(0.0)
+                    loss = loss + 0.1 * ce + 1.8 * ((p - q).abs().sum() + abs(1 - p.sum())) / 2
+                head = made.module.confidence_head
+                if head is not None and path is not None:
+                    seen = torch.cat([state, path.markov_w1(torch.tensor(tokens[at]))])
                     accepted = torch.minimum(p, q).sum().detach()
                     loss = loss + 0.7 * torch.nn.functional.binary_cross_entropy_with_logits(
                         head.proj(seen)[0], accepted
@@ -105,11 +126,12 @@ def test_anchors_are_the_targets_own_positions_and_follow_the_seed() -> None:
     )
 
 
-def test_evaluation_counts_what_decoding_accepts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["block", "dflash2"])
+def test_evaluation_counts_what_decoding_accepts(kind: str, tmp_path: Path) -> None:
     """Tokens per pass of the simulated loop equal those of drafting with the saved block drafter."""
     target = loaded()
     learn, rest = split(written(target, 60), 0.2)
-    block = new_draft("block", target, learn, shape(), 0)
+    block = new_draft(kind, target, learn, shape(block_size=4 + (kind == "dflash2")), 0)
     plan = Plan(epochs=12, batch_tokens=600, rate=1e-2, evaluate_minutes=60)
     distil(target, block, learn, rest, plan, Objective.parse("forward_kl"), tmp_path)
     best = max(read_log(tmp_path).values(), key=lambda line: line["tokens_per_pass"])
@@ -121,7 +143,7 @@ def test_evaluation_counts_what_decoding_accepts(tmp_path: Path) -> None:
     assert engine.draft_failures == 0
     found = sum(len(step.token_ids) for step in steps) / len(steps)
     assert found == pytest.approx(best["tokens_per_pass"], rel=0.03)
-    assert best["acceptance_1"] > 0.5 > 5 * 1 / VOCAB, "from chance to more than a half"
+    assert best["acceptance_1"] > 0.35 > 5 * 1 / VOCAB, "from chance to more than a third"
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +200,8 @@ def test_defaults() -> None:
     target = loaded()
     made = new_draft("block", target, written(target, 4), DraftShape(), 0)
     assert made.config.num_layers == 1 and made.config.block_size == 7 and made.token_ids is None
+    other = new_draft("dflash2", target, written(target, 4), DraftShape(), 0).config
+    assert (kind_of(made.config), kind_of(other)) == ("block", "dflash2") and not other.from_anchor
     with pytest.raises(ConfigError, match="hidden_layers="):
         new_draft("block", target, written(target, 4), shape(hidden_layers=(5,)), 0)
     evaluate(BlockStudent(made, target.model, anchors=None, decay=0.5), [], torch.device("cpu"))  # type: ignore[arg-type]

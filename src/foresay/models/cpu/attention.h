@@ -29,6 +29,7 @@ struct Attention {
     const int64_t *slots;     // [N] its slot
     const int64_t *starts;    // [N] the slot of the first token of its row in this pass
     const int64_t *positions; // [N] its position
+    const int64_t *ends;      // [N] the last position that it attends to; null for its own
     const uint8_t *ancestors; // [N, columns] nonzero if it attends to a column of its row; null for chains, which attend to all before them
     const float *cosines;     // [N, rotated]; null without rotary positions
     const float *sines;       // [N, rotated]
@@ -120,17 +121,19 @@ struct Span {
     int64_t first, count;
 };
 
-// The first position that a token attends to; the last is its own.
+// The first and the last position that a token attends to.
 inline int64_t first_in_sight(const Attention &a, int64_t n) {
     int64_t first = a.window > 0 ? a.positions[n] - a.window + 1 : 0;
     return first > 0 ? first : 0;
 }
 
+inline int64_t last_in_sight(const Attention &a, int64_t n) { return a.ends == nullptr ? a.positions[n] : a.ends[n]; }
+
 inline void spans_of(const Attention &a, std::vector<Span> &out) {
     out.clear();
     int64_t group = a.queries / a.keys;
     for (int64_t n = 0; n < a.tokens;) {
-        int64_t count = 1, most = a.ancestors != nullptr ? 1 : MOST_SCORES / (group * (a.positions[n] + MOST_TOKENS + POSITIONS));
+        int64_t count = 1, most = a.ancestors != nullptr ? 1 : MOST_SCORES / (group * (last_in_sight(a, n) + MOST_TOKENS + POSITIONS));
         if (most > MOST_TOKENS) most = MOST_TOKENS;
         while (count < most && n + count < a.tokens && a.rows[n + count] == a.rows[n]) count++;
         out.push_back({n, count});
@@ -299,7 +302,7 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
     static thread_local std::vector<int64_t> kept_path;
     static thread_local std::vector<float *> pointers;
     int64_t n = span.first, group = a.queries / a.keys, count = span.count * group;
-    int64_t last = a.positions[n + span.count - 1], from = first_in_sight(a, n) / POSITIONS * POSITIONS;
+    int64_t last = last_in_sight(a, n + span.count - 1), from = first_in_sight(a, n) / POSITIONS * POSITIONS;
     int64_t padded = (a.dim + STEP<W> - 1) / STEP<W> * STEP<W>, width = (last - from) / POSITIONS * POSITIONS + POSITIONS;
     slots_of_path(a, n, kept_path);
     kept.assign(count * (width + padded), 0.0f), kept_rows.assign((POSITIONS + count) * padded, W{}), pointers.resize(2 * count);
@@ -326,7 +329,7 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
         const float *sink = a.sinks == nullptr ? nullptr : a.sinks + head * group + r % group;
-        weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap, sink);
+        weights_of(scores[r], first_in_sight(a, token) - from, last_in_sight(a, token) - from, width, a.scaling, a.softcap, sink);
     }
     source.first += to_values<T>(a, a.rows[n]);
     for (int64_t p = from; p <= last; p += POSITIONS) {

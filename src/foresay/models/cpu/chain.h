@@ -13,6 +13,7 @@ struct Chain {
     const int64_t *token_ids;           // [outputs of `scores`], the token of each; null if they are the same
     const float *cosines, *sines;       // [positions, rotated]
     int64_t rotated, positions;
+    int64_t feeds_norm;   // nonzero if a pass reads the last one's output after the last norm, not before it
     int64_t is_bf16;      // nonzero if embeddings and outputs are rounded to bfloat16, as the target's hidden states are
     const int64_t *known; // tokens of the first pass, which `Pass::tokens` counts
     int64_t most;         // largest number of drafted tokens
@@ -122,7 +123,8 @@ template <class F> int64_t draft(const Model &model, const Pass &first, const Ch
         probability *= c.weights[tenth(confidence)];
         if (!(probability > c.threshold)) break;
         // the next pass is over this token alone
-        if (last > 0) std::memcpy(pass.x, pass.x + last * hidden, hidden * sizeof(float));
+        const float *read_next = (c.feeds_norm ? pass.normed : pass.x) + last * hidden;
+        if (read_next != pass.x) std::memcpy(pass.x, read_next, hidden * sizeof(float));
         slot++, position += pass.tokens, inputs = &token;
         pass.tokens = pass.columns = 1, pass.slots = pass.starts = &slot, pass.positions = &position;
     }

@@ -61,11 +61,15 @@ class NativeChain:
         scores: NativeProduct,
         token_ids: torch.Tensor | None,
         dtype: torch.dtype,
+        *,
+        feeds_norm: bool = False,
     ) -> None:
         """embeddings: of all tokens. scores: the output layer. token_ids: [K] int64, the token of each of its outputs; None if
-        they are the same. dtype: that embeddings and the layers' outputs are rounded to.
+        they are the same. dtype: that embeddings and the layers' outputs are rounded to. feeds_norm: True if a pass reads the
+        last one's output after the last norm.
         """
         self._layers, self._embeddings, self._scores, self._dtype = layers, embeddings, scores, dtype
+        self._feeds_norm = feeds_norm
         self._token_ids = None if token_ids is None else token_ids.contiguous()
         self._ids_address = (
             None if self._token_ids is None else structs.address(self._token_ids, (scores.out_features,), torch.int64)
@@ -97,6 +101,7 @@ class NativeChain:
             sines=structs.address(sin, (positions, width), torch.float32),
             rotated=width,
             positions=positions,
+            feeds_norm=int(self._feeds_norm),
             is_bf16=self._dtype is torch.bfloat16,
             known=structs.address(known, (len(known),), torch.int64),
             most=most,

@@ -120,6 +120,12 @@ inline void check_tokens(const Attention &a) {
         require(slot >= 0 && slot < slots, "slot", slot, "a slot of the token's row");
         require(start >= 0 && start <= slot, "start", start, "at most the token's slot");
         require(position >= 0 && position < slots, "position", position, "below the slots of a row");
+        if (a.ends != nullptr) {
+            require(a.ancestors == nullptr, "ends", a.ends[n], "null for trees");
+            require(a.ends[n] >= position && a.ends[n] < slots, "end", a.ends[n], "from the token's position on, below the slots of its row");
+            bool grows = n == 0 || a.rows[n - 1] != a.rows[n] || a.ends[n - 1] <= a.ends[n];
+            require(grows, "end", a.ends[n], "at least that of the previous token in its row");
+        }
         if (a.ancestors == nullptr) {
             bool follows = n == 0 || a.rows[n - 1] != a.rows[n] || a.positions[n - 1] <= position;
             require(follows, "position", position, "at least that of the previous token in its row");

@@ -37,6 +37,44 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """Two causal convolutions of few taps around a sublayer: of its input and of its output (DFlash2).
+
+    Both kernels of a token are a fixed one plus a projection of the sublayer's input, which is shared by channels of a group. The
+    taps never reach the tokens of another row.
+    """
+
+    projection: Product
+    """[2 * taps * groups, H]: for the input and the output, each tap and each group of channels."""
+    base: torch.Tensor
+    """[2, taps, H]."""
+
+    def around(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the convolved input and the kernel of the output for x [..., T, H], the columns of a row's block."""
+        taps = self.base.shape[1]
+        deltas = self.projection(x)
+        deltas = deltas.view(*x.shape[:-1], 2, taps, -1)
+        return convolve(x, deltas[..., 0, :, :], self.base[0]), deltas[..., 1, :, :]
+
+    def after(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Return the convolved output. delta: as `around` returns it."""
+        return convolve(x, delta, self.base[1])
+
+
+def convolve(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return sum over t of (base[t, c] + delta[i, t, group of c]) * x[i - t, c], zeros before the first column.
+
+    x: [..., T, H]. delta: [..., T, taps, groups]. base: [taps, H].
+    """
+    out = torch.zeros_like(x)
+    for tap, fixed in enumerate(base):
+        moving = delta[..., tap, :].repeat_interleave(x.shape[-1] // delta.shape[-1], -1)
+        seen = F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :]
+        out = out + (fixed + moving) * seen
+    return out
+
+
+@dataclass(frozen=True, slots=True)
 class ClampedGate:
     """gpt-oss's gate: min(gate, limit) * sigmoid(alpha * the same) * (1 + up), with up clamped to [-limit, limit]."""
 
@@ -97,6 +135,10 @@ class GatedLayer:
     experts: Experts | None = None
     sinks: torch.Tensor | None = None
     """A further score of each query head, [heads], which takes weight and has no value. Only the kernels compute it."""
+    causal: bool = True
+    """False if a token attends to the columns of its row after its own, too."""
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
 
     @property
     def norms(self) -> tuple[Norm, ...]:

@@ -80,6 +80,23 @@ void run(const Model &model, const Pass &pass) {
     last.resize(hidden);
     static thread_local std::vector<float> apart;
     const float *first = pass.read == nullptr ? normed : normed_inputs(model, pass, apart);
+    static thread_local std::vector<float> of_taps, convolved;
+    // a half's input, and its output in `more`, convolved if the layer has convolutions around it
+    auto before = [&](const Convolution *c, const float *x) -> const float * {
+        if (c == nullptr) return x;
+        of_taps.resize(tokens * 2 * c->taps * c->groups), convolved.resize(2 * tokens * hidden);
+        multiply(c->projection, x, hidden, tokens, of_taps.data(), threads);
+        each_token(tokens, threads, [&, deltas = of_taps.data(), out = convolved.data()](int64_t n) {
+            convolve(*c, 0, x, deltas, pass.rows, n, hidden, out);
+        });
+        return convolved.data();
+    };
+    auto after = [&](const Convolution *c) -> const float * {
+        if (c == nullptr) return more;
+        float *out = convolved.data() + tokens * hidden;
+        each_token(tokens, threads, [&, deltas = of_taps.data()](int64_t n) { convolve(*c, 1, more, deltas, pass.rows, n, hidden, out); });
+        return out;
+    };
     of_layers[0].read_from(model.layer[0]);
     norm(nullptr, nullptr, of_layers[0].before_attention);
     for (int64_t i = 0; i < model.layers; i++) {
@@ -93,20 +110,21 @@ void run(const Model &model, const Pass &pass) {
             next = Norms::widened(model.last_norm, last.data());
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
-        multiply(layer.qkv, i == 0 ? first : normed, layer.qkv.depth, tokens, joint, threads);
+        multiply(layer.qkv, before(layer.attention_conv, i == 0 ? first : normed), layer.qkv.depth, tokens, joint, threads);
         attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_kind, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
-        norm(more, norms.after_attention, norms.before_mlp);
+        norm(after(layer.attention_conv), norms.after_attention, norms.before_mlp);
+        const float *read = before(layer.mlp_conv, normed);
         if (layer.experts != nullptr) {
-            multiply_experts(*layer.experts, normed, hidden, tokens, more, threads);
+            multiply_experts(*layer.experts, read, hidden, tokens, more, threads);
         } else {
-            multiply(layer.gate_up, normed, hidden, tokens, joint, threads);
+            multiply(layer.gate_up, read, hidden, tokens, joint, threads);
             each_token(tokens, threads, [&](int64_t n) {
                 apply(model.gate, joint + n * 2 * model.inner, gated + n * model.inner, model.inner);
             });
             multiply(layer.down, gated, model.inner, tokens, more, threads);
         }
-        norm(more, norms.after_mlp, next);
+        norm(after(layer.mlp_conv), norms.after_mlp, next);
     }
 }
 
@@ -224,9 +242,9 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
-    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Attention), sizeof(Vector),
-                                 sizeof(Layer),   sizeof(Model), sizeof(Pass),    sizeof(Chain)};
-    return index >= 0 && index < 9 ? sizes[index] : 0;
+    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Convolution), sizeof(Attention),
+                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),   sizeof(Pass),        sizeof(Chain)};
+    return index >= 0 && index < 10 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.

@@ -19,7 +19,7 @@ from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
-from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm
 from foresay.models.cpu.product import NativeProduct
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -49,7 +49,8 @@ class FlatTokens:
 
     rows, slots, positions: cache row, slot and position of each token, [N] int64 each. starts: the slot of the first token of its
     row in this pass, [N] int64. ancestors: [N, T] uint8, nonzero for the columns of its row that a token attends to; None for
-    chains. columns: T.
+    chains. columns: T. ends: [N] int64, the last position that a token attends to in layers that are not causal; None for its
+    own.
     """
 
     rows: torch.Tensor
@@ -58,6 +59,7 @@ class FlatTokens:
     positions: torch.Tensor
     ancestors: torch.Tensor | None
     columns: int
+    ends: torch.Tensor | None = None
 
     @staticmethod
     def of(at: Placement, real: torch.Tensor | None) -> FlatTokens:
@@ -82,12 +84,13 @@ class FlatTokens:
 
     def addresses(self) -> dict[str, int | None]:
         """Return the address of each tensor, by its name in the struct Pass."""
-        count, seen = len(self.rows), self.ancestors
+        count, seen, ends = len(self.rows), self.ancestors, self.ends
         return {
             "rows": structs.address(self.rows, (count,), torch.int64),
             "slots": structs.address(self.slots, (count,), torch.int64),
             "starts": structs.address(self.starts, (count,), torch.int64),
             "positions": structs.address(self.positions, (count,), torch.int64),
+            "ends": None if ends is None else structs.address(ends, (count,), torch.int64),
             "ancestors": None if seen is None else structs.address(seen, (count, self.columns), torch.uint8),
         }
 
@@ -300,7 +303,20 @@ class NativeLayers:
             attention=attention,
             turn=turn,
             experts=experts,
+            causal=int(layer.causal),
+            **{
+                name: None if one is None else ctypes.pointer(self._convolution(one))
+                for name, one in (("attention_conv", layer.attention_conv), ("mlp_conv", layer.mlp_conv))
+            },
         )
+
+    def _convolution(self, conv: Convolution) -> structs.Convolution:
+        projection, base = _native(conv.projection), conv.base.float().contiguous()
+        self._referenced += [projection, base]
+        taps = int(base.shape[1])
+        groups = projection.out_features // (2 * taps)
+        address = structs.address(base, (2, taps, self._hidden), torch.float32)
+        return structs.Convolution(taps, groups, projection.struct, address)
 
     def _experts(self, experts: Experts) -> structs.Experts:
         router = _native(experts.router)

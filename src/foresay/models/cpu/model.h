@@ -3,6 +3,7 @@
 #pragma once
 
 #include "checks.h"
+#include "convolution.h"
 #include "experts.h"
 
 namespace foresay {
@@ -19,6 +20,8 @@ struct Layer {
     Attention attention; // fields that are the same in all passes
     int64_t turn;        // index of its cosines and sines; -1 for none
     const Experts *experts; // instead of gate_up and down; null for none
+    int64_t causal;         // 0 if a token attends up to its end; see Attention
+    const Convolution *attention_conv, *mlp_conv; // around both halves; null for none
 };
 
 // A layer's vectors in float32: the factors of its norms, and its sinks.
@@ -60,7 +63,7 @@ struct Model {
 
 struct Pass {
     int64_t tokens, columns, threads, cache_kind, turns, store_rows, store_layers; // cache_kind: see CacheKind
-    const int64_t *rows, *slots, *starts, *positions;
+    const int64_t *rows, *slots, *starts, *positions, *ends; // ends: null for chains and trees
     const uint8_t *ancestors;
     const float *const *cosines; // for each turn, [N, rotated]
     const float *const *sines;
@@ -82,6 +85,7 @@ inline Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pa
     a.query_norm = norms.query_norm, a.key_norm = norms.key_norm, a.sinks = norms.sinks;
     a.tokens = pass.tokens, a.columns = pass.columns;
     a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
+    a.ends = layer.causal ? nullptr : pass.ends;
     a.layer = index, a.store_rows = pass.store_rows, a.blocks = pass.blocks, a.capacities = pass.capacities;
     if (layer.turn >= 0) {
         a.cosines = pass.cosines[layer.turn], a.sines = pass.sines[layer.turn], a.rotated = pass.rotated[layer.turn];
@@ -112,6 +116,10 @@ inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t rea
     check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
     check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
     check_norm("sinks", layer.sinks, a.queries);
+    require(layer.causal == 0 || layer.causal == 1, "causal", layer.causal, "0 or 1");
+    for (const Convolution *one : {layer.attention_conv, layer.mlp_conv}) {
+        if (one != nullptr) check(*one, hidden);
+    }
 }
 
 inline void check(const Model &model) {
@@ -147,7 +155,7 @@ inline void check(const Model &model, const Pass &pass) {
         Attention a = at_layer(model.layer[i], none, pass, i);
         check_heads(a);
         check_store(a, pass.store_layers);
-        if (i == 0) check_tokens(a);
+        if (i == 0 || a.ends != nullptr) check_tokens(a);
     }
 }
 

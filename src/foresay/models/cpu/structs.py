@@ -46,13 +46,20 @@ class Experts(ctypes.Structure):
     ]
 
 
+class Convolution(ctypes.Structure):
+    """The struct of the same name in convolution.h."""
+
+    _fields_ = [*_fields(_NUMBER, "taps groups"), ("projection", Product), ("base", _POINTER)]
+
+
 class Attention(ctypes.Structure):
     """The struct of the same name in attention.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows"),
         *_fields(
-            _POINTER, "blocks capacities rows slots starts positions ancestors cosines sines query_norm key_norm sinks"
+            _POINTER,
+            "blocks capacities rows slots starts positions ends ancestors cosines sines query_norm key_norm sinks",
         ),
         *_fields(_REAL, "eps scaling softcap"),
     ]
@@ -73,6 +80,8 @@ class Layer(ctypes.Structure):
         ("attention", Attention),
         ("turn", _NUMBER),
         ("experts", ctypes.POINTER(Experts)),
+        ("causal", _NUMBER),
+        *_fields(ctypes.POINTER(Convolution), "attention_conv mlp_conv"),
     ]
 
 
@@ -95,7 +104,7 @@ class Pass(ctypes.Structure):
 
     _fields_ = [
         *_fields(_NUMBER, "tokens columns threads cache_kind turns store_rows store_layers"),
-        *_fields(_POINTER, "rows slots starts positions ancestors"),
+        *_fields(_POINTER, "rows slots starts positions ends ancestors"),
         *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),
     ]
@@ -106,7 +115,7 @@ class Chain(ctypes.Structure):
 
     _fields_ = [
         *_fields(_POINTER, "embeddings scores token_ids cosines sines"),
-        *_fields(_NUMBER, "rotated positions is_bf16"),
+        *_fields(_NUMBER, "rotated positions feeds_norm is_bf16"),
         ("known", _POINTER),
         ("most", _NUMBER),
         ("ends", _POINTER),
@@ -116,7 +125,7 @@ class Chain(ctypes.Structure):
     ]
 
 
-STRUCTS = (Product, Gate, Experts, Attention, Vector, Layer, Model, Pass, Chain)
+STRUCTS = (Product, Gate, Experts, Convolution, Attention, Vector, Layer, Model, Pass, Chain)
 """All structs, in the order of `foresay_struct_size`."""
 
 

@@ -99,6 +99,10 @@ class DraftModel(SlotCacheRows):
             return self._make(weight, None)
         return DenseProduct(weight)
 
+    def _plain(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight that is not multiplied, on the target's device and in its dtype."""
+        return weight.detach().to(self.device, self.dtype)
+
     def _norm_of(self, norm: torch.nn.Module) -> Norm:
         assert isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None
         return Norm(norm.weight.detach().to(self.device, self.dtype).contiguous(), float(norm.eps or 0.0))

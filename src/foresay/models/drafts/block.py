@@ -1,15 +1,18 @@
-"""A block drafter (DFlash; DSpark): a trainable module, and the same bound to its target with its own slot cache.
+"""A block drafter (DFlash, DFlash2; DSpark): a trainable module, and the same bound to its target with its own slot cache.
 
 A block follows an anchor, a position whose token is known. Its first input is the anchor's token, the others are mask tokens. In
 every layer the keys and values are those of the target's hidden states at all positions before the anchor, and of the block
-itself, all of which each of its positions attends to. DSpark adds the Markov and the confidence head. The cache has one slot for
-each committed position but the last; a block is computed in the slots after them, and its entries are overwritten later. Knows no
-loss and no data; the drafter supplies the hidden states.
+itself, all of which each of its positions attends to, unless the layer has a window or is causal. DSpark adds the Markov and the
+confidence head, DFlash2 convolutions inside the block and a candidate selector (path.py). The cache has one slot for each
+committed position but the last; a block is computed in the slots after them, and its entries are overwritten later. Knows no loss
+and no data; the drafter supplies the hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,10 +25,20 @@ from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cpu.gated_layer import Convolution, GatedLayer
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.drafts.base import LAST, DraftModel, StoredDraft
-from foresay.models.drafts.config import BlockConfig
-from foresay.models.drafts.layers import DraftModule, FeedForward, Projections, RMSNorm, Rotary, rotate
+from foresay.models.drafts.block_config import BlockConfig, Sight
+from foresay.models.drafts.layers import (
+    DraftModule,
+    DynamicConvolution,
+    FeedForward,
+    Projections,
+    RMSNorm,
+    Rotary,
+    rotate,
+)
+from foresay.models.drafts.path import MarkovHead, Step, path_head
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
@@ -40,10 +53,21 @@ class Seen(NamedTuple):
     before: Rotary
     inside: Rotary
     """Cosines and sines of the context's and of the blocks' positions."""
-    visible: torch.Tensor
-    """[B, A, S] bool, the positions before each anchor."""
+    anchors: torch.Tensor
+    """[B, A] int64, positions."""
     length: int
     """Positions of a block, T."""
+
+    def visible(self, sight: Sight) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which context positions [B, A, 1 or T, S] and which of the block [T, T] its positions attend to, bool."""
+        at = torch.arange(self.length, device=self.anchors.device)
+        far = torch.arange(self.context.shape[1], device=self.anchors.device) < self.anchors[..., None, None]
+        near = (at <= at[:, None]) if sight.causal else torch.ones_like(at[:, None] <= at)
+        if sight.window is not None:
+            first = self.anchors[..., None] + at - sight.window + 1
+            far = far & (torch.arange(self.context.shape[1], device=at.device) >= first[..., None])
+            near = near & (at > at[:, None] - sight.window)
+        return far, near
 
 
 class BlockModule(DraftModule):
@@ -54,10 +78,13 @@ class BlockModule(DraftModule):
         shape, width = self.shape, config.hidden_size
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
         self.layers = nn.ModuleList(
-            [BlockLayer(shape, normalizes=config.normalizes_queries) for _ in range(config.num_layers)]
+            [
+                BlockLayer(shape, sight, config.convolution, normalizes=config.normalizes_queries)
+                for sight in config.sights
+            ]
         )
         self.norm = RMSNorm(width, shape.rms_norm_eps)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.path = path_head(config)
         self.confidence_head = ConfidenceHead(config) if config.has_confidence else None
 
     @property
@@ -83,21 +110,11 @@ class BlockModule(DraftModule):
         before = self.rotary(context, torch.arange(num_positions, device=device)[None])
         positions = (anchors[..., None] + torch.arange(length, device=device)).view(batch, -1)
         inside = self.rotary(context, positions)
-        visible = torch.arange(num_positions, device=device) < anchors[..., None]
-        x, seen = embedded.reshape(batch, num_anchors * length, -1), Seen(context, before, inside, visible, length)
+        x, seen = embedded.reshape(batch, num_anchors * length, -1), Seen(context, before, inside, anchors, length)
         for layer in self.block_layers:
             x = layer(x, seen)
         out: torch.Tensor = self.norm(x).view(batch, num_anchors, length, -1)
         return out
-
-
-class MarkovHead(nn.Module):
-    """Scores of a token after the previous one, of low rank: W2 W1[token]."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -105,33 +122,49 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        extra = config.markov_rank if config.confidence_reads_markov else 0
+        extra = config.path.rank if config.path is not None and config.confidence_reads_markov else 0
         self.proj = nn.Linear(config.hidden_size + extra, 1)
 
 
 class BlockLayer(nn.Module):
-    """Attention over the context and a block, followed by a gated feed-forward network."""
+    """Attention over the context and a block, followed by a gated feed-forward network, both in convolutions or not."""
 
-    def __init__(self, shape: LlamaConfig, *, normalizes: bool) -> None:
+    def __init__(self, shape: LlamaConfig, sight: Sight, taps: tuple[int, int] | None, *, normalizes: bool) -> None:
+        """taps: see BlockConfig.convolution."""
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = BlockAttention(shape, shape.hidden_size, normalizes=normalizes)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.sight, width = sight, shape.hidden_size
+        self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
+        self.self_attn = BlockAttention(shape, width, normalizes=normalizes)
+        self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
+        self.attention_conv = None if taps is None else DynamicConvolution(width, *taps)
+        self.mlp_conv = None if taps is None else DynamicConvolution(width, *taps)
 
     def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
         """Transform the states of blocks x [B, A * T, D]."""
-        x = x + self.self_attn(self.input_layernorm(x), seen)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        attend = partial(self.self_attn, seen=seen, sight=self.sight)
+        x = x + _convolved(self.attention_conv, attend, self.input_layernorm(x), seen.length)
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x), seen.length)
+
+
+def _convolved(
+    conv: DynamicConvolution | None, sublayer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Return a sublayer's output for x [B, A * T, D], with convolutions over the positions of each block around it."""
+    if conv is None:
+        return sublayer(x)
+    formula, blocks = conv.convolution(), x.view(len(x), -1, length, x.shape[-1])
+    read, delta = formula.around(blocks)
+    return formula.after(sublayer(read.flatten(1, 2)).view_as(blocks), delta).flatten(1, 2)
 
 
 class BlockAttention(Projections):
     """Attention of a block's positions to the context before its anchor and to the whole block."""
 
-    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: Seen, sight: Sight) -> torch.Tensor:
         """Attend from the states of blocks x [B, A * T, D]."""
-        context, before, inside, visible, length = seen
+        context, before, inside, _, length = seen
+        in_context, in_block = seen.visible(sight)
         batch, count = x.shape[:2]
         anchors, group = count // length, self.heads // self.key_heads
         query, key, old = self.queries(x, inside), self.keys(x, inside), self.keys(context, before)
@@ -140,9 +173,11 @@ class BlockAttention(Projections):
         folded = query.view(batch, self.key_heads, group, anchors, length, self.dim).transpose(2, 3).flatten(3, 4)
         own_keys, own_values = (one.view(batch, self.key_heads, anchors, length, self.dim) for one in (key, value))
         scale = self.dim**-0.5
-        far = (folded.flatten(2, 3) @ old.transpose(2, 3) * scale).view(*folded.shape[:4], -1)
-        far = far.masked_fill(~visible[:, None, :, None], -torch.inf)
+        far = (folded.flatten(2, 3) @ old.transpose(2, 3) * scale).unflatten(2, (anchors, -1))
+        in_context = in_context.expand(-1, -1, length, -1).repeat(1, 1, group, 1)
+        far = far.masked_fill(~in_context[:, None], -torch.inf)
         near = folded @ own_keys.transpose(3, 4) * scale
+        near = near.masked_fill(~in_block.repeat(group, 1), -torch.inf)
         weights = torch.softmax(torch.cat([far, near], -1), -1)
         width = old.shape[2]
         attended = (weights[..., :width].flatten(2, 3) @ old_value).view(folded.shape) + weights[
@@ -168,23 +203,36 @@ class BlockModel(DraftModel):
                 f"the block drafter drafts {config.draft_vocab_size} tokens, but the output layer of {name!r} has {found} rows"
             )
         layers = module.block_layers
-        self._layers = [
-            self._layer_of(one.self_attn, one.mlp, one.post_attention_layernorm, one.input_layernorm) for one in layers
-        ]
+        self._layers = [self._block_layer(one) for one in layers]
         attentions = [layer.self_attn for layer in layers]
         self._context = self._product(*(one.weight for a in attentions for one in (a.k_proj, a.v_proj)))
         """Keys and values of the context features in all layers, in one product."""
         self._key_norms = [None if a.k_norm is None else self._norm_of(a.k_norm) for a in attentions]
-        markov = module.markov_head
-        self._markov_rows = None if markov is None else markov.markov_w1.weight.detach().to(self.device, self.dtype)
-        self._markov = None if markov is None else self._product(markov.markov_w2.weight)
+        self._path = None if module.path is None else copy.deepcopy(module.path).to(self.device, self.dtype)
+        weights = [] if self._path is None else self._path.requires_grad_(False).products()
+        self._of_path = {id(weight): self._product(weight) for weight in weights}
         confidence = module.confidence_head
         self._confidence = None
         if confidence is not None:
             weight, bias = confidence.proj.weight, confidence.proj.bias
             self._confidence = weight[0].detach().to(self.device).float(), float(bias.detach()[0])
-        products = (self._context, self._fc, self._markov or self._head)
+        products = (self._context, self._fc, *self._of_path.values(), *_projections(self._layers))
         self._native = self._compiled(self._layers, str(config.layer.get("hidden_act", "silu")), products)
+
+    def _block_layer(self, layer: BlockLayer) -> GatedLayer:
+        convs = [
+            None
+            if one is None
+            else Convolution(self._product(one.kernel_projection.weight), self._plain(one.base_kernel))
+            for one in (layer.attention_conv, layer.mlp_conv)
+        ]
+        return replace(
+            self._layer_of(layer.self_attn, layer.mlp, layer.post_attention_layernorm, layer.input_layernorm),
+            window=layer.sight.window,
+            causal=layer.sight.causal,
+            attention_conv=convs[0],
+            mlp_conv=convs[1],
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -271,8 +319,7 @@ class BlockModel(DraftModel):
         counts = torch.tensor(lengths, device=self.device)
         real = torch.arange(columns, device=self.device) < counts[:, None]
         ends = at.slots[:, :1] + counts[:, None] - 1
-        at.ancestors = real[:, None].expand(-1, columns, -1)
-        embedded = self._embed(ids)
+        embedded = self._embed(ids) * self.config.embedding_scale
         if self._native is not None:
             return self._by_kernels(self._native, embedded, at, real, ends, cache)
         with attention.during(at):
@@ -291,8 +338,7 @@ class BlockModel(DraftModel):
         if not bool(real.any()):
             return out
         turns = self._rotary_table(at.positions[real].contiguous())
-        at.positions = ends.expand(at.slots.shape)  # the kernels attend to all positions up to this one
-        tokens = FlatTokens.of(at, real)
+        tokens = replace(FlatTokens.of(at, real), ends=ends.expand(at.slots.shape)[real].contiguous())
         normed, _ = native.run(embedded[real].float(), tokens, cache, {self._layers[0].kind: turns}, ())
         out[real] = normed.to(self.dtype)
         return out
@@ -303,27 +349,37 @@ class BlockModel(DraftModel):
         x = embedded
         rotary = rotary_of(*self._rotary(x, at.positions))
 
-        def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return (key <= ends[:, :, None, None]).expand(-1, -1, query.shape[2], -1)
-
-        mask = attention.additive_mask(mask_function=seen, dtype=x.dtype)
-        for index, layer in enumerate(self._layers):
+        masks = {sight: _mask(sight, ends, x.dtype) for sight in set(self.config.sights)}
+        for index, (layer, sight) in enumerate(zip(self._layers, self.config.sights, strict=True)):
             assert layer.before_attention is not None
-            x = attend(layer, x, layer.before_attention(x), partial(cache.write, index, at=at), rotary, mask)
+            x = attend(layer, x, layer.before_attention(x), partial(cache.write, index, at=at), rotary, masks[sight])
             x = feed_forward(layer, x)
         return self._norm(x)
 
     @torch.inference_mode()
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., K] of outputs [..., D], without those of the Markov head."""
-        return self.in_parts(self._head, hidden)
+        """Return the logits [..., K] of outputs [..., D], which know nothing of the other tokens of the block."""
+        return self.config.scaled(self.in_parts(self._head, hidden))
+
+    @property
+    def state_size(self) -> int:
+        """Size of the state of a path of tokens."""
+        return 0 if self._path is None else self._path.state_size
 
     @torch.inference_mode()
-    def after(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits that the Markov head adds after previous tokens, [...] int64 -> [..., K]; None without one."""
-        if self._markov is None or self._markov_rows is None:
-            return None
-        return self.in_parts(self._markov, self._markov_rows[tokens])
+    def after(
+        self,
+        scores: torch.Tensor,
+        hidden: torch.Tensor,
+        previous: torch.Tensor,
+        index: torch.Tensor,
+        state: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits [..., K] of outputs after the previous tokens of their block, and the state; see path.Step."""
+        if self._path is None:
+            return scores, state
+        at = Step(scores, hidden, previous, self._embed(previous), index, state)
+        return self._path.step(at, lambda weight, x: self.in_parts(self._of_path[id(weight)], x))
 
     @torch.inference_mode()
     def acceptance(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
@@ -333,6 +389,24 @@ class BlockModel(DraftModel):
             return None
         weight, bias = self._confidence
         logits = (hidden.float() * weight[: self.width]).sum(-1) + bias
-        if self.config.confidence_reads_markov and self._markov_rows is not None:
-            logits = logits + (self._markov_rows[tokens].float() * weight[self.width :]).sum(-1)
+        if self.config.confidence_reads_markov and isinstance(self._path, MarkovHead):
+            logits = logits + (self._path.markov_w1.weight[tokens].float() * weight[self.width :]).sum(-1)
         return torch.sigmoid(logits)
+
+
+def _projections(layers: Sequence[GatedLayer]) -> Iterator[Any]:
+    """The products of the layers' convolutions."""
+    for layer in layers:
+        yield from (one.projection for one in (layer.attention_conv, layer.mlp_conv) if one is not None)
+
+
+def _mask(sight: Sight, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the additive mask of the current pass over blocks whose last positions are ends [B, 1]."""
+
+    def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        out = (key <= ends[:, :, None, None]).expand(-1, -1, query.shape[2], -1)
+        out = out & (key <= query) if sight.causal else out
+        return out if sight.window is None else out & (key > query - sight.window)
+
+    out: torch.Tensor = attention.additive_mask(mask_function=seen, dtype=dtype)
+    return out

@@ -1,9 +1,7 @@
 """Configurations of drafts on hidden states, in the layouts of config.json that other engines read and write.
 
-A head (EAGLE-3, Li et al. 2025) has a plain layout and vLLM's speculators layout. Of block drafters, DFlash's files have a
-`dflash_config`, DSpark's the same fields at the top, and the speculators layout has both kinds. The layers of the target are
-counted from 0 for the output of the first layer in DFlash's and DSpark's files, and as here in the others: 0 is the embeddings.
-Owns the field names and defaults. Knows no tensor.
+A head (EAGLE-3, Li et al. 2025) has a plain layout and vLLM's speculators layout, which also have EAGLE-3.1's norms. The layers
+of the target are counted from 0 for the embeddings. Owns the field names and defaults. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -15,35 +13,23 @@ from typing import Any, ClassVar, Self
 
 from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError
-from foresay.json_files import short
 from foresay.models.drafts.fields import (
-    MAX_BLOCK,
     REQUIRED,
-    block_fields_of,
+    SLIDING,
     check_layer,
     fields_of,
     layers_of,
     object_of,
     refuse_parts,
     verifier_of,
+    windows_of,
 )
 
 _DRAFT_TOKENS = 5
 """Draft length that an exported configuration recommends to other engines."""
 _OFF = (False, None)
-_HEAD_PARTS = dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias"), (*_OFF, 0))
-_BLOCK_PARTS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "causal", "is_causal"), _OFF),
-    **dict.fromkeys(
-        ("conv_kernel_size", "selector_rank", "q_lora_rank", "kv_lora_rank", "attention_multiplier"), (None,)
-    ),
-    **dict.fromkeys(("input_embedding_scale", "output_multiplier", "logits_scaling", "logit_scale"), (None, 1, 1.0)),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), (None, 1, 1.0)),
-    "final_logit_softcapping": (None, 0, 0.0),
-    "attention_mode": (None, "gqa", "mha"),
-    "projector_type": (None, "dflash", "dspark"),
-    "markov_head_type": (None, "vanilla"),
-}
+_HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+_HEAD_PARTS = dict.fromkeys(("attention_bias", "mlp_bias", "parallel_drafting"), (*_OFF, 0))
 """Fields of variants that are not supported, and the values that select none of them."""
 
 
@@ -140,11 +126,20 @@ class HeadConfig(DraftConfig):
     target_hidden_size: int
     norm_before_residual: bool
     """True if the residual around attention is the normalized input."""
+    norm_before_fc: bool = False
+    """True to normalize the target's hidden states, all as one vector."""
+    fc_norm: bool = False
+    """True to normalize each of them."""
+    norm_output: bool = False
+    """True if the next pass reads the output after the last norm."""
+    window: int | None = None
+    """Most positions that a pair attends to, its own included; None for all."""
 
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
         check_int("target_hidden_size", self.target_hidden_size, 1)
-        check_flag("norm_before_residual", self.norm_before_residual)
+        for name in ("norm_before_residual", *_HEAD_NORMS):
+            check_flag(name, getattr(self, name))
 
     @property
     def target_width(self) -> int:
@@ -156,9 +151,7 @@ class HeadConfig(DraftConfig):
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            **self.layer,
-            "num_hidden_layers": 1,
-            "vocab_size": self.vocab_size,
+            **self._layer(),
             **self._common(),
             "eagle_config": {
                 "eagle_aux_hidden_state_layer_ids": None if self.hidden_layers is None else list(self.hidden_layers),
@@ -173,12 +166,7 @@ class HeadConfig(DraftConfig):
             "speculators_model_type": "eagle3",
             **self._common(),
             "eagle_aux_hidden_state_layer_ids": None if self.hidden_layers is None else list(self.hidden_layers),
-            "transformer_layer_config": {
-                "model_type": "llama",
-                **self.layer,
-                "num_hidden_layers": 1,
-                "vocab_size": self.vocab_size,
-            },
+            "transformer_layer_config": {"model_type": "llama", **self._layer()},
             "speculators_config": {
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
@@ -187,11 +175,18 @@ class HeadConfig(DraftConfig):
             },
         }
 
+    def _layer(self) -> dict[str, Any]:
+        out = {**self.layer, "num_hidden_layers": 1, "vocab_size": self.vocab_size}
+        if self.window is not None:
+            out |= {"layer_types": [SLIDING], "use_sliding_window": True, "sliding_window": self.window}
+        return out
+
     def _common(self) -> dict[str, Any]:
         return {
             "draft_vocab_size": self.draft_vocab_size,
             "target_hidden_size": self.target_hidden_size,
             "norm_before_residual": self.norm_before_residual,
+            **{name: True for name in _HEAD_NORMS if getattr(self, name)},
             "tie_word_embeddings": False,
         }
 
@@ -203,7 +198,8 @@ class HeadConfig(DraftConfig):
             raise ConfigError(
                 "use_aux_hidden_state=false: heads that read only the last hidden state are not supported; it must be true"
             )
-        return cls._build(values, values, eagle, before_residual=False)
+        norms = {name: eagle[name] for name in _HEAD_NORMS if name in eagle}
+        return cls._build(values, {**values, **norms}, eagle, before_residual=False)
 
     @classmethod
     def _of_speculators(cls, values: Mapping[str, Any]) -> HeadConfig:
@@ -245,153 +241,9 @@ class HeadConfig(DraftConfig):
             target_hidden_size=fields.target_hidden_size or layer["hidden_size"],
             hidden_layers=layers_of(lists_layers, "eagle_aux_hidden_state_layer_ids", source),
             norm_before_residual=before_residual if before is None else before,
+            norm_before_fc=bool(fields.norm_before_fc),
+            fc_norm=bool(fields.fc_norm),
+            norm_output=bool(fields.norm_output),
+            window=windows_of(layer, 1, source)[0],
             **named,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockConfig(DraftConfig):
-    """A block drafter."""
-
-    NOUN: ClassVar[str] = "block drafter"
-    hidden_layers: tuple[int, ...]
-    num_layers: int
-    block_size: int
-    """Positions of a block: the last committed token, and mask tokens."""
-    mask_token_id: int
-    markov_rank: int = 0
-    """Rank of the Markov head; 0 for none: the tokens of a block are then drawn independently."""
-    has_confidence: bool = False
-    """True if it predicts the acceptance of each token."""
-    confidence_reads_markov: bool = False
-    """True if that prediction reads the previous token's Markov embedding, too."""
-    from_anchor: bool = True
-    """True if the output of each position is the distribution of the token after it (DSpark); False if it is that of the token at
-    it, so that the first position has none (DFlash)."""
-    normalizes_queries: bool = True
-    """True if the layers normalize queries and keys, as Qwen3's do."""
-
-    def __post_init__(self) -> None:
-        DraftConfig.__post_init__(self)
-        check_int("num_hidden_layers", self.num_layers, 1, 256)
-        check_int("block_size", self.block_size, 2, MAX_BLOCK)
-        check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
-        check_int("markov_rank", self.markov_rank, 0)
-        check_flag("from_anchor", self.from_anchor)
-        if not self.hidden_layers:
-            raise ConfigError("the block drafter's config.json lists no layers of the target (target_layer_ids)")
-        if self.confidence_reads_markov and not self.markov_rank:
-            raise ConfigError("confidence_head_with_markov=true needs a Markov head, but markov_rank is 0")
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens that a block drafts."""
-        return self.block_size if self.from_anchor else self.block_size - 1
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the config.json of the published layout: DSpark's, or DFlash's for a drafter without DSpark's parts."""
-        dspark = self.from_anchor or self.markov_rank > 0 or self.has_confidence
-        fields: dict[str, Any] = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in self.hidden_layers],
-        }
-        out = {
-            "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
-            "model_type": "qwen3" if self.normalizes_queries else "llama",
-            **self.layer,
-            "num_hidden_layers": self.num_layers,
-            "layer_types": ["full_attention"] * self.num_layers,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "block_size": self.block_size,
-        }
-        if not dspark:
-            return {**out, "dflash_config": fields}
-        return {
-            **out,
-            **fields,
-            **({} if self.from_anchor else {"sample_from_anchor": False}),
-            "num_anchors": 512,
-            "markov_rank": self.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": self.has_confidence,
-            "confidence_head_with_markov": self.confidence_reads_markov,
-        }
-
-    @classmethod
-    def _of_plain(cls, values: Mapping[str, Any]) -> BlockConfig:
-        merged = {**values, **object_of(values, "dflash_config")}
-        layers = layers_of(merged, "target_layer_ids", _SOURCE, least=-1) or ()
-        return cls._build(values, merged, [i + 1 for i in layers], from_anchor="dflash_config" not in values)
-
-    @classmethod
-    def _of_speculators(cls, values: Mapping[str, Any]) -> BlockConfig:
-        kind = values.get("speculators_model_type")
-        if kind not in ("dflash", "dspark"):
-            raise ConfigError(
-                "is not supported; it must be 'dflash' or 'dspark'", param="speculators_model_type", value=kind
-            )
-        layer = object_of(values, "transformer_layer_config")
-        own = {name: layer.get(name) for name in ("vocab_size", "num_hidden_layers")}
-        layers = layers_of(values, "aux_hidden_state_layer_ids", _SOURCE) or ()
-        return cls._build(layer, {**own, **values}, layers, from_anchor=kind == "dspark", **verifier_of(values))
-
-    @classmethod
-    def _build(
-        cls,
-        layer: Mapping[str, Any],
-        values: Mapping[str, Any],
-        hidden_layers: Any,
-        *,
-        from_anchor: bool,
-        **named: Any,
-    ) -> BlockConfig:
-        """Build a configuration. from_anchor: `sample_from_anchor` of a file that does not set it."""
-        kind = layer.get("model_type")
-        if kind not in ("qwen3", "llama"):
-            raise ConfigError(
-                f"model_type={short(kind)} is not supported for a block drafter's layers; it must be 'qwen3' or 'llama'"
-            )
-        for section in (layer, values):
-            refuse_parts(section, _BLOCK_PARTS, "block drafters")
-        shape = check_layer(layer, _SOURCE)
-        fields, block = fields_of(values, _SOURCE), block_fields_of(values, layer, _SOURCE)
-        sliding = [one for one in block.layer_types or () if one != "full_attention"]
-        if sliding:
-            raise ConfigError(f"layer_types has {short(sliding[0])}: block drafters with such layers are not supported")
-        if block.use_sliding_window and block.layer_types is None:
-            raise ConfigError("use_sliding_window=true: block drafters with such layers are not supported")
-        for name, own, other, expected in (
-            ("num_draft_layers", block.num_draft_layers, "num_hidden_layers", block.num_hidden_layers),
-            ("target_hidden_size", fields.target_hidden_size, "hidden_size", layer["hidden_size"]),
-        ):
-            if own not in (None, expected):
-                raise ConfigError(
-                    f"{name}={own} differs from {other}={expected}; such block drafters are not supported"
-                )
-        return cls(
-            layer={name: value for name, value in shape.items() if value is not False},
-            num_layers=block.num_hidden_layers,
-            vocab_size=fields.vocab_size,
-            draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
-            hidden_layers=tuple(hidden_layers),
-            block_size=block.block_size,
-            mask_token_id=block.mask_token_id,
-            markov_rank=block.markov_rank or 0,
-            has_confidence=bool(block.enable_confidence_head),
-            confidence_reads_markov=bool(block.confidence_head_with_markov and block.enable_confidence_head),
-            from_anchor=from_anchor if block.sample_from_anchor is None else block.sample_from_anchor,
-            normalizes_queries=kind == "qwen3",
-            **named,
-        )
-
-
-_SOURCE = "the block drafter's config.json"
-
-
-def is_block(values: Mapping[str, Any]) -> bool:
-    """Return True if a config.json is that of a block drafter."""
-    kind = values.get("speculators_model_type")
-    return kind in ("dflash", "dspark") or "dflash_config" in values or "target_layer_ids" in values

@@ -25,9 +25,10 @@ LAYER = (
     "attention_bias",
 )
 """Fields of a LlamaConfig that describe a draft's layers."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
-MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE, MAX_BLOCK = 1 << 18, 1 << 12, 1 << 24, 64
-"""Larger than any model's, and small enough that a product of two sizes does not overflow; most positions of a block."""
+MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE = 1 << 18, 1 << 12, 1 << 24
+"""Larger than any model's, and small enough that a product of two sizes does not overflow."""
 
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
@@ -87,21 +88,17 @@ class Fields(BaseModel):
     draft_vocab_size: VocabularySize | None = None
     target_hidden_size: Width | None = None
     norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
 
 
-class BlockFields(BaseModel):
-    """Fields of a block drafter, wherever a layout has them."""
+class _Windows(BaseModel):
+    """Positions that the layers' tokens attend to."""
 
-    block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK)]
-    mask_token_id: Annotated[int, Field(ge=0)]
-    num_hidden_layers: Annotated[int, Field(ge=1, le=256)]
-    num_draft_layers: int | None = None
-    use_sliding_window: bool | None = None
-    markov_rank: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
-    enable_confidence_head: bool | None = None
-    confidence_head_with_markov: bool | None = None
-    sample_from_anchor: bool | None = None
     layer_types: list[str] | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: Annotated[int, Field(ge=1, le=1 << 31)] | None = None
 
 
 class _Verifier(BaseModel):
@@ -113,7 +110,7 @@ class _Verifier(BaseModel):
 
 _LAYER_SCHEMA: Schema[_Layer] = Schema(_Layer, "the layers of a draft")
 _FIELDS: Schema[Fields] = Schema(Fields, "a draft's configuration")
-_BLOCK: Schema[BlockFields] = Schema(BlockFields, "a block drafter's configuration")
+_WINDOWS: Schema[_Windows] = Schema(_Windows, "the windows of a draft's layers")
 _VERIFIER: Schema[_Verifier] = Schema(_Verifier, "a verifier")
 _LAYERS: Schema[tuple[int, ...] | None] = Schema(
     Annotated[tuple[Annotated[int, Field(ge=-1, le=10_000)], ...], Field(min_length=1, max_length=1000)] | None,
@@ -138,10 +135,23 @@ def fields_of(values: Mapping[str, Any], source: str) -> Fields:
     return _FIELDS.of({name: values.get(name) for name in Fields.model_fields}, source)
 
 
-def block_fields_of(values: Mapping[str, Any], layer: Mapping[str, Any], source: str) -> BlockFields:
-    """Return the fields of a block drafter. Raises ConfigError for an invalid one."""
-    inner = {name: layer.get(name) for name in ("layer_types", "use_sliding_window")}
-    return _BLOCK.of({**{name: values.get(name) for name in BlockFields.model_fields}, **inner}, source)
+def windows_of(layer: Mapping[str, Any], count: int, source: str) -> list[int | None]:
+    """Return the window of each of `count` layers, None for all positions. Raises ConfigError for other kinds of layers.
+
+    As vLLM reads them: with `layer_types`, or in all layers with use_sliding_window=true alone.
+    """
+    found = _WINDOWS.of({name: layer.get(name) for name in _Windows.model_fields}, source)
+    kinds = found.layer_types or [SLIDING if found.use_sliding_window else FULL] * count
+    if unknown := [one for one in kinds if one not in (FULL, SLIDING)]:
+        raise ConfigError(
+            f"layer_types has {short(unknown[0])}: drafts with such layers are not supported; "
+            f"they must be {FULL!r} or {SLIDING!r}"
+        )
+    if len(kinds) != count:
+        raise ConfigError(f"layer_types has {len(kinds)} layers, but num_hidden_layers={count}")
+    if SLIDING in kinds and found.sliding_window is None:
+        raise ConfigError(f"{source} has layers with a sliding window, but no sliding_window")
+    return [found.sliding_window if one == SLIDING else None for one in kinds]
 
 
 def layers_of(values: Mapping[str, Any], name: str, source: str, *, least: int = 0) -> tuple[int, ...] | None:

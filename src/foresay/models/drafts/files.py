@@ -19,7 +19,8 @@ from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
-from foresay.models.drafts.config import BlockConfig, DraftConfig, HeadConfig, is_block
+from foresay.models.drafts.block_config import BlockConfig, is_block
+from foresay.models.drafts.config import DraftConfig, HeadConfig
 from foresay.models.drafts.head import HeadModule
 from foresay.models.drafts.layers import DraftModule, rotary_embedding
 from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
@@ -54,13 +55,14 @@ def read_draft(folder: str | Path) -> StoredDraft:
         if "embed_tokens.weight" in stored:
             module.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
     wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    check_shapes(stored, wanted, source, "its config.json gives")
+    names = {_name_in_file(module, name): name for name in wanted}
+    check_shapes(stored, {name: wanted[own] for name, own in names.items()}, source, "its config.json gives")
     if width != config.hidden_size and None in (module.lm_head, module.embed_tokens):
         raise ModelLoadError(
             f"{source} has hidden size {config.hidden_size} and its target {width}, so its file must contain embed_tokens and "
             "lm_head"
         )
-    module.load_state_dict(load_tensors(stored), assign=True)
+    module.load_state_dict({names[name]: tensor for name, tensor in load_tensors(stored).items()}, assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return StoredDraft(config, module, ids)
 
@@ -86,7 +88,10 @@ def write_draft(
     layout: a head has both. lm_head: [K, D], embeddings: [V, D], the target's, for engines that require them in the file. Raises
     ConfigError if the files cannot be written.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.module.state_dict().items()}
+    weights = draft.module.state_dict()
+    tensors = {
+        _name_in_file(draft.module, name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()
+    }
     dtype = tensors["fc.weight"].dtype
     for name, given in (("lm_head.weight", lm_head), ("embed_tokens.weight", embeddings)):
         if given is not None and name not in tensors:
@@ -131,6 +136,12 @@ def _stored_in(folder: Path) -> dict[str, StoredTensor]:
 
 def _own_name(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+
+
+def _name_in_file(module: DraftModule, name: str) -> str:
+    """Return the name that a parameter has in files."""
+    path = module.path if isinstance(module, BlockModule) else None
+    return name if path is None or not name.startswith("path.") else path.PREFIX + name.removeprefix("path.")
 
 
 def _token_ids(stored: StoredTensor | None, vocab_size: int, count: int, source: str) -> torch.Tensor | None:

@@ -39,9 +39,13 @@ class HeadModule(DraftModule):
 
     def __init__(self, config: HeadConfig, num_states: int) -> None:
         """num_states: number of the target's hidden states whose concatenation it reads."""
-        super().__init__(config.layer, num_states * config.target_hidden_size)
-        self.layers = nn.ModuleList([_Layer(self.shape, config.norm_before_residual)])
-        self.norm = RMSNorm(config.hidden_size, self.shape.rms_norm_eps)
+        width = config.target_hidden_size
+        super().__init__(config.layer, num_states * width)
+        self.norm_output, eps = config.norm_output, self.shape.rms_norm_eps
+        self.input_norm = RMSNorm(num_states * width, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList([RMSNorm(width, eps) for _ in range(num_states)]) if config.fc_norm else None
+        self.layers = nn.ModuleList([_Layer(self.shape, config.norm_before_residual, config.window)])
+        self.norm = RMSNorm(config.hidden_size, eps)
 
     @property
     def layer(self) -> _Layer:
@@ -50,13 +54,23 @@ class HeadModule(DraftModule):
         assert isinstance(found, _Layer)
         return found
 
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the features [..., D] of the target's hidden states, [..., num_states * target hidden size]."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        out: torch.Tensor = self.fc(states)
+        return out
+
     def unrolled(self, states: torch.Tensor, embedded: torch.Tensor, steps: int) -> list[torch.Tensor]:
         """Return the inputs of the output layer, [B, P, D] for each step.
 
         states: [B, P, num_states * target hidden size], the target's at each position. embedded: [B, P + steps - 1, D], embedding
         of the token after each position. Positions after the end of a text may have any values; their outputs are meaningless.
         """
-        out: torch.Tensor = self.fc(states)
+        out = self.features(states)
         count = states.shape[1]
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -68,19 +82,21 @@ class HeadModule(DraftModule):
             keys.append(key)
             values.append(value)
             normed.append(self.norm(out))
+            out = normed[-1] if self.norm_output else out
         return normed
 
 
 class _Layer(nn.Module):
     """Attention over pairs, followed by a gated feed-forward network."""
 
-    def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
+    def __init__(self, shape: LlamaConfig, norm_before_residual: bool, window: int | None) -> None:
         super().__init__()
         width = shape.hidden_size
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
         self.self_attn = HeadAttention(shape, 2 * width)
+        self.self_attn.window = window
         self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
@@ -107,6 +123,9 @@ class _Layer(nn.Module):
 class HeadAttention(Projections):
     """Attention of one step's pairs to the first step's pairs up to their position, and to their own chain's later pairs."""
 
+    window: int | None = None
+    """Most positions that a pair attends to; None for all."""
+
     def forward(
         self, x: torch.Tensor, rotary: Rotary, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,7 +133,7 @@ class HeadAttention(Projections):
         shared = self.heads // self.key_heads
         query = self.queries(x, rotary)
         key, value = (one.repeat_interleave(shared, 1) for one in (self.keys(x, rotary), self.values(x)))
-        if not keys:
+        if not keys and self.window is None:
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
             attended = self._over_steps(query, [*keys, key], [*values, value])
@@ -123,10 +142,15 @@ class HeadAttention(Projections):
     def _over_steps(
         self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        scale, count = self.dim**-0.5, query.shape[2]
-        hidden = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+        scale, count, steps = self.dim**-0.5, query.shape[2], len(keys)
+        at = torch.arange(count, device=query.device)
+        hidden = at > at[:, None]
+        if self.window is not None:
+            hidden = hidden | (at <= at[:, None] + steps - 1 - self.window)
         first = (query @ keys[0].transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
         own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
+        if self.window is not None:
+            own = [one if steps - 1 - i < self.window else one - torch.inf for i, one in enumerate(own, 1)]
         weights = torch.softmax(torch.cat([first, *own], -1), -1)
         attended = weights[..., :count] @ values[0]
         for step, value in enumerate(values[1:]):
@@ -149,7 +173,11 @@ class HeadModel(DraftModel):
         module, config = head.module, head.config
         assert isinstance(module, HeadModule) and isinstance(config, HeadConfig)
         first = module.layer
-        self._layer = self._layer_of(first.self_attn, first.mlp, first.post_attention_layernorm)
+        made = self._layer_of(first.self_attn, first.mlp, first.post_attention_layernorm)
+        self._layer = dataclasses.replace(made, window=config.window)
+        self._state_norms = [self._norm_of(one) for one in module.fc_norm or ()]
+        self._joint_norm = None if module.input_norm is None else self._norm_of(module.input_norm)
+        self._feeds_norm = config.norm_output
         self._token_norm, self._feature_norm = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
         self._norm_before_residual = config.norm_before_residual
         norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)
@@ -163,7 +191,17 @@ class HeadModel(DraftModel):
         if self.subset is None and self._head.out_features > self.vocab_size:
             return None
         ids = None if self.subset is None else self.subset.token_ids
-        return NativeChain(self._native, table, self._head, ids, self.dtype)
+        return NativeChain(self._native, table, self._head, ids, self.dtype, feeds_norm=self._feeds_norm)
+
+    @torch.inference_mode()
+    def features(self, joint: torch.Tensor) -> torch.Tensor:
+        """See DraftModel."""
+        if self._joint_norm is not None:
+            joint = self._joint_norm(joint)
+        if self._state_norms:
+            parts = joint.chunk(len(self._state_norms), -1)
+            joint = torch.cat([norm(part) for norm, part in zip(self._state_norms, parts, strict=True)], -1)
+        return super().features(joint)
 
     @property
     def drafts_at_once(self) -> bool:
@@ -215,7 +253,7 @@ class HeadModel(DraftModel):
                 x, normed = self._by_operations(embedded, model_input.features, at, cache)
         for i, count in enumerate(model_input.num_tokens):
             cache.lengths[model_input.first_row + i] += count
-        hidden = {NEXT: x, LAST: normed}
+        hidden = {NEXT: normed.to(self.dtype) if self._feeds_norm else x, LAST: normed}
         if model_input.logits is Logits.NONE:
             return ModelOutput(None, hidden)
         return ModelOutput(self._head(model_input.scored(normed)), hidden, subset=self.subset)
@@ -273,6 +311,6 @@ class HeadModel(DraftModel):
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
         rotary = rotary_of(*self._rotary(x, positions))
         write = partial(cache.write, 0, at=at)
-        x = attend(self._layer, x, read, write, rotary, causal_mask(None, x.dtype))
+        x = attend(self._layer, x, read, write, rotary, causal_mask(self._layer.window, x.dtype))
         x = feed_forward(self._layer, x)
         return x, self._norm(x)

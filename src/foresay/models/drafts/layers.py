@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.models.cpu.gated_layer import Convolution
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, [1, P, dim] each."""
@@ -101,6 +102,23 @@ class FeedForward(nn.Module):
         """Transform x [..., D] to the same shape."""
         out: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class DynamicConvolution(nn.Module):
+    """The convolutions around a sublayer; see Convolution. They start as the identity."""
+
+    def __init__(self, width: int, taps: int, size: int) -> None:
+        """size: channels of a group."""
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // size), bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0
+            self.kernel_projection.weight.zero_()
+
+    def convolution(self) -> Convolution:
+        """Return the formula over these weights."""
+        return Convolution(self.kernel_projection, self.base_kernel)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,8 @@ def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
 def _check(layer: GatedLayer, activation: str) -> None:
     if layer.experts is not None:
         raise LookupError("the kernels do not compute experts")
+    if layer.attention_conv is not None or layer.mlp_conv is not None or not layer.causal:
+        raise LookupError("the kernels do not compute the layers of block drafters")
     if layer.wide_norm:
         raise LookupError("the kernels do not normalize the queries of all heads as one vector")
     if activation not in GATES:

@@ -32,6 +32,9 @@ def attend(
     """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values."""
     batch, columns = x.shape[:2]
     query_heads, key_heads = layer.heads
+    conv, delta = layer.attention_conv, None
+    if conv is not None:
+        read, delta = conv.around(read)
     joint = layer.qkv(read)
     if layer.q_norm is not None and layer.k_norm is not None:
         joint = _normalize_heads(layer, joint)
@@ -44,16 +47,23 @@ def attend(
     )
     query = rotated[:, :, :query_heads].transpose(1, 2)
     attended, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
-    return _add_residual(
-        x, layer.output(attended.reshape(batch, columns, query_heads * layer.dim)), layer.after_attention, scale
-    )
+    out = layer.output(attended.reshape(batch, columns, query_heads * layer.dim))
+    if conv is not None and delta is not None:
+        out = conv.after(out, delta)
+    return _add_residual(x, out, layer.after_attention, scale)
 
 
 def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the feed-forward output."""
     assert layer.gate_up is not None and layer.activation is not None and layer.down is not None
-    gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
-    return _add_residual(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
+    read, conv, delta = x if layer.before_mlp is None else layer.before_mlp(x), layer.mlp_conv, None
+    if conv is not None:
+        read, delta = conv.around(read)
+    gate, up = layer.gate_up(read).chunk(2, -1)
+    out = layer.down(layer.activation(gate) * up)
+    if conv is not None and delta is not None:
+        out = conv.after(out, delta)
+    return _add_residual(x, out, layer.after_mlp, scale)
 
 
 def rotary_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.drafts.config import is_block
+from foresay.models.drafts.block_config import is_block
 from foresay.models.gguf.header import shortened
 from foresay.models.huggingface.config_sizes import find_invalid
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from foresay.errors import ConfigError, ModelNotFoundError
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.config import is_block
+from foresay.models.drafts.block_config import is_block
 from foresay.models.drafts.files import read_config, read_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES, packaged_head

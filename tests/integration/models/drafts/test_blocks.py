@@ -25,13 +25,13 @@ from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.generation.load import load
 from foresay.models.drafts.base import StoredDraft, target_rows
 from foresay.models.drafts.block import BlockModel
-from foresay.models.drafts.config import BlockConfig
+from foresay.models.drafts.block_config import DOMINO, SELECTOR, BlockConfig, PathShape, Sight
 from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
 from foresay.models.huggingface.recurrent import RecurrentModel
 from helpers import tiny
-from helpers.blocks import random_block, reference_block
+from helpers.blocks import random_block, reference_block, reference_path
 from helpers.families import VOCAB, make
 from helpers.support import run
 
@@ -62,9 +62,29 @@ def outputs_of(block: BlockModel, states: torch.Tensor, anchor: int, length: int
     return block.run_block([anchor], [length or block.config.block_size], cache)[0]
 
 
-CASES = [
+GATED, RNN = PathShape("gated", 6), PathShape("rnn", 6)
+DOMINO_SHAPE, SELECTOR_SHAPE = PathShape(DOMINO, 6, state=10, free=1), PathShape(SELECTOR, 6, candidates=5)
+DFLASH2 = {"from_anchor": False, "path": SELECTOR_SHAPE, "taps": (2, 8)}
+
+
+def scores_of(block: BlockModel, outputs: torch.Tensor, before: list[int]) -> torch.Tensor:
+    """The scores of each token of a block after the tokens before it, [T, K]."""
+    state, found = torch.zeros(block.state_size), []
+    for i, token in enumerate(before):
+        unary = block.scores(outputs[i])
+        scores, state = block.after(unary, outputs[i], torch.tensor(token), torch.tensor(i), state)
+        found.append(scores)
+    return torch.stack(found)
+
+
+CASES: list[dict[str, Any]] = [
     {},
     {"from_anchor": False},
+    {**DFLASH2, "sights": [Sight(window=4)] * 2},
+    {**DFLASH2, "taps": (3, 4), "ids": [1, 5, 6, 30, 41, 89], "scales": {"embedding_scale": 2.0, "logits_scale": 0.5}},
+    {"from_anchor": False, "path": DOMINO_SHAPE, "scales": {"softcap": 3.0}},
+    {"path": GATED, "sights": [Sight(window=3, causal=True), Sight()]},
+    {"path": RNN, "sights": [Sight(causal=True)] * 2},
     {"rank": 0, "confidence": False},
     {"normalizes": False},
     {"ids": [1, 5, 6, 30, 41, 89]},
@@ -93,12 +113,24 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any],
     other = reference_block(weights, {**config, "rope_theta": 17.0}, states[:-1], embedded)
     assert not torch.allclose(other, wanted, atol=1e-2)
     rows = target_rows(model, None if case.get("ids") is None else torch.tensor(case["ids"])).double()
-    torch.testing.assert_close(block.scores(found).double(), wanted @ rows.T, atol=2e-3, rtol=1e-2)
-    if "markov_head.markov_w1.weight" in weights:
-        w1, w2 = (weights[f"markov_head.markov_{name}.weight"].double() for name in ("w1", "w2"))
-        after = block.after(torch.tensor([4, 9]))
-        assert after is not None
-        torch.testing.assert_close(after.double(), w1[[4, 9]] @ w2.T, atol=1e-4, rtol=1e-3)
+    unary = block.config.scaled(wanted @ rows.T)
+    torch.testing.assert_close(block.scores(found).double(), unary, atol=2e-3, rtol=1e-2)
+    if block.config.path is not None:
+        before = [
+            int(text[-1]),
+            *torch.randint(2, VOCAB, (len(found) - 1,), generator=torch.Generator().manual_seed(3)).tolist(),
+        ]
+        shown = model.model.get_input_embeddings()(torch.tensor(before))
+        scores = reference_path(weights, config, unary, wanted, before, shown)
+        torch.testing.assert_close(scores_of(block, found, before).double(), scores, atol=5e-3, rtol=1e-2)
+        swapped = reference_path(weights, config, unary, wanted, before[::-1], shown.flip(0))
+        assert not torch.allclose(swapped, scores, atol=1e-2)
+    if block.config.has_confidence:
+        w1 = (
+            weights["markov_head.markov_w1.weight"].double()
+            if block.config.confidence_reads_markov
+            else torch.zeros(99, 0)
+        )
         w, bias = weights["confidence_head.proj.weight"][0].double(), weights["confidence_head.proj.bias"].double()
         accepted = block.acceptance(found[2], torch.tensor(9))
         assert accepted is not None
@@ -107,11 +139,11 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any],
         )
 
 
-@pytest.mark.parametrize("from_anchor", [True, False])
-def test_what_is_trained_is_what_drafts(from_anchor: bool) -> None:
+@pytest.mark.parametrize("case", CASES[:7])
+def test_what_is_trained_is_what_drafts(case: dict[str, Any]) -> None:
     """Blocks of a whole text in one pass equal each block alone; control: a block that sees its own anchor's state."""
     model = target()
-    made = random_block(model, from_anchor=from_anchor)
+    made = random_block(model, **case)
     block = BlockModel(made, model)
     text = torch.randint(2, VOCAB, (12,), generator=torch.Generator().manual_seed(1))
     states = states_of(model, block, text)
@@ -119,17 +151,19 @@ def test_what_is_trained_is_what_drafts(from_anchor: bool) -> None:
     ids = torch.full((1, 3, made.config.block_size), made.config.mask_token_id)
     ids[0, :, 0] = text[anchors[0]]
     with torch.no_grad():
-        trained = made.module.blocks(states[None], model.model.get_input_embeddings()(ids), anchors)[0]
+        embedded = model.model.get_input_embeddings()(ids) * made.config.embedding_scale
+        trained = made.module.blocks(states[None], embedded, anchors)[0]
     for i, anchor in enumerate(anchors[0].tolist()):
         alone = outputs_of(block, states[:anchor], int(text[anchor]))
         torch.testing.assert_close(alone, trained[i], atol=2e-4, rtol=1e-3)
     assert not torch.allclose(outputs_of(block, states[:6], int(text[5])), trained[1], atol=1e-2)
 
 
-def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing() -> None:
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5]])
+def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing(case: dict[str, Any]) -> None:
     model = target()
     for kernels in (True, False):
-        block = BlockModel(random_block(model), model)
+        block = BlockModel(random_block(model, **case), model)
         if not kernels:
             block._native = None
         text = torch.randint(2, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
@@ -141,7 +175,8 @@ def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing() -> None:
         together = block.run_block([int(text[n]) for n in (3, 7, 5)] + [1], [5, 5, 2, 0], cache)
         for i, one in enumerate(alone):
             assert torch.equal(one, together[i, : len(one)])
-        assert not torch.allclose(alone[2], outputs_of(block, states[:5], int(text[5]))[:2], atol=1e-3)
+        longer = outputs_of(block, states[:5], int(text[5]))[:2]
+        assert torch.allclose(alone[2], longer, atol=1e-3) is all(one.causal for one in block.config.sights)
 
 
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
@@ -155,13 +190,25 @@ KINDS: dict[str, Callable[[BlockModel], Any]] = {
 }
 
 
-@pytest.mark.parametrize("from_anchor", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_output_is_that_of_plain_decoding(kind: str, fused: bool, from_anchor: bool) -> None:
+DECODED: dict[str, dict[str, Any]] = {
+    "dspark": {"seed": 7},
+    "dflash": {"from_anchor": False, "seed": 7},
+    "dflash2": {**DFLASH2, "path": PathShape(SELECTOR, 6, candidates=4), "sights": [Sight(window=6)] * 2},
+    "domino": {"from_anchor": False, "path": DOMINO_SHAPE},
+    "rnn": {"path": RNN, "seed": 1},
+}
+"""Drafters of whose draft tokens some are right, whatever the method."""
+CHECKED = [(kind, fused, made) for made in ("dspark", "dflash") for fused in (True, False) for kind in KINDS]
+CHECKED += [
+    (kind, kind == "chain", made) for made in ("dflash2", "domino", "rnn") for kind in KINDS if kind != "confident"
+]
+
+
+@pytest.mark.parametrize(("kind", "fused", "made"), CHECKED)
+def test_greedy_output_is_that_of_plain_decoding(kind: str, fused: bool, made: str) -> None:
     """Batched, ragged, joining late; some draft tokens right, some wrong."""
     model = target(fused=fused, vocab=SMALL)
-    block = BlockModel(random_block(model, from_anchor=from_anchor, seed=7), model)
+    block = BlockModel(random_block(model, **DECODED[made]), model)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
     ours, steps, engine = run(
@@ -200,19 +247,17 @@ class _Reference(BlockDrafter):
             states = states_of(block.target, block, tokens)
             outputs = outputs_of(block, states[:-1], int(tokens[-1]))
             outputs = outputs[block.config.block_size - block.config.num_draft_tokens :]
-            for j, previous in enumerate([int(tokens[-1]), *drafts.tolist()][: len(drafts)]):
-                after = block.after(torch.tensor([previous]))
-                scores = block.scores(outputs[j]) + (0 if after is None else after[0])
-                assert int(scores.argmax()) == int(drafts[j])
+            before = [int(tokens[-1]), *drafts.tolist()][: len(drafts)]
+            assert scores_of(block, outputs, before).argmax(-1).tolist() == drafts.tolist()
             self.compared += len(drafts)
         return proposal
 
 
-@pytest.mark.parametrize("from_anchor", [True, False])
-def test_each_draft_token_is_that_of_a_pass_over_the_whole_text(from_anchor: bool) -> None:
+@pytest.mark.parametrize("made", DECODED)
+def test_each_draft_token_is_that_of_a_pass_over_the_whole_text(made: str) -> None:
     """Whatever was accepted, rewound, missed or moved before it."""
     model = target(vocab=SMALL)
-    drafter = _Reference(BlockModel(random_block(model, seed=7, from_anchor=from_anchor), model), SMALL)
+    drafter = _Reference(BlockModel(random_block(model, **DECODED[made]), model), SMALL)
     params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=3)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
@@ -269,8 +314,16 @@ def test_published_layouts(tmp_path: Path) -> None:
     assert BlockConfig.read(values) == dspark
     dflash = random_block(model, from_anchor=False).config
     values = dflash.as_plain()
-    assert values["dflash_config"] == {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1]}
+    assert values["dflash_config"] == {
+        "mask_token_id": VOCAB - 1,
+        "target_layer_ids": [0, 1],
+        "block_size": 5,
+        "causal": False,
+    }
     assert BlockConfig.read(values) == dflash and dflash.num_draft_tokens == 4
+    for case in CASES:
+        config = random_block(model, **case).config
+        assert BlockConfig.read(config.as_plain()) == config
     layer = {
         k: v
         for k, v in dspark.as_plain().items()
@@ -290,7 +343,7 @@ def test_published_layouts(tmp_path: Path) -> None:
     assert BlockConfig.read(mixed.as_plain()) == mixed
     read = BlockConfig.read(speculators)
     assert (read.hidden_layers, read.target, read.from_anchor) == ((0, 2), "org/target", True)
-    assert read.layer == dspark.layer and read.markov_rank == dspark.markov_rank
+    assert read.layer == dspark.layer and read.path == dspark.path
     write_draft(
         random_block(model),
         tmp_path,
@@ -315,9 +368,17 @@ def test_published_layouts(tmp_path: Path) -> None:
         ({"mask_token_id": VOCAB}, "mask_token_id=97"),
         ({"target_layer_ids": None}, "lists no layers"),
         ({"target_layer_ids": [-2]}, "target_layer_ids"),
-        ({"markov_head_type": "rnn"}, 'markov_head_type="rnn"'),
-        ({"selector_rank": 8}, "selector_rank=8"),
-        ({"layer_types": ["sliding_attention"] * 2}, 'layer_types has "sliding_attention"'),
+        ({"markov_head_type": "fir"}, "markov_head_type"),
+        ({"selector_rank": 8}, "no selector_top_k"),
+        ({"selector_rank": 8, "selector_top_k": 4}, "two parts that read the tokens before"),
+        ({"conv_kernel_size": 2}, "no conv_group_size"),
+        ({"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size=7"),
+        ({"projector_type": "domino", "emb_dim": 8}, "no gru_hidden_dim"),
+        ({"projector_type": "other"}, 'projector_type="other"'),
+        ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 layers"),
+        ({"layer_types": ["linear_attention"] * 2}, 'layer_types has "linear_attention"'),
+        ({"is_causal": False, "causal": True}, "causal=True contradicts is_causal=False"),
         ({"layer_types": 3}, "layer_types"),
         ({"model_type": "gemma3"}, 'model_type="gemma3"'),
         ({"hidden_size": None}, "no hidden_size"),
@@ -328,7 +389,7 @@ def test_published_layouts(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "odd"}}, "rope"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"layer_types": None, "use_sliding_window": True}, "use_sliding_window=true"),
+        ({"layer_types": None, "use_sliding_window": True}, "no sliding_window"),
         ({"num_draft_layers": 7}, "num_draft_layers=7"),
         ({"logits_scaling": 8.0}, r"logits_scaling=8\.0"),
         ({"attention_multiplier": 0.5}, r"attention_multiplier=0\.5"),

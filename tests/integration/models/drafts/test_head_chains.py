@@ -98,6 +98,7 @@ KINDS: dict[str, tuple[torch.dtype, Any, dict[str, Any]]] = {
     "8 bits": (torch.bfloat16, quantizer(8), {"ids": range(1, 80, 3)}),
     "4 bits": (torch.bfloat16, quantizer(4), {"before": True}),
     "normalized": (torch.float32, unquantized, {"before": True, "ids": range(1, 80, 3)}),
+    "fed normalized": (torch.bfloat16, unquantized, {"before": True, "parts": {"norm_output": True, "window": 6}}),
 }
 
 

@@ -70,15 +70,22 @@ def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, drafts: torch
     return scores
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("ids", [None, [1, 5, 6, 30, 41, 89]])
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"before": True, "ids": [1, 5, 6, 30, 41, 89]},
+    {"before": True, "parts": {"norm_before_fc": True, "norm_output": True}},  # EAGLE-3.1
+    {"parts": {"fc_norm": True, "window": 3}},
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_few_lines_that_read_the_layout_compute_the_same(
-    before: bool, ids: list[int] | None, kernels: bool, tmp_path: Path
-) -> None:
+def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any], kernels: bool, tmp_path: Path) -> None:
     """By the tensors of the file; a few lines that read it otherwise do not agree."""
-    model = target()
-    write_draft(random_head(model, ids=ids, before=before), tmp_path)
+    model, ids = target(), case.get("ids")
+    made = random_head(model, **case)
+    write_draft(made, tmp_path)
+    assert read_draft(tmp_path).config == dataclasses.replace(made.config, target="")
     head = HeadModel(read_draft(tmp_path), model)
     if not kernels:
         head._native = None
@@ -95,16 +102,16 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(
         kept = ours if ids is None else ours[ids]
         torch.testing.assert_close(kept.double(), theirs, atol=2e-4, rtol=1e-3)
         assert ids is None or int((ours > -torch.inf).sum()) == len(ids)
-    config["norm_before_residual"] = not before
+    config["norm_before_residual"] = not config["norm_before_residual"]
     other = reference_scores(weights, config, states, embedded, rows)
     assert not torch.allclose(other[-1], wanted[-1], atol=1e-2)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_what_is_trained_is_what_drafts(before: bool) -> None:
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_what_is_trained_is_what_drafts(case: dict[str, Any]) -> None:
     """Unrolled over a whole text, each position is a chain of its own; control: one that sees its neighbours' draft tokens."""
     model = target()
-    made = random_head(model, before=before)
+    made = random_head(model, **{**case, "ids": None})
     head = HeadModel(made, model)
     text = torch.randint(2, VOCAB, (12,), generator=torch.Generator().manual_seed(1))
     hidden = shown(model, text)
@@ -348,7 +355,10 @@ class TestFiles:
         ("change", "says"),
         [
             ({"num_hidden_layers": 2}, "one layer"),
-            ({"norm_before_fc": True}, "norm_before_fc"),
+            ({"norm_before_fc": 3.5}, "norm_before_fc"),
+            ({"attention_bias": True}, "attention_bias"),
+            ({"layer_types": ["sliding_attention"]}, "no sliding_window"),
+            ({"layer_types": ["linear_attention"]}, "layer_types has"),
             ({"hidden_size": None}, "hidden_size"),
             ({"draft_vocab_size": 1000}, "draft_vocab_size"),
             ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),

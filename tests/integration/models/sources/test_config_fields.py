@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 import foresay
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, PromptError
-from foresay.models.drafts.config import is_block
+from foresay.models.drafts.block_config import is_block
 from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.config_checks import CONFIG_FIELDS, TOKENIZER_FIELDS, report_unread
