@@ -8,6 +8,7 @@ Memory is always as large as the sizes state, so that nothing but a check can be
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 import random
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import ClampedGate, Convolution, Experts, GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
@@ -198,6 +199,12 @@ def whole(sizes: Sizes, library: Any) -> None:
             ClampedGate(1.7, sizes.one(7, 1, odd=0.05)) if sizes.often(0.3) else None,
         )  # fmt: skip
 
+    def convolution() -> Convolution | None:
+        if sizes.often(0.5):
+            return None
+        taps, groups = sizes.one(1, 2, 5, odd=0), sizes.one(1, hidden, hidden // 2, 3, odd=0.02)
+        return Convolution(weights(2 * taps * max(1, min(groups, 64)), hidden), torch.rand(2, taps, hidden))
+
     layers = [
         GatedLayer(
             kind="full_attention", before_attention=norm(hidden), qkv=weights((queries + 2 * keys) * dim, hidden),
@@ -206,6 +213,7 @@ def whole(sizes: Sizes, library: Any) -> None:
             before_mlp=norm(hidden), gate_up=weights(2 * inner, hidden), activation=torch.nn.functional.silu,
             down=weights(hidden, inner), after_mlp=None, experts=experts(),
             sinks=torch.rand(queries + (1 if sizes.often(0.05) else 0)) if sizes.often(0.3) else None,
+            causal=sizes.often(0.5), attention_conv=convolution(), mlp_conv=convolution(),
         )
         for _ in range(2)
     ]  # fmt: skip
@@ -217,7 +225,11 @@ def whole(sizes: Sizes, library: Any) -> None:
         at = Placement(at.slots + sizes.one(-1, 500, 1 << 40, odd=0), sizes.one(0, 1, 7, odd=0), at.width)
     width = sizes.one(dim, dim // 2 * 2, 2 * dim, 0, odd=0)
     table = torch.rand(6, width)
-    native.run(torch.randn(6, hidden), FlatTokens.of(at, None), cache, {"full_attention": (table, table)}, ())
+    tokens = FlatTokens.of(at, None)
+    if sizes.often(0.5):
+        ends = torch.tensor([sizes.one(2, 2, 2, 1, 9, 1 << 40, odd=0) for _ in range(6)])
+        tokens = dataclasses.replace(tokens, ends=ends if sizes.often(0.5) else torch.full((6,), 2))
+    native.run(torch.randn(6, hidden), tokens, cache, {"full_attention": (table, table)}, ())
 
 
 def chain(sizes: Sizes, library: Any) -> None:
