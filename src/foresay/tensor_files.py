@@ -9,12 +9,31 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from foresay.errors import ModelLoadError
 
 if TYPE_CHECKING:
     import torch
+
+
+class Stored(Protocol):
+    """A tensor that is stored somewhere."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See StoredTensor."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """See StoredTensor."""
+        ...
+
+    @property
+    def floats(self) -> bool:
+        """See StoredTensor."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,7 @@ def load_tensors(wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
 
 
 def check_shapes(
-    stored: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]], subject: str, reason: str
+    stored: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], subject: str, reason: str
 ) -> None:
     """Raise ModelLoadError unless exactly the wanted tensors exist, floating-point and of the wanted shapes.
 

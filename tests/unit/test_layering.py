@@ -96,7 +96,7 @@ INSIDE = {
         {"blocks"},
     ],
     "models/sources": [
-        {"load_options", "transformers_errors", "generation_settings"},
+        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts"},
         {"packaged", "config_checks", "llama_cpp"},
         {"location", "wrapping"},
         {"reading"},

@@ -6,9 +6,9 @@ Owns the tensors' names. Tensors are checked against the configuration before th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -23,11 +23,13 @@ from foresay.models.drafts.block_config import BlockConfig, is_block
 from foresay.models.drafts.config import DraftConfig, HeadConfig
 from foresay.models.drafts.head import HeadModule
 from foresay.models.drafts.layers import DraftModule, rotary_embedding
-from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
+from foresay.tensor_files import Stored, StoredTensor, check_shapes, load_tensors, stored_tensors
 
 WEIGHTS = "model.safetensors"
 Layout = Literal["plain", "speculators"]
 LAYOUTS: Mapping[str, Layout] = {"plain": "plain", "speculators": "speculators"}
+T = TypeVar("T", bound=Stored)
+Read = Callable[[Mapping[str, T]], dict[str, torch.Tensor]]
 OFFSETS, DRAFTABLE = "d2t", "t2d"
 """Names of the tensors that list the draft vocabulary: offsets of its ids, and a mask of the target's."""
 
@@ -40,11 +42,21 @@ def read_draft(folder: str | Path) -> StoredDraft:
     """
     folder = Path(folder)
     values = read_config(folder)
-    config = (BlockConfig if is_block(values) else HeadConfig).read(values)
-    source = f"the {config.NOUN} in {str(folder)!r}"
+    noun = (BlockConfig if is_block(values) else HeadConfig).NOUN
     stored = {_own_name(name): tensor for name, tensor in _stored_in(folder).items()}
+    return assembled(values, stored, load_tensors, f"the {noun} in {str(folder)!r}")
+
+
+def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T], source: str) -> StoredDraft:
+    """Return the draft of a config.json's values and stored tensors; see `read_draft`.
+
+    tensors: by their names in safetensors files, not read yet. read: returns the numbers of some of them. source: for errors.
+    """
+    config = (BlockConfig if is_block(values) else HeadConfig).read(values)
+    stored = dict(tensors)
     stored.pop(DRAFTABLE, None)  # redundant: the offsets determine it
-    ids = _token_ids(stored.pop(OFFSETS, None), config.vocab_size, config.draft_vocab_size, source)
+    offsets = {OFFSETS: stored.pop(OFFSETS)} if OFFSETS in stored else {}
+    ids = _token_ids(offsets, read, config.vocab_size, config.draft_vocab_size, source)
     found, width = stored.get("fc.weight"), config.target_width
     if found is None or len(found.shape) != 2 or not found.shape[1] or found.shape[1] % width:
         raise ModelLoadError(f"{source} has no fc.weight [out, in] whose `in` is a multiple of {width}")
@@ -62,7 +74,7 @@ def read_draft(folder: str | Path) -> StoredDraft:
             f"{source} has hidden size {config.hidden_size} and its target {width}, so its file must contain embed_tokens and "
             "lm_head"
         )
-    module.load_state_dict({names[name]: tensor for name, tensor in load_tensors(stored).items()}, assign=True)
+    module.load_state_dict({names[name]: tensor for name, tensor in read(stored).items()}, assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return StoredDraft(config, module, ids)
 
@@ -144,11 +156,14 @@ def _name_in_file(module: DraftModule, name: str) -> str:
     return name if path is None or not name.startswith("path.") else path.PREFIX + name.removeprefix("path.")
 
 
-def _token_ids(stored: StoredTensor | None, vocab_size: int, count: int, source: str) -> torch.Tensor | None:
+def _token_ids(
+    offsets: Mapping[str, T], read: Read[T], vocab_size: int, count: int, source: str
+) -> torch.Tensor | None:
     """Return the ids of a draft vocabulary of `count` tokens, [K] int64 ascending; None for the whole vocabulary.
 
-    source: the draft, for errors. Raises ModelLoadError if the tensor is missing or invalid.
+    offsets: the tensor OFFSETS or nothing. source: the draft, for errors. Raises ModelLoadError if it is missing or invalid.
     """
+    stored = offsets.get(OFFSETS)
     if stored is None:
         if count != vocab_size:
             raise ModelLoadError(
@@ -156,7 +171,7 @@ def _token_ids(stored: StoredTensor | None, vocab_size: int, count: int, source:
             )
         return None
     if stored.shape == (count,) and stored.dtype in ("I64", "I32"):
-        ids = torch.arange(count) + load_tensors({OFFSETS: stored})[OFFSETS].long()
+        ids = torch.arange(count) + read(offsets)[OFFSETS].long()
         if bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size:
             return ids
     raise ModelLoadError(f"{source}: d2t must be integer offsets of {count} ascending token ids below {vocab_size}")

@@ -15,6 +15,8 @@ from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, rea
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3"})
 """Families whose weights can stay in the file's blocks. transformers dequantizes the others, where a size of 0 means unused."""
+DRAFTS = {"dflash": "block", "eagle3": "head"}
+"""Architectures of drafts on hidden states, and the drafters that read them."""
 _MAX_LAYERS, _MAX_WIDTH, _MAX_LENGTH = 1024, 1 << 20, (1 << 31) - 1
 _MAX_HEADS = 1 << 16
 SIZES = {

@@ -11,10 +11,11 @@ from typing import Literal
 
 from foresay.errors import ConfigError, ModelNotFoundError
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block_config import is_block
-from foresay.models.drafts.files import read_config, read_draft
+from foresay.models.drafts.block_config import BlockConfig
+from foresay.models.drafts.files import read_draft
+from foresay.models.sources.gguf_drafts import read_gguf_draft
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.packaged import ALIASES, packaged_head
+from foresay.models.sources.packaged import ALIASES, check_gguf, packaged_head
 
 Kind = Literal["head", "block"]
 _NOUNS: dict[Kind, str] = {"head": "a head", "block": "a block drafter"}
@@ -23,7 +24,7 @@ _NOUNS: dict[Kind, str] = {"head": "a head", "block": "a block drafter"}
 def load_draft(
     name: str | os.PathLike[str], options: LoadOptions | None = None, *, kind: Kind | None = None
 ) -> StoredDraft:
-    """Load a draft by folder or hub id, or a head by the alias of its target; only JSON and safetensors are read.
+    """Load a draft by folder, GGUF file or hub id, or a head by the alias of its target; no pickle is read.
 
     kind: the only one to accept; None for any. Raises as `read_draft` does, ConfigError for another kind, and ModelNotFoundError
     for a name that is neither, or that the hub does not have.
@@ -34,11 +35,22 @@ def load_draft(
             return read_draft(shipped)
         if text in ALIASES:
             raise ModelNotFoundError(f"the draft head for {text!r} is not installed; {ALIASES[text].head_hint}")
-    folder = _folder(text, _NOUNS[kind or "head"], options)
-    found: Kind = "block" if is_block(read_config(folder)) else "head"
+    if text.endswith(".gguf"):
+        draft = read_gguf_draft(_file(text, _NOUNS[kind or "head"]))
+    else:
+        draft = read_draft(_folder(text, _NOUNS[kind or "head"], options))
+    found: Kind = "block" if isinstance(draft.config, BlockConfig) else "head"
     if kind not in (None, found):
         raise ConfigError(f"{text!r} is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})")
-    return read_draft(folder)
+    return draft
+
+
+def _file(text: str, noun: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ModelNotFoundError(f"no such file: {text!r}; give the GGUF file or the folder of {noun}")
+    check_gguf(path)
+    return path
 
 
 def _folder(text: str, noun: str, options: LoadOptions | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.gguf.header import GgufHeader
-from foresay.models.gguf.values import checked_header
+from foresay.models.gguf.values import DRAFTS, checked_header
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
 
@@ -99,7 +99,12 @@ def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool 
 
 def _gguf(name: str, path: Path) -> Location:
     check_gguf(path)
-    return Location(name, str(path.parent), checked_header(path))
+    header = checked_header(path)
+    if (kind := DRAFTS.get(header.architecture)) is not None:
+        raise ModelLoadError(
+            f"{name!r} is a draft ({header.architecture}), not a language model; load its target with drafter='{kind}({name})'"
+        )
+    return Location(name, str(path.parent), header)
 
 
 def _check_folder(name: str, path: Path, *, weights: bool) -> None:
