@@ -13,7 +13,7 @@ from foresay.cli.common import load_options, target_name
 from foresay.cli.options import DTYPE, TARGET, TRUST
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
-from foresay.models.drafts.base import target_rows
+from foresay.models.drafts.base import embeddings_of, target_rows
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.files import LAYOUTS, write_draft
 from foresay.models.huggingface.causal import CausalModel
@@ -78,5 +78,5 @@ def run(given: Given) -> int:
 
 def _embeddings(target: CausalModel) -> torch.Tensor:
     """The target's embeddings, [V, H], which are included in block drafters."""
-    out: torch.Tensor = target.model.get_input_embeddings()(torch.arange(target.vocab_size, device=target.device))
+    out: torch.Tensor = embeddings_of(target)(torch.arange(target.vocab_size, device=target.device))
     return out

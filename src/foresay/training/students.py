@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foresay.models.drafts.base import StoredDraft
+from foresay.models.drafts.base import StoredDraft, embeddings_of
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.head import HeadModule
@@ -69,7 +69,7 @@ class DraftStudent(nn.Module, ABC):
         self.draft, self.decay, self.token_ids = draft.module, decay, draft.token_ids
         self.steps = 1
         self._teacher = [TeacherHead(target, draft.token_ids)]  # in a list, so that it is not a submodule
-        self._embed = [target.model.get_input_embeddings()]
+        self._embed = [embeddings_of(target)]
 
     def begin_batch(self, seed: int) -> None:
         """Draw the positions of the next batch, if any are drawn, by this seed, so that an interrupted run resumes exactly."""

@@ -86,7 +86,7 @@ class DraftModel(SlotCacheRows):
         self._rotary = module.rotary.to(self.device)
         self._rotary_table = RotaryTable(self._rotary)
         own = module.embed_tokens
-        self._embed = target.model.get_input_embeddings() if own is None else own.to(self.device, self.dtype)
+        self._embed = embeddings_of(target) if own is None else own.to(self.device, self.dtype)
         head = target_rows(target, token_ids) if module.lm_head is None else module.lm_head.weight
         self._head = self._product(head)
         self._native: NativeLayers | None = None
@@ -193,6 +193,16 @@ class DenseProduct:
     def dense(self) -> torch.Tensor:
         """Return the weight [out, in]."""
         return self._weight
+
+
+def embeddings_of(target: CausalModel) -> torch.nn.Module:
+    """Return the target's embeddings as drafts read them: without the factor of Gemma's module, as other engines do."""
+    module = target.model.get_input_embeddings()
+    if isinstance(module, torch.nn.Embedding) and hasattr(module, "embed_scale"):
+        plain: torch.nn.Module = torch.nn.Embedding.from_pretrained(module.weight)  # type: ignore[no-untyped-call]
+        return plain
+    found: torch.nn.Module = module
+    return found
 
 
 def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:

@@ -500,3 +500,18 @@ def test_a_norm_has_the_precision_of_its_input() -> None:
     norm, x = RMSNorm(8, 1e-5), torch.randn(3, 8)
     assert norm(x.bfloat16()).dtype is torch.bfloat16
     assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5))
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma3"])
+def test_a_head_reads_embeddings_without_gemmas_factor(family: str) -> None:
+    """As other engines do, which share the weights of the target alone; the output is that of plain decoding."""
+    model = CausalModel(make(family, 4, vocab_size=SMALL))
+    model.use_fused()
+    head = HeadModel(random_head(model, layers=(0, 2)), model)
+    ids, embedding = torch.tensor([2, 5]), model.model.get_input_embeddings()
+    assert torch.equal(head._embed(ids), embedding.weight[ids])
+    assert not torch.allclose(embedding(ids), embedding.weight[ids], rtol=0.5)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    ours, _, engine = run(model, PROMPTS, params, drafter=HeadDrafter(head, SMALL), gamma=3)
+    assert engine.draft_failures == 0 and ours == plain
