@@ -7,6 +7,7 @@ the embeddings. Owns the field names and defaults.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,8 @@ from foresay.models.drafts.fields import (
     windows_of,
 )
 
+logger = logging.getLogger("foresay")
+
 SPECULATORS = ("dflash", "dspark", "dflash2")
 """Kinds of block drafters in the speculators layout."""
 MARKOV = ("vanilla", "gated", "rnn")
@@ -43,6 +46,10 @@ _PARTS: Mapping[str, tuple[Any, ...]] = {
     "projector_type": (None, "dflash", "dflash2", "dspark", DOMINO),
 }
 """Fields of variants that are not supported, and the values that select none of them."""
+_TRAINING = ("num_anchors", "max_anchors", "loss_decay_gamma", "num_target_layers", "training_block_size")
+_ALPHAS = ("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "selector_loss_weight")
+_KNOWN = {*BlockFields.model_fields, *_PARTS, *_TRAINING, *_ALPHAS, "target_layer_ids", "draft_vocab_size"}
+"""Fields of a `dflash_config`: those above, and those of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +219,8 @@ class BlockConfig(DraftConfig):
     @classmethod
     def _of_plain(cls, values: Mapping[str, Any]) -> BlockConfig:
         own = object_of(values, "dflash_config")
+        if unknown := sorted(set(own) - _KNOWN):
+            logger.warning("fields of a draft's dflash_config that are not known are ignored: %s", ", ".join(unknown))
         layers = layers_of({**values, **own}, "target_layer_ids", _SOURCE, least=-1) or ()
         dspark = "dflash_config" not in values or own.get("projector_type") == "dspark"
         return cls._build(values, {**values, **own}, [i + 1 for i in layers], from_anchor=dspark)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from foresay.checks import check_flag
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
@@ -21,6 +22,7 @@ from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import BlockConfig, is_block
 from foresay.models.drafts.config import DraftConfig, HeadConfig
+from foresay.models.drafts.fields import object_of
 from foresay.models.drafts.head import HeadModule
 from foresay.models.drafts.layers import DraftModule, rotary_embedding
 from foresay.tensor_files import Stored, StoredTensor, check_shapes, load_tensors, stored_tensors
@@ -74,9 +76,34 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
             f"{source} has hidden size {config.hidden_size} and its target {width}, so its file must contain embed_tokens and "
             "lm_head"
         )
-    module.load_state_dict({names[name]: tensor for name, tensor in read(stored).items()}, assign=True)
+    weights = {names[name]: tensor for name, tensor in read(stored).items()}
+    if interleaves(values):
+        weights = {name: _halves(name, tensor, config) for name, tensor in weights.items()}
+    module.load_state_dict(weights, assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return StoredDraft(config, module, ids)
+
+
+def interleaves(values: Mapping[str, Any]) -> bool:
+    """Return True if a config.json says that rotary positions turn neighbouring numbers of a head, not its halves."""
+    layer = object_of(values, "transformer_layer_config")
+    names = ("rope_is_neox_style", "is_neox_style")
+    found = [one[name] for one in (values, layer) for name in names if one.get(name) is not None]
+    return any(not check_flag("rope_is_neox_style", one) for one in found)
+
+
+def _halves(name: str, weight: torch.Tensor, config: DraftConfig) -> torch.Tensor:
+    """Return a weight of queries or keys whose rotated pairs are neighbours with the pairs in two halves; others as they are."""
+    heads = int(config.layer["num_attention_heads"])
+    shared = int(config.layer.get("num_key_value_heads") or heads)
+    counts = {"q_proj": heads, "k_proj": shared, "q_norm": 1, "k_norm": 1}
+    count = counts.get(name.split(".")[-2])
+    return weight if count is None else halved(weight, count)
+
+
+def halved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows [heads * dim, ...] with the even ones of each head before its odd ones."""
+    return weight.view(heads, len(weight) // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def new_module(config: DraftConfig, num_states: int) -> DraftModule:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.files import OFFSETS, assembled
+from foresay.models.drafts.files import OFFSETS, assembled, halved
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.header import StoredTensor as GgufTensor
 from foresay.models.gguf.types import read_weight
@@ -197,7 +197,7 @@ def _in_our_order(header: GgufHeader, name: str, weight: torch.Tensor) -> torch.
     for kind, key in (("q_proj", "attention.head_count"), ("k_proj", "attention.head_count_kv")):
         if header.architecture == "eagle3" and f".{kind}." in name:
             heads = int(header.values.get(f"eagle3.{key}", header.values["eagle3.attention.head_count"]))
-            return weight.view(heads, len(weight) // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
+            return halved(weight, heads)
     return weight
 
 

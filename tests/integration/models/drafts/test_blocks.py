@@ -360,6 +360,33 @@ def test_published_layouts(tmp_path: Path) -> None:
     )
 
 
+def test_unknown_fields_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    values = random_block(target(), from_anchor=False).config.as_plain()
+    BlockConfig.read(values)
+    assert not caplog.records
+    BlockConfig.read({**values, "dflash_config": {**values["dflash_config"], "new_part": 3, "num_anchors": 512}})
+    assert "not known are ignored: new_part" in caplog.text
+
+
+def test_rotated_pairs_that_are_neighbours(tmp_path: Path) -> None:
+    """A file whose rotary positions turn neighbouring numbers of a head (LFM2.5) reads as the same drafter."""
+    made = random_block(target())
+    write_draft(made, tmp_path)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    for name, weight in tensors.items():
+        heads = {"q_proj": 4, "k_proj": 2, "q_norm": 1, "k_norm": 1}.get(name.split(".")[-2])
+        if heads is not None:
+            pairs = weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2)
+            tensors[name] = pairs.reshape(weight.shape).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_is_neox_style": False}))
+    found, wanted = read_draft(tmp_path).module.state_dict(), made.module.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    as_halves = read_draft(tmp_path).module.state_dict()
+    assert not torch.equal(as_halves["layers.0.self_attn.q_proj.weight"], wanted["layers.0.self_attn.q_proj.weight"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
