@@ -120,7 +120,10 @@ DATA = group(
     "Data",
     *_of(
         f"{_TRAINED} acceptance",
-        option("--outputs FILE...", "A recording of the target (foresay record); may be repeated."),
+        option(
+            "--outputs FILE...",
+            "A recording of the target (foresay record), or the folder of `foresay serve --memory`; may be repeated.",
+        ),
         option("--states FOLDER", "Cache the target's hidden states, or a draft's, here; computed once."),
     ),
     *_of(

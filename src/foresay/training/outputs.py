@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from foresay.decoding.rows import IntArray
+from foresay.drafters.memory.memory import Memory
 from foresay.errors import ConfigError
 from foresay.records.recording import Recording
 
@@ -33,10 +35,13 @@ class Text:
 
 
 def read_outputs(path: str, vocab_size: int, tokenizer: str | None, length: int) -> list[Text]:
-    """Return the texts of a recording, of at most `length` tokens each. Long prompts lose their start, long outputs their end.
+    """Return the texts of a recording, or of the folder in which a server keeps texts, of at most `length` tokens each.
 
-    tokenizer: fingerprint of the target's. Raises ConfigError for a recording of another vocabulary or tokenizer.
+    Long prompts of a recording lose their start, long outputs their end. tokenizer: fingerprint of the target's. Raises
+    ConfigError for texts of another vocabulary or tokenizer.
     """
+    if Path(path).is_dir():
+        return _kept(Path(path), vocab_size, tokenizer, length)
     recording = Recording.load(path)
     if recording.vocab_size > vocab_size:
         raise ConfigError(f"{path!r} was recorded with {recording.vocab_size} tokens, and the target has {vocab_size}")
@@ -55,7 +60,19 @@ def read_outputs(path: str, vocab_size: int, tokenizer: str | None, length: int)
     return out
 
 
-def texts_of(token_ids: Iterable[Sequence[int]], length: int) -> list[Text]:
+def _kept(folder: Path, vocab_size: int, tokenizer: str | None, length: int) -> list[Text]:
+    """Return the texts of all owners of a memory; see `read_outputs`."""
+    memory = Memory(folder, fingerprint=tokenizer or f"{vocab_size} tokens", reads_only=True)
+    try:
+        texts = [one.astype(np.int64) for owned in memory.owners().values() for one in owned]
+    finally:
+        memory.close()
+    if any(int(one.max(initial=0)) >= vocab_size for one in texts):
+        raise ConfigError(f"the memory {str(folder)!r} has tokens outside the target's vocabulary of {vocab_size}")
+    return texts_of(texts, length)
+
+
+def texts_of(token_ids: Iterable[Sequence[int] | IntArray], length: int) -> list[Text]:
     """Split documents into texts of `length` tokens, which are trained on from the second token."""
     out = []
     for document in token_ids:

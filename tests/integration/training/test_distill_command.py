@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,8 +18,14 @@ from transformers import AutoModelForCausalLM
 
 import foresay as library
 from foresay.cli.app import _run
+from foresay.drafters import Memory
+from foresay.errors import ConfigError, VocabularyMismatchError
 from foresay.models.drafts.files import read_draft
+from foresay.models.sources.loading import load_model
+from foresay.records.recording import Recording
+from foresay.text.tokenizer import tokenizer_fingerprint
 from foresay.training.curves import read_log
+from foresay.training.outputs import read_outputs
 from helpers import tiny
 
 PROMPTS = [f"the number {i} and {i + 1}" for i in range(40)]
@@ -171,7 +178,8 @@ def test_a_block_drafter_is_written_exported_and_drafts(
     ("given", "message"),
     [
         (("--kind", "medusa"), "kind 'medusa'"),
-        (("--block-size", "4"), "--block-size applies to --kind block"),
+        (("--block-size", "4"), "--block-size applies to --kind block and dflash2"),
+        (("--kind", "dflash2", "--from", "x", "--rank", "2"), "--from sets the shape"),
         (("--kind", "block", "--draft-steps", "3"), "--draft-steps applies to --kind head"),
         (("--kind", "block", "--own-output-layer"), "--own-output-layer applies to --kind head"),
         (("--kind", "block", "--block-size", "1"), "--block-size 1"),
@@ -235,6 +243,32 @@ def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     given = ["--model", str(target), "--text", str(text), "--sequence-length", "64", "--draft-steps", "2"]
     code, said, _ = shell("distill", str(out), *given)
     assert code == 0 and "tokens per pass" in said
+
+
+def test_on_texts_that_a_server_keeps(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    """Of all owners; a folder over another vocabulary, or of something else, is refused."""
+    folder, length = tmp_path / "memory", 32
+    tokenizer = load_model(str(target)).tokenizer
+    assert tokenizer is not None
+    name = tokenizer_fingerprint(tokenizer)
+    memory = Memory(folder, fingerprint=name)
+    texts = [np.array([*one.prompt, *one.output]) for one in Recording.load(recorded).records]
+    for i, text in enumerate(texts):
+        memory.add(f"owner {i % 2}", text)
+    memory.close()
+    found = read_outputs(str(folder), 1000, name, length)
+    whole = [piece.tolist() for text in texts for piece in np.split(text, range(length, len(text), length))]
+    assert sorted(one.tokens.tolist() for one in found) == sorted(one for one in whole if len(one) > 1)
+    code, said, _ = shell("distill", str(tmp_path / "head"), *options(target, folder, "--draft-steps", "2"))
+    assert code == 0 and "tokens per pass" in said
+    with pytest.raises(ConfigError, match="outside the target's vocabulary of 5"):
+        read_outputs(str(folder), 5, name, length)
+    with pytest.raises(VocabularyMismatchError, match="another vocabulary"):
+        read_outputs(str(folder), 1000, "other", length)
+    (tmp_path / "empty").mkdir()
+    assert "cannot use the memory" in shell.refused(
+        "distill", str(tmp_path / "x"), *options(target, tmp_path / "empty")
+    )
 
 
 def test_several_processes_take_the_steps_of_one(
