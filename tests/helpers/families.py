@@ -104,6 +104,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_alibi": ("falcon", _base(alibi=True, new_decoder_architecture=False, multi_query=False)),
     "olmo2": ("olmo2", _base()),
     "granite": ("granite", _base(logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.3)),
+    "smollm3": ("smollm3", _base(no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
     "starcoder2": ("starcoder2", _base(sliding_window=8)),
     "gpt_oss": (
         "gpt_oss",

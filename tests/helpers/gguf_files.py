@@ -10,7 +10,35 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
 from helpers import tiny
+
+_NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {"mixtral": "llama"}
+_SCALES = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attention_scale": "attention_multiplier",
+}
+_VALUES: dict[str, dict[str, str]] = {
+    "qwen3_moe": {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "granite": _SCALES,
+    "gemma2": {"sliding_window": "sliding_window"},
+    "gemma3_text": {"sliding_window": "sliding_window"},
+}
+"""Methods of the writer without "add_" -> fields of the configuration, by family."""
+
+
+def architecture_of(model: PreTrainedModel) -> tuple[str, Architecture]:
+    """llama.cpp's name of a model's architecture, and how its files are stored."""
+    name = _NAMES[model.config.model_type]
+    one = ARCHITECTURES[name]
+    return name, (one.with_experts or one) if model.config.model_type == "mixtral" else one
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -18,21 +46,25 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | None = None) -> Path:
+def write_gguf(
+    path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | None = None, *, kind: str | None = None
+) -> Path:
     """A tiny model of a family that foresay reads from GGUF files, and its tokenizer, as such a file.
 
-    kinds: by the last word of a tensor's name ("attn_q", "output"), the type its weights are rounded to; float32 otherwise.
+    kinds: by the last word of a tensor's name ("attn_q", "output"), the type its weights are rounded to; otherwise `kind`
+    for matrices, or float32 without it.
     """
-    family = {"qwen3_moe": "qwen3moe"}.get(model.config.model_type, model.config.model_type.removesuffix("_text"))
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, architecture_of(model)[0])
     _add_values(writer, model)
-    for name, weight in _tensors(model, family).items():
+    for name, weight in _tensors(model).items():
         values = np.ascontiguousarray(weight.detach().float().numpy())
-        kind = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
-        if kind is None:
+        own = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
+        if own is None and kind is not None and values.ndim > 1 and not name.endswith(("bias", "_inp.weight")):
+            own = kind
+        if own is None:
             writer.add_tensor(name, values)
         else:
-            rounded = gguf.GGMLQuantizationType[kind]
+            rounded = gguf.GGMLQuantizationType[own]
             writer.add_tensor(name, gguf.quantize(values, rounded), raw_dtype=rounded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -55,15 +87,12 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if head_dim != config.hidden_size // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for name, field in _VALUES.get(config.model_type, {}).items():
+        getattr(writer, f"add_{name}")(getattr(config, field))
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head_dim)
-    if config.model_type.startswith("gemma"):
-        writer.add_sliding_window(config.sliding_window)
-    writer.add_rope_freq_base(10000.0)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -74,22 +103,24 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_eos_token_id(0)
 
 
-def _tensors(model: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights by llama.cpp's names, in its order of rows."""
-    config = model.config
+    config, (family, one) = model.config, architecture_of(model)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[family], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for name, weight in _split_experts(model.state_dict()).items():
         stem, _, suffix = name.rpartition(".")
+        if suffix not in ("weight", "bias"):
+            stem, suffix = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
         own = str(names.get_name(stem))
         if own == "output" and config.tie_word_embeddings:
             continue
         kind = own.rpartition(".")[2]
-        if family == "llama" and kind in heads:
+        if one.interleaved and kind in heads:
             weight = _interleaved(weight, heads[kind])
-        if family.startswith("gemma") and "norm" in own:
+        if one.norms_from_one and "norm" in own:
             weight = weight + 1
         tensors[f"{own}.{suffix}"] = weight
     return tensors

@@ -88,9 +88,10 @@ INSIDE = {
     ],
     "models/gguf": [
         {"header", "pre_tokenizers"},
+        {"architectures"},
         {"values"},
         {"keys", "vocabulary"},
-        {"tokenizer", "types", "positions"},
+        {"configs", "tokenizer", "types", "positions"},
         {"packed"},
         {"shapes"},
         {"blocks"},
@@ -151,7 +152,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_TRANSFORMERS = {
     *(f"models/huggingface/{name}.py" for name in ("causal", "seq2seq", "attention")),
     *(f"models/sources/{name}.py" for name in ("reading", "packaged", "transformers_errors")),
-    *(f"models/gguf/{name}.py" for name in ("blocks", "tokenizer")),
+    *(f"models/gguf/{name}.py" for name in ("blocks", "configs", "tokenizer")),
     "training/prune.py",
     *(f"models/drafts/{name}.py" for name in ("layers", "head", "block", "mtp")),
 }

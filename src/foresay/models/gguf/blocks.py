@@ -1,4 +1,4 @@
-"""Loads a GGUF file's weights into a model in their quantized blocks, without dequantizing them.
+"""Loads a GGUF file's weights into a model: in their quantized blocks, without dequantizing them, or as numbers.
 
 Owns the mapping from tensors to modules and the order of rows. transformers loads and dequantizes architectures whose tensors
 are rearranged in ways unknown here. types.py decides the representation of each tensor type.
@@ -14,29 +14,44 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
-from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model, gguf_namer
-from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, is_quantized, read_weight
+from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model, gguf_namer, stored_buffers
+from foresay.models.gguf.types import (
+    BlockWeight,
+    DenseWeight,
+    Weight,
+    concatenated,
+    is_quantized,
+    read_numbers,
+    read_weight,
+)
 from foresay.models.gguf.values import invalid_tensor
-from foresay.models.huggingface.experts import is_experts
-from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, UsualGate
+from foresay.models.huggingface.experts import expert_weights, is_experts, set_expert_weights
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear
 from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
 
 
-def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
-    """Return a transformers model whose linear layers use the file's blocks. Activations and all other weights are in `dtype`.
+def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blocks: bool) -> Any:
+    """Return a transformers model with a file's weights; numbers are in `dtype`.
 
-    header: checked by `check_values`, of one of ARCHITECTURES. Raises ModelLoadError if the tensors do not match the model or
-    contain numbers that are not finite, and ConfigError without compiled kernels.
+    header: checked by `check_values`, of one of ARCHITECTURES. in_blocks: True for linear layers and experts over the file's
+    blocks; otherwise all weights are numbers. Raises ModelLoadError if the tensors do not match the model or contain numbers that
+    are not finite, and ConfigError for blocks without compiled kernels.
     """
-    check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
+    if in_blocks:
+        check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
     model, name = empty_model(config, dtype), gguf_namer(header, config)
     check_tensors(header, model, name)
-    packed = PackedWeights(header)
+    packed = PackedWeights(header) if in_blocks else None
     _fill(model, _File(header, config, dtype, name, packed))
-    packed.write()
+    if packed is None:
+        model.tie_weights()
+    else:
+        freeze_linears(model)
+        packed.write()
     scale_positions(model, header)
     return model.eval()
 
@@ -44,9 +59,18 @@ def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
 class _File:
     """The tensors of a file, by transformers' parameter names."""
 
-    def __init__(self, header: GgufHeader, config: Any, dtype: torch.dtype, name: Name, packed: PackedWeights) -> None:
+    def __init__(
+        self, header: GgufHeader, config: Any, dtype: torch.dtype, name: Name, packed: PackedWeights | None
+    ) -> None:
+        """packed: None to read numbers only."""
+        self._order = architecture_of(header)
         self._header, self._name, self.dtype, self._packed = header, name, dtype, packed
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if quantized weights stay in their blocks."""
+        return self._packed is not None
 
     def _stored(self, name: str) -> StoredTensor | None:
         return self._header.tensors.get(self._name(name))
@@ -60,22 +84,22 @@ class _File:
         tensor_name, tensor = self._name(name), self._stored(name)
         if tensor is None:
             return None
-        weight, kind = read_weight(tensor), tensor_name.split(".")[-2]
+        weight, kind = (read_weight if self.in_blocks else read_numbers)(tensor), tensor_name.split(".")[-2]
         if not weight.is_finite():
             raise invalid_tensor(self._header, tensor_name, "contains numbers that are not finite")
-        if self._header.architecture == "llama" and kind in self._heads:  # biases too
+        if self._order.interleaved and kind in self._heads:  # biases too
             return weight.reordered(_row_order(tensor.shape[0], self._heads[kind]))
-        if self._header.architecture.startswith("gemma") and "norm" in tensor_name:
+        if self._order.norms_from_one and "norm" in tensor_name:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
         return weight
 
     def product(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:
-        """Return one product of parameters whose rows are concatenated; None unless all of them are quantized.
+        """Return one product of parameters whose rows are concatenated; None unless all of them stay in quantized blocks.
 
         Raises as `get` does, and ModelLoadError for rows of different lengths.
         """
         stored = [one for one in map(self._stored, names) if one is not None]
-        if len(stored) < len(names) or not all(map(is_quantized, stored)):
+        if self._packed is None or len(stored) < len(names) or not all(map(is_quantized, stored)):
             return None
 
         def make() -> NativeProduct:
@@ -86,10 +110,15 @@ class _File:
         shape = sum(one.shape[0] for one in stored), stored[0].shape[-1]
         return self._packed.product(names[0], shape, bias, make)
 
-    def expert_products(self, names: Sequence[str], count: int) -> list[NativeProduct] | None:
-        """Return the product of each expert, of parameters [experts, out, in] whose rows are concatenated; see `product`."""
-        stored = [one for one in map(self._stored, names) if one is not None]
-        if not all(map(is_quantized, stored)):
+    def expert_products(
+        self, names: Sequence[str], count: int, bias: torch.Tensor | None
+    ) -> list[NativeProduct] | None:
+        """Return the product of each expert, of parameters [experts, out, in] whose rows are concatenated; see `product`.
+
+        bias: [experts, all out].
+        """
+        stored, packed = [one for one in map(self._stored, names) if one is not None], self._packed
+        if packed is None or not all(map(is_quantized, stored)):
             return None
         weights: list[Weight | None] = []
 
@@ -97,10 +126,11 @@ class _File:
             weights.extend(map(self.get, () if weights else names))
             weight = concatenated([one.part(i, count) for one in weights if isinstance(one, BlockWeight)])
             assert weight is not None
-            return weight.product(None)
+            return weight.product(biases[i])
 
+        biases = [None] * count if bias is None else list(bias)
         shape = sum(one.shape[1] for one in stored), stored[0].shape[-1]
-        return [self._packed.product(f"{names[0]}.{i}", shape, None, partial(make, i)) for i in range(count)]
+        return [packed.product(f"{names[0]}.{i}", shape, biases[i], partial(make, i)) for i in range(count)]
 
     def release_pages(self) -> None:
         """See `GgufHeader`."""
@@ -119,8 +149,9 @@ def _row_order(rows: int, heads: int) -> torch.Tensor:
 
 def _fill(model: Any, file: _File) -> None:
     """Load the file's weights into a model on the meta device."""
-    model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
-    _fill_embeddings(model, file)
+    if file.in_blocks:
+        model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
+        _fill_embeddings(model, file)
     for name, module in list(model.named_modules()):
         file.release_pages()  # of the weights that were packed
         for joint in JOINT_LAYERS:
@@ -131,13 +162,16 @@ def _fill(model: Any, file: _File) -> None:
                 _fill_linear(module, short, path + ".weight", file.dense(path + ".bias"), file)
             elif is_experts(child):
                 setattr(module, short, _filled_experts(child, path, file))
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or is_experts(module):
             continue  # replaced through its parent
         for short, parameter in list(module.named_parameters(recurse=False)):
             found = file.dense(f"{name}.{short}") if parameter.device.type == "meta" else None
             if found is not None:
                 setattr(module, short, nn.Parameter(found, requires_grad=False))
-    freeze_linears(model)
+        for short, buffer in stored_buffers(module):
+            numbers = file.get(f"{name}.{short}")
+            assert numbers is not None  # see check_tensors
+            setattr(module, short, numbers.dense(buffer.dtype))
 
 
 def _fill_embeddings(model: Any, file: _File) -> None:
@@ -176,17 +210,21 @@ def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor |
 
 def _filled_experts(experts: Any, path: str, file: _File) -> Any:
     """Return the experts of a layer: with products if they are quantized, else with numbers."""
-    gate, up, down = (f"{path}.{short}.weight" for short in EXPERTS)
-    gate_up = file.expert_products([gate, up], experts.num_experts)
-    products = file.expert_products([down], experts.num_experts)
+    gate, up, down = (f"{path}.{short}" for short in EXPERTS)
+    gate_bias, up_bias, down_bias = (file.dense(f"{one}.bias") for one in (gate, up, down))
+    bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias], 1)
+    gate_up = file.expert_products([f"{gate}.weight", f"{up}.weight"], experts.num_experts, bias)
+    products = file.expert_products([f"{down}.weight"], experts.num_experts, down_bias)
+    weights = expert_weights(experts)
+    assert weights is not None
     if gate_up is not None and products is not None:
-        return FrozenExperts(gate_up, products, UsualGate(experts.act_fn))
-    shape = (experts.num_experts, -1, experts.hidden_dim)
-    gate_weight, up_weight, down_weight = (file.dense(name) for name in (gate, up, down))
+        return FrozenExperts(gate_up, products, weights.gate)
+    hidden = weights.down(0)[0].shape[0]
+    gate_weight, up_weight, down_weight = (file.dense(f"{one}.weight") for one in (gate, up, down))
     assert gate_weight is not None and up_weight is not None and down_weight is not None
-    joint = torch.cat([gate_weight.view(shape), up_weight.view(shape)], 1)
-    experts.gate_up_proj = nn.Parameter(joint, requires_grad=False)
-    experts.down_proj = nn.Parameter(down_weight.view(shape[0], shape[2], -1), requires_grad=False)
+    joint = torch.cat([one.view(weights.count, -1, hidden) for one in (gate_weight, up_weight)], 1)
+    biases = [one for one in (bias, down_bias) if one is not None]
+    set_expert_weights(experts, joint, down_weight.view(weights.count, hidden, -1), *biases)
     return experts
 
 

@@ -10,8 +10,9 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
+from foresay.models.gguf.architectures import ARCHITECTURES, architecture_of
 from foresay.models.gguf.header import GgufHeader
-from foresay.models.gguf.values import ARCHITECTURES, FACTORS, SIZES, invalid_value
+from foresay.models.gguf.values import FACTORS, SIZES, invalid_value
 
 logger = logging.getLogger("foresay")
 
@@ -113,12 +114,14 @@ def check_keys(header: GgufHeader, namespaces: Iterable[str]) -> None:
         prefix = header.architecture if namespace == "model" else namespace
         if namespace == "model" and prefix not in ARCHITECTURES:
             continue
+        one = architecture_of(header) if namespace == "model" else None
+        values = {**NEUTRAL[namespace], **(one.neutral if one else {})}
+        read = (READ[namespace] - (one.neutral.keys() if one else set())) | (one.fields.keys() if one else set())
         for key in (*header.values, *header.lists):
             name = key.removeprefix(f"{prefix}.")
-            if name == key or name in READ[namespace]:
+            if name == key or name in read:
                 continue
-            neutral = NEUTRAL[namespace].get(name)
-            if neutral is not None:
+            if (neutral := values.get(name)) is not None:
                 _check(header, key, neutral)
             elif not _is_irrelevant(name, IRRELEVANT[namespace]):
                 unknown.append(key)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from foresay.errors import ModelLoadError
+from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import invalid_tensor
 
@@ -18,26 +19,25 @@ _FACTORS = "rope_freqs.weight"
 """Tensor [D / 2] of divisors, one for each frequency (Llama 3.1 and later)."""
 _RANGE = (1e-3, 1e6)
 """Smallest and largest divisor that is accepted."""
-_LINEAR = {"llama": "", "qwen2": "", "qwen3": "", "qwen3moe": "", "gemma3": "full_attention_"}
-"""Architectures with linear scaling -> prefix of the scaled frequencies' buffers (in Gemma 3, of the full-attention layers)."""
 
 
-def refuse_unread(header: GgufHeader, *, in_blocks: bool) -> None:
+def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
     """Raise ModelLoadError for an unsupported kind of scaling.
 
-    in_blocks: whether the weights stay in the file's blocks; otherwise transformers dequantizes them and supports no scaling.
+    ours: whether the file is read here; otherwise transformers dequantizes it and supports no scaling.
     """
     unread = [name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))]
     kind, factor = _scaling(header)
     if kind not in ("none", "") or factor != 1.0:
         unread.append(f"{header.architecture}.rope.scaling.type")
-    if in_blocks:
-        read = [_FACTORS] if header.architecture == "llama" else []
-        if kind in ("linear", "none", "") and header.architecture in _LINEAR:
+    if ours:
+        one = architecture_of(header)
+        read = [_FACTORS] if one.scaled_by_tensor else []
+        if kind in ("linear", "none", "") and one.scaled_linearly is not None:
             read.append(f"{header.architecture}.rope.scaling.type")
         unread = [name for name in unread if name not in read]
     if unread:
-        where = "for its architecture" if in_blocks else "when transformers loads the file"
+        where = "for its architecture" if ours else "when transformers loads the file"
         raise ModelLoadError(
             f"the GGUF file scales its rotary positions ({', '.join(unread)}), which is not supported {where}; "
             "load the model's transformers folder instead"
@@ -48,7 +48,7 @@ def scale_positions(model: Any, header: GgufHeader) -> None:
     """Divide a model's unscaled frequencies as the file specifies. Raises ModelLoadError for invalid divisors."""
     _, factor = _scaling(header)
     if factor != 1.0:
-        _divide(model, _LINEAR[header.architecture], torch.tensor(factor))
+        _divide(model, architecture_of(header).scaled_linearly or "", torch.tensor(factor))
     stored = header.tensors.get(_FACTORS)
     if stored is None:
         return

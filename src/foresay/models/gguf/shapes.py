@@ -14,25 +14,17 @@ import torch
 from torch import nn
 
 from foresay.errors import ModelLoadError
+from foresay.models.gguf.architectures import architecture_of
+from foresay.models.gguf.configs import set_end_tokens
 from foresay.models.gguf.header import STRING, GgufHeader, StoredTensor
 from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.positions import refuse_unread
-from foresay.models.gguf.tokenizer import config_of, set_end_tokens
-from foresay.models.gguf.values import ARCHITECTURES, invalid_tensor, invalid_value
+from foresay.models.gguf.values import invalid_tensor, invalid_value
 from foresay.models.huggingface.experts import expert_weights
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized."""
-_REQUIRED = (
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
-)
-"""Values that transformers would replace by those of some model of the family if they were missing."""
-_REQUIRED_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 """Parts of the experts of a layer, each a tensor [experts, out, in] of a file."""
 _POSITIONS = ("rope_freqs", "rope_factors")
@@ -52,7 +44,10 @@ def empty_model(config: Any, dtype: Any) -> Any:
 
 
 def gguf_namer(header: GgufHeader, config: Any) -> Name:
-    """Return the name mapping of a file's architecture, which must be one of ARCHITECTURES."""
+    """Return the name mapping of a file's architecture, which must be one of ARCHITECTURES.
+
+    A parameter that is no weight or bias of a module is stored as the weight of its own name, or as a bias without "_bias".
+    """
     import gguf
 
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -60,7 +55,10 @@ def gguf_namer(header: GgufHeader, config: Any) -> Name:
 
     def name(parameter: str) -> str:
         stem, _, suffix = parameter.rpartition(".")
-        return f"{names.get_name(stem)}.{suffix}"
+        if suffix in ("weight", "bias"):
+            return f"{names.get_name(stem)}.{suffix}"
+        whole = parameter.removesuffix("_bias")
+        return f"{names.get_name(whole)}.{'weight' if whole == parameter else 'bias'}"
 
     return name
 
@@ -69,15 +67,11 @@ def dense_config(header: GgufHeader) -> Any:
     """Return the configuration of a file that transformers dequantizes. Raises ModelLoadError if the tensors do not match it."""
     from transformers import AutoConfig
 
-    refuse_unread(header, in_blocks=False)
+    refuse_unread(header, ours=False)
     check_keys(header, ("general",))
-    if header.architecture in ARCHITECTURES:
-        config = config_of(header)
-        check_tensors(header, empty_model(config, torch.float32), gguf_namer(header, config))
-    else:
-        config = AutoConfig.from_pretrained(header.path.parent, gguf_file=header.path.name)
-        check_size(header, empty_model(config, torch.float32))
-        set_end_tokens(config, header)
+    config = AutoConfig.from_pretrained(header.path.parent, gguf_file=header.path.name)
+    check_size(header, empty_model(config, torch.float32))
+    set_end_tokens(config, header)
     return config
 
 
@@ -127,13 +121,21 @@ def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
             hidden, inner = weights.down(0)[0].shape
             for short, shape in zip(EXPERTS, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 found.append((f"{path}.{short}.weight", (weights.count, *shape), True))
+                if weights.down(0)[1] is not None:
+                    found.append((f"{path}.{short}.bias", (weights.count, shape[0]), True))
             continue
-        for short, one in module.named_parameters(recurse=False):
+        for short, one in (*module.named_parameters(recurse=False), *stored_buffers(module)):
             found.append((f"{path}.{short}", tuple(one.shape), not (tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
             # some configurations do not state whether there are biases; the file decides
             found.append((f"{path}.bias", (module.out_features,), False))
     return found
+
+
+def stored_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers of a module, by name, that are part of its checkpoints."""
+    left_out = module._non_persistent_buffers_set
+    return [(name, one) for name, one in module.named_buffers(recurse=False) if name not in left_out]
 
 
 def _check_tensor(
@@ -157,10 +159,6 @@ def _check_tensor(
 
 def _check_unread_values(header: GgufHeader, config: Any) -> None:
     """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
-    required = (*_REQUIRED, *_REQUIRED_OF_EXPERTS) if header.architecture.endswith("moe") else _REQUIRED
-    for name in required:
-        if f"{header.architecture}.{name}" not in header.values:
-            raise invalid_value(header, f"{header.architecture}.{name}", "a number; it has no default")
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     assumed = {
         "attention.key_length": size,
@@ -169,7 +167,8 @@ def _check_unread_values(header: GgufHeader, config: Any) -> None:
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
-    if (scale := header.values.get(f"{header.architecture}.attention.scale")) not in (None, 0):
+    scale = header.values.get(f"{header.architecture}.attention.scale")
+    if scale not in (None, 0) and "attention.scale" not in architecture_of(header).fields:
         own = getattr(config, "query_pre_attn_scalar", None) or size
         if abs(float(scale) * own**0.5 - 1) > 1e-5:
             assumed["attention.scale"] = own**-0.5

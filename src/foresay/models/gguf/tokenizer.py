@@ -1,7 +1,7 @@
-"""The configuration and the tokenizer of a GGUF file, as objects of transformers.
+"""The tokenizer of a GGUF file, as an object of transformers.
 
-The configuration comes from the header's short values alone. The tokenizer is built of the file's own values by llama.cpp's rules
-and then compared with them; transformers' conversion drops or renames tokens. Reads no weights.
+It is built of the file's own values by llama.cpp's rules and then compared with them; transformers' conversion drops or renames
+tokens. Reads no weights and no configuration.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from foresay.errors import ModelLoadError
-from foresay.files import work_folder
 from foresay.json_files import parse_object, read_limited
 from foresay.models.gguf.header import GgufHeader, shortened
 from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.pre_tokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
-from foresay.models.gguf.values import TOKENS, check_values, invalid_value
+from foresay.models.gguf.values import TOKENS, invalid_value
 from foresay.models.gguf.vocabulary import (
     MARKED,
     NORMAL,
@@ -40,52 +39,6 @@ _PIECES = (NORMAL, USER_DEFINED, UNUSED)
 _STRIPPED_AFTER = ("phi-3", "phi3")
 """Parts of the names of models whose marks take the white space after them, except those in _NOT_STRIPPED_AFTER."""
 _NOT_STRIPPED_AFTER = ("<unk>", "<s>", "<|endoftext|>")
-_LARGEST_MODEL_LAYERS = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of each family's 27-billion-parameter model, whose queries are not scaled by the attention head size."""
-
-
-def config_of(header: GgufHeader) -> Any:
-    """Return the transformers configuration. Raises ModelLoadError for invalid values; see `check_values`.
-
-    Errors of transformers for an unknown architecture pass through.
-    """
-    from transformers import AutoConfig
-
-    check_values(header)
-    with work_folder("foresay-gguf") as folder:
-        (folder / "header.gguf").write_bytes(header.short_values)
-        config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
-    config.name_or_path = ""
-    # transformers derives these from the tensors and the vocabulary
-    config.tie_word_embeddings = "output.weight" not in header.tensors
-    if f"{header.architecture}.vocab_size" not in header.values and "token_embd.weight" in header.tensors:
-        config.vocab_size = header.tensors["token_embd.weight"].shape[0]
-    if f"{header.architecture}.attention.key_length" in header.values and hasattr(config, "head_dim"):
-        # transformers reads this value for some families only
-        config.head_dim = header.values[f"{header.architecture}.attention.key_length"]
-    if f"{header.architecture}.expert_feed_forward_length" in header.values:
-        # which transformers does not read
-        config.moe_intermediate_size = header.values[f"{header.architecture}.expert_feed_forward_length"]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # a missing id defaults to that of some model of the family, which may exceed this vocabulary
-        one = getattr(config, name, None)
-        if isinstance(one, int) and one >= config.vocab_size:
-            setattr(config, name, None)
-    if header.architecture in _LARGEST_MODEL_LAYERS:
-        # no key stores the scale: like llama.cpp, recognize the largest model of a family by its number of layers
-        largest = config.num_hidden_layers == _LARGEST_MODEL_LAYERS[header.architecture]
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else config.head_dim
-    if header.architecture == "phi3":
-        config.sliding_window = header.values.get("phi3.attention.sliding_window") or None
-    set_end_tokens(config, header)
-    return config
-
-
-def set_end_tokens(config: Any, header: GgufHeader) -> None:
-    """Set the ids that end a text or a turn, of which transformers reads only one."""
-    vocabulary = read_vocabulary(header)
-    if vocabulary is not None and len(vocabulary.ends) > 1:
-        config.eos_token_id = list(vocabulary.ends)
 
 
 def tokenizer_of(header: GgufHeader) -> Any:

@@ -112,6 +112,13 @@ def read_weight(tensor: StoredTensor) -> Weight:
     return BlockWeight((tensor,))
 
 
+def read_numbers(tensor: StoredTensor) -> Weight:
+    """Return a tensor's weights, to be used as numbers: in a representation that rounds none of them."""
+    if tensor.kind in (*_DTYPES, *BLOCKS):
+        return read_weight(tensor)
+    return DenseWeight(torch.cat(list(_dequantized(tensor))))
+
+
 def concatenated(weights: list[Weight | None]) -> BlockWeight | None:
     """Concatenate the rows of weights that are all quantized; None otherwise.
 

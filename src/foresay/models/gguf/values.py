@@ -11,10 +11,9 @@ import re
 from pathlib import Path
 
 from foresay.errors import ModelLoadError
+from foresay.models.gguf.architectures import ARCHITECTURES
 from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, read_header, shortened
 
-ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3"})
-"""Families whose weights can stay in the file's blocks. transformers dequantizes the others, where a size of 0 means unused."""
 DRAFTS = {"dflash": "block", "eagle3": "head"}
 """Architectures of drafts on hidden states, and the drafters that read them."""
 _MAX_LAYERS, _MAX_WIDTH, _MAX_LENGTH = 1024, 1 << 20, (1 << 31) - 1
@@ -55,6 +54,8 @@ FACTORS = {
     "final_logit_softcapping": (1e-3, 1e9),
 }
 """Ranges of numbers, by their key without the architecture prefix. No value in them causes a division by zero in float32."""
+SCALES = ("logit_scale", "residual_scale", "embedding_scale", "attention.scale", "expert_weights_scale")
+"""Factors by their key without the prefix, from 1e-6 to 1e6; 0 means none."""
 TOKENS = "tokenizer.ggml.tokens"
 _MAX_TOKEN_BYTES = 1024
 """Longest token in bytes. Missing merges are derived by splitting each token at every byte, in time quadratic in its length."""
@@ -121,9 +122,11 @@ def _check_numbers(header: GgufHeader) -> None:
         value = header.values.get(key, least)
         if type(value) is not int or not least <= value <= greatest:
             raise invalid_value(header, key, f"an integer from {least} to {greatest}")
-    for name, (smallest, largest) in FACTORS.items():
+    for name, (smallest, largest) in {**FACTORS, **dict.fromkeys(SCALES, (1e-6, 1e6))}.items():
         key = f"{header.architecture}.{name}"
         value = header.values.get(key, smallest)
+        if name in SCALES and type(value) in (int, float) and value == 0:
+            continue  # as if it were missing
         if key in header.lists or type(value) not in (int, float) or not smallest <= float(value) <= largest:
             raise invalid_value(header, key, f"a finite number from {smallest:g} to {largest:g}")
     layers, count = f"{header.architecture}.block_count", len(header.tensors)

@@ -89,6 +89,25 @@ def _gpt_oss(module: Any, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWe
     )
 
 
+def set_expert_weights(module: Any, gate_up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> None:
+    """Set the weights of a layer's experts. gate_up: [experts, 2 * inner, hidden], the rows of the gate first.
+
+    down: [experts, hidden, inner]. biases: those of gate_up and of down, [experts, out] each, in layouts that have them.
+    """
+    if getattr(module, "is_transposed", False):
+        gate_up, down = _alternating(gate_up).transpose(1, 2), down.transpose(1, 2)
+    found = {"gate_up_proj": gate_up, "down_proj": down}
+    if biases:
+        found |= {"gate_up_proj_bias": _alternating(biases[0]), "down_proj_bias": biases[1]}
+    for name, weight in found.items():
+        setattr(module, name, nn.Parameter(weight.contiguous(), requires_grad=False))
+
+
+def _alternating(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [experts, 2 * inner, ...], first those of the gate, as rows of gate and up in turn."""
+    return torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+
+
 def active_share(model: Any) -> float:
     """Return the share of a layer's experts that one token selects."""
     config = model.config.get_text_config(decoder=True)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from foresay.errors import ModelLoadError, UnsupportedModelError
-from foresay.models.gguf.blocks import model_of_blocks
+from foresay.models.gguf.architectures import ARCHITECTURES
+from foresay.models.gguf.blocks import model_of_file
+from foresay.models.gguf.configs import config_of
+from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.shapes import dense_config
-from foresay.models.gguf.tokenizer import config_of, tokenizer_of
-from foresay.models.gguf.values import ARCHITECTURES
+from foresay.models.gguf.tokenizer import tokenizer_of
 from foresay.models.huggingface import linears
 from foresay.models.sources.config_checks import check_config, check_size, report_unknown, report_unread
 from foresay.models.sources.load_options import DTYPES, LoadOptions
@@ -73,16 +75,18 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
     for_decoding: True to read the stored blocks of a GGUF file and to choose the dtype for our kernels. Raises ModelLoadError for
     a wrong config.json, and if weights are missing or have the wrong shape.
     """
+    rounded = "" if options.bits is None else options.weights
     with quiet_transformers():
-        if for_decoding and _reads_blocks(location, options):
-            assert location.header is not None
-            refuse_unread(location.header, in_blocks=True)
-            weights = model_of_blocks(location.header, config_of(location.header), torch.bfloat16)
-            return weights, tokenizer_of(location.header), "GGUF"
+        if (header := location.header) is not None and _reads_file(header, options):
+            refuse_unread(header, ours=True)
+            config, in_blocks = config_of(header), for_decoding and _keeps_blocks(options)
+            dtype = torch.bfloat16 if in_blocks else _dtype(location, options, config if for_decoding else None)
+            weights = model_of_file(header, config, dtype, in_blocks=in_blocks).to(options.computes_on)
+            return weights, tokenizer_of(header), "GGUF" if in_blocks else rounded
         config = _config(location, options)
         dtype = _dtype(location, options, config if for_decoding else None)
         found = _read_weights(location, options, config, dtype)
-        return *found, "" if options.bits is None else options.weights
+        return *found, rounded
 
 
 def _config(location: Location, options: LoadOptions) -> Any:
@@ -95,17 +99,15 @@ def _config(location: Location, options: LoadOptions) -> Any:
     return AutoConfig.from_pretrained(location.folder, **location.arguments(options))
 
 
-def _reads_blocks(location: Location, options: LoadOptions) -> bool:
-    """Return True if a GGUF file is decoded in its stored blocks.
+def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
+    """Return True if a GGUF file is read by foresay; transformers reads other architectures, and with options that need it."""
+    of_transformers = (options.quantization_config, options.device_map, options.tp_plan)
+    return header.architecture in ARCHITECTURES and all(one is None for one in of_transformers)
 
-    transformers dequantizes other formats, and does so on a GPU, with options that require it, and for unknown architectures.
-    """
-    header = location.header
-    if header is None or header.architecture not in ARCHITECTURES or options.computes_on.type != "cpu":
-        return False
-    if any(getattr(options, name) is not None for name in ("quantization_config", "device_map", "tp_plan")):
-        return False
-    return options.weights == "auto" and options.dtype in ("auto", *_BF16)
+
+def _keeps_blocks(options: LoadOptions) -> bool:
+    """Return True if a GGUF file that is read by foresay is decoded in its stored blocks."""
+    return options.computes_on.type == "cpu" and options.weights == "auto" and options.dtype in ("auto", *_BF16)
 
 
 def read_tokenizer(location: Location, options: LoadOptions) -> Any:

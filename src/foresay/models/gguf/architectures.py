@@ -1,0 +1,93 @@
+"""Architectures of GGUF files that are read here, as data: their families, and what their files store otherwise than others.
+
+An architecture is an entry of ARCHITECTURES if huggingface/fused.py knows its family's layers. Knows no ranges of values
+(values.py) and builds no configuration (configs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from foresay.models.gguf.header import GgufHeader
+
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Keys without the architecture prefix -> fields of transformers' configuration, of every architecture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A family, and what its files store otherwise than those of the others."""
+
+    model_type: str
+    """transformers' name of the family."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Further keys -> fields of the configuration. A value of 0 means the same as a missing one."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the configuration that no key states."""
+    required: tuple[str, ...] = ()
+    """Keys without a default, besides those of every architecture."""
+    neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Allowed values of keys, instead of those in keys.NEUTRAL."""
+    interleaved: bool = False
+    """True if the rows of queries and keys are stored as pairs of a head's two halves."""
+    norms_from_one: bool = False
+    """True if the weights of norms are stored with the one that the family's norms add."""
+    scaled_by_tensor: bool = False
+    """True if divisors of rotary frequencies are a tensor of their own."""
+    scaled_linearly: str | None = None
+    """Prefix of the buffers of rotary frequencies that linear scaling divides; None if it is refused."""
+    with_experts: Architecture | None = None
+    """The family of files with experts; None if it is this one."""
+
+
+_QWEN3_MOE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attention.scale": "attention_multiplier",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_LLAMA = Architecture("llama", interleaved=True, scaled_by_tensor=True, scaled_linearly="")
+ARCHITECTURES = {
+    "llama": replace(
+        _LLAMA, with_experts=replace(_LLAMA, model_type="mixtral", fields=_MIXTRAL, required=tuple(_MIXTRAL))
+    ),
+    "qwen2": Architecture("qwen2", scaled_linearly=""),
+    "qwen3": Architecture("qwen3", scaled_linearly=""),
+    "qwen3moe": Architecture(
+        "qwen3_moe", _QWEN3_MOE, {"norm_topk_prob": True}, required=tuple(_QWEN3_MOE), scaled_linearly=""
+    ),
+    "gemma": Architecture("gemma", norms_from_one=True),
+    "gemma2": Architecture("gemma2", _WINDOW, norms_from_one=True),
+    "gemma3": Architecture("gemma3_text", _WINDOW, norms_from_one=True, scaled_linearly="full_attention_"),
+    "phi3": Architecture("phi3", _WINDOW),
+    "olmo2": Architecture("olmo2", neutral={"attention.sliding_window": (0,)}),
+    "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
+    "smollm3": replace(_LLAMA, model_type="smollm3"),
+}
+"""By llama.cpp's names. transformers dequantizes files of others, where a size of 0 means unused."""
+
+
+def architecture_of(header: GgufHeader) -> Architecture:
+    """Return the entry of a file, whose architecture must be one of ARCHITECTURES."""
+    one = ARCHITECTURES[header.architecture]
+    has_experts = bool(header.values.get(f"{header.architecture}.expert_count"))
+    return one.with_experts if has_experts and one.with_experts is not None else one

@@ -1,0 +1,87 @@
+"""The configuration of a GGUF file, as an object of transformers.
+
+Made of the file's values by the tables of architectures.py, and of what llama.cpp derives from them. Reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from foresay.models.gguf.architectures import COMMON, architecture_of
+from foresay.models.gguf.header import GgufHeader
+from foresay.models.gguf.values import check_values, invalid_value
+from foresay.models.gguf.vocabulary import read_vocabulary
+
+_REQUIRED = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+"""Values that transformers would replace by those of some model of the family if they were missing."""
+_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "unk_token_id": "unknown", "pad_token_id": "padding"}
+"""Fields of the configuration -> roles of special tokens."""
+_LARGEST_MODEL_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""Number of layers of each family's 27-billion-parameter model, whose queries are not scaled by the attention head size."""
+
+
+def config_of(header: GgufHeader) -> Any:
+    """Return the transformers configuration of a file, whose architecture must be one of ARCHITECTURES.
+
+    Raises ModelLoadError for missing and invalid values; see `check_values`.
+    """
+    from transformers import AutoConfig
+
+    check_values(header)
+    one, values = architecture_of(header), header.values
+    for name in (*_REQUIRED, *one.required):
+        if (key := f"{header.architecture}.{name}") not in values:
+            raise invalid_value(header, key, "a number; it has no default")
+    fields: dict[str, Any] = dict(one.fixed)
+    for key, name in {**COMMON, **one.fields}.items():
+        value = values.get(f"{header.architecture}.{key}")
+        if value is not None and (value or key not in one.fields):
+            fields[name] = value
+    fields |= {name: values[key] for name, role in _IDS.items() if (key := f"tokenizer.ggml.{role}_token_id") in values}
+    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if "vocab_size" not in fields and "token_embd.weight" in header.tensors:
+        fields["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    if (derive := _DERIVED.get(header.architecture)) is not None:
+        fields |= derive(header, fields)
+    config = AutoConfig.for_model(one.model_type, **fields)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # a missing id defaults to that of some model of the family, which may exceed this vocabulary
+        if isinstance(found := getattr(config, name, None), int) and found >= config.vocab_size:
+            setattr(config, name, None)
+    set_end_tokens(config, header)
+    return config
+
+
+def set_end_tokens(config: Any, header: GgufHeader) -> None:
+    """Set the ids that end a text or a turn, of which transformers reads only one."""
+    vocabulary = read_vocabulary(header)
+    if vocabulary is not None and len(vocabulary.ends) > 1:
+        config.eos_token_id = list(vocabulary.ends)
+
+
+Derive = Callable[[GgufHeader, dict[str, Any]], dict[str, Any]]
+"""(header, fields so far) -> further fields."""
+
+
+def _scaled_queries(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """No key stores the scale: like llama.cpp, recognize the largest model of a family by its number of layers."""
+    largest = fields["num_hidden_layers"] == _LARGEST_MODEL_LAYERS[header.architecture]
+    whole = fields["hidden_size"] // fields["num_attention_heads"]
+    return {"query_pre_attn_scalar": whole if largest else fields["head_dim"]}
+
+
+def _usual_scale(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """A missing scale of the scores is the usual one."""
+    return {} if "attention_multiplier" in fields else {"attention_multiplier": fields["head_dim"] ** -0.5}
+
+
+_DERIVED: dict[str, Derive] = {"gemma2": _scaled_queries, "gemma3": _scaled_queries, "granite": _usual_scale}

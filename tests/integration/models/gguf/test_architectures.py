@@ -1,0 +1,142 @@
+"""Every architecture that is read from GGUF files: the scores and texts of transformers, from numbers and from blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ModelLoadError
+from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
+from foresay.models.gguf.header import read_header
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from helpers import tiny
+from helpers.comparing import NEW, assert_same, plain, prompts
+from helpers.families import make
+from helpers.gguf_files import architecture_of, write_gguf
+from helpers.support import Sometimes, run
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {"num_hidden_layers": 6}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"embedding_multiplier": 3.0}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
+}
+"""Families of helpers/families.py by the name of a case."""
+VOCAB = len(tiny.tokenizer())
+PARAMS = SamplingParams(max_new_tokens=NEW)
+
+
+@cache
+def model_of(case: str) -> PreTrainedModel:
+    family, changes = MODELS[case]
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, **changes}
+    model = make(family, 3, **sizes)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight") or weight.dim() == 1:
+            weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
+    return model
+
+
+@cache
+def outputs_of(case: str) -> list[list[int]]:
+    return [plain(model_of(case), prompt) for prompt in prompts()]
+
+
+def file_of(case: str, folder: Path, kind: str | None = None) -> Path:
+    """kind: the type of all matrices."""
+    return write_gguf(folder / f"{case}.gguf", model_of(case), kind=kind)
+
+
+def scores(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model.uncached(torch.tensor([prompts()[3]]))[0].float()
+    return out
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Root mean square of a token's differences as a share of the wanted scores' deviation; the median over the tokens."""
+    return float((found - wanted).square().mean(-1).sqrt().median() / wanted.std())
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert {architecture_of(model_of(case))[0] for case in MODELS} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """In float32, in ragged batches, with rejected and with accepted drafts."""
+    reference, wanted = model_of(case), outputs_of(case)
+    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
+    loaded: Any = load_model(file_of(case, tmp_path), LoadOptions(dtype="fp32"))
+    assert loaded.weights == "" and loaded.model.fused is not None and loaded.model.fused.compiled
+    drafter = Sometimes(wanted, VOCAB)
+    ours, steps, engine = run(loaded.model, prompts(), PARAMS, drafter=drafter, gamma=4, join_later=3)
+    assert engine.draft_failures == 0
+    assert any(step.num_accepted < step.num_drafted for step in steps)
+    assert any(step.num_accepted == step.num_drafted == 4 for step in steps)
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_blocks_score_as_their_numbers_do(case: str, tmp_path: Path) -> None:
+    """On the kernels; a token's bits depend neither on drafts nor on the batch."""
+    path = file_of(case, tmp_path, "Q8_0")
+    kept: Any = load_model(path, LoadOptions(activations="float32"))
+    assert kept.weights == "GGUF" and kept.model.fused.compiled
+    numbers = scores(load_model(path, LoadOptions(dtype="fp32")).model)
+    assert error(scores(kept.model), numbers) < 0.05
+    rounded = load_model(path).model
+    alone = [run(rounded, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
+    for gamma, batch in ((1, 6), (4, 3)):
+        drafter = Sometimes(alone, VOCAB)
+        assert run(rounded, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
+
+
+def broken(case: str, path: Path) -> Iterator[tuple[str, Architecture]]:
+    """(name of an entry's datum, the entry without it or with its opposite) for all that the file uses."""
+    header, (name, one) = read_header(path), architecture_of(model_of(case))
+    flags = ["norms_from_one", *["interleaved"] * ("blk.0.attn_q.weight" in header.tensors)]
+    for flag in flags:
+        yield flag, dataclasses.replace(one, with_experts=None, **{flag: not getattr(one, flag)})
+    for key in one.fields:
+        if f"{name}.{key}" in header.values:
+            fewer = {other: field for other, field in one.fields.items() if other != key}
+            yield key, dataclasses.replace(one, with_experts=None, fields=fewer)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_every_datum_of_an_entry_counts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: an entry without one of them describes another model, or none."""
+    path, wanted = file_of(case, tmp_path), scores_of(case)
+    assert error(scores(load_model(path, LoadOptions(dtype="fp32")).model), wanted) < 1e-4
+    for name, entry in broken(case, path):
+        monkeypatch.setitem(ARCHITECTURES, architecture_of(model_of(case))[0], entry)
+        try:
+            found = scores(load_model(path, LoadOptions(dtype="fp32")).model)
+        except ModelLoadError:
+            continue
+        assert not error(found, wanted) < 1e-2, name
+
+
+def scores_of(case: str) -> torch.Tensor:
+    with torch.no_grad():
+        out: torch.Tensor = model_of(case)(torch.tensor([prompts()[3]])).logits[0]
+    return out
