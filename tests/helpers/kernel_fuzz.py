@@ -70,7 +70,7 @@ class Sizes:
 
 
 def product(sizes: Sizes, parts: int = 2) -> structs.Product:
-    form, bits, scaling = sizes.one(0, 1, 2, 2, 2, 3, 4), sizes.one(4, 6, 8), sizes.one(0, 1, 2, 3)
+    form, bits, scaling = sizes.one(0, 1, 2, 2, 2, 3, 4), sizes.one(4, 6, 8), sizes.one(0, 1, 2, 3, 4)
     outputs, depth = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 30, 32, 64, 256, 512)
     padded = (-(-outputs // 32) * 32, -(-depth // 32) * 32)
     weights = sizes.floats(*padded)

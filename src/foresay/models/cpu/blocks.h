@@ -6,7 +6,7 @@
 
 namespace foresay {
 
-enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2, Q5_0 = 3, Q5_1 = 4, Q5_K = 5, Q6_K = 6, Q8_0 = 7 };
+enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2, Q5_0 = 3, Q5_1 = 4, Q5_K = 5, Q6_K = 6, Q8_0 = 7, MXFP4 = 8 };
 
 struct BlockLayout {
     int64_t weights, bytes; // of a block
@@ -17,6 +17,7 @@ struct BlockLayout {
 constexpr BlockLayout LAYOUTS[] = {
     {32, 18, LEVELS_4, SCALE},      {32, 20, LEVELS_4, SCALE_OFFSET}, {256, 144, LEVELS_4, MULTIPLES},    {32, 22, LEVELS_6, SCALE},
     {32, 24, LEVELS_6, SCALE_OFFSET}, {256, 176, LEVELS_6, MULTIPLES},  {256, 210, LEVELS_6, MULTIPLES_16}, {32, 34, LEVELS_8, SCALE},
+    {32, 17, LEVELS_4, EXPONENTS},
 };
 
 inline uint32_t word_at(const uint8_t *place) {
@@ -45,6 +46,7 @@ inline void read_levels(int64_t kind, const uint8_t *row, int64_t g, uint32_t *f
     const uint8_t *block = row + g / groups * layout.bytes;
     int j = static_cast<int>(g % groups);
     switch (kind) {
+        case MXFP4: return split_nibbles(block + 1, fours);
         case Q4_0: return split_nibbles(block + 2, fours);
         case Q4_1: return split_nibbles(block + 4, fours);
         case Q5_0:
@@ -108,6 +110,10 @@ inline void place_scales(int64_t kind, const uint8_t *row, int64_t blocks, int64
         if (layout.scaling == MULTIPLES_16) {
             copy_half(block + 208, place, r);
             for (int i = 0; i < 16; i++) place[64 + 32 * i + r] = block[192 + i];
+            continue;
+        }
+        if (layout.scaling == EXPONENTS) {
+            place[r] = *block;
             continue;
         }
         copy_half(block, place, r);

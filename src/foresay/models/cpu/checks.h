@@ -50,9 +50,11 @@ inline void check_part(const Product &p) {
     if (p.format != QUANTIZED) return;
     check_pointer("scales", p.scales);
     require(p.bits == LEVELS_4 || p.bits == LEVELS_6 || p.bits == LEVELS_8, "bits", p.bits, "4, 6 or 8");
-    require(p.scaling >= SCALE && p.scaling <= MULTIPLES_16, "scaling", p.scaling, "in [0, 3]");
+    require(p.scaling >= SCALE && p.scaling <= EXPONENTS, "scaling", p.scaling, "in [0, 4]");
     require(p.scaling != MULTIPLES_16 || p.bits == LEVELS_6, "bits", p.bits, "6 with scales for 16 weights");
-    require(p.scaling < MULTIPLES || p.depth % SUPER == 0, "depth", p.depth, "a multiple of 256 with multiples of scales");
+    require(p.scaling != EXPONENTS || p.bits == LEVELS_4, "bits", p.bits, "4 with exponents");
+    bool is_super = p.scaling == MULTIPLES || p.scaling == MULTIPLES_16;
+    require(!is_super || p.depth % SUPER == 0, "depth", p.depth, "a multiple of 256 with multiples of scales");
 }
 
 // A product and those that follow it, whose x is the same.
@@ -68,7 +70,7 @@ inline void check(const Product &p) {
 }
 
 inline void check_pack(int64_t kind, const uint8_t *const *rows, int64_t outputs, int64_t depth) {
-    require(kind >= Q4_0 && kind <= Q8_0, "kind", kind, "in [0, 7]");
+    require(kind >= Q4_0 && kind <= MXFP4, "kind", kind, "in [0, 8]");
     check_width("outputs", outputs);
     check_width("depth", depth);
     check_pointer("rows", rows);

@@ -82,7 +82,7 @@ inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, in
             RoundedBlock rounded = in.rounded(first, from, p.scaling == MULTIPLES_16);
             byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);
         } else {
-            decode_levels(p.bits, levels, to - from, block.levels);
+            decode_levels(p.bits, p.scaling, levels, to - from, block.levels);
             decode_floats(p.bits, p.scaling, block, to - from, room.data());
             int64_t depth = to < p.depth ? to - from : p.depth - from;
             float_tiles<float>(room.data(), in.x + first * in.stride + from, in.stride, rows, depth, sums);
@@ -101,7 +101,7 @@ inline void read_row(const Product &p, int64_t output, float *out) {
     for (int64_t from = 0; from < p.depth; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
         decode_scales(p.bits, p.scaling, scales, from, to - from, block.scales);
-        decode_levels(p.bits, weights + level_bytes(p.bits, from), to - from, block.levels);
+        decode_levels(p.bits, p.scaling, weights + level_bytes(p.bits, from), to - from, block.levels);
         decode_floats(p.bits, p.scaling, block, to - from, room.data());
         for (int64_t k = from; k < to && k < p.depth; k++) out[k] = room[(k - from) * PANEL + output % PANEL];
     }

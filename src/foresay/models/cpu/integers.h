@@ -113,8 +113,8 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
         }
     }
 #elif defined(FORESAY_SHORT_SUMS)
-    // levels of 4 bits cannot overflow 16 bits within 32 depths, nor those of 6 bits within 8
-    constexpr int SAFE = BITS == LEVELS_4 ? DEPTH : BITS == LEVELS_6 ? 8 : 4;
+    // levels of 4 bits cannot overflow 16 bits within 32 depths, those of 4-bit floats within 16, nor those of 6 bits within 8
+    constexpr int SAFE = BITS == LEVELS_4 ? DEPTH : BITS == FLOATS_4 ? 16 : BITS == LEVELS_6 ? 8 : 4;
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
         // loops over depths are not unrolled, because the compiler would interleave their steps and run out of registers
@@ -231,7 +231,8 @@ inline void byte_products(const uint8_t *weights, const float *scales, int64_t d
 inline void byte_products(int64_t bits, int64_t scaling, const uint8_t *weights, const float *scales, int64_t depth, const RoundedBlock &x,
                           int64_t rows, float *sums, uint8_t *room) {
     if (scaling == MULTIPLES_16) return byte_products<LEVELS_6, 16>(weights, scales, depth, x, rows, sums, room);
-    switch (bits) {
+    switch (kind_of_levels(bits, scaling)) {
+        case FLOATS_4: return byte_products<FLOATS_4, 32>(weights, scales, depth, x, rows, sums, room);
         case LEVELS_4: return byte_products<LEVELS_4, 32>(weights, scales, depth, x, rows, sums, room);
         case LEVELS_6: return byte_products<LEVELS_6, 32>(weights, scales, depth, x, rows, sums, room);
         default: return byte_products<LEVELS_8, 32>(weights, scales, depth, x, rows, sums, room);

@@ -29,7 +29,7 @@ PANEL = 32
 _FLOAT32, _BFLOAT16, _QUANTIZED, _FLOAT32_ROWS, _BFLOAT16_ROWS = range(5)
 _PACKED = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
 _IN_PLACE = {torch.float32: _FLOAT32_ROWS, torch.bfloat16: _BFLOAT16_ROWS}
-_SCALE, _SCALE_OFFSET, _MULTIPLES, _MULTIPLES_16 = range(4)
+_SCALE, _SCALE_OFFSET, _MULTIPLES, _MULTIPLES_16, _EXPONENTS = range(5)
 BLOCKS = {
     "Q4_0": (32, 18, 4, _SCALE),
     "Q4_1": (32, 20, 4, _SCALE_OFFSET),
@@ -39,9 +39,16 @@ BLOCKS = {
     "Q5_K": (256, 176, 6, _MULTIPLES),
     "Q6_K": (256, 210, 6, _MULTIPLES_16),
     "Q8_0": (32, 34, 8, _SCALE),
+    "MXFP4": (32, 17, 4, _EXPONENTS),
 }
 """GGUF types that are packed without another rounding, in the order of blocks.h: weights and bytes of a block, bits, scaling."""
-_SCALE_BYTES = {_SCALE: (32, 64), _SCALE_OFFSET: (32, 128), _MULTIPLES: (256, 640), _MULTIPLES_16: (256, 576)}
+_SCALE_BYTES = {
+    _SCALE: (32, 64),
+    _SCALE_OFFSET: (32, 128),
+    _MULTIPLES: (256, 640),
+    _MULTIPLES_16: (256, 576),
+    _EXPONENTS: (32, 32),
+}
 """Depths that share a record of scales of a panel, and its bytes, by scaling; see quantized.h."""
 _DENSE = 1 << 21
 """Number of weights dequantized at once."""

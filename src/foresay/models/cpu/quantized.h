@@ -1,7 +1,7 @@
 // Weights in 4, 6 or 8 bits: their layout, and decoding of a few depths of a panel to bytes and float32 scales.
 //
 // A weight is scale * level + offset. Scales and offsets belong to a group of 32 weights of one output, or of 16. They are kept as the
-// file has them: float16 numbers, or 6- and 8-bit multiples of float16 numbers that 256 weights share.
+// file has them: float16 numbers, 6- and 8-bit multiples of float16 numbers that 256 weights share, or exponents of two.
 
 #pragma once
 
@@ -16,22 +16,28 @@ constexpr int VECTORS = PANEL / LANES;
 //   4 bits: for 4 depths a unit, whose byte 4 i + d has output i at depth d in its low half, and output 16 + i in its high half
 //   6 bits: for 8 depths three units: the low 4 bits of two times 4 depths as above, then the upper 2 bits of the same four vectors
 //   8 bits: for 4 depths two units: byte 4 i + d of both is output i at depth d
-enum Levels { LEVELS_4 = 4, LEVELS_6 = 6, LEVELS_8 = 8 };
+// FLOATS_4: 4-bit floats (E2M1) in the layout of 4 bits. Twice such a number is an integer from -12 to 12; 12 more is its level.
+enum Levels { LEVELS_4 = 4, LEVELS_6 = 6, LEVELS_8 = 8, FLOATS_4 = 5 };
 
-// Scales of a panel. The offset of SCALE and MULTIPLES_16 is that of signed levels: -2^(bits - 1) * scale.
+// Scales of a panel. The offset of SCALE and MULTIPLES_16 is that of signed levels: -2^(bits - 1) * scale. EXPONENTS are the scales of
+// FLOATS_4 alone, which `bits` of a product counts as 4.
 //   SCALE         for 32 depths: float16 scales [32]
 //   SCALE_OFFSET  for 32 depths: float16 scales [32], float16 offsets [32]
 //   MULTIPLES     for 256 depths: float16 scales [32], float16 offsets [32], then for 32 depths each: multiples of the scale [32], and of
 //                 the offset, which is subtracted, [32]; unsigned bytes
 //   MULTIPLES_16  for 256 depths: float16 scales [32], then for 16 depths each: multiples of the scale [32], signed bytes
-enum Scaling { SCALE = 0, SCALE_OFFSET = 1, MULTIPLES = 2, MULTIPLES_16 = 3 };
+//   EXPONENTS     for 32 depths: bytes e [32] of scales 2^(e - 128), half of the numbers' own because levels are doubled
+enum Scaling { SCALE = 0, SCALE_OFFSET = 1, MULTIPLES = 2, MULTIPLES_16 = 3, EXPONENTS = 4 };
 
-constexpr int64_t level_bytes(int64_t bits, int64_t depth) { return PANEL * depth * bits / 8; }
+constexpr int64_t level_bytes(int64_t bits, int64_t depth) { return PANEL * depth * (bits == FLOATS_4 ? 4 : bits) / 8; }
+
+constexpr int64_t kind_of_levels(int64_t bits, int64_t scaling) { return scaling == EXPONENTS ? FLOATS_4 : bits; }
 
 constexpr int64_t scale_bytes(int64_t scaling, int64_t depth) {
     return scaling == SCALE ? depth / GROUP * 64
          : scaling == SCALE_OFFSET ? depth / GROUP * 128
          : scaling == MULTIPLES ? depth / SUPER * (128 + 8 * 64)
+         : scaling == EXPONENTS ? depth / GROUP * 32
                                 : depth / SUPER * (64 + 16 * 32);
 }
 
@@ -49,6 +55,25 @@ constexpr bool SIGNED_8 = false;
 constexpr bool SIGNED_8 = true;
 #endif
 
+// The levels of 4-bit floats, one in the low half of each byte.
+inline Words float_levels(Words codes) {
+    alignas(16) static constexpr uint8_t LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(__AVX512BW__)
+    __m512i table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i *>(LEVELS)));
+    return reinterpret_cast<Words>(_mm512_shuffle_epi8(table, reinterpret_cast<__m512i>(codes)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(LEVELS)));
+    return reinterpret_cast<Words>(_mm256_shuffle_epi8(table, reinterpret_cast<__m256i>(codes)));
+#elif defined(__aarch64__)
+    return reinterpret_cast<Words>(vqtbl1q_u8(vld1q_u8(LEVELS), reinterpret_cast<uint8x16_t>(codes)));
+#else
+    uint8_t bytes[sizeof codes];
+    std::memcpy(bytes, &codes, sizeof codes);
+    for (uint8_t &one : bytes) one = LEVELS[one & 15];
+    return load<Words>(bytes);
+#endif
+}
+
 // Levels of a panel, from a first unit on, which need decoding. PREFETCH: those of SUPER depths further on, too.
 template <int BITS, bool PREFETCH = true> struct Packed {
     const uint8_t *weights;
@@ -56,7 +81,7 @@ template <int BITS, bool PREFETCH = true> struct Packed {
     // Decodes the levels of four depths for COUNT vectors of outputs from vector FIRST on.
     template <int FIRST, int COUNT> inline void at(int64_t four, Words (&out)[COUNT]) const {
         constexpr int HALVES = 16 / LANES; // vectors of 16 outputs
-        const uint8_t *unit = BITS == LEVELS_4 ? weights + four * 64 : BITS == LEVELS_6 ? weights + four / 2 * 192 + four % 2 * 64 : weights + four * 128;
+        const uint8_t *unit = BITS == LEVELS_4 || BITS == FLOATS_4 ? weights + four * 64 : BITS == LEVELS_6 ? weights + four / 2 * 192 + four % 2 * 64 : weights + four * 128;
         const uint8_t *upper = weights + four / 2 * 192 + 128; // of 6 bits
         if constexpr (FIRST == 0 && PREFETCH) {
             __builtin_prefetch(unit + level_bytes(BITS, SUPER));
@@ -71,6 +96,7 @@ template <int BITS, bool PREFETCH = true> struct Packed {
             } else {
                 out[i] = load<Words>(unit + v % HALVES * LANES * 4) >> (4 * high) & 0x0f0f0f0fu;
             }
+            if constexpr (BITS == FLOATS_4) out[i] = float_levels(out[i]);
             if constexpr (BITS == LEVELS_6) {
                 Words two = load<Words>(upper + v % HALVES * LANES * 4) >> static_cast<uint32_t>(2 * high + four % 2 * 4);
                 out[i] |= (two & 0x03030303u) << 4;
@@ -111,6 +137,14 @@ template <int SCALING> inline void decode_scales(const uint8_t *records, int64_t
                 else store(out + PANEL + v * LANES, half_at(64, v));
             }
         }
+    } else if constexpr (SCALING == EXPONENTS) {
+        for (int64_t k = 0; k < depth; k += GROUP, out += 2 * PANEL, records += 32) {
+            for (int v = 0; v < VECTORS; v++) {
+                Ints power = widened(records + v * LANES); // a subnormal scale below 2
+                Floats scale = reinterpret_cast<Floats>(power < 2 ? (Ints{} + 0x200000) << (power & 1) : (power - 1) << 23);
+                store(out + v * LANES, scale), store(out + PANEL + v * LANES, minus * scale);
+            }
+        }
     } else if constexpr (SCALING == MULTIPLES) {
         Floats scale[VECTORS], offset[VECTORS];
         for (int v = 0; v < VECTORS; v++) scale[v] = half_at(0, v), offset[v] = half_at(64, v);
@@ -136,19 +170,21 @@ template <int SCALING> inline void decode_scales(const uint8_t *records, int64_t
 }
 
 inline void decode_scales(int64_t bits, int64_t scaling, const uint8_t *scales, int64_t from, int64_t depth, float *out) {
-    float minus = bits == LEVELS_8 && SIGNED_8 ? 0.0f : -static_cast<float>(1 << (bits - 1));
+    float minus = bits == LEVELS_8 && SIGNED_8 ? 0.0f : scaling == EXPONENTS ? -12.0f : -static_cast<float>(1 << (bits - 1));
     switch (scaling) {
         case SCALE: return decode_scales<SCALE>(scales, from, depth, minus, out);
         case SCALE_OFFSET: return decode_scales<SCALE_OFFSET>(scales, from, depth, minus, out);
         case MULTIPLES: return decode_scales<MULTIPLES>(scales, from, depth, minus, out);
+        case EXPONENTS: return decode_scales<EXPONENTS>(scales, from, depth, minus, out);
         default: return decode_scales<MULTIPLES_16>(scales, from, depth, minus, out);
     }
 }
 
 // weights: of the first depth.
-inline void decode_levels(int64_t bits, const uint8_t *weights, int64_t depth, uint8_t *out) {
-    switch (bits) {
+inline void decode_levels(int64_t bits, int64_t scaling, const uint8_t *weights, int64_t depth, uint8_t *out) {
+    switch (kind_of_levels(bits, scaling)) {
         case LEVELS_4: return decode_levels<LEVELS_4>(weights, depth, out);
+        case FLOATS_4: return decode_levels<FLOATS_4>(weights, depth, out);
         case LEVELS_6: return decode_levels<LEVELS_6>(weights, depth, out);
         default: return decode_levels<LEVELS_8>(weights, depth, out);
     }

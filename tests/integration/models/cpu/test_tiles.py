@@ -28,7 +28,10 @@ def blocks(kind: str) -> NativeProduct:
     """A product of random blocks of a GGUF type: 70 outputs, 768 deep."""
     weights, size, _, _ = BLOCKS[kind]
     stored = np.random.default_rng(3).integers(0, 256, (70, 768 // weights * size), np.uint8)
-    stored.reshape(70, -1, size)[:, :, 1::2] &= 0x3F  # so that scales are finite wherever they lie
+    own = stored.reshape(70, -1, size)
+    own[:, :, 1::2] &= 0x3F  # so that scales are finite wherever they lie
+    if kind == "MXFP4":
+        own[:, :, 0] = 120 + own[:, :, 0] % 8
     return NativeProduct.of_blocks(kind, [stored])
 
 

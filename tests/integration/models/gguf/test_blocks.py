@@ -56,6 +56,9 @@ def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> StoredTens
     dice, (numbers, size) = np.random.default_rng(seed), BLOCKS[kind][:2]
     data = dice.integers(0, 256, (rows, width // numbers, size), dtype=np.uint8)
     scales = dice.normal(size=(rows, width // numbers, 2)) * 10.0 ** dice.integers(-6, 3, (rows, width // numbers, 1))
+    if kind == "MXFP4":  # subnormal scales, too
+        data[..., 0] = dice.choice((0, 1, 2, 110, 120, 128, 135), (rows, width // numbers))
+        return StoredTensor((rows, width), kind, data.reshape(rows, -1))
     first, end = types._SCALES.get(kind, (0, 4))
     data[..., first:end] = scales.astype(np.float16).view(np.uint8)[..., : end - first]
     return StoredTensor((rows, width), kind, data.reshape(rows, -1))
@@ -86,6 +89,49 @@ def test_blocks_are_kept_as_in_the_file(kind: str) -> None:
         product.activations = activations
         errors[activations] = float(((product(x).double() - exact).abs() / size).max())
     assert errors["float32"] < 1e-6 and 1e-6 < errors["int8"] < 2e-3
+
+
+FLOATS_4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Magnitudes of 4-bit floats: two bits of exponent, one of mantissa."""
+
+
+def mxfp4_weights(data: torch.Tensor) -> torch.Tensor:
+    """The numbers of blocks [rows, blocks * 17], by their definition: [rows, blocks * 32]."""
+    blocks = data.view(len(data), -1, 17)
+    codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], -1).long()
+    signs = 1.0 - 2.0 * (codes >> 3)
+    return (signs * FLOATS_4[codes & 7] * 2.0 ** (blocks[..., :1].float() - 127)).flatten(1)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (31, 96), (33, 288), (70, 544)])
+def test_4_bit_floats_are_multiplied_exactly(rows: int, width: int) -> None:
+    """Of whole numbers every product and every sum is exact, in any order; a row has the same bits in any number of rows."""
+    stored = random_blocks("MXFP4", rows, width)
+    stored.data.reshape(rows, -1, 17)[..., 0] = 127
+    wanted = mxfp4_weights(torch.from_numpy(stored.data))
+    torch.testing.assert_close(file_weights(stored), wanted, atol=0, rtol=0)
+    product = BlockWeight((stored,)).product(None)
+    assert product.bits == 4.25 and torch.equal(product.dense(), wanted)
+    x = torch.randint(-127, 128, (40, width), generator=torch.Generator().manual_seed(2)).float()
+    x[:, ::32] = 127.0  # so that rounding to 8 bits changes nothing
+    for activations in ("int8", "float32"):
+        product.activations = activations
+        whole = product(x)
+        assert torch.equal(whole, x @ wanted.t()), "exact"
+        assert not torch.equal(whole, x @ wanted.roll(1, 1).t()), "control: the order of weights"
+        for count in (1, 2, 3, 5, 9, 13, 17):
+            assert torch.equal(product(x[:count]), whole[:count])
+
+
+def test_exponents_of_infinite_weights_are_refused() -> None:
+    stored = random_blocks("MXFP4", 3, 64)
+    assert BlockWeight((stored,)).is_finite() and file_weights(stored).isfinite().all()
+    exponents = stored.data.reshape(3, -1, 17)[..., 0]
+    for largest, finite in ((252, True), (253, False), (255, False)):
+        exponents[1, 1] = largest
+        assert BlockWeight((stored,)).is_finite() == finite
+        stored.data.reshape(3, -1, 17)[1, 1, 1] = 0x77
+        assert bool(mxfp4_weights(torch.from_numpy(stored.data)).isfinite().all()) == finite
 
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "Q2_K", "Q3_K"])
