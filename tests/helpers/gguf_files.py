@@ -28,6 +28,12 @@ _VALUES: dict[str, dict[str, str]] = {
     },
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "granite": _SCALES,
+    "gpt_oss": {
+        "expert_count": "num_local_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size",
+        "sliding_window": "sliding_window",
+    },
     "gemma2": {"sliding_window": "sliding_window"},
     "gemma3_text": {"sliding_window": "sliding_window"},
 }
@@ -80,7 +86,8 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    unused = config.model_type == "gpt_oss"  # all its layers consist of experts, whose width is another key
+    writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -93,6 +100,10 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -110,7 +121,8 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(known[family], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
-    for name, weight in _split_experts(model.state_dict()).items():
+    split = _alternating_experts if config.model_type == "gpt_oss" else _split_experts
+    for name, weight in split(model.state_dict()).items():
         stem, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             stem, suffix = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
@@ -135,6 +147,22 @@ def _split_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
             split[f"{stem}.gate_proj.weight"], split[f"{stem}.up_proj.weight"] = weight.chunk(2, 1)
         elif kind == "down_proj" and weight.dim() == 3:
             split[f"{stem}.down_proj.weight"] = weight
+        else:
+            split[name] = weight
+    return split
+
+
+def _alternating_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same for gpt-oss: its weights are [in, out], and outputs and biases are those of gate and up in turn."""
+    split = {}
+    for name, weight in weights.items():
+        stem, _, kind = name.rpartition(".")
+        rows = weight.transpose(1, 2) if weight.dim() == 3 else weight
+        suffix = "bias" if kind.endswith("_bias") else "weight"
+        if kind.startswith("gate_up_proj"):
+            split[f"{stem}.gate_proj.{suffix}"], split[f"{stem}.up_proj.{suffix}"] = rows[:, ::2], rows[:, 1::2]
+        elif kind.startswith("down_proj"):
+            split[f"{stem}.down_proj.{suffix}"] = rows
         else:
             split[name] = weight
     return split

@@ -48,6 +48,8 @@ class Architecture:
     """True if divisors of rotary frequencies are a tensor of their own."""
     scaled_linearly: str | None = None
     """Prefix of the buffers of rotary frequencies that linear scaling divides; None if it is refused."""
+    yarn: Mapping[str, object] | None = None
+    """Parameters of YaRN scaling that no key states; None if it is refused."""
     with_experts: Architecture | None = None
     """The family of files with experts; None if it is this one."""
 
@@ -64,7 +66,13 @@ _GRANITE = {
     "logit_scale": "logits_scaling",
     "attention.scale": "attention_multiplier",
 }
+_GPT_OSS = {**_MIXTRAL, "expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
+_USUAL_YARN = {
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
 _LLAMA = Architecture("llama", interleaved=True, scaled_by_tensor=True, scaled_linearly="")
 ARCHITECTURES = {
     "llama": replace(
@@ -82,6 +90,9 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2", neutral={"attention.sliding_window": (0,)}),
     "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
     "smollm3": replace(_LLAMA, model_type="smollm3"),
+    "gpt-oss": Architecture(
+        "gpt_oss", _GPT_OSS, required=tuple(_GPT_OSS), neutral=_USUAL_YARN, yarn={"truncate": False}
+    ),
 }
 """By llama.cpp's names. transformers dequantizes files of others, where a size of 0 means unused."""
 

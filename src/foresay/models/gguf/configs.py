@@ -10,6 +10,7 @@ from typing import Any
 
 from foresay.models.gguf.architectures import COMMON, architecture_of
 from foresay.models.gguf.header import GgufHeader
+from foresay.models.gguf.positions import rope_parameters
 from foresay.models.gguf.values import check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
 
@@ -22,6 +23,8 @@ _REQUIRED = (
     "attention.layer_norm_rms_epsilon",
 )
 """Values that transformers would replace by those of some model of the family if they were missing."""
+_THETA = 10_000.0
+"""Base of rotary positions of files that do not state it, as in llama.cpp."""
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "unk_token_id": "unknown", "pad_token_id": "padding"}
 """Fields of the configuration -> roles of special tokens."""
 _LARGEST_MODEL_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -50,6 +53,9 @@ def config_of(header: GgufHeader) -> Any:
     if "vocab_size" not in fields and "token_embd.weight" in header.tensors:
         fields["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    fields.setdefault("rope_theta", _THETA)
+    if one.yarn is not None:
+        fields["rope_parameters"] = rope_parameters(header, fields.pop("rope_theta"))
     if (derive := _DERIVED.get(header.architecture)) is not None:
         fields |= derive(header, fields)
     config = AutoConfig.for_model(one.model_type, **fields)

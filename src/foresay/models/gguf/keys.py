@@ -56,7 +56,7 @@ IRRELEVANT = {
         r"chat_template\..+": "read if there is a chat template without a name",
     },
     "model": {
-        r"rope\.scaling\.(original_context_length|finetuned|yarn_.*)": "for kinds of scaling that are refused",
+        r"rope\.scaling\.(finetuned|yarn_(ext_factor|attn_factor|log_multiplier))": "for kinds of scaling that are refused",
         r"pooling_type|classifier\..*|dense_\d_feat_.*|embedding_length_out|features_length": "for embeddings and classes",
         r"tensor_data_layout": "llama.cpp reads the same layout whatever it states",
         r"decoder_.*|attention\.relative_buckets_count": "for encoders with decoders",

@@ -1,7 +1,7 @@
 """RoPE scaling of GGUF files: applies the supported kinds and rejects the others.
 
 transformers ignores these values without a warning; the model then generates well at first and degrades as the text grows. Owns
-llama.cpp's names of the kinds. The supported kinds only divide the rotary frequencies.
+llama.cpp's names of the kinds. Llama 3's and linear scaling divide the rotary frequencies; YaRN is part of the configuration.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import torch
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader
-from foresay.models.gguf.values import invalid_tensor
+from foresay.models.gguf.values import invalid_tensor, invalid_value
 
+YARN = "yarn"
+"""llama.cpp's name of YaRN."""
 _FACTORS = "rope_freqs.weight"
 """Tensor [D / 2] of divisors, one for each frequency (Llama 3.1 and later)."""
+_BETAS = {"fast": 32.0, "slow": 1.0}
+"""Turns within the original length between which YaRN passes from unscaled to scaled frequencies, for files without them."""
 _RANGE = (1e-3, 1e6)
 """Smallest and largest divisor that is accepted."""
 
@@ -33,7 +37,8 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
     if ours:
         one = architecture_of(header)
         read = [_FACTORS] if one.scaled_by_tensor else []
-        if kind in ("linear", "none", "") and one.scaled_linearly is not None:
+        is_linear = kind in ("linear", "none", "") and one.scaled_linearly is not None
+        if is_linear or (kind == YARN and one.yarn is not None):
             read.append(f"{header.architecture}.rope.scaling.type")
         unread = [name for name in unread if name not in read]
     if unread:
@@ -46,8 +51,8 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
 
 def scale_positions(model: Any, header: GgufHeader) -> None:
     """Divide a model's unscaled frequencies as the file specifies. Raises ModelLoadError for invalid divisors."""
-    _, factor = _scaling(header)
-    if factor != 1.0:
+    kind, factor = _scaling(header)
+    if factor != 1.0 and kind != YARN:
         _divide(model, architecture_of(header).scaled_linearly or "", torch.tensor(factor))
     stored = header.tensors.get(_FACTORS)
     if stored is None:
@@ -60,6 +65,19 @@ def scale_positions(model: Any, header: GgufHeader) -> None:
         if not low <= one <= high:
             raise invalid_tensor(header, _FACTORS, f"contains {one}; its numbers must be from {low:g} to {high:g}")
     _divide(model, "", factors)
+
+
+def rope_parameters(header: GgufHeader, theta: float) -> dict[str, object]:
+    """Return transformers' parameters of rotary positions for a family with YaRN. Raises ModelLoadError if a value is missing."""
+    if _scaling(header)[0] != YARN:
+        return {"rope_type": "default", "rope_theta": theta}
+    prefix, found = f"{header.architecture}.rope.scaling", {}
+    for name, field in (("factor", "factor"), ("original_context_length", "original_max_position_embeddings")):
+        if (key := f"{prefix}.{name}") not in header.values:
+            raise invalid_value(header, key, "a number; it has no default")
+        found[field] = header.values[key]
+    betas = {f"beta_{name}": header.values.get(f"{prefix}.yarn_beta_{name}", usual) for name, usual in _BETAS.items()}
+    return {"rope_type": YARN, "rope_theta": theta, **found, **betas, **(architecture_of(header).yarn or {})}
 
 
 def _scaling(header: GgufHeader) -> tuple[str, float]:

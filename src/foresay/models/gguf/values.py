@@ -50,6 +50,8 @@ FACTORS = {
     "rope.freq_base": (1.0, 1e15),
     "rope.scaling.factor": (1e-3, 1e6),
     "rope.scale_linear": (1e-3, 1e6),
+    "rope.scaling.yarn_beta_fast": (1e-3, 1e6),
+    "rope.scaling.yarn_beta_slow": (1e-3, 1e6),
     "attn_logit_softcapping": (1e-3, 1e9),
     "final_logit_softcapping": (1e-3, 1e9),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -24,6 +26,15 @@ from helpers.families import make
 from helpers.gguf_files import architecture_of, write_gguf
 from helpers.support import Sometimes, run
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 128,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
@@ -36,9 +47,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": None}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"embedding_multiplier": 3.0}),
+    "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
 }
 """Families of helpers/families.py by the name of a case."""
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 VOCAB = len(tiny.tokenizer())
 PARAMS = SamplingParams(max_new_tokens=NEW)
 
@@ -116,6 +129,8 @@ def broken(case: str, path: Path) -> Iterator[tuple[str, Architecture]]:
     flags = ["norms_from_one", *["interleaved"] * ("blk.0.attn_q.weight" in header.tensors)]
     for flag in flags:
         yield flag, dataclasses.replace(one, with_experts=None, **{flag: not getattr(one, flag)})
+    if one.yarn:
+        yield "yarn", dataclasses.replace(one, yarn={})
     for key in one.fields:
         if f"{name}.{key}" in header.values:
             fewer = {other: field for other, field in one.fields.items() if other != key}
@@ -134,6 +149,52 @@ def test_every_datum_of_an_entry_counts(case: str, tmp_path: Path, monkeypatch: 
         except ModelLoadError:
             continue
         assert not error(found, wanted) < 1e-2, name
+
+
+def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
+    """4.25 bits a weight, with biases, the clamped gate, sinks and windows; bits do not depend on drafts or the batch."""
+    kinds = {**dict.fromkeys(EXPERTS, "MXFP4"), **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), "Q8_0")}
+    path = write_gguf(tmp_path / "tiny.gguf", model_of("gpt-oss"), kinds)
+    kept: Any = load_model(path, LoadOptions(activations="float32")).model
+    experts = kept.model.model.layers[1].mlp.experts
+    assert {one.product.bits for one in (*experts.gate_up, *experts.down)} == {4.25} and kept.fused.compiled
+    numbers: Any = load_model(path, LoadOptions(dtype="fp32")).model
+    assert error(scores(kept), scores(numbers)) < 0.05
+    other = copy.deepcopy(model_of("gpt-oss"))
+    for layer in other.model.layers:
+        layer.mlp.experts.gate_up_proj_bias.data.neg_()
+    numbers = load_model(write_gguf(tmp_path / "other.gguf", other, kinds), LoadOptions(dtype="fp32")).model
+    assert error(scores(kept), scores(numbers)) > 0.1, "control: each bias belongs to its output"
+    rounded = load_model(path).model
+    alone = [run(rounded, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
+    for gamma, batch in ((1, 6), (4, 3)):
+        drafter = Sometimes(alone, VOCAB)
+        assert run(rounded, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
+
+
+@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scaling.original_context_length", "expert_used_count"])
+def test_values_without_a_default_are_required(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = gguf.GGUFWriter.add_key_value
+
+    def fewer(self: gguf.GGUFWriter, key: str, *args: Any, **more: Any) -> None:
+        if key != f"gpt-oss.{name}":
+            add(self, key, *args, **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", fewer)
+    with pytest.raises(ModelLoadError, match=f"its value gpt-oss.{name} is 'missing'; allowed is a number; it has no"):
+        load_model(file_of("gpt-oss", tmp_path))
+
+
+def test_other_kinds_of_yarn_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = gguf.GGUFWriter.add_rope_scaling_type
+
+    def more(self: gguf.GGUFWriter, kind: Any) -> None:
+        add(self, kind)
+        self.add_rope_scaling_yarn_attn_factor(0.7)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_scaling_type", more)
+    with pytest.raises(ModelLoadError, match=r"its value gpt-oss\.rope\.scaling\.yarn_attn_factor is 0\.69"):
+        load_model(file_of("gpt-oss", tmp_path))
 
 
 def scores_of(case: str) -> torch.Tensor:

@@ -105,7 +105,7 @@ def mxfp4_weights(data: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (31, 96), (33, 288), (70, 544)])
 def test_4_bit_floats_are_multiplied_exactly(rows: int, width: int) -> None:
-    """Of whole numbers every product and every sum is exact, in any order; a row has the same bits in any number of rows."""
+    """Products and sums of whole numbers are exact in any order; a row has the same bits in any number of rows."""
     stored = random_blocks("MXFP4", rows, width)
     stored.data.reshape(rows, -1, 17)[..., 0] = 127
     wanted = mxfp4_weights(torch.from_numpy(stored.data))

@@ -36,6 +36,7 @@ A.expert_used_count A.attn_logit_softcapping A.final_logit_softcapping A.attenti
 A.attention.key_length A.attention.value_length A.attention.layer_norm_epsilon A.attention.layer_norm_rms_epsilon
 A.attention.sliding_window A.attention.sliding_window_pattern A.attention.scale A.rope.dimension_count A.rope.freq_base
 A.rope.freq_base_swa A.rope.scaling.type A.rope.scaling.factor A.rope.scale_linear A.rope.scaling.original_context_length
+A.rope.scaling.yarn_beta_fast A.rope.scaling.yarn_beta_slow
 """
 """A stands for the architecture. A sliding window is read for the families that llama.cpp gives one, and for Phi-3."""
 IRRELEVANT = {
@@ -61,8 +62,8 @@ IRRELEVANT = {
     "another form of the vocabulary that is read": "tokenizer.huggingface.json tokenizer.rwkv.world",
     "read if there is a chat template without a name": "tokenizer.chat_template.tool_use",
     "for kinds of scaling that are refused": """A.rope.scaling.finetuned A.rope.scaling.yarn_log_multiplier
-        A.rope.scaling.yarn_ext_factor A.rope.scaling.yarn_attn_factor A.rope.scaling.yarn_beta_fast
-        A.rope.scaling.yarn_beta_slow""",
+        A.rope.scaling.yarn_ext_factor A.rope.scaling.yarn_attn_factor
+        """,
     "for embeddings and classes": """A.pooling_type A.classifier.output_labels A.embedding_length_out A.features_length
         A.dense_2_feat_in A.dense_2_feat_out A.dense_3_feat_in A.dense_3_feat_out""",
     "llama.cpp reads the same layout whatever it states": "A.tensor_data_layout",
