@@ -21,6 +21,24 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "weights divided by their sum or not, the other way": (
         ("experts.h", "if (e.renormalized)", "if (bool(e.renormalized) != FAULT)"),
     ),
+    "corrections that count as weights": (
+        (
+            "experts.h",
+            "choice[i] = scores[i] +",
+            "choice[i] = (FAULT ? scores[i] = scores[i] + e.correction[i] : scores[i]) +",
+        ),
+    ),
+    "groups that are not selected": (
+        ("experts.h", "if (e.active_groups == e.groups) return", "if (FAULT || e.active_groups == e.groups) return"),
+    ),
+    "no shared expert": (
+        (
+            "experts.h",
+            "if (e.shared_gate_up != nullptr) add_shared",
+            "if (!FAULT && e.shared_gate_up != nullptr) add_shared",
+        ),
+    ),
+    "weights without their scale": (("experts.h", "/ sum * e.scale", "/ sum * (FAULT ? 1.0f : e.scale)"),),
     "no clamped gate": (("layer.h", "if (kind == CLAMPED)", "if (!FAULT && kind == CLAMPED)"),),
     "a gate without its limit": (("layer.h", "limit = gate.limit;", "limit = FAULT ? 1e9f : gate.limit;"),),
     "no sinks": (("attention.h", "(sink == nullptr ?", "(FAULT || sink == nullptr ?"),),

@@ -110,6 +110,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         _base(head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.05),
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        _base(
+            head_dim=16,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=24,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+        ),
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         _base(
@@ -343,10 +356,13 @@ def _round_robin(model: PreTrainedModel, seed: int) -> None:
                 noise = torch.randn(weight.shape, generator=generator)
                 scale = (
                     1.0
-                    if "embed" in name or "wte" in name or "lm_head" in name or "shared" in name
+                    if any(part in name for part in ("embed", "wte", "lm_head", "shared.", "shared_expert."))
                     else weight.shape[-1] ** -0.5
                 )
                 weight.copy_(noise * scale)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 @contextmanager

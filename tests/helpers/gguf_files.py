@@ -28,6 +28,17 @@ _VALUES: dict[str, dict[str, str]] = {
     },
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "granite": _SCALES,
+    "glm4_moe": {
+        "expert_count": "n_routed_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    },
     "gpt_oss": {
         "expert_count": "num_local_experts",
         "expert_used_count": "num_experts_per_tok",
@@ -98,7 +109,11 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         getattr(writer, f"add_{name}")(getattr(config, field))
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head_dim)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     rope = config.rope_parameters
+    if (share := rope.get("partial_rotary_factor")) is not None:
+        writer.add_rope_dimension_count(int(share * head_dim))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

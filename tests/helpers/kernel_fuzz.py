@@ -19,7 +19,7 @@ import torch
 
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.gated_layer import ClampedGate, Convolution, Experts, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import ClampedGate, Convolution, Experts, GatedLayer, Norm, Sigmoids
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
@@ -193,10 +193,13 @@ def whole(sizes: Sizes, library: Any) -> None:
             return None
         count, wide = sizes.one(1, 4, 9, odd=0), sizes.one(8, 12, odd=0)
         count_of_down = count if sizes.often(0.97) else 1
+        groups = sizes.one(1, 2 if count == 4 else 1, odd=0.02)
+        by = Sigmoids(torch.rand(count), groups, sizes.one(groups, odd=0.02), 1.5) if sizes.often(0.3) else None
+        shared = (weights(2 * wide, hidden), weights(hidden, wide)) if sizes.often(0.2) else None
         return Experts(
             weights(count, hidden), [weights(2 * wide, hidden) for _ in range(count)],
             [weights(hidden, wide) for _ in range(count_of_down)], sizes.one(1, count, odd=0.05), sizes.often(0.5),
-            ClampedGate(1.7, sizes.one(7, 1, odd=0.05)) if sizes.often(0.3) else None,
+            ClampedGate(1.7, sizes.one(7, 1, odd=0.05)) if sizes.often(0.3) else None, by, shared,
         )  # fmt: skip
 
     def convolution() -> Convolution | None:

@@ -12,10 +12,16 @@
 namespace foresay {
 
 struct Experts {
-    int64_t count, active, inner, renormalized; // renormalized: nonzero if the weights of a token's experts add up to 1
+    int64_t count, active, inner, renormalized; // renormalized: nonzero if the weights of a token's experts add up to `scale`
+    int64_t sigmoid;                            // nonzero for weights that are sigmoids of scores instead of their softmax
+    int64_t groups, active_groups;              // experts are selected within some groups of consecutive ones; 1 for all
+    int64_t shared_inner;
     Gate gate;
     Product router;                             // [count, hidden]
     const Product *gate_up, *down;              // [count] each, [2 * inner, hidden] and [hidden, inner]
+    const Product *shared_gate_up, *shared_down; // of an expert that every token passes through; null for none
+    const float *correction;                    // [count] is added to sigmoids for the selection alone; null for softmax
+    float scale;                                // of the weights
 };
 
 inline void check_shape(const char *name, const Product &p, int64_t outputs, int64_t depth) {
@@ -37,6 +43,17 @@ inline void check(const Experts &e, int64_t hidden) {
     require(e.active > 0 && e.active <= e.count, "active", e.active, "at most the number of experts");
     check_width("inner", e.inner);
     check_shape("router", e.router, e.count, hidden);
+    require((e.correction != nullptr) == (e.sigmoid != 0), "correction", e.sigmoid, "given if and only if weights are sigmoids");
+    require(e.groups > 0 && e.groups <= e.count && e.count % e.groups == 0, "groups", e.groups, "a divisor of the number of experts");
+    require(e.groups == 1 || e.groups * 2 <= e.count, "groups", e.groups, "of at least 2 experts");
+    require(e.active_groups > 0 && e.active_groups <= e.groups, "active_groups", e.active_groups, "at most the number of groups");
+    require(e.active <= e.count / e.groups * e.active_groups, "active", e.active, "at most the experts of the active groups");
+    require((e.shared_gate_up == nullptr) == (e.shared_down == nullptr), "shared", e.shared_inner, "both products or none");
+    if (e.shared_gate_up != nullptr) {
+        check_width("shared_inner", e.shared_inner);
+        check_shape("shared_gate_up", *e.shared_gate_up, 2 * e.shared_inner, hidden);
+        check_shape("shared_down", *e.shared_down, hidden, e.shared_inner);
+    }
     check_pointer("gate_up", e.gate_up);
     check_pointer("down", e.down);
     for (int64_t i = 0; i < e.count; i++) {
@@ -48,25 +65,58 @@ inline void check(const Experts &e, int64_t hidden) {
     }
 }
 
-// Selects the experts of a token, `active` of them in ascending order, and their weights: the softmax of all scores, of the highest ones.
-// Of equal scores the first is selected.
-inline void route(const Experts &e, const float *scores, int64_t *chosen, float *weights) {
-    for (int64_t j = 0; j < e.active; j++) {
+// Writes the indices of the `most` greatest of `count` numbers, in descending order; of equal numbers the first is greater.
+inline void greatest(const float *numbers, int64_t count, int64_t most, int64_t *chosen) {
+    for (int64_t j = 0; j < most; j++) {
         int64_t best = -1;
-        for (int64_t i = 0; i < e.count; i++) {
+        for (int64_t i = 0; i < count; i++) {
             bool is_free = std::find(chosen, chosen + j, i) == chosen + j;
-            if (is_free && (best < 0 || scores[i] > scores[best])) best = i;
+            if (is_free && (best < 0 || numbers[i] > numbers[best])) best = i;
         }
         chosen[j] = best;
     }
+}
+
+// Replaces scores by their sigmoids, and returns what experts are selected by: with the correction, and minus infinity outside of the
+// active groups, those whose two greatest experts have the greatest sums.
+inline const float *sigmoids(const Experts &e, float *scores, std::vector<float> &room, std::vector<int64_t> &chosen) {
+    int64_t size = e.count / e.groups, two[2];
+    room.resize(e.count + e.groups), chosen.resize(e.active_groups);
+    float *choice = room.data(), *sums = choice + e.count;
+    for (int64_t i = 0; i < e.count; i++) {
+        scores[i] = 1.0f / (1.0f + exponential(-scores[i]));
+        choice[i] = scores[i] + e.correction[i];
+    }
+    if (e.active_groups == e.groups) return choice;
+    for (int64_t g = 0; g < e.groups; g++) {
+        greatest(choice + g * size, size, 2, two);
+        sums[g] = choice[g * size + two[0]] + choice[g * size + two[1]];
+    }
+    greatest(sums, e.groups, e.active_groups, chosen.data());
+    for (int64_t g = 0; g < e.groups; g++) {
+        if (std::find(chosen.begin(), chosen.end(), g) != chosen.end()) continue;
+        std::fill(choice + g * size, choice + (g + 1) * size, -std::numeric_limits<float>::infinity());
+    }
+    return choice;
+}
+
+// Selects the experts of a token, `active` of them in ascending order, and their weights: the softmax of all scores, of the highest ones,
+// or sigmoids. Scores are overwritten.
+inline void route(const Experts &e, float *scores, int64_t *chosen, float *weights) {
+    static thread_local std::vector<float> room;
+    static thread_local std::vector<int64_t> groups;
+    greatest(e.sigmoid ? sigmoids(e, scores, room, groups) : scores, e.count, e.active, chosen);
     float top = scores[chosen[0]], sum = 0.0f;
     std::sort(chosen, chosen + e.active);
+    auto weight_of = [&](int64_t i) { return e.sigmoid ? scores[i] : exponential(scores[i] - top); };
     if (e.renormalized) {
-        for (int64_t j = 0; j < e.active; j++) sum += exponential(scores[chosen[j]] - top);
+        for (int64_t j = 0; j < e.active; j++) sum += weight_of(chosen[j]);
+        if (e.sigmoid) sum += 1e-20f;
     } else {
-        for (int64_t i = 0; i < e.count; i++) sum += exponential(scores[i] - top);
+        for (int64_t i = 0; i < e.count && !e.sigmoid; i++) sum += weight_of(i);
+        if (e.sigmoid) sum = 1.0f;
     }
-    for (int64_t j = 0; j < e.active; j++) weights[j] = exponential(scores[chosen[j]] - top) / sum;
+    for (int64_t j = 0; j < e.active; j++) weights[j] = weight_of(chosen[j]) / sum * e.scale;
 }
 
 // The rows of a few tokens, each repeated for each of its experts, sorted by expert.
@@ -97,6 +147,21 @@ inline void multiply_jobs(Routed &at, const float *x, int64_t depth, int64_t row
     at.inputs.describe(*at.jobs[0].product, x, depth, rows);
     if (at.inputs.rounds()) each_token(rows, threads, [&](int64_t n) { at.inputs.round(n); });
     multiply_rounded(at.jobs.data(), static_cast<int64_t>(at.jobs.size()), at.inputs, out, width, threads);
+}
+
+// out [tokens, hidden] += the output of the expert that all tokens pass through.
+inline void add_shared(const Experts &e, const float *x, int64_t hidden, int64_t tokens, float *out, Routed &at, int threads) {
+    int64_t inner = e.shared_inner;
+    at.joint.resize(tokens * 2 * inner), at.gated.resize(tokens * inner), at.out.resize(tokens * hidden);
+    multiply(*e.shared_gate_up, x, hidden, tokens, at.joint.data(), threads);
+    each_token(tokens, threads, [&](int64_t n) { apply(e.gate, at.joint.data() + n * 2 * inner, at.gated.data() + n * inner, inner); });
+    multiply(*e.shared_down, at.gated.data(), inner, tokens, at.out.data(), threads);
+    each_token(tokens, threads, [&](int64_t n) {
+        const float *part = at.out.data() + n * hidden;
+        float *sum = out + n * hidden;
+#pragma omp simd
+        for (int64_t i = 0; i < hidden; i++) sum[i] += part[i];
+    });
 }
 
 // out [tokens, hidden] = the weighted sum of the experts' outputs for x [tokens, hidden]; at most ROUTED_ROWS rows.
@@ -130,6 +195,7 @@ inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int6
             for (int64_t i = 0; i < hidden; i++) sum[i] += weight * part[i];
         }
     });
+    if (e.shared_gate_up != nullptr) add_shared(e, x, hidden, tokens, out, at, threads);
 }
 
 // The same for any number of tokens.

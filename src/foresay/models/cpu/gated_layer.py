@@ -88,6 +88,22 @@ class ClampedGate:
 
 
 @dataclass(frozen=True, slots=True)
+class Sigmoids:
+    """Selection of experts by sigmoids of the router's scores (DeepSeek-V3, GLM-4-MoE) instead of their softmax.
+
+    A correction is added for the selection alone, which is limited to the groups of consecutive experts whose two greatest have
+    the greatest sums.
+    """
+
+    correction: torch.Tensor
+    """[experts] float32."""
+    groups: int
+    active_groups: int
+    scale: float
+    """Factor of the weights of a token's experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of one gated feed-forward.
 
@@ -102,6 +118,10 @@ class Experts:
     renormalized: bool
     clamped: ClampedGate | None = None
     """None for the activation of the model."""
+    sigmoids: Sigmoids | None = None
+    """None for a softmax."""
+    shared: tuple[Product, Product] | None = None
+    """The products of an expert that every token passes through, as those of gate_up and down."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,13 +322,23 @@ class NativeLayers:
         router = _native(experts.router)
         gate_up, down = (list(map(_native, products)) for products in (experts.gate_up, experts.down))
         arrays = [(structs.Product * len(one))(*(product.struct for product in one)) for one in (gate_up, down)]
-        self._referenced += [router, gate_up, down, arrays]
-        clamped = experts.clamped
+        shared = [] if experts.shared is None else [_native(one) for one in experts.shared]
+        by, clamped = experts.sigmoids, experts.clamped
+        correction = None if by is None else by.correction.float().contiguous()
+        self._referenced += [router, gate_up, down, arrays, shared, correction]
         return structs.Experts(
             count=len(gate_up),
             active=experts.active,
             inner=gate_up[0].out_features // 2,
             renormalized=int(experts.renormalized),
+            sigmoid=int(by is not None),
+            groups=1 if by is None else by.groups,
+            active_groups=1 if by is None else by.active_groups,
+            scale=1.0 if by is None else by.scale,
+            correction=None if correction is None else structs.address(correction, (len(gate_up),), torch.float32),
+            shared_inner=shared[0].out_features // 2 if shared else 0,
+            shared_gate_up=ctypes.pointer(shared[0].struct) if shared else None,
+            shared_down=ctypes.pointer(shared[1].struct) if shared else None,
             gate=self._gate if clamped is None else structs.Gate(_CLAMPED, clamped.alpha, clamped.limit),
             router=router.struct,
             gate_up=arrays[0],

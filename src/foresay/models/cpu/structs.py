@@ -39,10 +39,12 @@ class Experts(ctypes.Structure):
     """The struct of the same name in experts.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "count active inner renormalized"),
+        *_fields(_NUMBER, "count active inner renormalized sigmoid groups active_groups shared_inner"),
         ("gate", Gate),
         ("router", Product),
-        *_fields(ctypes.POINTER(Product), "gate_up down"),
+        *_fields(ctypes.POINTER(Product), "gate_up down shared_gate_up shared_down"),
+        ("correction", _POINTER),
+        ("scale", _REAL),
     ]
 
 

@@ -33,11 +33,13 @@ class Architecture:
     model_type: str
     """transformers' name of the family."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Further keys -> fields of the configuration. A value of 0 means the same as a missing one."""
+    """Further keys -> fields of the configuration."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of the configuration that no key states."""
     required: tuple[str, ...] = ()
     """Keys without a default, besides those of every architecture."""
+    derived: tuple[str, ...] = ()
+    """Keys from which configs.py derives fields."""
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Allowed values of keys, instead of those in keys.NEUTRAL."""
     interleaved: bool = False
@@ -67,6 +69,17 @@ _GRANITE = {
     "attention.scale": "attention_multiplier",
 }
 _GPT_OSS = {**_MIXTRAL, "expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "sliding_window"}
+_GLM4_MOE = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _USUAL_YARN = {
     "rope.scaling.yarn_ext_factor": (1, -1),
@@ -90,6 +103,14 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2", neutral={"attention.sliding_window": (0,)}),
     "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
     "smollm3": replace(_LLAMA, model_type="smollm3"),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        _GLM4_MOE,
+        {"num_mtp_layers": 0},
+        required=(*[*_GLM4_MOE][:6], "rope.dimension_count"),
+        derived=("nextn_predict_layers",),
+        neutral={"expert_gating_func": (0, 2)},
+    ),
     "gpt-oss": Architecture(
         "gpt_oss", _GPT_OSS, required=tuple(_GPT_OSS), neutral=_USUAL_YARN, yarn={"truncate": False}
     ),

@@ -11,7 +11,7 @@ from typing import Any
 from foresay.models.gguf.architectures import COMMON, architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import rope_parameters
-from foresay.models.gguf.values import check_values, invalid_value
+from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
 
 _REQUIRED = (
@@ -46,7 +46,7 @@ def config_of(header: GgufHeader) -> Any:
     fields: dict[str, Any] = dict(one.fixed)
     for key, name in {**COMMON, **one.fields}.items():
         value = values.get(f"{header.architecture}.{key}")
-        if value is not None and (value or key not in one.fields):
+        if value is not None and (value or key not in NONE_IF_0):
             fields[name] = value
     fields |= {name: values[key] for name, role in _IDS.items() if (key := f"tokenizer.ggml.{role}_token_id") in values}
     fields["tie_word_embeddings"] = "output.weight" not in header.tensors
@@ -90,4 +90,20 @@ def _usual_scale(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     return {} if "attention_multiplier" in fields else {"attention_multiplier": fields["head_dim"] ** -0.5}
 
 
-_DERIVED: dict[str, Derive] = {"gemma2": _scaled_queries, "gemma3": _scaled_queries, "granite": _usual_scale}
+def _glm4_moe(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """MTP layers are counted with the others; biases and norms of heads are there if their tensors are."""
+    prefix = header.architecture
+    return {
+        "num_hidden_layers": fields["num_hidden_layers"] - int(header.values.get(f"{prefix}.nextn_predict_layers", 0)),
+        "partial_rotary_factor": header.values[f"{prefix}.rope.dimension_count"] / fields["head_dim"],
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,
+    }
+
+
+_DERIVED: dict[str, Derive] = {
+    "gemma2": _scaled_queries,
+    "gemma3": _scaled_queries,
+    "granite": _usual_scale,
+    "glm4moe": _glm4_moe,
+}

@@ -115,15 +115,17 @@ def check_keys(header: GgufHeader, namespaces: Iterable[str]) -> None:
         if namespace == "model" and prefix not in ARCHITECTURES:
             continue
         one = architecture_of(header) if namespace == "model" else None
-        values = {**NEUTRAL[namespace], **(one.neutral if one else {})}
-        read = (READ[namespace] - (one.neutral.keys() if one else set())) | (one.fields.keys() if one else set())
+        read, neutral = READ[namespace], dict[str, tuple[object, ...] | None](NEUTRAL[namespace])
+        if one is not None:
+            read = read | one.fields.keys() | set(one.derived)
+            neutral = {**neutral, **dict.fromkeys((*one.fields, *one.derived)), **one.neutral}
         for key in (*header.values, *header.lists):
             name = key.removeprefix(f"{prefix}.")
-            if name == key or name in read:
+            if name == key:
                 continue
-            if (neutral := values.get(name)) is not None:
-                _check(header, key, neutral)
-            elif not _is_irrelevant(name, IRRELEVANT[namespace]):
+            if (values := neutral.get(name)) is not None:
+                _check(header, key, values)
+            elif name not in read and not _is_irrelevant(name, IRRELEVANT[namespace]):
                 unknown.append(key)
     if unknown:
         logger.warning("%s has keys that are not known and not read: %s", header.path, ", ".join(sorted(unknown)))

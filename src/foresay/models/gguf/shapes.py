@@ -6,6 +6,7 @@ llama.cpp, it rejects missing tensors, tensors of another shape, and unknown ten
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.values import invalid_tensor, invalid_value
 from foresay.models.huggingface.experts import expert_weights
+
+logger = logging.getLogger("foresay")
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized."""
@@ -93,9 +96,20 @@ def check_tensors(header: GgufHeader, model: Any, name: Name) -> None:
         raise ModelLoadError(
             f"{str(header.path)!r} lacks {len(missing)} of the model's tensors ({', '.join(missing[:3])}, ...){part}"
         )
+    mtp = _mtp_layers(header, model.config)
     for tensor_name, tensor in header.tensors.items():
+        if tensor_name.startswith(mtp):
+            continue
         if not tensor_name.startswith(_POSITIONS) and not tensor_name.endswith("attn_rot_embd.weight"):
             _check_tensor(header, tensor_name, tensor, shapes)
+
+
+def _mtp_layers(header: GgufHeader, config: Any) -> tuple[str, ...]:
+    """Return the prefixes of the tensors of MTP layers, which are logged; () without such layers."""
+    first, count = config.num_hidden_layers, int(header.values.get(f"{header.architecture}.block_count", 0))
+    if count > first:
+        logger.info("%s: its %d MTP layer(s) (blk.%d, ...) are not read", header.path, count - first, first)
+    return tuple(f"blk.{i}." for i in range(first, count))
 
 
 def check_size(header: GgufHeader, model: Any) -> None:
@@ -160,10 +174,11 @@ def _check_tensor(
 def _check_unread_values(header: GgufHeader, config: Any) -> None:
     """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
     assumed = {
         "attention.key_length": size,
         "attention.value_length": size,
-        "rope.dimension_count": size,
+        "rope.dimension_count": int(size * share),
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }

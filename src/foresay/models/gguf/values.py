@@ -26,6 +26,11 @@ SIZES = {
     "expert_count": (0, _MAX_HEADS),
     "expert_used_count": (0, _MAX_HEADS),
     "expert_feed_forward_length": (1, 1 << 24),
+    "expert_shared_count": (0, _MAX_HEADS),
+    "expert_group_count": (0, _MAX_HEADS),
+    "expert_group_used_count": (0, _MAX_HEADS),
+    "leading_dense_block_count": (0, _MAX_LAYERS),
+    "nextn_predict_layers": (0, _MAX_LAYERS),
     "vocab_size": (1, _MAX_LENGTH),
     "attention.head_count": (1, _MAX_HEADS),
     "attention.head_count_kv": (1, _MAX_HEADS),
@@ -58,6 +63,10 @@ FACTORS = {
 """Ranges of numbers, by their key without the architecture prefix. No value in them causes a division by zero in float32."""
 SCALES = ("logit_scale", "residual_scale", "embedding_scale", "attention.scale", "expert_weights_scale")
 """Factors by their key without the prefix, from 1e-6 to 1e6; 0 means none."""
+_MODEL_FLAGS = ("expert_weights_norm",)
+"""Keys without the architecture prefix that are true or false."""
+NONE_IF_0 = (*SCALES, "attention.sliding_window", "expert_group_count", "expert_group_used_count")
+"""Keys of which a value of 0 means the same as a missing one."""
 TOKENS = "tokenizer.ggml.tokens"
 _MAX_TOKEN_BYTES = 1024
 """Longest token in bytes. Missing merges are derived by splitting each token at every byte, in time quadratic in its length."""
@@ -131,6 +140,10 @@ def _check_numbers(header: GgufHeader) -> None:
             continue  # as if it were missing
         if key in header.lists or type(value) not in (int, float) or not smallest <= float(value) <= largest:
             raise invalid_value(header, key, f"a finite number from {smallest:g} to {largest:g}")
+    for name in _MODEL_FLAGS:
+        key = f"{header.architecture}.{name}"
+        if key in header.lists or type(header.values.get(key, True)) is not bool:
+            raise invalid_value(header, key, "true or false")
     layers, count = f"{header.architecture}.block_count", len(header.tensors)
     if count and not header.is_part and int(header.values.get(layers, 1)) > count:
         raise invalid_value(header, layers, f"at most {count}, its number of tensors")
@@ -140,6 +153,11 @@ def _check_numbers(header: GgufHeader) -> None:
 
 
 def _check_heads(header: GgufHeader) -> None:
+    layers, more = (
+        header.values.get(f"{header.architecture}.{name}", 0) for name in ("block_count", "nextn_predict_layers")
+    )
+    if more and int(more) >= int(layers):
+        raise invalid_value(header, f"{header.architecture}.nextn_predict_layers", f"less than the {layers} layers")
     heads, key_heads = (f"{header.architecture}.attention.head_count{suffix}" for suffix in ("", "_kv"))
     shared = int(header.values.get(key_heads, 0))  # 0 in architectures without attention
     if heads in header.values and shared and int(header.values[heads]) % shared:

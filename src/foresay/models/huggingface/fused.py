@@ -17,7 +17,7 @@ import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm, Product
+from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm, Product, Sigmoids
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.linears import expert_products, product_of
@@ -32,7 +32,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "gpt_oss"})
 _ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
-OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss"})
+OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
 """Families of mixtures of experts, which the compiled kernels alone compute."""
 FAMILIES = _BY_LAYER | _ALL_SLIDING | OF_EXPERTS | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the supported families; the tests compare each with its own code."""
@@ -350,12 +350,25 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     # Mixtral and gpt-oss always normalize the weights
     normalizes = bool(getattr(config, "norm_topk_prob", True))
     clamped = gate if isinstance(gate, ClampedGate) else None
-    return Experts(scores, gate_up, down, int(config.num_experts_per_tok), normalizes, clamped)
+    common = getattr(mlp, "shared_experts", None)
+    shared = None if common is None else (_joint(common, "", ("gate_proj", "up_proj")), product_of(common.down_proj))
+    active = int(config.num_experts_per_tok)
+    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(router), shared)
+
+
+def _sigmoids(router: Any) -> Sigmoids | None:
+    """Read how a router selects experts; None if it does so by a softmax."""
+    correction = getattr(router, "e_score_correction_bias", None)
+    if correction is None:
+        return None
+    return Sigmoids(correction, int(router.num_group), int(router.topk_group), float(router.routed_scaling_factor))
 
 
 def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:
     """Return one product for layers that read the same input."""
-    return product_of(*([getattr(parent, whole)] if hasattr(parent, whole) else [getattr(parent, n) for n in parts]))
+    return product_of(
+        *([getattr(parent, whole)] if whole and hasattr(parent, whole) else [getattr(parent, n) for n in parts])
+    )
 
 
 def _norm_of(module: Any) -> Norm:

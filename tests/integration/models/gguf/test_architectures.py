@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -48,6 +49,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"embedding_multiplier": 3.0}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
+    "glm4moe": (
+        "glm4_moe",
+        {
+            "head_dim": 32,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
 }
 """Families of helpers/families.py by the name of a case."""
@@ -195,6 +206,31 @@ def test_other_kinds_of_yarn_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(gguf.GGUFWriter, "add_rope_scaling_type", more)
     with pytest.raises(ModelLoadError, match=r"its value gpt-oss\.rope\.scaling\.yarn_attn_factor is 0\.69"):
         load_model(file_of("gpt-oss", tmp_path))
+
+
+@pytest.mark.parametrize("stated", [1, 0, 4])
+def test_mtp_layers_are_left_out(
+    stated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They count as layers of the file; those that it does not state are unknown tensors."""
+    add = gguf.GGUFWriter.add_block_count
+
+    def more(self: gguf.GGUFWriter, count: int) -> None:
+        add(self, count + (stated == 1))
+        self.add_nextn_predict_layers(stated)
+        self.add_tensor("blk.3.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+        self.add_tensor("blk.3.attn_q.weight", np.zeros((128, 64), np.float32))
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", more)
+    path = file_of("glm4moe", tmp_path)
+    if stated == 1:
+        caplog.set_level("INFO", "foresay")
+        assert error(scores(load_model(path, LoadOptions(dtype="fp32")).model), scores_of("glm4moe")) < 1e-4
+        assert len([one for one in caplog.messages if "its 1 MTP layer(s) (blk.3, ...) are not read" in one]) == 1
+    else:
+        problem = "less than the 3 layers" if stated else "'blk.3.nextn.eh_proj.weight' is not among"
+        with pytest.raises(ModelLoadError, match=problem):
+            load_model(path)
 
 
 def scores_of(case: str) -> torch.Tensor:

@@ -95,7 +95,11 @@ FAULTS = {
     "no clamped gate": ["gpt_oss"],
     "a gate without its limit": ["gpt_oss"],
     "no sinks": ["gpt_oss"],
-    "": ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss"],
+    "corrections that count as weights": ["glm4_moe"],
+    "groups that are not selected": ["glm4_moe"],
+    "no shared expert": ["glm4_moe"],
+    "weights without their scale": ["glm4_moe"],
+    "": ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss", "glm4_moe"],
 }
 
 
@@ -113,7 +117,6 @@ def test_broken_kernels_of_experts_are_not_used(fault: str, broken_kernels: Brok
 OTHERS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
-    "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 0, "head_dim": 8},
     "granitemoe": {"num_local_experts": 4},
     "phimoe": {"num_local_experts": 4},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
@@ -242,7 +245,19 @@ def test_experts_of_other_layouts_stay_as_they_are(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("active", 5), ("active", 0), ("count", 0), ("count", 1 << 20), ("inner", 49), ("down", None)]
+    ("name", "value"),
+    [
+        ("active", 5),
+        ("active", 0),
+        ("count", 0),
+        ("count", 1 << 20),
+        ("inner", 49),
+        ("down", None),
+        ("groups", 3),
+        ("groups", 4),
+        ("active_groups", 2),
+        ("sigmoid", 1),
+    ],
 )
 def test_sizes_of_experts_are_checked(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = make("mixtral")
