@@ -42,6 +42,19 @@ _GPT = {
     "pad_token_id": 0,
 }
 
+_GEMMA4 = _base(
+    num_hidden_layers=6,
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=8,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCAB,
+    final_logit_softcapping=30.0,
+    tie_word_embeddings=False,
+)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _base()),
     "mistral": ("mistral", _base(sliding_window=8)),
@@ -67,6 +80,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", _base(head_dim=8)),
     "gemma2": ("gemma2", _base(head_dim=8, sliding_window=8, query_pre_attn_scalar=8)),
     "gemma3": ("gemma3_text", _base(head_dim=8, sliding_window=8, num_hidden_layers=4, query_pre_attn_scalar=8)),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4_equal": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "phi": ("phi", _base(num_key_value_heads=4)),
     "phi3": ("phi3", _base(sliding_window=8)),
     "phi3_longrope": (
@@ -363,6 +388,8 @@ def _round_robin(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
 
 
 @contextmanager

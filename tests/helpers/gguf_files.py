@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -44,6 +45,12 @@ _VALUES: dict[str, dict[str, str]] = {
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "intermediate_size",
         "sliding_window": "sliding_window",
+    },
+    "gemma4_text": {
+        "sliding_window": "sliding_window",
+        "shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "final_logit_softcapping": "final_logit_softcapping",
     },
     "gemma2": {"sliding_window": "sliding_window"},
     "gemma3_text": {"sliding_window": "sliding_window"},
@@ -93,16 +100,20 @@ def write_gguf(
 def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     config, names = model.config, tiny.tokenizer()
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = 0 if config.model_type == "gemma4_text" else getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     unused = config.model_type == "gpt_oss"  # all its layers consist of experts, whose width is another key
-    writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
+    if config.model_type == "gemma4_text":
+        head_dim = _add_layers(writer, config)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if head_dim != config.hidden_size // heads:
+    if head_dim != config.hidden_size // heads or config.model_type == "gemma4_text":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     for name, field in _VALUES.get(config.model_type, {}).items():
@@ -129,12 +140,36 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_eos_token_id(0)
 
 
+def _add_layers(writer: gguf.GGUFWriter, config: Any) -> int:
+    """What differs between layers with windows and others. Returns the size of a head of the others."""
+    layers, slides = config.num_hidden_layers, [one == "sliding_attention" for one in config.layer_types]
+    own = [config.per_layer_config[i] for i in range(layers)]
+    first_shared = layers - config.num_kv_shared_layers
+    full, sliding = own[slides.index(False)].head_dim, own[slides.index(True)].head_dim
+    doubled = [
+        config.intermediate_size * (1 + (config.use_double_wide_mlp and i >= first_shared)) for i in range(layers)
+    ]
+    writer.add_feed_forward_length(doubled if len(set(doubled)) > 1 else doubled[0])
+    heads = [one.num_key_value_heads for one in own]
+    writer.add_head_count_kv(heads if len(set(heads)) > 1 else heads[0])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length_swa(sliding)
+    writer.add_value_length_swa(sliding)
+    writer.add_rope_dimension_count(full)
+    writer.add_rope_dimension_count_swa(sliding)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    used = int(full * share / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * used + [1e30] * (full // 2 - used), np.float32))
+    return int(full)
+
+
 def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The weights by llama.cpp's names, in its order of rows."""
     config, (family, one) = model.config, architecture_of(model)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[family], config.num_hidden_layers)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if one.interleaved else {}
     tensors = {}
     split = _alternating_experts if config.model_type == "gpt_oss" else _split_experts
     for name, weight in split(model.state_dict()).items():
@@ -145,7 +180,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if own == "output" and config.tie_word_embeddings:
             continue
         kind = own.rpartition(".")[2]
-        if one.interleaved and kind in heads:
+        if kind in heads:
             weight = _interleaved(weight, heads[kind])
         if one.norms_from_one and "norm" in own:
             weight = weight + 1

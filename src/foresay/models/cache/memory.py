@@ -27,10 +27,18 @@ _IDLE_SHARE, _BUSY_SHARE = 32, 4
 def kv_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values over all layers; in int8 each head has a scale."""
     layers = int(getattr(config, "num_hidden_layers", 0))
+    if (
+        modes := getattr(config, "kv_sharing_modes", None)
+    ) is not None:  # sizes differ; some layers have none of their own
+        return sum(_layer_bytes(config.per_layer_config[i], dtype) for i, mode in enumerate(modes) if mode != "reuse")
+    return layers * _layer_bytes(config, dtype)
+
+
+def _layer_bytes(config: Any, dtype: torch.dtype) -> int:
     heads = int(getattr(config, "num_attention_heads", 1))
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     size = int(getattr(config, "head_dim", None) or math.ceil(getattr(config, "hidden_size", 0) / heads))
-    return 2 * layers * kv_heads * (size + 4 if dtype is torch.int8 else size * dtype.itemsize)
+    return 2 * kv_heads * (size + 4 if dtype is torch.int8 else size * dtype.itemsize)
 
 
 def limit_memory(limit: int | None) -> None:

@@ -40,6 +40,8 @@ class Architecture:
     """Keys without a default, besides those of every architecture."""
     derived: tuple[str, ...] = ()
     """Keys from which configs.py derives fields."""
+    by_layer: tuple[str, ...] = ()
+    """Keys that may list an integer for each layer."""
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Allowed values of keys, instead of those in keys.NEUTRAL."""
     interleaved: bool = False
@@ -80,6 +82,17 @@ _GLM4_MOE = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
+_GEMMA4 = (
+    "attention.key_length",
+    "attention.value_length",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "attention.sliding_window_pattern",
+    "rope.dimension_count",
+    "rope.dimension_count_swa",
+    "rope.freq_base_swa",
+    "embedding_length_per_layer_input",
+)
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _USUAL_YARN = {
     "rope.scaling.yarn_ext_factor": (1, -1),
@@ -99,6 +112,18 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma", norms_from_one=True),
     "gemma2": Architecture("gemma2", _WINDOW, norms_from_one=True),
     "gemma3": Architecture("gemma3_text", _WINDOW, norms_from_one=True, scaled_linearly="full_attention_"),
+    "gemma4": Architecture(
+        "gemma4_text",
+        {
+            **_WINDOW,
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        required=(*_GEMMA4[:5], "attention.sliding_window"),
+        derived=_GEMMA4,
+        by_layer=("feed_forward_length", "attention.head_count_kv"),
+        neutral={"expert_count": (0,), "expert_used_count": (0,)},
+    ),
     "phi3": Architecture("phi3", _WINDOW),
     "olmo2": Architecture("olmo2", neutral={"attention.sliding_window": (0,)}),
     "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),

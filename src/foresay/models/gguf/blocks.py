@@ -65,7 +65,8 @@ class _File:
         """packed: None to read numbers only."""
         self._order = architecture_of(header)
         self._header, self._name, self.dtype, self._packed = header, name, dtype, packed
-        self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        heads = (config.num_attention_heads, config.num_key_value_heads) if self._order.interleaved else (1, 1)
+        self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))
 
     @property
     def in_blocks(self) -> bool:
@@ -152,6 +153,7 @@ def _fill(model: Any, file: _File) -> None:
     if file.in_blocks:
         model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
         _fill_embeddings(model, file)
+    replaced: set[int] = set()
     for name, module in list(model.named_modules()):
         file.release_pages()  # of the weights that were packed
         for joint in JOINT_LAYERS:
@@ -160,9 +162,12 @@ def _fill(model: Any, file: _File) -> None:
             path = f"{name}.{short}" if name else short
             if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
                 _fill_linear(module, short, path + ".weight", file.dense(path + ".bias"), file)
+            elif isinstance(child, nn.Embedding) and (table := file.product([path + ".weight"], None)) is not None:
+                setattr(module, short, FrozenEmbedding(table, file.dtype, _scale_of(child)))
+                replaced.add(id(child))
             elif is_experts(child):
                 setattr(module, short, _filled_experts(child, path, file))
-        if isinstance(module, nn.Linear) or is_experts(module):
+        if isinstance(module, nn.Linear) or is_experts(module) or id(module) in replaced:
             continue  # replaced through its parent
         for short, parameter in list(module.named_parameters(recurse=False)):
             found = file.dense(f"{name}.{short}") if parameter.device.type == "meta" else None
@@ -182,14 +187,19 @@ def _fill_embeddings(model: Any, file: _File) -> None:
     if not file.contains(embedding_name):
         return
     parent, _, short = names[output].rpartition(".")
-    table = file.product([embedding_name], None) if type(embedding) is nn.Embedding else None
+    table = file.product([embedding_name], None)
     if table is not None:
-        model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
+        model.set_input_embeddings(FrozenEmbedding(table, file.dtype, _scale_of(embedding)))
     if not file.contains(output_name) and table is not None:
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
     else:
         source = output_name if file.contains(output_name) else embedding_name
         _fill_linear(model.get_submodule(parent), short, source, None, file)
+
+
+def _scale_of(embedding: nn.Module) -> float:
+    """Return the factor by which an embedding of Gemma multiplies its rows; 1.0 for a plain one."""
+    return float(getattr(embedding, "scalar_embed_scale", 1.0))
 
 
 def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor | None, file: _File) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from foresay.models.gguf.architectures import COMMON, architecture_of
-from foresay.models.gguf.header import GgufHeader
-from foresay.models.gguf.positions import rope_parameters
+from foresay.models.gguf.header import STRING, GgufHeader
+from foresay.models.gguf.positions import rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
 
@@ -41,7 +41,7 @@ def config_of(header: GgufHeader) -> Any:
     check_values(header)
     one, values = architecture_of(header), header.values
     for name in (*_REQUIRED, *one.required):
-        if (key := f"{header.architecture}.{name}") not in values:
+        if (key := f"{header.architecture}.{name}") not in values and key not in header.lists:
             raise invalid_value(header, key, "a number; it has no default")
     fields: dict[str, Any] = dict(one.fixed)
     for key, name in {**COMMON, **one.fields}.items():
@@ -101,9 +101,61 @@ def _glm4_moe(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of layers with windows and of those without; see Gemma 4's description in transformers for the names."""
+    prefix, layers = header.architecture, int(fields["num_hidden_layers"])
+    sizes = {}
+    for suffix in ("", "_swa"):
+        sizes[suffix] = header.values.get(f"{prefix}.attention.key_length{suffix}")
+        for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
+            if header.values.get(key := f"{prefix}.{name}", sizes[suffix]) != sizes[suffix]:
+                raise invalid_value(header, key, f"{sizes[suffix]}, the length of keys")
+    stored = header.lists.get(key := f"{prefix}.attention.sliding_window_pattern")
+    if stored is None or stored.kind == STRING or stored.count != layers or not stored.numbers()[-1] == 0:
+        raise invalid_value(header, key, f"a list of {layers} flags, of which the last is false")
+    slides = [bool(one) for one in stored.numbers()]
+    first_shared, full = layers - int(fields.get("num_kv_shared_layers", 0)), slides.index(False)
+    widths = _by_layer(header, "feed_forward_length", layers)
+    heads = _by_layer(header, "attention.head_count_kv", layers)
+    doubled = widths != [widths[0]] * layers
+    if doubled and widths != [widths[0] * (1 + (i >= first_shared)) for i in range(layers)]:
+        raise invalid_value(
+            header, f"{prefix}.feed_forward_length", "the same in all layers, or twice that where keys are shared"
+        )
+    if any(heads[i] != heads[slides.index(one)] for i, one in enumerate(slides)):
+        raise invalid_value(header, f"{prefix}.attention.head_count_kv", "the same in all layers of a kind")
+    table = header.tensors.get("per_layer_token_embd.weight")
+    theta = float(header.values.get(f"{prefix}.rope.freq_base_swa", _THETA))
+    proportional = {"rope_type": "proportional", "partial_rotary_factor": rotated_share(header)}
+    return {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "head_dim": sizes["_swa"],
+        "global_head_dim": sizes[""],
+        "num_key_value_heads": heads[slides.index(True)] if True in slides else heads[0],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in header.tensors,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": doubled,
+        "hidden_size_per_layer_input": int(header.values.get(f"{prefix}.embedding_length_per_layer_input", 0)),
+        "vocab_size_per_layer_input": fields["vocab_size"] if table is None else table.shape[0],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+            "full_attention": {**proportional, "rope_theta": fields.pop("rope_theta")},
+        },
+    }
+
+
+def _by_layer(header: GgufHeader, name: str, layers: int) -> list[int]:
+    """Return a value of each layer, of a key that states one for all or one for each."""
+    key = f"{header.architecture}.{name}"
+    stored = header.lists.get(key)
+    return [int(header.values.get(key, 0))] * layers if stored is None else [int(one) for one in stored.numbers()]
+
+
 _DERIVED: dict[str, Derive] = {
     "gemma2": _scaled_queries,
     "gemma3": _scaled_queries,
     "granite": _usual_scale,
+    "gemma4": _gemma4,
     "glm4moe": _glm4_moe,
 }

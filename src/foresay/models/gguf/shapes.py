@@ -96,9 +96,9 @@ def check_tensors(header: GgufHeader, model: Any, name: Name) -> None:
         raise ModelLoadError(
             f"{str(header.path)!r} lacks {len(missing)} of the model's tensors ({', '.join(missing[:3])}, ...){part}"
         )
-    mtp = _mtp_layers(header, model.config)
+    unread = (*_mtp_layers(header, model.config), *_shared_keys(model.config))
     for tensor_name, tensor in header.tensors.items():
-        if tensor_name.startswith(mtp):
+        if tensor_name.startswith(unread):
             continue
         if not tensor_name.startswith(_POSITIONS) and not tensor_name.endswith("attn_rot_embd.weight"):
             _check_tensor(header, tensor_name, tensor, shapes)
@@ -110,6 +110,13 @@ def _mtp_layers(header: GgufHeader, config: Any) -> tuple[str, ...]:
     if count > first:
         logger.info("%s: its %d MTP layer(s) (blk.%d, ...) are not read", header.path, count - first, first)
     return tuple(f"blk.{i}." for i in range(first, count))
+
+
+def _shared_keys(config: Any) -> list[str]:
+    """Return the prefixes of the tensors of keys and values of layers that read those of others."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    parts = ("attn_k.", "attn_v.", "attn_k_norm.")
+    return [f"blk.{i}.{part}" for i, mode in enumerate(modes) if mode == "reuse" for part in parts]
 
 
 def check_size(header: GgufHeader, model: Any) -> None:
@@ -173,18 +180,16 @@ def _check_tensor(
 
 def _check_unread_values(header: GgufHeader, config: Any) -> None:
     """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    one = architecture_of(header)
+    sizes = {} if "attention.key_length" in one.derived else _sizes_of_heads(config)
     assumed = {
-        "attention.key_length": size,
-        "attention.value_length": size,
-        "rope.dimension_count": int(size * share),
+        **sizes,
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
     scale = header.values.get(f"{header.architecture}.attention.scale")
-    if scale not in (None, 0) and "attention.scale" not in architecture_of(header).fields:
-        own = getattr(config, "query_pre_attn_scalar", None) or size
+    if scale not in (None, 0) and "attention.scale" not in one.fields:
+        own = getattr(config, "query_pre_attn_scalar", None) or sizes.get("attention.key_length", 1)
         if abs(float(scale) * own**0.5 - 1) > 1e-5:
             assumed["attention.scale"] = own**-0.5
     types = getattr(config, "layer_types", None) or []
@@ -194,6 +199,12 @@ def _check_unread_values(header: GgufHeader, config: Any) -> None:
         key = f"{header.architecture}.{name}"
         if header.values.get(key, value) != value:
             raise invalid_value(header, key, f"{value}; no other value is supported for this architecture")
+
+
+def _sizes_of_heads(config: Any) -> dict[str, int]:
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+    return {"attention.key_length": size, "attention.value_length": size, "rope.dimension_count": int(size * share)}
 
 
 def _check_windows(header: GgufHeader, config: Any, types: Sequence[str]) -> None:

@@ -36,6 +36,11 @@ SIZES = {
     "attention.head_count_kv": (1, _MAX_HEADS),
     "attention.key_length": (1, _MAX_HEADS),
     "attention.value_length": (1, _MAX_HEADS),
+    "attention.key_length_swa": (0, _MAX_HEADS),
+    "attention.value_length_swa": (0, _MAX_HEADS),
+    "attention.shared_kv_layers": (0, _MAX_LAYERS),
+    "embedding_length_per_layer_input": (0, _MAX_WIDTH),
+    "rope.dimension_count_swa": (0, _MAX_HEADS),
     "attention.sliding_window": (0, _MAX_LENGTH),
     "attention.relative_buckets_count": (1, _MAX_HEADS),
     "rope.dimension_count": (2, _MAX_HEADS),
@@ -124,7 +129,9 @@ def _check_numbers(header: GgufHeader) -> None:
         key, least = f"{header.architecture}.{name}", low if known or name in _REQUIRED else 0
         if header.architecture.startswith("gemma") and name == "attention.sliding_window":
             least = 1  # in other families 0 means no window
-        if key in header.lists and (known or header.lists[key].kind not in INTEGERS):
+        if key in header.lists and known and name in ARCHITECTURES[header.architecture].by_layer:
+            _check_list(header, key, least, greatest)
+        elif key in header.lists and (known or header.lists[key].kind not in INTEGERS):
             raise invalid_value(
                 header,
                 key,
@@ -152,6 +159,16 @@ def _check_numbers(header: GgufHeader) -> None:
             raise invalid_value(header, key, "a finite number")
 
 
+def _check_list(header: GgufHeader, key: str, least: int, greatest: int) -> None:
+    """Raise ModelLoadError unless a list has an integer in a range for each layer."""
+    stored, layers = header.lists[key], header.values.get(f"{header.architecture}.block_count")
+    is_valid = stored.kind in INTEGERS and stored.count == layers
+    if not is_valid or not all(least <= one <= greatest for one in stored.numbers()):
+        raise invalid_value(
+            header, key, f"one integer, or one for each of the {layers} layers, from {least} to {greatest}"
+        )
+
+
 def _check_heads(header: GgufHeader) -> None:
     layers, more = (
         header.values.get(f"{header.architecture}.{name}", 0) for name in ("block_count", "nextn_predict_layers")
@@ -159,8 +176,10 @@ def _check_heads(header: GgufHeader) -> None:
     if more and int(more) >= int(layers):
         raise invalid_value(header, f"{header.architecture}.nextn_predict_layers", f"less than the {layers} layers")
     heads, key_heads = (f"{header.architecture}.attention.head_count{suffix}" for suffix in ("", "_kv"))
-    shared = int(header.values.get(key_heads, 0))  # 0 in architectures without attention
-    if heads in header.values and shared and int(header.values[heads]) % shared:
+    listed = header.lists.get(key_heads) if header.architecture in ARCHITECTURES else None
+    shared = [int(one) for one in listed.numbers()] if listed else [int(header.values.get(key_heads, 0))]
+    # 0 in architectures without attention
+    if heads in header.values and any(one and int(header.values[heads]) % one for one in shared):
         raise invalid_value(header, key_heads, f"a divisor of the {header.values[heads]} heads")
     rotated = f"{header.architecture}.rope.dimension_count"
     if rotated in header.values and int(header.values[rotated]) % 2:

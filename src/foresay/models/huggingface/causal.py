@@ -34,6 +34,8 @@ logger = logging.getLogger("foresay")
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
 _INDEXED_LAYERS = ("indexed", "compressed")
+_SHARED_IN_A_PASS = ("gemma4_text",)
+"""Families whose layers hand the keys and values that the cache returned to later layers of the same pass."""
 _CACHED = ("past_key_values", "cache_params", "state")
 """Names by which families take what they keep of earlier tokens."""
 _BOUNDED_ROPE = ("dynamic", "longrope")
@@ -84,7 +86,8 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
         reasons.append("it is an encoder-decoder model; use Seq2SeqModel")
     if not any(name in inspect.signature(model.forward).parameters for name in _CACHED):
         reasons.append("its forward takes no past_key_values, so nothing can be cached")
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+    shares = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)
+    if shares and config.model_type not in _SHARED_IN_A_PASS:
         reasons.append("its layers share keys and values outside the cache interface")
     return reasons
 

@@ -26,9 +26,15 @@ from foresay.models.huggingface.seq2seq import Seq2SeqModel, layers_within
 def first_layers(model: CausalModel, count: int) -> CausalModel:
     """Return the model's first `count` layers followed by its final norm and head; weights are shared.
 
-    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError if the layers cannot be located or keep
-    recurrent states, which the draft's tokens would change.
+    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError if the layers cannot be located, keep
+    recurrent states, which the draft's tokens would change, or depend on their number.
     """
+    config = model.model.config.get_text_config(decoder=True)
+    if getattr(config, "hidden_size_per_layer_input", 0) or getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"the first layers of {type(model.model).__name__} are no model: its layers have inputs of their own, or read the "
+            "keys and values of others; choose another drafter"
+        )
     if model.rewinds_states:
         raise UnsupportedModelError(
             f"self-speculation drafts in the target's cache, and {type(model.model).__name__} has recurrent layers; "

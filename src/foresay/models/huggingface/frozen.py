@@ -34,10 +34,11 @@ class FrozenLinear(nn.Module):
 class FrozenEmbedding(nn.Module):
     """An embedding over a frozen product, which decodes rows when they are read. The output head may share the product."""
 
-    def __init__(self, product: NativeProduct, dtype: torch.dtype) -> None:
+    def __init__(self, product: NativeProduct, dtype: torch.dtype, scale: float = 1.0) -> None:
+        """scale: factor of the rows (Gemma)."""
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.product = product.out_features, product.in_features, product
-        self._dtype = dtype
+        self._dtype, self._scale = dtype, torch.tensor(scale, dtype=dtype)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -46,7 +47,8 @@ class FrozenEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings, token_ids [...] -> [..., H]."""
-        return self.product.rows(token_ids, self._dtype)
+        rows = self.product.rows(token_ids, self._dtype)
+        return rows if self._scale == 1.0 else rows * self._scale
 
 
 class Joint:

@@ -36,6 +36,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 128,
 }
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 264}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
@@ -45,6 +46,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {"head_dim": 32}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {"num_hidden_layers": 6}),
+    "gemma4": ("gemma4", GEMMA4),
+    "gemma4-equal": ("gemma4_equal", {**GEMMA4, "hidden_size_per_layer_input": 0}),
     "phi3": ("phi3", {"sliding_window": None}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {"embedding_multiplier": 3.0}),
@@ -63,6 +66,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families of helpers/families.py by the name of a case."""
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+UNFUSED = ("gemma4", "gemma4-equal")
+"""Cases whose layers are computed by the family's own code."""
 VOCAB = len(tiny.tokenizer())
 PARAMS = SamplingParams(max_new_tokens=NEW)
 
@@ -109,7 +114,9 @@ def test_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     reference, wanted = model_of(case), outputs_of(case)
     assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
     loaded: Any = load_model(file_of(case, tmp_path), LoadOptions(dtype="fp32"))
-    assert loaded.weights == "" and loaded.model.fused is not None and loaded.model.fused.compiled
+    assert loaded.weights == "" and (loaded.model.fused is not None and loaded.model.fused.compiled) == (
+        case not in UNFUSED
+    )
     drafter = Sometimes(wanted, VOCAB)
     ours, steps, engine = run(loaded.model, prompts(), PARAMS, drafter=drafter, gamma=4, join_later=3)
     assert engine.draft_failures == 0
@@ -124,9 +131,11 @@ def test_blocks_score_as_their_numbers_do(case: str, tmp_path: Path) -> None:
     """On the kernels; a token's bits depend neither on drafts nor on the batch."""
     path = file_of(case, tmp_path, "Q8_0")
     kept: Any = load_model(path, LoadOptions(activations="float32"))
-    assert kept.weights == "GGUF" and kept.model.fused.compiled
+    assert kept.weights == "GGUF" and (kept.model.fused is not None) == (case not in UNFUSED)
     numbers = scores(load_model(path, LoadOptions(dtype="fp32")).model)
     assert error(scores(kept.model), numbers) < 0.05
+    if case in UNFUSED:
+        return
     rounded = load_model(path).model
     alone = [run(rounded, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
     for gamma, batch in ((1, 6), (4, 3)):
@@ -143,7 +152,7 @@ def broken(case: str, path: Path) -> Iterator[tuple[str, Architecture]]:
     if one.yarn:
         yield "yarn", dataclasses.replace(one, yarn={})
     for key in one.fields:
-        if f"{name}.{key}" in header.values:
+        if header.values.get(f"{name}.{key}"):
             fewer = {other: field for other, field in one.fields.items() if other != key}
             yield key, dataclasses.replace(one, with_experts=None, fields=fewer)
 
