@@ -5,6 +5,7 @@
 #include "chain.h"
 #include "model.h"
 #include "multiply.h"
+#include "recurrent.h"
 
 #include <cstdio>
 #include <new>
@@ -94,7 +95,13 @@ void run(const Model &model, const Pass &pass) {
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
         multiply(layer.qkv, i == 0 ? first : normed, layer.qkv.depth, tokens, joint, threads);
-        attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_kind, threads);
+        if (layer.mixer != nullptr) {
+            mix(*layer.mixer, *pass.mixed, joint, tokens, seen, threads);
+        } else {
+            Attention at = at_layer(layer, norms, pass);
+            attend(at, joint, queries, seen, pass.cache_kind, threads);
+            if (at.gated) gate_heads(at, joint, seen, threads);
+        }
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);
         if (layer.experts != nullptr) {
@@ -225,8 +232,9 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
     constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Attention), sizeof(Vector),
-                                 sizeof(Layer),   sizeof(Model), sizeof(Pass),    sizeof(Chain)};
-    return index >= 0 && index < 9 ? sizes[index] : 0;
+                                 sizeof(Layer),   sizeof(Model), sizeof(Pass),    sizeof(Chain),     sizeof(Mixer),
+                                 sizeof(StateRow), sizeof(StateRows)};
+    return index >= 0 && index < 12 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.
@@ -290,5 +298,16 @@ extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float 
         check_tokens(*a);
         check_cache(kind);
         attend(*a, joint, queries, out, kind, check_threads(threads));
+    });
+}
+
+// A layer's mixture of the tokens of each row, by states. joint [tokens, inputs], out [tokens, outputs]; see recurrent.h.
+extern "C" int64_t foresay_mix(const Mixer *mixer, const StateRows *states, const float *joint, float *out, int64_t tokens, int64_t threads) {
+    return guarded([&] {
+        check_rows("tokens", tokens);
+        check(*mixer, mixer->value_dim);
+        check(*states, tokens);
+        check(*mixer, *states);
+        mix(*mixer, *states, joint, tokens, out, check_threads(threads));
     });
 }

@@ -29,7 +29,15 @@ from foresay.models.huggingface.frozen import (
 )
 from foresay.models.huggingface.joined import join, joined
 
-JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
+JOINT_LAYERS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q", "k", "v"),
+    ("wi_0", "wi_1"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 """Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
