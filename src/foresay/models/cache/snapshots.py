@@ -32,7 +32,7 @@ class Snapshot(Generic[S]):
 
 
 def thin(shared: list[Snapshot[S]]) -> None:
-    """Of too many snapshots, by ascending length, drop the one whose removal leaves the smallest gap, but not the last."""
+    """Drop one of too many snapshots, by ascending length: the one whose removal leaves the smallest gap, but not the last."""
     if len(shared) > MAX_SHARED:
         ends = [0, *(kept.length for kept in shared)]
         del shared[min(range(len(shared) - 1), key=lambda i: ends[i + 2] - ends[i])]

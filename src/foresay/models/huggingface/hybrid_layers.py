@@ -1,6 +1,6 @@
 """Layers of hybrid families under the names that Llama's have: gated delta rules and short convolutions as attention.
 
-Owns the list of these families, and what their modules say about their layers. fused.py reads everything else.
+Owns the list of these families, and the reading of their modules. fused.py reads everything that they share with others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution
 HYBRID = frozenset({"lfm2", "qwen3_next", "qwen3_5_text"})
 """model_type of the families, which the compiled kernels alone compute."""
 GATED_HEADS = frozenset({"qwen3_next", "qwen3_5_text"})
-"""Those whose query projection gives a gate of each head's output."""
+"""Families whose query projection gives a gate of each head's output."""
 MIXING = frozenset({"conv", "linear_attention"})
 """Their names of layers without attention."""
 ZERO_CENTRED = ("Gemma", "Qwen3Next", "Qwen3_5")
