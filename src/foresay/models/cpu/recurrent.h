@@ -158,8 +158,7 @@ inline void check_states(const Model &model, const Pass &pass) {
 // Numbers of a pass between the products of a layer, [N, .] each.
 struct Mixing {
     std::vector<float> inputs, mixed, decays, betas, written, out, tails;
-    std::vector<float> convolution, bias, rates, steps, norm;
-    std::vector<int64_t> row_of;
+    std::vector<float> rates, steps, norm;
 };
 
 // Where the inputs of a gated delta layer begin in a token's product.
@@ -187,15 +186,19 @@ inline const float *input_at(const StateRows &states, const StateRow &row, const
     return row.before + (position - row.base + states.tail) * states.entry_size + m.entry;
 }
 
-// out [N, channels] = the causal convolution of channels [begin, begin + count) of each row; `weights` are the channel's taps.
+inline float number(const Vector &kept, int64_t i) {
+    return kept.is_bf16 ? read(static_cast<const bf16 *>(kept.values)[i]) : static_cast<const float *>(kept.values)[i];
+}
+
+// out [N, channels] = the causal convolution of channels [begin, begin + count) of each row, then then(sums of a token).
 template <class F>
 inline void convolve(const StateRows &states, const Mixer &m, const Mixing &at, int64_t begin, int64_t count, float *out, const F &then) {
     static thread_local std::vector<float> kept;
     kept.resize((m.taps + 1) * count);
     float *weights = kept.data(), *bias = weights + m.taps * count;
     for (int64_t c = 0; c < count; c++) {
-        for (int64_t j = 0; j < m.taps; j++) weights[j * count + c] = at.convolution[(begin + c) * m.taps + j];
-        bias[c] = at.bias.empty() ? 0.0f : at.bias[begin + c];
+        for (int64_t j = 0; j < m.taps; j++) weights[j * count + c] = number(m.convolution, (begin + c) * m.taps + j);
+        bias[c] = m.bias.values == nullptr ? 0.0f : number(m.bias, begin + c);
     }
     int64_t channels = channels_of(m);
     for (int64_t r = 0; r < states.count; r++) {
@@ -233,8 +236,8 @@ inline void to_unit_length(float *x, int64_t width, float scale) {
 constexpr int STATE_VECTORS = static_cast<int>(COLUMNS / LANES);
 constexpr int PARTIAL = LANES >= 16 ? 4 : 2; // sums of a column, each over every PARTIAL-th row
 
-// out [COLUMNS] = x [depth] times a block of columns of a state, [depth, COLUMNS]. Not inlined: all calls give the same bits.
-[[gnu::noinline]] inline void read_state(const float *state, const float *x, int64_t depth, float *out) {
+// out [COLUMNS] = x [depth] times a block of columns of a state, [depth, COLUMNS].
+inline void read_state(const float *state, const float *x, int64_t depth, float *out) {
     Floats sums[PARTIAL][STATE_VECTORS] = {};
     int64_t i = 0;
     for (; i + PARTIAL <= depth; i += PARTIAL) {
@@ -253,16 +256,30 @@ constexpr int PARTIAL = LANES >= 16 ? 4 : 2; // sums of a column, each over ever
     }
 }
 
-// state = decay * state + key (outer product) written. Not inlined, for the same reason.
-[[gnu::noinline]] inline void update_state(float *state, const float *key, const float *written, float decay, int64_t depth) {
-    Floats value[STATE_VECTORS];
+// state = decay * state + key (outer product) written, and out [COLUMNS] = query [depth] times the result. Not inlined, so that updates
+// have the same bits when they are made again.
+[[gnu::noinline]] inline void update_state(float *state, const float *key, const float *written, float decay, const float *query,
+                                           int64_t depth, float *out) {
+    Floats value[STATE_VECTORS], sums[PARTIAL][STATE_VECTORS] = {};
     for (int v = 0; v < STATE_VECTORS; v++) value[v] = load<Floats>(written + v * LANES);
-    for (int64_t i = 0; i < depth; i++) {
+    auto update = [&](int64_t i, int p) {
 #pragma GCC unroll 8
         for (int v = 0; v < STATE_VECTORS; v++) {
             float *place = state + i * COLUMNS + v * LANES;
-            store(place, load<Floats>(place) * decay + value[v] * key[i]);
+            Floats one = load<Floats>(place) * decay + value[v] * key[i];
+            store(place, one);
+            sums[p][v] += one * query[i];
         }
+    };
+    int64_t i = 0;
+    for (; i + PARTIAL <= depth; i += PARTIAL) {
+#pragma GCC unroll 4
+        for (int p = 0; p < PARTIAL; p++) update(i + p, p);
+    }
+    for (int p = 0; i < depth; i++, p++) update(i, p);
+    for (int v = 0; v < STATE_VECTORS; v++) {
+        for (int p = 1; p < PARTIAL; p++) sums[0][v] += sums[p][v];
+        store(out + v * LANES, sums[0][v]);
     }
 }
 
@@ -281,12 +298,13 @@ struct Head {
 
     // Makes the updates of positions [from, to) again, whose entries are in the ring.
     void repeat(float *block, int64_t from, int64_t to) const {
-        float written[COLUMNS] = {};
+        float written[COLUMNS] = {}, unread[COLUMNS];
         for (int64_t p = from; p < to; p++) {
             const float *entry = row.ring + p % states.slots * states.entry_size + m.entry, *keys = entry + channels_of(m);
             const float *values = keys + m.key_heads * m.key_dim, *decays = values + m.value_heads * m.value_dim;
             std::memcpy(written, values + value * m.value_dim + begin, count * sizeof(float));
-            update_state(block, keys + key() * m.key_dim, written, decays[value], m.key_dim);
+            const float *own = keys + key() * m.key_dim;
+            update_state(block, own, written, decays[value], own, m.key_dim, unread);
         }
     }
 
@@ -311,8 +329,7 @@ struct Head {
             float decay = at.decays[n * m.value_heads + value], beta = at.betas[n * m.value_heads + value];
             read_state(block, own, m.key_dim, seen);
             for (int64_t c = 0; c < count; c++) written[c] = beta * (values[c] - decay * seen[c]);
-            update_state(block, own, written, decay, m.key_dim);
-            read_state(block, query, m.key_dim, seen);
+            update_state(block, own, written, decay, query, m.key_dim, seen);
             std::memcpy(at.written.data() + n * width + value * m.value_dim + begin, written, count * sizeof(float));
             std::memcpy(at.out.data() + n * width + value * m.value_dim + begin, seen, count * sizeof(float));
         }
@@ -419,7 +436,6 @@ inline void mix(const Mixer &m, const StateRows &states, const float *joint, int
     static thread_local Mixing kept;
     Mixing &at = kept; // the caller's, not a worker's
     at.inputs.resize(tokens * channels_of(m));
-    widen(m.convolution, at.convolution), widen(m.bias, at.bias);
     if (m.kind == GATED_DELTA) mix_by_delta(m, states, joint, tokens, out, at, threads);
     else mix_by_convolution(m, states, joint, tokens, out, at, threads);
     for (int64_t r = 0; r < states.count; r++) keep_entries(states, states.rows[r], m, at, at.tails);
