@@ -195,10 +195,11 @@ def mix(sizes: Sizes, library: Any) -> None:
     def vector(address: int | None, size: int) -> structs.Vector:
         return structs.Vector(address if size else None, size, sizes.one(0, 1, odd=0), 0)
 
+    side = structs.Product(0, 2 * values + sizes.one(0, 0, 0, 0, 1, odd=0), 4, weights=sizes.floats(64, 8))
     mixer = structs.Mixer(
         kind, keys, values, key_dim, dim, taps, sizes.one(0, 1, odd=0.02), sizes.one(0, odd=0.02), sizes.one(0, odd=0.02),
         vector(held[0], channels * taps), structs.Vector(None, 0, 0, 0), vector(held[1], heads if kind == 0 else 0),
-        vector(held[2], heads if kind == 0 else 0), vector(held[3], wide), 1e-5,
+        vector(held[2], heads if kind == 0 else 0), vector(held[3], wide), side, sizes.one(0, 1, odd=0), 1e-5,
     )  # fmt: skip
     count, tokens = sizes.one(1, 2), 0
     made = (structs.StateRow * (count if 0 < count <= LARGE else 1))()
@@ -220,7 +221,8 @@ def mix(sizes: Sizes, library: Any) -> None:
     rows = structs.StateRows(count, slots, tail, state, entry, made)
     if None in (*held[:1], joint, out) or not all(one.ring for one in made):
         tokens = -1
-    library.foresay_mix(ctypes.byref(mixer), ctypes.byref(rows), joint, out, tokens, sizes.one(1, 2))
+    x = sizes.floats(max(tokens, 1), 4)
+    library.foresay_mix(ctypes.byref(mixer), ctypes.byref(rows), x, joint, out, tokens, sizes.one(1, 2))
 
 
 def whole(sizes: Sizes, library: Any) -> None:

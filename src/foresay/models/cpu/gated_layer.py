@@ -83,8 +83,12 @@ class GatedDelta:
     decays: torch.Tensor
     steps: torch.Tensor
     norm: Norm
+    side: Product
+    """The product of betas and alphas, [..., 2 * value heads]."""
     by_key_head: bool
     """True if the layer's inputs are ordered by key heads (Qwen3-Next), not by kind."""
+    tiled: bool = False
+    """True if `output` reads the first value heads of all key heads, then the second ones, and so on (GGUF files)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ void run(const Model &model, const Pass &pass) {
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
         multiply(layer.qkv, i == 0 ? first : normed, layer.qkv.depth, tokens, joint, threads);
         if (layer.mixer != nullptr) {
-            mix(*layer.mixer, *pass.mixed, joint, tokens, seen, threads);
+            mix(*layer.mixer, *pass.mixed, i == 0 ? first : normed, joint, tokens, seen, threads);
         } else {
             Attention at = at_layer(layer, norms, pass);
             attend(at, joint, queries, seen, pass.cache_kind, threads);
@@ -301,13 +301,14 @@ extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float 
     });
 }
 
-// A layer's mixture of the tokens of each row, by states. joint [tokens, inputs], out [tokens, outputs]; see recurrent.h.
-extern "C" int64_t foresay_mix(const Mixer *mixer, const StateRows *states, const float *joint, float *out, int64_t tokens, int64_t threads) {
+// A layer's mixture of the tokens of each row, by states. x [tokens, hidden], joint [tokens, inputs], out [tokens, outputs]; see recurrent.h.
+extern "C" int64_t foresay_mix(const Mixer *mixer, const StateRows *states, const float *x, const float *joint, float *out, int64_t tokens,
+                               int64_t threads) {
     return guarded([&] {
         check_rows("tokens", tokens);
-        check(*mixer, mixer->value_dim);
+        check(*mixer, mixer->kind == GATED_DELTA ? mixer->side.depth : mixer->value_dim);
         check(*states, tokens);
         check(*mixer, *states);
-        mix(*mixer, *states, joint, tokens, out, check_threads(threads));
+        mix(*mixer, *states, x, joint, tokens, out, check_threads(threads));
     });
 }

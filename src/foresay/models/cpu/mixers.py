@@ -14,6 +14,7 @@ import torch
 from foresay.models.cache.state_cache import SLOTS, RowPass, StateCache, StateSizes
 from foresay.models.cpu import structs
 from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, ShortConvolution
+from foresay.models.cpu.product import NativeProduct
 
 _COLUMNS = 32
 """Columns of a matrix state that the kernels store together."""
@@ -25,7 +26,7 @@ class Mixers:
 
     def __init__(self, layers: Sequence[GatedLayer], hidden: int) -> None:
         """Raises LookupError for layers that the kernels do not support."""
-        self.referenced: list[torch.Tensor] = []
+        self.referenced: list[Any] = []
         """Memory that the structs point to."""
         self._structs: dict[int, structs.Mixer] = {}
         state = entry = tail = 0
@@ -65,6 +66,8 @@ class Mixers:
             decays=self._vector(mixer.decays, values),
             steps=self._vector(mixer.steps, values),
             norm=self._vector(mixer.norm.weight, value_dim),
+            side=self._product(mixer.side),
+            tiled=int(mixer.tiled),
             eps=mixer.norm.eps,
         )
 
@@ -75,6 +78,12 @@ class Mixers:
             convolution=self._vector(mixer.convolution, hidden * int(mixer.convolution.shape[-1])),
             bias=_NO_VECTOR if mixer.bias is None else self._vector(mixer.bias, hidden),
         )
+
+    def _product(self, product: Any) -> structs.Product:
+        if not isinstance(product, NativeProduct):
+            raise LookupError(f"the kernels do not support a {type(product).__name__}")
+        self.referenced.append(product)
+        return product.struct
 
     def _vector(self, weight: torch.Tensor, size: int) -> structs.Vector:
         flat = weight.reshape(-1)

@@ -20,7 +20,7 @@ namespace foresay {
 
 enum MixerKind { GATED_DELTA = 0, SHORT_CONVOLUTION = 1 };
 
-// Order of a gated delta layer's inputs: all queries, keys, values, gates, betas and alphas; or first those four of each key head, then
+// Order of a gated delta layer's inputs: all queries, keys, values and gates, and apart from them all betas and alphas; or those four and
 // these two of each key head.
 enum MixerOrder { BY_KIND = 0, BY_KEY_HEAD = 1 };
 
@@ -32,6 +32,8 @@ struct Mixer {
     Vector bias;          // [channels]; null for none
     Vector decays, steps; // [value_heads] logarithms of the rates of decay, and what is added to alphas
     Vector norm;          // [value_dim]
+    Product side;         // [2 * value_heads, hidden] betas and alphas
+    int64_t tiled;        // nonzero if the product after it reads first the first value head of each key head, then the second ones
     float eps;
 };
 
@@ -60,7 +62,7 @@ inline int64_t channels_of(const Mixer &m) {
 }
 
 inline int64_t inputs_of(const Mixer &m) {
-    return m.kind == GATED_DELTA ? channels_of(m) + m.value_heads * (m.value_dim + 2) : 3 * m.value_dim;
+    return m.kind == GATED_DELTA ? channels_of(m) + m.value_heads * m.value_dim : 3 * m.value_dim;
 }
 
 inline int64_t outputs_of(const Mixer &m) { return m.kind == GATED_DELTA ? m.value_heads * m.value_dim : m.value_dim; }
@@ -83,6 +85,7 @@ inline void check(const Mixer &m, int64_t hidden) {
     check_width("value_dim", m.value_dim);
     if (m.kind == GATED_DELTA) {
         for (int64_t one : {m.key_heads, m.value_heads, m.key_dim}) check_width("heads of a state", one);
+        check_shape("side", m.side, 2 * m.value_heads, hidden);
         require(m.value_heads % m.key_heads == 0, "value_heads", m.value_heads, "a multiple of key_heads");
         require(m.key_heads <= MOST / m.key_dim / 4, "key_dim", m.key_dim, "below 2^29 with all key heads");
         require(m.value_heads <= MOST / (m.value_dim + COLUMNS) / 4 / m.key_dim, "value_dim", m.value_dim, "below 2^29 with the whole state");
@@ -157,7 +160,7 @@ inline void check_states(const Model &model, const Pass &pass) {
 
 // Numbers of a pass between the products of a layer, [N, .] each.
 struct Mixing {
-    std::vector<float> inputs, mixed, decays, betas, written, out, tails;
+    std::vector<float> inputs, side, mixed, decays, betas, written, out, tails;
     std::vector<float> rates, steps, norm;
 };
 
@@ -174,8 +177,9 @@ struct DeltaInputs {
         return by_head ? j / group * unit + 2 * m.key_dim + j % group * m.value_dim : 2 * keys + j * m.value_dim;
     }
     int64_t gate(int64_t j) const { return value(j) + (by_head ? group * m.value_dim : values); }
-    int64_t beta(int64_t j) const { return 2 * (keys + values) + (by_head ? j / group * 2 * group + j % group : j); }
+    int64_t beta(int64_t j) const { return by_head ? j / group * 2 * group + j % group : j; }
     int64_t alpha(int64_t j) const { return beta(j) + (by_head ? group : m.value_heads); }
+    int64_t output(int64_t j) const { return m.tiled ? j % group * m.key_heads + j / group : j; }
 };
 
 // The input of a layer's convolution at a position of a row, at most taps - 1 before the pass; null before the row's first token.
@@ -235,6 +239,7 @@ inline void to_unit_length(float *x, int64_t width, float scale) {
 
 constexpr int STATE_VECTORS = static_cast<int>(COLUMNS / LANES);
 constexpr int PARTIAL = LANES >= 16 ? 4 : 2; // sums of a column, each over every PARTIAL-th row
+constexpr int UPDATED = LANES >= 16 ? 2 : 1; // the same where rows are updated, which takes more registers
 
 // out [COLUMNS] = x [depth] times a block of columns of a state, [depth, COLUMNS].
 inline void read_state(const float *state, const float *x, int64_t depth, float *out) {
@@ -260,7 +265,7 @@ inline void read_state(const float *state, const float *x, int64_t depth, float 
 // have the same bits when they are made again.
 [[gnu::noinline]] inline void update_state(float *state, const float *key, const float *written, float decay, const float *query,
                                            int64_t depth, float *out) {
-    Floats value[STATE_VECTORS], sums[PARTIAL][STATE_VECTORS] = {};
+    Floats value[STATE_VECTORS], sums[UPDATED][STATE_VECTORS] = {};
     for (int v = 0; v < STATE_VECTORS; v++) value[v] = load<Floats>(written + v * LANES);
     auto update = [&](int64_t i, int p) {
 #pragma GCC unroll 8
@@ -272,13 +277,13 @@ inline void read_state(const float *state, const float *x, int64_t depth, float 
         }
     };
     int64_t i = 0;
-    for (; i + PARTIAL <= depth; i += PARTIAL) {
+    for (; i + UPDATED <= depth; i += UPDATED) {
 #pragma GCC unroll 4
-        for (int p = 0; p < PARTIAL; p++) update(i + p, p);
+        for (int p = 0; p < UPDATED; p++) update(i + p, p);
     }
     for (int p = 0; i < depth; i++, p++) update(i, p);
     for (int v = 0; v < STATE_VECTORS; v++) {
-        for (int p = 1; p < PARTIAL; p++) sums[0][v] += sums[p][v];
+        for (int p = 1; p < UPDATED; p++) sums[0][v] += sums[p][v];
         store(out + v * LANES, sums[0][v]);
     }
 }
@@ -365,35 +370,38 @@ inline void widen(const Vector &kept, std::vector<float> &out) {
     Norms::widened(kept, out.data());
 }
 
-inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *joint, int64_t tokens, float *out, Mixing &at, int threads) {
+inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *x, const float *joint, int64_t tokens, float *out, Mixing &at,
+                         int threads) {
     DeltaInputs in{m};
     int64_t channels = channels_of(m), width = inputs_of(m), heads = m.value_heads, dim = m.value_dim;
     at.mixed.resize(tokens * channels), at.decays.resize(tokens * heads), at.betas.resize(tokens * heads);
     at.written.resize(tokens * heads * dim), at.out.resize(tokens * heads * dim);
+    at.side.resize(tokens * 2 * heads);
+    multiply(m.side, x, m.side.depth, tokens, at.side.data(), threads);
     widen(m.decays, at.rates), widen(m.steps, at.steps), widen(m.norm, at.norm);
     for (float &rate : at.rates) rate = std::exp(rate);
     each_token(tokens, threads, [&](int64_t n) {
-        const float *x = joint + n * width;
+        const float *own = joint + n * width, *side = at.side.data() + n * 2 * heads;
         float *to = at.inputs.data() + n * channels;
         for (int64_t h = 0; h < m.key_heads; h++) {
-            std::memcpy(to + h * m.key_dim, x + in.query(h), m.key_dim * sizeof(float));
-            std::memcpy(to + in.keys + h * m.key_dim, x + in.key(h), m.key_dim * sizeof(float));
+            std::memcpy(to + h * m.key_dim, own + in.query(h), m.key_dim * sizeof(float));
+            std::memcpy(to + in.keys + h * m.key_dim, own + in.key(h), m.key_dim * sizeof(float));
         }
         for (int64_t j = 0; j < heads; j++) {
-            std::memcpy(to + 2 * in.keys + j * dim, x + in.value(j), dim * sizeof(float));
-            float step = x[in.alpha(j)] + at.steps[j];
+            std::memcpy(to + 2 * in.keys + j * dim, own + in.value(j), dim * sizeof(float));
+            float step = side[in.alpha(j)] + at.steps[j];
             step = step > 20.0f ? step : std::log1p(std::exp(step));
             at.decays[n * heads + j] = std::exp(-at.rates[j] * step);
-            at.betas[n * heads + j] = 1.0f / (1.0f + std::exp(-x[in.beta(j)]));
+            at.betas[n * heads + j] = 1.0f / (1.0f + std::exp(-side[in.beta(j)]));
         }
     });
     each(2 * m.key_heads + heads, threads, [&](int64_t head) {
         bool is_value = head >= 2 * m.key_heads;
         int64_t begin = is_value ? 2 * in.keys + (head - 2 * m.key_heads) * dim : head * m.key_dim, count = is_value ? dim : m.key_dim;
         float scale = head < m.key_heads ? 1.0f / std::sqrt(static_cast<float>(m.key_dim)) : 1.0f;
-        convolve(states, m, at, begin, count, at.mixed.data(), [=](float *x) {
-            apply_silu(x, count);
-            if (!is_value) to_unit_length(x, count, scale);
+        convolve(states, m, at, begin, count, at.mixed.data(), [=](float *some) {
+            apply_silu(some, count);
+            if (!is_value) to_unit_length(some, count, scale);
         });
     });
     int64_t blocks = blocks_of(m);
@@ -404,10 +412,10 @@ inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *j
     });
     each_token(tokens, threads, [&](int64_t n) {
         for (int64_t j = 0; j < heads; j++) {
-            const float *x = at.out.data() + (n * heads + j) * dim, *gate = joint + n * width + in.gate(j);
-            float *to = out + (n * heads + j) * dim, unit = 1.0f / std::sqrt(mean_square(x, dim) + m.eps);
+            const float *own = at.out.data() + (n * heads + j) * dim, *gate = joint + n * width + in.gate(j);
+            float *to = out + (n * heads + in.output(j)) * dim, unit = 1.0f / std::sqrt(mean_square(own, dim) + m.eps);
 #pragma omp simd
-            for (int64_t i = 0; i < dim; i++) to[i] = x[i] * unit * at.norm[i] * (gate[i] / (1.0f + exponential(-gate[i])));
+            for (int64_t i = 0; i < dim; i++) to[i] = own[i] * unit * at.norm[i] * (gate[i] / (1.0f + exponential(-gate[i])));
         }
     });
 }
@@ -431,12 +439,12 @@ inline void mix_by_convolution(const Mixer &m, const StateRows &states, const fl
     });
 }
 
-// out [N, outputs] = a layer's mixture of the tokens of each row, whose states go on; joint: [N, inputs].
-inline void mix(const Mixer &m, const StateRows &states, const float *joint, int64_t tokens, float *out, int threads) {
+// out [N, outputs] = a layer's mixture of the tokens of each row, whose states go on. x: [N, hidden], its input; joint: [N, inputs].
+inline void mix(const Mixer &m, const StateRows &states, const float *x, const float *joint, int64_t tokens, float *out, int threads) {
     static thread_local Mixing kept;
     Mixing &at = kept; // the caller's, not a worker's
     at.inputs.resize(tokens * channels_of(m));
-    if (m.kind == GATED_DELTA) mix_by_delta(m, states, joint, tokens, out, at, threads);
+    if (m.kind == GATED_DELTA) mix_by_delta(m, states, x, joint, tokens, out, at, threads);
     else mix_by_convolution(m, states, joint, tokens, out, at, threads);
     for (int64_t r = 0; r < states.count; r++) keep_entries(states, states.rows[r], m, at, at.tails);
 }

@@ -70,6 +70,8 @@ class Mixer(ctypes.Structure):
     _fields_ = [
         *_fields(_NUMBER, "kind key_heads value_heads key_dim value_dim taps order state entry"),
         *_fields(Vector, "convolution bias decays steps norm"),
+        ("side", Product),
+        ("tiled", _NUMBER),
         ("eps", _REAL),
     ]
 
@@ -184,7 +186,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "add_norm": [p, p, p, r, p, p, n, n, r],
         "gate": [ctypes.POINTER(Gate), p, p, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
-        "mix": [ctypes.POINTER(Mixer), ctypes.POINTER(StateRows), p, p, n, n],
+        "mix": [ctypes.POINTER(Mixer), ctypes.POINTER(StateRows), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
     library.foresay_tiles.argtypes, library.foresay_tiles.restype = [], n

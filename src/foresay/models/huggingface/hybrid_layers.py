@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution
+from foresay.models.huggingface.linears import product_of
 
 HYBRID = frozenset({"lfm2", "qwen3_next", "qwen3_5_text"})
 """model_type of the families, which the compiled kernels alone compute."""
@@ -64,7 +65,8 @@ def _delta(module: Any) -> SimpleNamespace:
     if module.activation not in _SILU or module.conv1d.bias is not None:
         raise AttributeError(f"a gated delta rule has SiLU and no bias, not {module.activation!r}")
     by_key_head = hasattr(module, "in_proj_qkvz")
-    inputs = ("in_proj_qkvz", "in_proj_ba") if by_key_head else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    inputs = ("in_proj_qkvz",) if by_key_head else ("in_proj_qkv", "in_proj_z")
+    side = (module.in_proj_ba,) if by_key_head else (module.in_proj_b, module.in_proj_a)
     mixer = GatedDelta(
         heads=(int(module.num_k_heads), int(module.num_v_heads)),
         dims=(int(module.head_k_dim), int(module.head_v_dim)),
@@ -72,6 +74,7 @@ def _delta(module: Any) -> SimpleNamespace:
         decays=module.A_log.detach(),
         steps=module.dt_bias.detach(),
         norm=Norm(module.norm.weight.detach(), float(module.norm.variance_epsilon)),
+        side=product_of(*side),
         by_key_head=by_key_head,
     )
     return _mixing(module, inputs, mixer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import build
 from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, Norm, ShortConvolution
 from foresay.models.cpu.mixers import Mixers, StatePass
+from foresay.models.cpu.product import NativeProduct
 from helpers.broken_kernels import Broken
 
 SEEDED = torch.Generator()
@@ -32,11 +34,18 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def delta(
-    heads: tuple[int, int], dims: tuple[int, int], taps: int = 4, *, by_head: bool = False, dtype: Any = torch.float32
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    taps: int = 4,
+    *,
+    by_head: bool = False,
+    tiled: bool = False,
+    dtype: Any = torch.float32,
 ) -> GatedDelta:
     channels, values = 2 * heads[0] * dims[0] + heads[1] * dims[1], heads[1]
     own = [numbers(channels, 1, taps, dtype=dtype), numbers(values, dtype=dtype), numbers(values, dtype=dtype)]
-    return GatedDelta(heads, dims, *own, Norm(numbers(dims[1], dtype=dtype), 1e-5), by_head)
+    side = NativeProduct.of_numbers(torch.eye(2 * values), None)  # a layer's input are its betas and alphas here
+    return GatedDelta(heads, dims, *own, Norm(numbers(dims[1], dtype=dtype), 1e-5), side, by_head, tiled)
 
 
 def short(width: int, taps: int = 3, *, bias: bool = False) -> ShortConvolution:
@@ -48,6 +57,7 @@ MIXERS: dict[str, Any] = {
     "delta of odd sizes": lambda: delta((3, 3), (5, 7), 2),
     "delta of wide values": lambda: delta((1, 3), (19, 70), 3),
     "delta by key heads": lambda: delta((2, 6), (16, 33), by_head=True),
+    "delta of tiled outputs": lambda: delta((2, 6), (8, 9), tiled=True),
     "delta in bf16": lambda: delta((2, 4), (16, 40), dtype=torch.bfloat16),
     "short": lambda: short(48),
     "short and wide with a bias": lambda: short(530, 5, bias=True),
@@ -102,7 +112,8 @@ def defined(mixer: Mixer, joint: torch.Tensor) -> torch.Tensor:
         out.append(torch.einsum("hkv,hk->hv", state, query[t]) * key_dim**-0.5)
     normed = torch.stack(out)
     normed = normed * (normed.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * mixer.norm.weight.double()
-    return normed.flatten(1) * F.silu(gate)
+    found = (normed.flatten(1) * F.silu(gate)).view(count, keys, group, dim)
+    return (found.transpose(1, 2) if mixer.tiled else found).reshape(count, -1)
 
 
 class Mixed:
@@ -112,6 +123,7 @@ class Mixed:
         layer = object.__new__(GatedLayer)
         object.__setattr__(layer, "mixer", mixer)
         self.inputs, self.outputs = width_of(mixer)
+        self.aside = 2 * mixer.heads[1] if isinstance(mixer, GatedDelta) else 0
         self.mixers = Mixers([layer], self.outputs)
         self.cache = StateCache(RowStores(1, 1, 4, torch.float32), self.mixers.sizes)
         self.cache.add_rows(rows)
@@ -120,16 +132,16 @@ class Mixed:
         """Outputs of a pass over some tokens [n, inputs] of rows."""
         library = build.library()
         assert library is not None, "the tests need a C++ compiler"
-        joint = torch.cat(list(parts.values())).contiguous()
+        whole = torch.cat(list(parts.values()))
+        joint, side = (one.contiguous() for one in whole.split([self.inputs - self.aside, self.aside], -1))
         rows = torch.cat([torch.full((len(part),), row) for row, part in parts.items()])
         out = torch.empty(len(joint), self.outputs)
         for row, part in parts.items():
             self.cache.reserve(row, [self.cache.lengths[row] + len(part)], 0)
         with StatePass(self.cache, rows) as states:
             pointer = self.mixers.pointer(0)
-            library.foresay_mix(
-                pointer, ctypes.byref(states.struct), joint.data_ptr(), out.data_ptr(), len(joint), threads
-            )
+            given = [ctypes.byref(states.struct), side.data_ptr(), joint.data_ptr(), out.data_ptr()]
+            library.foresay_mix(pointer, *given, len(joint), threads)
         for row, part in parts.items():
             self.cache.lengths[row] += len(part)
         return list(out.split([len(part) for part in parts.values()]))
@@ -154,9 +166,10 @@ def test_the_definition_notices_what_a_layer_does() -> None:
     wanted = defined(mixer, text)
     shorter = torch.cat([torch.zeros_like(mixer.convolution[..., :1]), mixer.convolution[..., 1:]], -1)
     others = [
-        GatedDelta(mixer.heads, mixer.dims, mixer.convolution, mixer.decays - 9, mixer.steps, mixer.norm, False),
-        GatedDelta(mixer.heads, mixer.dims, mixer.convolution, mixer.decays, mixer.steps, mixer.norm, True),
-        GatedDelta(mixer.heads, mixer.dims, shorter, mixer.decays, mixer.steps, mixer.norm, False),
+        replace(mixer, decays=mixer.decays - 9),
+        replace(mixer, by_key_head=True),
+        replace(mixer, tiled=True),
+        replace(mixer, convolution=shorter),
     ]
     for other in others:
         assert not torch.allclose(whole(other, text).double(), wanted, atol=1e-3)
