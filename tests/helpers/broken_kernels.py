@@ -60,6 +60,17 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "store(sums[r] + d + v * LANES, FAULT ? load<Floats>(sums[r] + d + v * LANES) + sum[r][v] : sum[r][v]);",
         ),
     ),
+    # states
+    "a state restored one token off": (
+        (
+            "recurrent.h",
+            "repeat(base, row.base, row.next);",
+            "repeat(base, row.base, row.next - (FAULT && row.next > row.base));",
+        ),
+    ),
+    "inputs before the base of the token after": (
+        ("recurrent.h", "row.next - states.tail + i);", "row.next - states.tail + i + FAULT);"),
+    ),
     # products
     "rows beyond the first four are added in parts": (
         (

@@ -19,7 +19,15 @@ import torch
 
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.gated_layer import ClampedGate, Convolution, Experts, GatedLayer, Norm, Sigmoids
+from foresay.models.cpu.gated_layer import (
+    ClampedGate,
+    Convolution,
+    Experts,
+    GatedLayer,
+    Norm,
+    ShortConvolution,
+    Sigmoids,
+)
 from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
@@ -176,6 +184,55 @@ def attend(sizes: Sizes, library: Any) -> None:
     library.foresay_attend(ctypes.byref(asked), joint, scratch, out, 0, sizes.one(1, 2))
 
 
+def mix(sizes: Sizes, library: Any) -> None:
+    """A layer of states over rows whose lengths mostly fit each other."""
+    kind, keys, key_dim, dim = (
+        sizes.one(0, 0, 1, odd=0.01),
+        sizes.one(1, 2),
+        sizes.one(1, 3, 8),
+        sizes.one(1, 5, 33, odd=0.02),
+    )
+    values, taps, slots, tail = keys * sizes.one(1, 2, odd=0), sizes.one(1, 2, 4), sizes.one(4, 8), sizes.one(3, 4)
+    if kind == 1:
+        keys = values = key_dim = 0
+    channels = 2 * keys * key_dim + values * dim if kind == 0 else dim
+    state, entry = values * -(-dim // 32) * key_dim * 32, channels + keys * key_dim + values * (dim + 1)
+    held = [sizes.floats(channels, taps), sizes.floats(values), sizes.floats(values), sizes.floats(dim)]
+    heads, wide = values if sizes.often(0.97) else 1, dim if kind == 0 else 0
+
+    def vector(address: int | None, size: int) -> structs.Vector:
+        return structs.Vector(address if size else None, size, sizes.one(0, 1, odd=0), 0)
+
+    side = structs.Product(0, 2 * values + sizes.one(0, 0, 0, 0, 1, odd=0), 4, weights=sizes.floats(64, 8))
+    mixer = structs.Mixer(
+        kind, keys, values, key_dim, dim, taps, sizes.one(0, 1, odd=0.02), sizes.one(0, odd=0.02), sizes.one(0, odd=0.02),
+        vector(held[0], channels * taps), structs.Vector(None, 0, 0, 0), vector(held[1], heads if kind == 0 else 0),
+        vector(held[2], heads if kind == 0 else 0), vector(held[3], wide), side, sizes.one(0, 1, odd=0), 1e-5,
+    )  # fmt: skip
+    count, tokens = sizes.one(1, 2), 0
+    made = (structs.StateRow * (count if 0 < count <= LARGE else 1))()
+    for one in made:
+        base, own = sizes.one(0, 3, odd=0.02), sizes.one(1, 3, 12, odd=0.02)
+        first = base + sizes.one(0, 0, 0, 2, odd=0)
+        end = first + sizes.one(0, 2, 4, odd=0.02)
+        length = sizes.one(end, end, base, odd=0.02)
+        one.first, one.count, one.length, one.base, one.from_, one.end = tokens, own, length, base, first, end
+        one.next = length if length != end or first != base else sizes.one(length, base, odd=0.02)
+        one.at_base, one.before, one.at_end, one.ring = (
+            sizes.floats(size or 1) for size in (state, tail * entry, state, slots * entry)
+        )
+        tokens += own
+    joint, out = (
+        sizes.floats(max(tokens, 1), 3 * channels + 3 * values * (dim + 1)),
+        sizes.floats(max(tokens, 1), dim, max(values, 1)),
+    )
+    rows = structs.StateRows(count, slots, tail, state, entry, made)
+    if None in (*held[:1], joint, out) or not all(one.ring for one in made):
+        tokens = -1
+    x = sizes.floats(max(tokens, 1), 4)
+    library.foresay_mix(ctypes.byref(mixer), ctypes.byref(rows), x, joint, out, tokens, sizes.one(1, 2))
+
+
 def whole(sizes: Sizes, library: Any) -> None:
     """A model of two layers whose sizes mostly fit each other, by the classes that make the structs."""
     hidden, inner, dim, keys = sizes.one(16, 32, odd=0), sizes.one(8, 12, 48, odd=0), sizes.one(4, 8, 3, 1, odd=0), 2
@@ -220,6 +277,11 @@ def whole(sizes: Sizes, library: Any) -> None:
         )
         for _ in range(2)
     ]  # fmt: skip
+    if sizes.often(0.3):
+        taps = torch.randn(hidden + (1 if sizes.often(0.05) else 0), 1, 3)
+        products = {"qkv": weights(3 * hidden, hidden), "output": weights(hidden, hidden), "sinks": None}
+        norms = {"q_norm": None, "k_norm": None}
+        layers[1] = dataclasses.replace(layers[1], mixer=ShortConvolution(taps, None), **products, **norms)
     native = NativeLayers(layers, norm(hidden), "silu", 1.0, torch.float32)
     cache = native.new_cache()
     cache.add_rows(2)
@@ -286,7 +348,7 @@ def chain(sizes: Sizes, library: Any) -> None:
 
 ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
     "multiply": multiply, "pack": pack, "rows": rows, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
-    "chain": chain,
+    "chain": chain, "mix": mix,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from foresay.cli.progress import loading
 from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.snapshots import MAX_BACKLOG
+from foresay.models.cache.state_cache import SLOTS
 from foresay.models.cache.stores import WIDTH
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import activations_of, resident_bytes, weight_bytes
@@ -122,7 +123,7 @@ def _memory(model: LanguageModel, weight_bytes: int, rows: int, length: int | No
     fits = "it fits" if wanted <= free else f"only {free / 1e9:.1f} GB are free, so some rows would wait"
     return (
         f"weights {weight_bytes / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
-        f"({model.cache_bytes([WIDTH]) / WIDTH / 1e3:.1f} kB a token): {fits}"
+        f"({(model.cache_bytes([2 * WIDTH]) - model.cache_bytes([WIDTH])) / WIDTH / 1e3:.1f} kB a token): {fits}"
     )
 
 
@@ -183,7 +184,12 @@ def _of_transformers(
 
 
 def _of_states(model: RecurrentModel) -> dict[str, str]:
-    """Describe the states of recurrent layers, and measure what a token costs that is fed again."""
+    """Describe the states of recurrent layers, and measure what a token costs that is fed again after a rejection."""
+    if model.fused is not None:
+        return {
+            "states": f"{model.cache_bytes([0]) / 1e6:.1f} MB a row, with copies for common prefixes; a rejection feeds no token "
+            f"again after drafts of up to {SLOTS - 1} tokens"
+        }
     seconds = []
     for columns in (1, 9):
         tokens = torch.ones(1, columns, dtype=torch.int64, device=model.device)

@@ -31,6 +31,13 @@ class Snapshot(Generic[S]):
     state: S | None
 
 
+def thin(shared: list[Snapshot[S]]) -> None:
+    """Drop one of too many snapshots, by ascending length: the one whose removal leaves the smallest gap, but not the last."""
+    if len(shared) > MAX_SHARED:
+        ends = [0, *(kept.length for kept in shared)]
+        del shared[min(range(len(shared) - 1), key=lambda i: ends[i + 2] - ends[i])]
+
+
 @dataclass(slots=True)
 class _History(Generic[S]):
     """Snapshots of one row, by ascending length."""
@@ -46,11 +53,9 @@ class _History(Generic[S]):
         return max(found, key=lambda one: one.length, default=Snapshot(0, None))
 
     def share(self, one: Snapshot[S]) -> None:
-        """Keep a snapshot for other rows. Of too many, the one whose removal leaves the smallest gap is dropped."""
+        """Keep a snapshot for other rows."""
         self.shared.append(one)
-        if len(self.shared) > MAX_SHARED:
-            ends = [0, *(kept.length for kept in self.shared)]
-            del self.shared[min(range(len(self.shared) - 1), key=lambda i: ends[i + 2] - ends[i])]
+        thin(self.shared)
 
 
 class Snapshots(Generic[S]):

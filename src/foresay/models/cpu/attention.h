@@ -23,6 +23,7 @@ namespace foresay {
 struct Attention {
     int64_t tokens, columns, queries, keys, dim, rotated, wide, window;
     int64_t layer, store_rows; // of the cache
+    int64_t gated;             // nonzero if each query head of the joint product is followed by a gate of its output
     void *const *blocks;       // [store_rows] each row's keys and values, [2 * layers, slots, K, D]; null for a row without slots
     const int64_t *capacities; // [store_rows] slots of each block
     const int64_t *rows;      // [N] the cache row of each token
@@ -90,11 +91,14 @@ inline void rotate_heads(float *x, int64_t heads, const Attention &a, int64_t n)
 template <class T>
 void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     int64_t q = a.queries * a.dim, k = a.keys * a.dim;
-    const float *source = joint + n * (q + 2 * k);
+    int64_t step = a.gated ? 2 * a.dim : a.dim, to_keys = a.queries * step;
+    const float *source = joint + n * (to_keys + 2 * k);
     float *query = queries + n * q;
     std::vector<float> key(k);
-    for (int64_t i = 0; i < q; i++) query[i] = source[i];
-    for (int64_t i = 0; i < k; i++) key[i] = source[q + i];
+    for (int64_t h = 0; h < a.queries; h++) {
+        for (int64_t d = 0; d < a.dim; d++) query[h * a.dim + d] = source[h * step + d];
+    }
+    for (int64_t i = 0; i < k; i++) key[i] = source[to_keys + i];
     norm_heads(query, a.query_norm, a.queries, a);
     norm_heads(key.data(), a.key_norm, a.keys, a);
     rotate_heads(query, a.queries, a, n);
@@ -102,7 +106,7 @@ void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     T *keys = keys_of_row<T>(a, a.rows[n]) + a.slots[n] * a.keys * head_size<T>(a), *values = keys + to_values<T>(a, a.rows[n]);
     for (int64_t h = 0; h < a.keys; h++) {
         write_head(keys + h * head_size<T>(a), key.data() + h * a.dim, a.dim);
-        write_head(values + h * head_size<T>(a), source + q + k + h * a.dim, a.dim);
+        write_head(values + h * head_size<T>(a), source + to_keys + k + h * a.dim, a.dim);
     }
 }
 

@@ -84,7 +84,7 @@ inline void check_heads(const Attention &a) {
     check_width("keys", a.keys);
     check_width("dim", a.dim);
     require(a.queries % a.keys == 0, "queries", a.queries, "a multiple of keys");
-    require((a.queries + 2 * a.keys) <= MOST / a.dim, "dim", a.dim, "below 2^31 with all heads");
+    require((2 * a.queries + 2 * a.keys) <= MOST / a.dim, "dim", a.dim, "below 2^31 with all heads");
     require((a.cosines == nullptr) == (a.sines == nullptr), "sines", a.sines != nullptr, "given if and only if cosines are");
     if (a.cosines != nullptr) {
         require(a.rotated >= 0 && a.rotated <= a.dim && a.rotated % 2 == 0, "rotated", a.rotated, "even, and at most dim");

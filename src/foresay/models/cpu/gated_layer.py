@@ -125,6 +125,43 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta rule in place of attention (Yang et al. 2024, Gated Delta Networks).
+
+    Queries, keys and values pass a causal convolution [channels, taps] and SiLU; queries and keys are normalized. A head's state
+    S [key size, value size] becomes g S + k (b (v - g S^T k))^T, with g = exp(-exp(decays) softplus(alpha + steps)) and b =
+    sigmoid(beta); the output S^T q is normalized and multiplied by the SiLU of a gate. Only the kernels compute it.
+    """
+
+    heads: tuple[int, int]
+    """Number of key heads and of value heads."""
+    dims: tuple[int, int]
+    """Size of a key and of a value."""
+    convolution: torch.Tensor
+    decays: torch.Tensor
+    steps: torch.Tensor
+    norm: Norm
+    side: Product
+    """The product of betas and alphas, [..., 2 * value heads]."""
+    by_key_head: bool
+    """True if the layer's inputs are ordered by key heads (Qwen3-Next), not by kind."""
+    tiled: bool = False
+    """True if `output` reads the first value heads of all key heads, then the second ones, and so on (GGUF files)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A causal convolution of each channel in place of attention (LFM2): c * convolution(b * x) of the three inputs b, c, x.
+
+    Only the kernels compute it.
+    """
+
+    convolution: torch.Tensor
+    """[channels, taps]."""
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class GatedLayer:
     """A layer of attention and a gated feed-forward, each with a norm before it, after it, or both."""
 
@@ -159,6 +196,10 @@ class GatedLayer:
     """False if a token attends to the columns of its row after its own, too."""
     attention_conv: Convolution | None = None
     mlp_conv: Convolution | None = None
+    gates_heads: bool = False
+    """True if each query head is followed by a gate, whose sigmoid multiplies the head's output. Only the kernels compute it."""
+    mixer: GatedDelta | ShortConvolution | None = None
+    """In place of attention, whose fields are not read: `qkv` and `output` are the products before and after it."""
 
     @property
     def norms(self) -> tuple[Norm, ...]:

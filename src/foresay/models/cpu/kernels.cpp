@@ -5,6 +5,7 @@
 #include "chain.h"
 #include "model.h"
 #include "multiply.h"
+#include "recurrent.h"
 
 #include <cstdio>
 #include <new>
@@ -110,8 +111,15 @@ void run(const Model &model, const Pass &pass) {
             next = Norms::widened(model.last_norm, last.data());
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
-        multiply(layer.qkv, before(layer.attention_conv, i == 0 ? first : normed), layer.qkv.depth, tokens, joint, threads);
-        attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_kind, threads);
+        const float *read_first = before(layer.attention_conv, i == 0 ? first : normed);
+        multiply(layer.qkv, read_first, layer.qkv.depth, tokens, joint, threads);
+        if (layer.mixer != nullptr) {
+            mix(*layer.mixer, *pass.mixed, read_first, joint, tokens, seen, threads);
+        } else {
+            Attention at = at_layer(layer, norms, pass);
+            attend(at, joint, queries, seen, pass.cache_kind, threads);
+            if (at.gated) gate_heads(at, joint, seen, threads);
+        }
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(after(layer.attention_conv), norms.after_attention, norms.before_mlp);
         const float *read = before(layer.mlp_conv, normed);
@@ -242,9 +250,10 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
-    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Convolution), sizeof(Attention),
-                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),   sizeof(Pass),        sizeof(Chain)};
-    return index >= 0 && index < 10 ? sizes[index] : 0;
+    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate), sizeof(Experts), sizeof(Convolution), sizeof(Attention),
+                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),  sizeof(Pass),        sizeof(Chain),
+                                 sizeof(Mixer),   sizeof(StateRow), sizeof(StateRows)};
+    return index >= 0 && index < 13 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.
@@ -308,5 +317,17 @@ extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float 
         check_tokens(*a);
         check_cache(kind);
         attend(*a, joint, queries, out, kind, check_threads(threads));
+    });
+}
+
+// A layer's mixture of the tokens of each row, by states. x [tokens, hidden], joint [tokens, inputs], out [tokens, outputs]; see recurrent.h.
+extern "C" int64_t foresay_mix(const Mixer *mixer, const StateRows *states, const float *x, const float *joint, float *out, int64_t tokens,
+                               int64_t threads) {
+    return guarded([&] {
+        check_rows("tokens", tokens);
+        check(*mixer, mixer->kind == GATED_DELTA ? mixer->side.depth : mixer->value_dim);
+        check(*states, tokens);
+        check(*mixer, *states);
+        mix(*mixer, *states, x, joint, tokens, out, check_threads(threads));
     });
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,10 +17,12 @@ import torch
 
 from foresay import threads
 from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cache.state_cache import StateCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
 from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm
+from foresay.models.cpu.mixers import Mixers, StatePass
 from foresay.models.cpu.product import NativeProduct
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -146,13 +149,23 @@ class NativeLayers:
         self._run, self._chain = found.foresay_pass, found.foresay_chain
         self._dtype, self._layers = dtype, list(layers)
         self._gate = structs.Gate(ACTIVATIONS[activation], 0.0, 0.0)
-        self._turns = sorted({layer.kind for layer in layers})
+        attending = [layer for layer in layers if layer.mixer is None]
+        if not attending:
+            raise LookupError("the kernels need a layer with attention")
+        self._turns = sorted({layer.kind for layer in attending})
+        self._heads = (attending[0].heads[1], head_size(attending[0].dim, dtype))
+        """Key heads, and numbers of each in the cache."""
+        self._num_stored = len(attending)
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
         self._referenced: list[Any] = []
         """Objects whose memory the structs point to."""
         self._hidden, self._inner = _native(layers[0].output).out_features, _inner(layers)
         self._first_norms = first_norms
-        structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
+        self._mixers = Mixers(layers, self._hidden)
+        stored = [sum(one.mixer is None for one in layers[:i]) for i in range(len(layers))]
+        structs_ = [
+            self._struct(layer, last_norm.eps, at, i) for i, (layer, at) in enumerate(zip(layers, stored, strict=True))
+        ]
         self._model = structs.Model(
             layers=len(layers),
             hidden=self._hidden,
@@ -207,7 +220,10 @@ class NativeLayers:
         call.cosines, call.sines = ctypes.addressof(cosines), ctypes.addressof(sines)
         call.rotated = ctypes.addressof(rotated)
         call.read = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
-        self._run(ctypes.byref(self._model), ctypes.byref(call))
+        with StatePass(cache, tokens.rows) if isinstance(cache, StateCache) else nullcontext() as states_of_rows:
+            if states_of_rows is not None:
+                call.mixed = ctypes.pointer(states_of_rows.struct)
+            self._run(ctypes.byref(self._model), ctypes.byref(call))
         if len(self._layers) in wanted:
             states[len(self._layers)] = normed
         return normed, states
@@ -251,25 +267,31 @@ class NativeLayers:
 
     def new_cache(self) -> SlotCache:
         """Return a cache without rows, in the layout of the kernels."""
-        one = self._layers[0]
-        return SlotCache(RowStores(len(self._layers), one.heads[1], head_size(one.dim, self._dtype), self._dtype))
+        stores = RowStores(self._num_stored, *self._heads, self._dtype)
+        return StateCache(stores, self._mixers.sizes) if self._mixers else SlotCache(stores)
+
+    def cache_bytes(self, lengths: Sequence[int], shared: int) -> int:
+        """Return the bytes of a cache whose rows have these lengths. shared: states that a row keeps for others."""
+        sizes, slot = self._mixers.sizes, RowStores(self._num_stored, *self._heads, self._dtype).slot_bytes
+        return len(lengths) * (sizes.row_bytes + shared * sizes.snapshot_bytes) + sum(lengths) * slot
 
     def _stores_of(self, cache: SlotCache) -> _Addresses:
         """Return the addresses in a cache, collected again whenever it allocated or freed blocks."""
-        stores, one = cache.tensors, self._layers[0]
+        stores = cache.tensors
         cached = self._caches.get(cache)
         if cached is not None and cached.version == stores.version:
             return cached
-        fits = isinstance(stores, RowStores) and stores.num_layers >= len(self._layers)
-        shape = (one.heads[1], head_size(one.dim, self._dtype))
-        if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != shape:
+        fits = isinstance(stores, RowStores) and stores.num_layers >= self._num_stored
+        fits = fits and isinstance(cache, StateCache) == bool(self._mixers)
+        if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != self._heads:
             raise ValueError(
                 "the cache was not created by new_cache() of these layers or of a model that contains them"
             )
         found = self._caches[cache] = _Addresses(stores)
         return found
 
-    def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:
+    def _struct(self, layer: GatedLayer, eps: float, stored: int, index: int) -> structs.Layer:
+        """Return the struct of a layer. stored: its index among the layers of the cache. index: among all."""
         names = ("qkv", "output") if layer.experts is not None else ("qkv", "output", "gate_up", "down")
         products = {name: _native(getattr(layer, name)) for name in names}
         self._referenced.extend(products.values())
@@ -289,11 +311,13 @@ class NativeLayers:
             dim=layer.dim,
             wide=int(layer.wide_norm),
             window=layer.window or 0,
+            layer=stored,
+            gated=int(layer.gates_heads),
             eps=eps,
             scaling=layer.scaling,
             softcap=layer.softcap or 0.0,
         )
-        turn = self._turns.index(layer.kind) if layer.rotates else -1
+        turn = self._turns.index(layer.kind) if layer.rotates and layer.mixer is None else -1
         fields = {name: product.struct for name, product in products.items()}
         experts = None if layer.experts is None else ctypes.pointer(self._experts(layer.experts))
         return structs.Layer(
@@ -308,6 +332,7 @@ class NativeLayers:
                 name: None if one is None else ctypes.pointer(self._convolution(one))
                 for name, one in (("attention_conv", layer.attention_conv), ("mlp_conv", layer.mlp_conv))
             },
+            mixer=self._mixers.pointer(index),
         )
 
     def _convolution(self, conv: Convolution) -> structs.Convolution:

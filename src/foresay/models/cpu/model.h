@@ -14,6 +14,9 @@ struct Vector {
     int64_t size, is_bf16, from_one;
 };
 
+struct Mixer;
+struct StateRows;
+
 struct Layer {
     Product qkv, output, gate_up, down;
     Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm, sinks;
@@ -22,6 +25,7 @@ struct Layer {
     const Experts *experts; // instead of gate_up and down; null for none
     int64_t causal;         // 0 if a token attends up to its end; see Attention
     const Convolution *attention_conv, *mlp_conv; // around both halves; null for none
+    const Mixer *mixer;     // instead of attention, see recurrent.h; null for attention
 };
 
 // A layer's vectors in float32: the factors of its norms, and its sinks.
@@ -74,19 +78,20 @@ struct Pass {
     float *normed;        // [N, H]
     float *const *states; // hidden states before each layer, [N, H]; null if not requested
     const float *read;    // [N, 2 H] input of the first layer before its norms; null for x normalized
+    const StateRows *mixed; // states of the rows, see recurrent.h; null for layers of attention alone
 };
 
 enum CacheKind { FLOAT32_CACHE = 0, BFLOAT16_CACHE = 1, INT8_CACHE = 2 };
 
 inline void check_cache(int64_t kind) { require(kind >= FLOAT32_CACHE && kind <= INT8_CACHE, "cache", kind, "in [0, 2]"); }
 
-inline Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int64_t index) {
+inline Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass) {
     Attention a = layer.attention;
     a.query_norm = norms.query_norm, a.key_norm = norms.key_norm, a.sinks = norms.sinks;
     a.tokens = pass.tokens, a.columns = pass.columns;
     a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
     a.ends = layer.causal ? nullptr : pass.ends;
-    a.layer = index, a.store_rows = pass.store_rows, a.blocks = pass.blocks, a.capacities = pass.capacities;
+    a.store_rows = pass.store_rows, a.blocks = pass.blocks, a.capacities = pass.capacities;
     if (layer.turn >= 0) {
         a.cosines = pass.cosines[layer.turn], a.sines = pass.sines[layer.turn], a.rotated = pass.rotated[layer.turn];
     }
@@ -98,12 +103,31 @@ inline void check_norm(const char *name, const Vector &v, int64_t width) {
     require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "the size of the normalized vector");
 }
 
-inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
+// of a mixer; see recurrent.h
+inline void check(const Mixer &mixer, int64_t hidden);
+inline int64_t inputs_of(const Mixer &mixer);
+inline int64_t outputs_of(const Mixer &mixer);
+
+inline void check_heads(const Layer &layer, int64_t hidden, int64_t read) {
     const Attention &a = layer.attention;
     check_heads(a);
     int64_t q = a.queries * a.dim, k = a.keys * a.dim;
-    check_shape("qkv", layer.qkv, q + 2 * k, read);
+    check_shape("qkv", layer.qkv, (a.gated ? 2 : 1) * q + 2 * k, read);
     check_shape("output", layer.output, hidden, q);
+    check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
+    check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
+    check_norm("sinks", layer.sinks, a.queries);
+}
+
+inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
+    if (layer.mixer == nullptr) {
+        check_heads(layer, hidden, read);
+    } else {
+        check(*layer.mixer, hidden);
+        check_shape("qkv", layer.qkv, inputs_of(*layer.mixer), read);
+        check_shape("output", layer.output, hidden, outputs_of(*layer.mixer));
+        for (const Vector *one : {&layer.query_norm, &layer.key_norm, &layer.sinks}) check_norm("norm of heads", *one, 0);
+    }
     if (layer.experts == nullptr) {
         check_shape("gate_up", layer.gate_up, 2 * inner, hidden);
         check_shape("down", layer.down, hidden, inner);
@@ -113,13 +137,18 @@ inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t rea
     for (const Vector *one : {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp}) {
         check_norm("norm", *one, hidden);
     }
-    check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
-    check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
-    check_norm("sinks", layer.sinks, a.queries);
     require(layer.causal == 0 || layer.causal == 1, "causal", layer.causal, "0 or 1");
     for (const Convolution *one : {layer.attention_conv, layer.mlp_conv}) {
         if (one != nullptr) check(*one, hidden);
     }
+}
+
+// The first layer of attention; null if there is none.
+inline const Attention *attention_of(const Model &model) {
+    for (int64_t i = 0; i < model.layers; i++) {
+        if (model.layer[i].mixer == nullptr) return &model.layer[i].attention;
+    }
+    return nullptr;
 }
 
 inline void check(const Model &model) {
@@ -136,10 +165,17 @@ inline void check(const Model &model) {
     }
     for (int64_t i = 0; i < model.layers; i++) {
         check(model.layer[i], model.hidden, model.inner, i == 0 && given ? 2 * model.hidden : model.hidden);
-        const Attention &a = model.layer[i].attention, &first = model.layer[0].attention;
-        require(a.keys == first.keys && a.dim == first.dim, "keys", a.keys, "the same in all layers, as dim");
+    }
+    const Attention *first = attention_of(model);
+    require(first != nullptr, "layers", model.layers, "some with attention");
+    for (int64_t i = 0; i < model.layers; i++) {
+        const Attention &a = model.layer[i].attention;
+        bool same = model.layer[i].mixer != nullptr || (a.keys == first->keys && a.dim == first->dim);
+        require(same, "keys", a.keys, "the same in all layers, as dim");
     }
 }
+
+inline void check_states(const Model &model, const Pass &pass);
 
 inline void check(const Model &model, const Pass &pass) {
     check_threads(pass.threads);
@@ -149,14 +185,18 @@ inline void check(const Model &model, const Pass &pass) {
     check_pointer("x", pass.x);
     check_pointer("normed", pass.normed);
     const Norms none{};
+    bool checked = false;
     for (int64_t i = 0; i < model.layers; i++) {
+        if (model.layer[i].mixer != nullptr) continue;
         int64_t turn = model.layer[i].turn;
         require(turn >= -1 && turn < pass.turns, "turn", turn, "in [-1, turns)");
-        Attention a = at_layer(model.layer[i], none, pass, i);
+        Attention a = at_layer(model.layer[i], none, pass);
         check_heads(a);
         check_store(a, pass.store_layers);
-        if (i == 0 || a.ends != nullptr) check_tokens(a);
+        if (!checked || a.ends != nullptr) check_tokens(a);
+        checked = true;
     }
+    check_states(model, pass);
 }
 
 } // namespace foresay

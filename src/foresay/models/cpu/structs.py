@@ -58,7 +58,7 @@ class Attention(ctypes.Structure):
     """The struct of the same name in attention.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows"),
+        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows gated"),
         *_fields(
             _POINTER,
             "blocks capacities rows slots starts positions ends ancestors cosines sines query_norm key_norm sinks",
@@ -73,6 +73,33 @@ class Vector(ctypes.Structure):
     _fields_ = [("values", _POINTER), *_fields(_NUMBER, "size is_bf16 from_one")]
 
 
+class Mixer(ctypes.Structure):
+    """The struct of the same name in recurrent.h."""
+
+    _fields_ = [
+        *_fields(_NUMBER, "kind key_heads value_heads key_dim value_dim taps order state entry"),
+        *_fields(Vector, "convolution bias decays steps norm"),
+        ("side", Product),
+        ("tiled", _NUMBER),
+        ("eps", _REAL),
+    ]
+
+
+class StateRow(ctypes.Structure):
+    """The struct of the same name in recurrent.h."""
+
+    _fields_ = [
+        *_fields(_NUMBER, "first count length base from_ end next"),
+        *_fields(_POINTER, "at_base before at_end ring"),
+    ]
+
+
+class StateRows(ctypes.Structure):
+    """The struct of the same name in recurrent.h."""
+
+    _fields_ = [*_fields(_NUMBER, "count slots tail state_size entry_size"), ("rows", ctypes.POINTER(StateRow))]
+
+
 class Layer(ctypes.Structure):
     """The struct of the same name in model.h."""
 
@@ -84,6 +111,7 @@ class Layer(ctypes.Structure):
         ("experts", ctypes.POINTER(Experts)),
         ("causal", _NUMBER),
         *_fields(ctypes.POINTER(Convolution), "attention_conv mlp_conv"),
+        ("mixer", ctypes.POINTER(Mixer)),
     ]
 
 
@@ -109,6 +137,7 @@ class Pass(ctypes.Structure):
         *_fields(_POINTER, "rows slots starts positions ends ancestors"),
         *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),
+        ("mixed", ctypes.POINTER(StateRows)),
     ]
 
 
@@ -127,7 +156,10 @@ class Chain(ctypes.Structure):
     ]
 
 
-STRUCTS = (Product, Gate, Experts, Convolution, Attention, Vector, Layer, Model, Pass, Chain)
+STRUCTS = (
+    *(Product, Gate, Experts, Convolution, Attention, Vector, Layer, Model, Pass, Chain),
+    *(Mixer, StateRow, StateRows),
+)
 """All structs, in the order of `foresay_struct_size`."""
 
 
@@ -168,6 +200,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "add_norm": [p, p, p, r, p, p, n, n, r],
         "gate": [ctypes.POINTER(Gate), p, p, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
+        "mix": [ctypes.POINTER(Mixer), ctypes.POINTER(StateRows), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
     library.foresay_tiles.argtypes, library.foresay_tiles.restype = [], n

@@ -20,6 +20,7 @@ from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm, Product, Sigmoids
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, MIXING, ZERO_CENTRED, usual_names
 from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
@@ -34,7 +35,7 @@ _ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
 OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
 """Families of mixtures of experts, which the compiled kernels alone compute."""
-FAMILIES = _BY_LAYER | _ALL_SLIDING | OF_EXPERTS | {"llama", "gemma", "olmo2", "granite"}
+FAMILIES = _BY_LAYER | _ALL_SLIDING | OF_EXPERTS | HYBRID | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the supported families; the tests compare each with its own code."""
 _TRUSTED_PACKAGES = ("transformers.", "torch.nn.", "foresay.")
 """Packages whose modules are known to compute what their family defines."""
@@ -59,7 +60,7 @@ class FusedDecoder:
         kinds = _kinds(config)
         try:
             self._layers = [_read(layer, kind, config) for layer, kind in zip(body.layers, kinds, strict=False)]
-            self._norm = _norm_of(body.norm)
+            self._norm = _norm_of(body.norm if hasattr(body, "norm") else body.embedding_norm)
         except AttributeError as error:
             raise NotFusedError(str(error)) from error
         self._embed, self._rotary = model.get_input_embeddings(), body.rotary_emb
@@ -69,20 +70,22 @@ class FusedDecoder:
         self._half_turns = config.model_type == "gpt_oss"  # its rotary embedding gives each angle once
         self._tables = {
             kind: RotaryTable(self._rotary, kind if self._by_kind else None, halves=self._half_turns)
-            for kind in self._windows
+            for kind in self._windows.keys() - MIXING
         }
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
         self._final_softcap = getattr(config, "final_logit_softcapping", None)
         self._dtype = model.dtype
-        self._activation = str(getattr(config, "hidden_activation", None) or config.hidden_act)
+        self._activation = str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
         self._check_rotary(model)
         self.paged: PagedPasses | None = None
         """Passes over flat tokens and pages, in place of those over a SlotCache."""
         self._native = self._compiled()
         if self._native is None and any(layer.experts is not None for layer in self._layers):
             raise NotFusedError("layers of experts are fused by the compiled kernels only, which do not run this model")
+        if self._native is None and config.model_type in HYBRID:
+            raise NotFusedError("recurrent layers are fused by the compiled kernels only, which do not run this model")
 
     def __call__(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, model_input: ModelInput
@@ -165,6 +168,11 @@ class FusedDecoder:
     def new_cache(self) -> SlotCache | None:
         """Return a cache in the layout of the compiled kernels; None without them."""
         return None if self._native is None else self._native.new_cache()
+
+    def cache_bytes(self, lengths: Sequence[int], shared: int) -> int:
+        """Return the bytes of a cache of the compiled kernels. shared: copies of states that a row keeps for others."""
+        assert self._native is not None
+        return self._native.cache_bytes(lengths, shared)
 
     def on_pages(self, max_length: int) -> Decoder:
         """Return the parts of passes over flat tokens and pages. max_length: most tokens of a row.
@@ -286,6 +294,8 @@ def state_of(model: Any) -> list[tuple[int, bool]]:
 
 def _kinds(config: Any) -> list[str]:
     count = int(config.num_hidden_layers)
+    if config.model_type in HYBRID:
+        return list(config.layer_types)
     if config.model_type in _BY_LAYER:
         kinds = list(config.layer_types)
         if set(kinds) - {FULL, SLIDING}:
@@ -298,6 +308,7 @@ def _kinds(config: Any) -> list[str]:
 
 
 def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
+    layer = usual_names(layer)
     attn, mlp = layer.self_attn, layer.mlp
     experts = _experts(mlp, config)
     four_norms = hasattr(layer, "pre_feedforward_layernorm")
@@ -306,7 +317,7 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
     return GatedLayer(
         kind=kind,
         before_attention=None if first is None else _norm_of(first),
-        qkv=_joint(attn, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        qkv=_joint(attn, "qkv_proj", getattr(attn, "inputs", ("q_proj", "k_proj", "v_proj"))),
         heads=(int(config.num_attention_heads), int(config.num_key_value_heads)),
         dim=int(attn.head_dim),
         q_norm=_norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None,
@@ -327,6 +338,8 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
         after_mlp=_norm_of(layer.post_feedforward_layernorm) if after else None,
         experts=experts,
         sinks=attn.sinks.detach() if hasattr(attn, "sinks") else None,
+        gates_heads=config.model_type in GATED_HEADS,
+        mixer=getattr(attn, "mixer", None),
     )
 
 
@@ -338,6 +351,8 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     """Read a mixture-of-experts layer; None for a gated feed-forward."""
     if not hasattr(mlp, "experts"):
         return None
+    if hasattr(mlp, "shared_expert"):
+        raise NotFusedError("fused layers have no shared expert")
     parts = expert_products(mlp.experts)
     if parts is None:
         raise NotFusedError(f"the kernels do not read {type(mlp.experts).__name__} in their current layout")
@@ -372,12 +387,12 @@ def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:
 
 
 def _norm_of(module: Any) -> Norm:
-    """Read a root-mean-square norm. Gemma's norms multiply by one plus their weight."""
+    """Read a root-mean-square norm."""
     eps = getattr(module, "variance_epsilon", None)
     return Norm(
         module.weight.detach(),
         float(module.eps if eps is None else eps),
-        type(module).__name__.startswith("Gemma"),
+        type(module).__name__.startswith(ZERO_CENTRED),
     )
 
 

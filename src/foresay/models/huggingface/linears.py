@@ -29,7 +29,15 @@ from foresay.models.huggingface.frozen import (
 )
 from foresay.models.huggingface.joined import join, joined
 
-JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
+JOINT_LAYERS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q", "k", "v"),
+    ("wi_0", "wi_1"),
+    ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 """Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
@@ -50,6 +58,9 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
             return NativeProduct.in_place([layer.weight for layer in plain], [layer.bias for layer in plain])
     if len(layers) == 1:
         return first
+    products = [layer.product for layer in layers if isinstance(layer, FrozenLinear)]
+    if len(products) == len(layers) and all(isinstance(one, NativeProduct) for one in products):
+        return NativeProduct.stacked([one for one in products if isinstance(one, NativeProduct)])
     return joined(layers) or (lambda x: torch.cat([layer(x) for layer in layers], -1))
 
 

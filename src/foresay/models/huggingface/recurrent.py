@@ -1,7 +1,8 @@
 """Decoder-only models with recurrent layers: state-space models, linear attention, and hybrids with attention.
 
-Their states cannot be truncated, so the cache keeps snapshots. A padding token would change a state, so that a ragged pass runs
-as several passes over the columns that the same rows have. Owns these passes; knows no family (see states.py).
+Fused families run on the compiled kernels over a StateCache, whose states can be truncated. The states of a family's own code
+cannot, so the cache keeps snapshots; a padding token would change a state, so that a ragged pass runs as several passes over the
+columns that the same rows have. Owns these passes; knows no family (see states.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cache.snapshots import MAX_BACKLOG, MAX_SHARED
+from foresay.models.cache.state_cache import StateCache
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.selective_scan import scans
@@ -68,6 +71,8 @@ class RecurrentModel(CausalModel):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
+        if self.fused is not None:  # a draft beyond what a row keeps is fed again
+            return replace(super().capabilities, max_backlog=MAX_BACKLOG)
         on_cpu = self.device.type == "cpu"
         return Capabilities(
             num_layers=self.num_layers,
@@ -78,22 +83,27 @@ class RecurrentModel(CausalModel):
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel. A row has its present state, the one before it, and those of its prompt."""
+        if self.fused is not None:
+            return self.fused.cache_bytes(lengths, MAX_SHARED)
         longest = max(lengths, default=0)
         states = 2 + min(MAX_SHARED, -(-longest // self.capabilities.prefill_chunk))
         return len(lengths) * (states * self.state_bytes + longest * self._slot_bytes)
 
-    def new_cache(self) -> RecurrentCache:
-        """Return a cache without rows."""
-        return RecurrentCache()
+    def new_cache(self) -> Any:
+        """Return a cache without rows: a RecurrentCache, or a StateCache for fused passes."""
+        cache = super().new_cache()  # may find that the model was changed
+        return RecurrentCache() if self.fused is None else cache
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
-        assert isinstance(cache, RecurrentCache) and len(cache.lengths) == first
+        assert isinstance(cache, SlotCache) and len(cache.lengths) == first
         cache.add_rows(len(rows) - first)
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """See TransformersModel."""
+        if isinstance(cache, StateCache):
+            return self._fused_pass(model_input, cache)
         assert isinstance(cache, RecurrentCache)
         batch, columns = model_input.token_ids.shape
         outputs: dict[int, torch.Tensor] = {}
@@ -106,6 +116,15 @@ class RecurrentModel(CausalModel):
         if scores is None:  # no row has a token
             scores = torch.zeros(batch, columns, self.vocab_size, dtype=self.model.dtype, device=self.device)
         return ModelOutput(self._padded(model_input.scored(scores)), outputs, subset=self.subset)
+
+    def _fused_pass(self, model_input: ModelInput, cache: StateCache) -> ModelOutput:
+        """Run a pass on the compiled kernels; keep the states after a prefill pass for rows with a common prefix."""
+        if self.fused is None:
+            raise UnsupportedModelError("the model was changed while a session decodes with it; begin another session")
+        output = super().forward(model_input, cache)
+        if model_input.logits is Logits.NONE:
+            cache.share(model_input.first_row, model_input.num_tokens)
+        return output
 
     def _segments(self, counts: Sequence[int]) -> Iterator[_Segment]:
         """Split the columns of a ragged pass where rows end. counts: tokens of each row."""

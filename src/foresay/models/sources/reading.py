@@ -61,7 +61,7 @@ def _dtype(location: Location, options: LoadOptions, config: Any) -> torch.dtype
     from foresay.models.cpu.layers import ACTIVATIONS
     from foresay.models.huggingface.fused import FAMILIES
 
-    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     is_foreign = getattr(config, "quantization_config", None) or (
         options.trust_remote_code and getattr(config, "auto_map", None)
     )

@@ -43,7 +43,7 @@ def test_no_size_ends_the_process() -> None:
     done = child("-m", "helpers.kernel_fuzz", str(SEED), str(CALLS))
     assert done.returncode == 0, done.stderr[-500:]
     found = json.loads(done.stdout)
-    assert set(found) == {"multiply", "pack", "rows", "add_norm", "gate", "attend", "pass", "chain"}
+    assert set(found) == {"multiply", "pack", "rows", "add_norm", "gate", "attend", "pass", "chain", "mix"}
     assert all(ran + refused == CALLS for ran, refused in found.values())
     assert all(ran > 5 and refused > 5 for ran, refused in found.values()), f"both have to happen: {found}"
 

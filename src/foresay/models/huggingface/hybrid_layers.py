@@ -1,0 +1,80 @@
+"""Layers of hybrid families under the names that Llama's have: gated delta rules and short convolutions as attention.
+
+Owns the list of these families, and the reading of their modules. fused.py reads everything that they share with others.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch.nn.functional as F
+
+from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution
+from foresay.models.huggingface.linears import product_of
+
+HYBRID = frozenset({"lfm2", "qwen3_next", "qwen3_5_text"})
+"""model_type of the families, which the compiled kernels alone compute."""
+GATED_HEADS = frozenset({"qwen3_next", "qwen3_5_text"})
+"""Families whose query projection gives a gate of each head's output."""
+MIXING = frozenset({"conv", "linear_attention"})
+"""Their names of layers without attention."""
+ZERO_CENTRED = ("Gemma", "Qwen3Next", "Qwen3_5")
+"""Beginnings of the names of norms that multiply by one plus their weight."""
+_SILU = ("silu", "swish")
+_LFM2 = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
+_KEPT = ("q_proj", "k_proj", "v_proj", "head_dim", "scaling")
+
+
+def usual_names(layer: Any) -> Any:
+    """Return a layer with Llama's names of its parts. Raises AttributeError if it has other parts."""
+    if hasattr(layer, "operator_norm"):
+        one = layer.feed_forward
+        mlp = SimpleNamespace(gate_proj=one.w1, up_proj=one.w3, down_proj=one.w2, act_fn=F.silu)
+        mixing = _short(layer.conv) if hasattr(layer, "conv") else _attention(layer.self_attn)
+        return _layer(mixing, mlp, layer.operator_norm, layer.ffn_norm)
+    if hasattr(layer, "linear_attn"):
+        return _layer(_delta(layer.linear_attn), layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)
+    return layer
+
+
+def _layer(mixing: Any, mlp: Any, first: Any, second: Any) -> SimpleNamespace:
+    return SimpleNamespace(self_attn=mixing, mlp=mlp, input_layernorm=first, post_attention_layernorm=second)
+
+
+def _attention(module: Any) -> SimpleNamespace:
+    """Read LFM2's attention."""
+    own = {name: getattr(module, name) for name in _KEPT}
+    return SimpleNamespace(**own, **{name: getattr(module, theirs) for name, theirs in _LFM2.items()})
+
+
+def _mixing(module: Any, inputs: tuple[str, ...], mixer: GatedDelta | ShortConvolution) -> SimpleNamespace:
+    """Return a mixer under the names of attention. inputs: names of the layers that read its input, in the kernels' order."""
+    layers = {name: getattr(module, name) for name in inputs}
+    return SimpleNamespace(
+        **layers, inputs=inputs, o_proj=module.out_proj, head_dim=0, scaling=1.0, use_rope=False, mixer=mixer
+    )
+
+
+def _short(module: Any) -> SimpleNamespace:
+    bias = None if module.conv.bias is None else module.conv.bias.detach()
+    return _mixing(module, ("in_proj",), ShortConvolution(module.conv.weight.detach(), bias))
+
+
+def _delta(module: Any) -> SimpleNamespace:
+    if module.activation not in _SILU or module.conv1d.bias is not None:
+        raise AttributeError(f"a gated delta rule has SiLU and no bias, not {module.activation!r}")
+    by_key_head = hasattr(module, "in_proj_qkvz")
+    inputs = ("in_proj_qkvz",) if by_key_head else ("in_proj_qkv", "in_proj_z")
+    side = (module.in_proj_ba,) if by_key_head else (module.in_proj_b, module.in_proj_a)
+    mixer = GatedDelta(
+        heads=(int(module.num_k_heads), int(module.num_v_heads)),
+        dims=(int(module.head_k_dim), int(module.head_v_dim)),
+        convolution=module.conv1d.weight.detach(),
+        decays=module.A_log.detach(),
+        steps=module.dt_bias.detach(),
+        norm=Norm(module.norm.weight.detach(), float(module.norm.variance_epsilon)),
+        side=product_of(*side),
+        by_key_head=by_key_head,
+    )
+    return _mixing(module, inputs, mixer)

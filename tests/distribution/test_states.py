@@ -1,0 +1,87 @@
+"""Distribution tests over a tiny fused model with recurrent layers, whose states are truncated after rejections.
+
+3 tokens, 4 positions, sampled drafts of another such model and of a helper; the controls break the rewinding. Seeds are fixed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter
+from foresay.models.cache.state_cache import RowStates, StateCache
+from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.models.huggingface.self_check import use_fused_layers
+from helpers.broken_kernels import Broken
+from helpers.distribution_cells import ALPHA
+from helpers.families import make
+from helpers.reference import joint, p_value
+from helpers.support import Mixed, run
+
+SIZE, LENGTH, SAMPLES, PROMPT = 3, 4, 1500, [1, 2, 1, 0, 2]
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LENGTH)
+
+
+def model(seed: int) -> RecurrentModel:
+    """Scores that depend on all tokens of a text, and that leave each next token likely enough."""
+    weights = make("qwen3_5", seed, vocab_size=SIZE, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    with torch.no_grad():
+        weights.lm_head.weight *= 1.5 / weights.lm_head.weight.norm(dim=1).mean()
+    found = RecurrentModel(weights)
+    assert use_fused_layers(found) is None
+    return found
+
+
+class _Enumerated:
+    """The model's distributions by its family's own code, without a cache."""
+
+    vocab_size = SIZE
+
+    def __init__(self, target: RecurrentModel) -> None:
+        self._target = target
+
+    @functools.cache  # noqa: B019 - one object for the whole test
+    def _of(self, context: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._target.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
+
+    def distribution(self, context: Sequence[int]) -> torch.Tensor:
+        return self._of(tuple(context))
+
+
+def value(rule: str, drafter: str = "model") -> float:
+    """The p-value of what the loop generates over states."""
+    target = model(1)
+    made = ModelDrafter(model(2), SIZE) if drafter == "model" else Mixed(SIZE)
+    params = [SamplingParams.of(PARAMS, seed=seed) for seed in range(SAMPLES)]
+    outputs, steps, engine = run(
+        target, [PROMPT] * SAMPLES, params, drafter=made, rule=rule, gamma=3, max_batch_size=250
+    )
+    assert engine.draft_failures == 0
+    assert sum(0 < step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 20
+    assert sum(step.num_accepted == step.num_drafted > 0 for step in steps) > SAMPLES / 10
+    return p_value(outputs, joint(_Enumerated(target), params[0], PROMPT, LENGTH), SIZE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["speculative", "match"])
+@pytest.mark.parametrize("drafter", ["model", "mixed"])
+def test_output_has_the_distribution_of_the_target(rule: str, drafter: str) -> None:
+    assert value(rule, drafter) > ALPHA
+
+
+def test_a_state_one_token_off_is_seen(broken_kernels: Broken) -> None:
+    with broken_kernels("a state restored one token off"):
+        assert value("speculative") < ALPHA
+
+
+def test_a_state_that_is_not_restored_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(self: RowStates, length: int) -> None:
+        self.base = self.first = self.end = length
+
+    monkeypatch.setattr(RowStates, "go_to", kept)
+    assert value("speculative", "mixed") < ALPHA
+    assert isinstance(model(1).new_cache(), StateCache)

@@ -1,0 +1,311 @@
+"""Fused models with recurrent layers: transformers' greedy output and scores in float32, and a token's bits in any pass.
+
+Ragged rows join while others decode; drafts are rejected at each position, fully accepted, absent, and longer than what a row
+keeps; prefixes are shared. A state restored one token off fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import Logits, ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.engine.prefixes import PrefixStore
+from foresay.errors import UnsupportedModelError
+from foresay.models.cache.recurrent_cache import RecurrentCache
+from foresay.models.cache.state_cache import SLOTS, RowStates, StateCache
+from foresay.models.huggingface.fused import FusedDecoder
+from foresay.models.huggingface.linears import freeze_linears, quantizer
+from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.models.huggingface.self_check import fused_difference, probe, use_fused_layers
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.wrapping import wrap
+from helpers.broken_kernels import Broken
+from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
+from helpers.families import VOCAB, make
+from helpers.support import Always, Never, Sometimes, run
+
+FAMILIES = ("lfm2", "qwen3_5")
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one key head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "equal heads of odd sizes": (
+        "qwen3_5",
+        {"linear_num_key_heads": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 40, "linear_conv_kernel_dim": 2},
+    ),
+    "partial rotary positions": ("qwen3_5", {"head_dim": 32}),
+    "attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
+    "a bias and five taps": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+    "untied": ("lfm2", {"tie_word_embeddings": False}),
+}
+
+
+def fused(weights: Any, format: str = "") -> RecurrentModel:
+    """A model on the kernels, with its weights in the model's memory, packed, or rounded."""
+    if format:
+        made = quantizer(int(format[3:])) if format.startswith("int") else None
+        freeze_linears(weights, *([made] if made else []), all_dtypes=True)
+    model = RecurrentModel(weights)
+    assert use_fused_layers(model) is None
+    assert model.fused is not None and model.batch_invariant
+    return model
+
+
+@functools.cache
+def target_of(family: str) -> RecurrentModel:
+    return fused(copy.deepcopy(reference_of(family)[0]))
+
+
+def started(model: RecurrentModel, rows: int = 1) -> StateCache:
+    cache = model.new_cache()
+    assert isinstance(cache, StateCache)
+    cache.add_rows(rows)
+    return cache
+
+
+def scores(model: RecurrentModel, cache: StateCache, tokens: torch.Tensor) -> torch.Tensor:
+    """[T] -> [T, V] of the first row."""
+    return model.forward(ModelInput(tokens[None], (len(tokens),)), cache).scores()[0]
+
+
+# -- transformers' output ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [4, 8, SLOTS + 6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_greedy_output_equals_transformers(family: str, gamma: int) -> None:
+    reference, wanted = reference_of(family)
+    params = SamplingParams(max_new_tokens=NEW)
+    drafter = Sometimes(wanted, VOCAB)
+    ours, steps, engine = run(target_of(family), prompts(), params, drafter=drafter, gamma=gamma, join_later=3)
+    assert engine.draft_failures == 0
+    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
+    assert any(step.num_accepted == step.num_drafted > 0 for step in steps)
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_equal_transformers(family: str) -> None:
+    model = target_of(family)
+    tokens = torch.randint(2, VOCAB, (150,), generator=torch.Generator().manual_seed(3))
+    cache = started(model)
+    ours = torch.cat([scores(model, cache, part) for part in tokens.split([100, 1, 49])])
+    with torch.inference_mode():
+        theirs = model.uncached(tokens[None])[0]
+    assert float((ours - theirs).abs().max()) < 2e-5 * float(theirs.max() - theirs.min())
+    assert probe(model) < 1e-5
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_other_shapes(name: str) -> None:
+    family, changes = SHAPES[name]
+    assert fused_difference(fused(make(family, **changes))) < 2e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", ["", "packed", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formats_of_weights(family: str, format: str, dtype: torch.dtype) -> None:
+    """Each is compared with the family's own code over the same weights when it is fused."""
+    model = fused(make(family, 1).to(dtype), format)
+    params = SamplingParams(max_new_tokens=12)
+    alone, _, _ = run(model, prompts(), params)
+    drafted, steps, _ = run(model, prompts(), params, drafter=Sometimes(alone, VOCAB), gamma=5, join_later=2)
+    assert drafted == alone
+    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
+
+
+# -- a token's bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_has_its_bits_in_any_pass(family: str, format: str) -> None:
+    """Alone, in a ragged batch, in pieces of a prompt, by any number of threads."""
+    model = fused(make(family), format)
+    tokens = torch.randint(2, VOCAB, (3, 70), generator=torch.Generator().manual_seed(5))
+    cache = started(model, 3)
+    filled = model.forward(ModelInput(tokens[:, :60], (60, 3, 37)), cache).scores()
+    together = model.forward(ModelInput(tokens[:, 60:], (10, 4, 1)), cache).scores()
+    before = torch.get_num_threads()
+    try:
+        for row, (length, block) in enumerate(((60, 10), (3, 4), (37, 1))):
+            torch.set_num_threads(1 + row)
+            own = started(model)
+            parts = tokens[row, :length].split([1 + row, length - 1 - row])
+            assert torch.equal(torch.cat([scores(model, own, part) for part in parts]), filled[row, :length])
+            for t in range(block):
+                assert torch.equal(scores(model, own, tokens[row, 60 + t : 61 + t])[0], together[row, t])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_after_each_step_the_cache_is_that_of_a_fresh_pass() -> None:
+    """Drafts of 0 to 9 tokens, rejected at each position."""
+    for family in FAMILIES:
+        model = target_of(family)
+        generator = torch.Generator().manual_seed(2)
+        text = torch.randint(2, VOCAB, (160,), generator=generator)
+        wanted = scores(model, started(model), text)
+        cache, at, turn = started(model), 0, 0
+        while at < 120:
+            drafted = turn % 10
+            accepted = (turn * 7) % (drafted + 1)
+            noise = torch.randint(2, VOCAB, (drafted - accepted,), generator=generator)
+            found = scores(model, cache, torch.cat([text[at : at + 1 + accepted], noise]))
+            assert torch.equal(found[: 1 + accepted], wanted[at : at + 1 + accepted])
+            at += 1 + accepted
+            cache.truncate([at])
+            assert cache.lengths == [at], "a rejection feeds no token again"
+            turn += 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_do_not_depend_on_drafts_or_batch(family: str) -> None:
+    """Bit for bit: the tokens of a model in bfloat16, where a rounding error would change some."""
+    model = fused(make(family).to(torch.bfloat16), "packed")
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    alone = [run(model, [prompt], params)[0][0] for prompt in prompts()]
+    drafters = [Always(alone), Never(alone, VOCAB), Sometimes(alone, VOCAB), PromptLookup()]
+    for gamma in (1, 3, 8, 11, SLOTS + 2):
+        for drafter in drafters[gamma % 2 :: 2]:
+            ours, _, engine = run(model, prompts(), params, drafter=drafter, gamma=gamma, join_later=2)
+            assert ours == alone and engine.draft_failures == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_model_of_the_family(family: str) -> None:
+    """It drafts token by token, and is rewound without feeding its context again."""
+    reference, wanted = reference_of(family)
+    draft, params, fed = fused(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW), list[int]()
+    forward = draft.forward
+
+    def counted(model_input: ModelInput, cache: Any) -> Any:
+        fed.extend(model_input.num_tokens)
+        return forward(model_input, cache)
+
+    draft.forward = counted  # type: ignore[method-assign]
+    ours, steps, engine = run(target_of(family), prompts()[:3], params, drafter=ModelDrafter(draft, VOCAB), gamma=8)
+    assert engine.draft_failures == 0
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=False):
+        assert_same(reference, prompt, one, theirs)
+    assert sum(step.num_accepted for step in steps) > 0.9 * sum(step.num_tested for step in steps)
+    assert sum(fed) < 3 * sum(len(one) for one in ours) + sum(map(len, prompts()[:3]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_seed_gives_its_text_in_any_batch(family: str) -> None:
+    target, draft = target_of(family), fused(make(family, 5))
+    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+    drafter = [ModelDrafter(draft, VOCAB) for _ in range(5)]
+    alone = [
+        run(target, [prompt], one, drafter=own, gamma=4)[0][0]
+        for prompt, one, own in zip(prompts(), params, drafter, strict=False)
+    ]
+    assert run(target, prompts()[:4], params, drafter=drafter[4], gamma=4)[0] == alone
+
+
+# -- prefixes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_share_prefixes(family: str) -> None:
+    """A prompt that continues an earlier text, and prompts with a common start that join together."""
+    reference, _ = reference_of(family)
+    target, params = target_of(family), SamplingParams(max_new_tokens=8)
+    first = torch.randint(2, VOCAB, (40,), generator=torch.Generator().manual_seed(8)).tolist()
+    (output,), _, engine = run(target, [first], params, prefixes=PrefixStore(1 << 24))
+    assert_same(reference, first, output, plain(reference, first, 8))
+    second = [*first, *output, 5, 6, 7]
+    engine.submit(second, params)
+    steps = []
+    while engine.has_work:
+        steps += engine.step()
+    assert steps[0].num_cached is not None and steps[0].num_cached >= len(first) + len(output) - 1
+    assert [token for step in steps for token in step.token_ids] == run(target, [second], params)[0][0]
+    joined = [[*first, 9, 4, *range(2, 30)], [*first, 4, 9, 8], [*first[:30], 7]]
+    alone = [run(target, [prompt], params)[0][0] for prompt in joined]
+    assert run(target, joined, params, prefixes=PrefixStore(), join_later=2)[0] == alone
+
+
+# -- which passes are fused --------------------------------------------------------------------------------------------
+
+
+def test_capabilities_and_memory() -> None:
+    for family in FAMILIES:
+        model = target_of(family)
+        own = model.capabilities
+        assert own.prefill_in_any_pieces and own.prefill_together and own.ragged and not own.trees
+        cache = started(model, 2)
+        tokens = torch.randint(2, VOCAB, (2, 50), generator=torch.Generator().manual_seed(1))
+        for start in range(0, 50, 10):
+            model.forward(ModelInput(tokens[:, start : start + 10], (10, 10), logits=Logits.NONE), cache)
+        assert cache.nbytes <= model.cache_bytes([50, 50]) <= 1.5 * cache.nbytes
+        cache.rearrange([(1, 0)], 1)
+        assert cache.lengths == [50]
+        assert cache.nbytes <= model.cache_bytes([50])
+
+
+def test_a_model_that_was_changed_runs_its_own_code() -> None:
+    """Fused passes would miss a hook; weights that are trained are read where they are."""
+    weights = make("qwen3_5")
+    model = fused(weights)
+    model.watch_for_changes()
+    tokens = torch.arange(2, 12)
+    before = scores(model, started(model), tokens)
+    with torch.no_grad():
+        weights.model.layers[0].linear_attn.A_log += 0.5
+        weights.model.layers[1].linear_attn.conv1d.weight *= 2
+    cache = started(model)
+    after = scores(model, cache, tokens)
+    with torch.inference_mode():
+        torch.testing.assert_close(after, model.uncached(tokens[None])[0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(before, after, atol=1e-3)
+    handle = weights.model.layers[0].register_forward_hook(lambda *given: None)
+    assert isinstance(model.new_cache(), RecurrentCache)
+    with pytest.raises(UnsupportedModelError, match="begin another session"):
+        scores(model, cache, tokens)
+    handle.remove()
+
+
+def test_without_kernels_the_familys_own_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedDecoder, "_compiled", lambda self: None)
+    loaded = wrap("lfm2", make("lfm2"), None, optimise=True, options=LoadOptions())
+    assert isinstance(loaded.model, RecurrentModel)
+    assert loaded.model.fused is None and isinstance(loaded.model.new_cache(), RecurrentCache)
+
+
+def test_a_mixture_with_a_shared_expert_is_not_fused() -> None:
+    reason = use_fused_layers(RecurrentModel(make("qwen3_next")))
+    assert reason is not None and reason.expected and "shared expert" in str(reason)
+
+
+# -- controls ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["not restored", "one token off"])
+def test_broken_rewinding_is_seen(how: str, monkeypatch: pytest.MonkeyPatch, broken_kernels: Broken) -> None:
+    reference, wanted = reference_of("qwen3_5")
+    params, drafter = SamplingParams(max_new_tokens=NEW), Sometimes(wanted, VOCAB)
+
+    def wrong() -> int:
+        target = fused(copy.deepcopy(reference))
+        ours, _, _ = run(target, prompts(), params, drafter=drafter, gamma=5)
+        return sum(one != theirs for one, theirs in zip(ours, wanted, strict=True))
+
+    if how == "one token off":
+        with broken_kernels("a state restored one token off"):
+            assert wrong() >= 4
+        return
+
+    def kept(self: RowStates, length: int) -> None:
+        self.base = self.first = self.end = length
+
+    monkeypatch.setattr(RowStates, "go_to", kept)
+    assert wrong() >= 4
