@@ -83,8 +83,7 @@ def catalogue(model: str, *, search_hub: bool) -> Catalogue:
     """
     targets = hub_names(model)
     listed, problem = hub.list_drafts(targets) if search_hub and targets else ([], None)
-    base = targets[-1] if targets else model
-    entries = [*_packaged(model), *_of_table(targets), *_cached(targets), *((one, base, "hub") for one in listed)]
+    entries = [*_packaged(model), *_of_table(targets), *_cached(targets), *((*pair, "hub") for pair in listed)]
     size, seen = _target_bytes(model, targets), dict[str, Found]()
     for draft, target, source in entries:
         if draft.repo.casefold() not in seen:

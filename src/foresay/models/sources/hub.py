@@ -17,7 +17,7 @@ from foresay.models.sources.published import LICENSE, PREFERRED, REPOSITORY, Pub
 
 TIMEOUT_S = 8.0
 """Time for all requests of a listing together."""
-_MAX_LISTED, _MAX_TAGS, _MAX_CACHED = 50, 200, 2000
+_MAX_TARGETS, _MAX_LISTED, _MAX_TAGS, _MAX_CACHED = 3, 50, 200, 2000
 _KINDS = tuple(kind for kind in PREFERRED if kind not in ("model", "mtp"))
 _TAGS = ("speculative-decoding", *_KINDS)
 """Tags of drafts on the hub; a request for each, as not all have the first one."""
@@ -49,34 +49,35 @@ def weight_bytes(folder: Path) -> int:
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
     """Yield the models of the hub's cache with their folders, in the order of their names."""
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+    from huggingface_hub import constants
 
     try:
-        repositories = sorted(scan_cache_dir(constants.HF_HUB_CACHE).repos, key=lambda one: str(one.repo_id))
-    except CacheNotFound:
+        # in the library's layout; its own scan also sums the sizes of all files, which takes much longer
+        names = sorted(one.name for one in Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+    except OSError:
         return
-    for one in repositories[:_MAX_CACHED]:
-        if one.repo_type == "model" and re.fullmatch(REPOSITORY, one.repo_id):
-            folder = cached_folder(one.repo_id)
-            if folder is not None:
-                yield one.repo_id, folder
+    for name in names[:_MAX_CACHED]:
+        repo = name.removeprefix("models--").replace("--", "/")
+        folder = cached_folder(repo) if re.fullmatch(REPOSITORY, repo) else None
+        if folder is not None:
+            yield repo, folder
 
 
-def list_drafts(targets: Sequence[str]) -> tuple[list[PublishedDraft], str | None]:
+def list_drafts(targets: Sequence[str]) -> tuple[list[tuple[PublishedDraft, str]], str | None]:
     """Request the drafts that name one of these targets as their base model, the most downloaded first.
 
-    Returns them with None, or with the reason for which there are none or not all: offline, no answer, or no answer in time.
+    Returns them with their targets, and None, or the reason for which there are none or not all: offline, no answer, or no answer
+    in time.
     """
     if is_offline():
         return [], "offline (HF_HUB_OFFLINE)"
-    found: list[Any] = []
+    found: list[tuple[str, Any]] = []
     failed: list[str] = []
 
     def request() -> None:
         try:
-            for target, tag in itertools.product(targets, _TAGS):
-                found.extend(itertools.islice(_listed(target, tag), _MAX_LISTED))
+            for target, tag in itertools.product(targets[:_MAX_TARGETS], _TAGS):
+                found.extend((target, one) for one in itertools.islice(_listed(target, tag), _MAX_LISTED))
         except Exception as error:  # any exception of the network library
             text = "".join(one if one.isprintable() else " " for one in str(error))
             failed.append(" ".join(text.split())[:200] or type(error).__name__)
@@ -85,9 +86,12 @@ def list_drafts(targets: Sequence[str]) -> tuple[list[PublishedDraft], str | Non
     thread.start()
     thread.join(TIMEOUT_S)
     late = f"no answer within {TIMEOUT_S:g} s" if thread.is_alive() else None
-    drafts = {one.repo: (downloads, one) for one, downloads in _read(found[:])}
-    ordered = [one for _, one in sorted(drafts.values(), key=lambda pair: (-pair[0], pair[1].repo))]
-    return ordered, late or (f"no answer ({failed[0]})" if failed else None)
+    drafts: dict[str, tuple[int, str, PublishedDraft]] = {}
+    for target, entry in found[:]:
+        if (read := _read(entry)) is not None:
+            drafts.setdefault(read[0].repo, (-read[1], target, read[0]))
+    ordered = sorted(drafts.values(), key=lambda one: (one[0], one[2].repo))
+    return [(draft, target) for _, target, draft in ordered], late or (f"no answer ({failed[0]})" if failed else None)
 
 
 def _listed(target: str, tag: str) -> Iterable[Any]:
@@ -98,28 +102,24 @@ def _listed(target: str, tag: str) -> Iterable[Any]:
     return found
 
 
-def _read(entries: Sequence[Any]) -> Iterator[tuple[PublishedDraft, int]]:
-    """Yield the drafts among the hub's entries, with their downloads."""
-    for one in entries:
-        repo, tags = getattr(one, "id", None), getattr(one, "tags", None)
-        if not isinstance(repo, str) or not re.fullmatch(REPOSITORY, repo) or not isinstance(tags, list):
-            continue
-        known = [tag for tag in tags[:_MAX_TAGS] if isinstance(tag, str)]
-        lowered = {tag.casefold() for tag in known}
-        kind = next((kind for kind in _KINDS if kind in lowered), None)
-        if kind is None:
-            continue
-        downloads = getattr(one, "downloads", None)
-        yield (
-            PublishedDraft(
-                repo=repo,
-                kind=kind,
-                parameters=_size(getattr(getattr(one, "safetensors", None), "total", None)),
-                license=_license(known),
-                files="safetensors" if "safetensors" in lowered else "gguf" if "gguf" in lowered else "unknown",
-            ),
-            downloads if isinstance(downloads, int) else 0,
-        )
+def _read(one: Any) -> tuple[PublishedDraft, int] | None:
+    """Return a draft that the hub lists, with its downloads; None for anything else."""
+    repo, tags = getattr(one, "id", None), getattr(one, "tags", None)
+    if not isinstance(repo, str) or not re.fullmatch(REPOSITORY, repo) or not isinstance(tags, list):
+        return None
+    known = [tag for tag in tags[:_MAX_TAGS] if isinstance(tag, str)]
+    lowered = {tag.casefold() for tag in known}
+    kind = next((kind for kind in _KINDS if kind in lowered), None)
+    if kind is None:
+        return None
+    draft = PublishedDraft(
+        repo=repo,
+        kind=kind,
+        parameters=_size(getattr(getattr(one, "safetensors", None), "total", None)),
+        license=_license(known),
+        files="safetensors" if "safetensors" in lowered else "gguf" if "gguf" in lowered else "unknown",
+    )
+    return draft, _size(getattr(one, "downloads", None)) or 0
 
 
 def _size(value: Any) -> int | None:

@@ -36,12 +36,18 @@ def test_drafts_are_listed_by_base_model_and_tag(fake: FakeHub) -> None:
     drafts, problem = hub.list_drafts(("org/target",))
     assert problem is None
     assert drafts == [
-        PublishedDraft(repo="a/many", kind="dflash2", license="mit"),
-        PublishedDraft(repo="a/gguf", kind="dspark", files="gguf"),
-        PublishedDraft(repo="a/few", kind="eagle3", parameters=100),
+        (PublishedDraft(repo="a/many", kind="dflash2", license="mit"), "org/target"),
+        (PublishedDraft(repo="a/gguf", kind="dspark", files="gguf"), "org/target"),
+        (PublishedDraft(repo="a/few", kind="eagle3", parameters=100), "org/target"),
     ]
     assert fake.requests[0] == "list base_model:org/target speculative-decoding"
     assert {one.split()[1] for one in fake.requests} == {"base_model:org/target"} and len(fake.requests) == 5
+
+
+def test_at_most_three_targets_are_requested_and_a_draft_is_listed_once(fake: FakeHub) -> None:
+    answering(fake, entry("a/b", "eagle3"))
+    drafts, _ = hub.list_drafts(tuple(f"org/t{i}" for i in range(10)))
+    assert [target for _, target in drafts] == ["org/t0"] and len(fake.requests) == 3 * 5
 
 
 def test_no_request_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,7 +64,7 @@ def test_a_failure_is_reported_in_one_printable_line(fake: FakeHub) -> None:
 
     fake.listed = fails
     drafts, problem = hub.list_drafts(("org/target",))
-    assert [one.repo for one in drafts] == ["a/b"], "what came before it is kept"
+    assert [one.repo for one, _ in drafts] == ["a/b"], "what came before it is kept"
     assert problem is not None and problem.isprintable() and len(problem) < 250 and "no route" in problem
 
 
@@ -73,7 +79,7 @@ def test_a_hub_that_does_not_answer_is_left(fake: FakeHub, monkeypatch: pytest.M
     monkeypatch.setattr(hub, "TIMEOUT_S", 0.05)
     drafts, problem = hub.list_drafts(("org/target",))
     released.set()
-    assert {one.repo for one in drafts} <= {"a/b"} and problem == "no answer within 0.05 s"
+    assert {one.repo for one, _ in drafts} <= {"a/b"} and problem == "no answer within 0.05 s"
 
 
 def test_an_endless_answer_is_cut(fake: FakeHub) -> None:
@@ -106,14 +112,14 @@ def test_an_endless_answer_is_cut(fake: FakeHub) -> None:
 def test_a_hostile_entry_is_left_out(hostile: Any, fake: FakeHub) -> None:
     answering(fake, hostile, entry("good/one", "eagle3", "safetensors"))
     drafts, problem = hub.list_drafts(("org/target",))
-    assert [one.repo for one in drafts] == ["good/one"] and problem is None
+    assert [one.repo for one, _ in drafts] == ["good/one"] and problem is None
 
 
 @pytest.mark.parametrize("total", [True, -1, 0, 1.5, "7", 2**70, [1]])
 def test_a_wrong_size_downloads_or_licence_is_unknown(total: Any, fake: FakeHub) -> None:
     answering(fake, entry("a/b", "eagle3", "license:<script>", "license:", total=total, downloads="many"))
     drafts, _ = hub.list_drafts(("org/target",))
-    assert drafts == [PublishedDraft(repo="a/b", kind="eagle3", files="unknown")]
+    assert drafts == [(PublishedDraft(repo="a/b", kind="eagle3", files="unknown"), "org/target")]
 
 
 def test_the_cache(fake: FakeHub) -> None:
@@ -123,6 +129,8 @@ def test_the_cache(fake: FakeHub) -> None:
     )
     second = fake.store("c/d", {"model.gguf": b"12"})
     (fake.cache / "models--broken").mkdir()
+    (fake.cache / "models--a;b--c").mkdir()
+    (fake.cache / "models--g--h").write_text("")
     (fake.cache / "models--e--f" / "snapshots").mkdir(parents=True)
     assert dict(hub.cached_repositories()) == {"a/b": first, "c/d": second}
     assert hub.cached_folder("a/b") == first and hub.cached_folder("no/such") is None
