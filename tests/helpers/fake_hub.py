@@ -23,7 +23,10 @@ def entry(id: Any, *tags: Any, downloads: Any = 1, total: Any = None) -> SimpleN
 
 
 class FakeHub:
-    """Replaces the hub's cache and every request. `online` is False while requests are switched off."""
+    """Replaces the hub's cache and every request. online: False while requests are switched off."""
+
+    answers = True
+    """False if nothing is at the hub's address."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: Path, *, online: bool = True) -> None:
         self.cache, self.requests = cache, list[str]()
@@ -35,6 +38,7 @@ class FakeHub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", not online)
         for name in ("snapshot_download", "get_hf_file_metadata"):
             monkeypatch.setattr(huggingface_hub, name, getattr(self, f"_{name}"))
+        monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: SimpleNamespace(head=self._head))
         for name in ("list_models", "create_repo", "upload_folder"):
             monkeypatch.setattr(huggingface_hub.HfApi, name, getattr(self, f"_{name}"))
 
@@ -59,6 +63,10 @@ class FakeHub:
             return self._real(repo, local_files_only=True, cache_dir=self.cache)
         except LocalEntryNotFoundError:
             raise OSError("no route to the hub") from None
+
+    def _head(self, url: str, *, timeout: float) -> None:
+        if not self.answers:
+            raise OSError("[Errno 111] Connection refused")
 
     def _get_hf_file_metadata(self, url: str, **more: Any) -> None:
         self.requests.append(f"look at {url}")

@@ -98,7 +98,7 @@ def run(given: Given) -> int:
     )
     if card is not None:
         (folder / CARD).write_text(model_card(_facts(given, config, folder, **card)), encoding="utf-8")
-        click.echo(f"  published: {_pushed(given.push, folder)}")
+        click.echo(f"  published for {card['base']}: {_pushed(given.push, folder)}")
     return 0
 
 

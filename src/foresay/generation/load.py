@@ -134,6 +134,7 @@ class Arguments:
         if not isinstance(target, str | os.PathLike):
             kind = type(target).__name__
             raise ConfigError(f"needs a target that is loaded by name, not a {kind}", param="drafter", value=PUBLISHED)
+        dataclasses.replace(self, drafter="model(x)").chosen()  # checks the other arguments before a request
         found = published_drafter(os.fspath(target), options or LoadOptions.of(self.options))
         return dataclasses.replace(self, drafter=found)
 

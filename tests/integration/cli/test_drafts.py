@@ -159,6 +159,14 @@ def test_no_draft_and_wrong_uses_are_refused(fake: FakeHub, target: Path, folder
         foresay.load(target, drafter="published")
 
 
+def test_other_arguments_are_checked_before_a_request(fake: FakeHub, target: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown rule 'coin'"):
+        foresay.load(target, drafter="published", rule="coin")
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        foresay.load(target, drafter="published", max_batch_size=0)
+    assert fake.requests == []
+
+
 # -- the note
 
 
@@ -208,7 +216,7 @@ def test_a_draft_is_published_with_a_card(
     methods = ("--drafter", f"head({head})", "--count", "1", "-n", "4", "--batch-size", "1")
     assert shell("bench", results, "-m", str(target), *methods)[0] == 0
     code, text, err = shell(*export, "--results", results, "--license", "apache-2.0")
-    assert (code, err) == (0, "") and "published: https://huggingface.co/me/my-head" in text
+    assert (code, err) == (0, "") and "published for org/target: https://huggingface.co/me/my-head" in text
     assert fake.requests == ["create me/my-head", "upload me/my-head"]
     assert fake.uploaded.keys() == {"README.md", "config.json", "model.safetensors"}
     card = metadata_load(out / "README.md")

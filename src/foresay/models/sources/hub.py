@@ -15,8 +15,8 @@ from typing import Any
 
 from foresay.models.sources.published import LICENSE, PREFERRED, REPOSITORY, PublishedDraft
 
-TIMEOUT_S = 8.0
-"""Time for all requests of a listing together."""
+TIMEOUT_S, _CONNECT_S = 8.0, 4.0
+"""Time for all requests of a listing together, and for the first answer."""
 _MAX_TARGETS, _MAX_LISTED, _MAX_TAGS, _MAX_CACHED = 3, 50, 200, 2000
 _KINDS = tuple(kind for kind in PREFERRED if kind not in ("model", "mtp"))
 _TAGS = ("speculative-decoding", *_KINDS)
@@ -75,14 +75,18 @@ def list_drafts(targets: Sequence[str]) -> tuple[list[tuple[PublishedDraft, str]
     failed: list[str] = []
 
     def request() -> None:
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session
+
         try:
+            get_session().head(constants.ENDPOINT, timeout=_CONNECT_S)  # list_models would try again without a network
             for target, tag in itertools.product(targets[:_MAX_TARGETS], _TAGS):
                 found.extend((target, one) for one in itertools.islice(_listed(target, tag), _MAX_LISTED))
         except Exception as error:  # any exception of the network library
             text = "".join(one if one.isprintable() else " " for one in str(error))
             failed.append(" ".join(text.split())[:200] or type(error).__name__)
 
-    thread = threading.Thread(target=request, daemon=True)  # the library sets no timeout, and tries again for a minute
+    thread = threading.Thread(target=request, daemon=True)  # list_models has no timeout
     thread.start()
     thread.join(TIMEOUT_S)
     late = f"no answer within {TIMEOUT_S:g} s" if thread.is_alive() else None

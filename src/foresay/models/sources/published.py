@@ -54,8 +54,8 @@ class PublishedDraft(_Strict):
             return f"no drafter decodes {self.kind}"
         if self.files == "pickle":
             return "its weights are pickled, which can run code"
-        if self.files == "gguf" and drafter != "model":
-            return f"a {drafter} is read from safetensors, not from GGUF"
+        if self.files == "gguf":
+            return "a repository's GGUF files are not loaded by its name"
         return None
 
     @property

@@ -56,6 +56,12 @@ def test_no_request_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert (drafts, fake.requests) == ([], []) and "HF_HUB_OFFLINE" in str(problem)
 
 
+def test_without_a_network_no_model_is_requested(fake: FakeHub) -> None:
+    fake.answers = False
+    assert hub.list_drafts(("org/target",)) == ([], "no answer ([Errno 111] Connection refused)")
+    assert fake.requests == []
+
+
 def test_a_failure_is_reported_in_one_printable_line(fake: FakeHub) -> None:
     def fails(filters: list[str]) -> Iterable[Any]:
         if len(fake.requests) == 2:

@@ -116,7 +116,7 @@ def test_what_cannot_be_read_of_a_draft_is_named() -> None:
     def refusal(**changes: Any) -> str:
         return str(PublishedDraft(repo="a/b", **{"kind": "eagle3", **changes}).refusal)
 
-    assert refusal() == "None" == refusal(kind="model", files="gguf") == refusal(files="unknown")
+    assert refusal() == "None" == refusal(kind="model") == refusal(files="unknown")
     assert "medusa" in refusal(kind="medusa")
     assert "pickled" in refusal(files="pickle") and "GGUF" in refusal(files="gguf")
 
