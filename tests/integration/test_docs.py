@@ -226,15 +226,17 @@ def test_the_tour_of_measurements(
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
 
 
-def test_the_help_page_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("cli_help", ROOT / "scripts" / "cli_help.py")
+@pytest.mark.parametrize(("script", "page"), [("cli_help", "cli"), ("published_drafts", "published-drafts")])
+def test_a_generated_page_is_the_programs(script: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
     assert spec is not None
     assert spec.loader is not None
     for name in ("COLUMNS", "TERM", "NO_COLOR"):
         monkeypatch.setenv(name, "")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.page() == (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8"), "run scripts/docs"
+    written = (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
+    assert module.page() == written, "run scripts/docs"
 
 
 def test_the_demo_writes_the_same_both_ways(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
         "export": "Write a draft in another engine's format.",
     },
     "Other": {
+        "drafts": "List the drafts that exist for a model, and what each costs.",
         "memory": "Show the texts that a server keeps; add those of others.",
         "info": "Show versions, methods, or what a model or a table is.",
         "prepare": "Compile kernels and convert a model's weights in advance.",

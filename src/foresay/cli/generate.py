@@ -19,6 +19,7 @@ from foresay.cli.colours import coloured, console, legend, notes
 from foresay.cli.command import Given, command, option
 from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled
 from foresay.cli.console import table
+from foresay.cli.drafts import found_draft, suggest
 from foresay.cli.options import raw, sampling_params
 from foresay.cli.progress import loading, progress_bar
 from foresay.cli.tables import sum_up
@@ -28,6 +29,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import Method, methods
 from foresay.generation.result import Chunk, Generation
 from foresay.lab.data.items import PromptItem
+from foresay.models.sources.catalogue import PUBLISHED
 from foresay.spec.expressions import parse
 from foresay.text.prompts import as_chat
 from foresay.workers.messages import check_sendable
@@ -67,7 +69,8 @@ def run(given: Given) -> int:
     _refuse_contradictions(given)
     chosen = given.drafter if given.compare and given.drafter not in ((), ("auto",)) else ()
     lengths, rule = [given.length] if given.length else [], given.rule or "speculative"
-    named = methods([str(parse(one)) for one in chosen], lengths, rule) if chosen else []
+    chosen = [found_draft(given) if one == PUBLISHED else str(parse(one)) for one in chosen]
+    named = methods(chosen, lengths, rule) if chosen else []
     text = read_prompt(given.prompt, given.file)
     prompts = split_lines(text) if given.lines else []
     given.drafter = given.drafter[0] if given.drafter else "auto"
@@ -77,6 +80,8 @@ def run(given: Given) -> int:
         with sharing.pool(given, setup) as pool:
             return _lines_shared(pool, prompts, as_json=given.json)
     generator = load_generator(given, max_batch_size=given.batch_size)
+    if not given.json:
+        suggest(generator)
     params = sampled(params, generator)
     if given.lines:
         return _lines(generator, prompts, params, given)

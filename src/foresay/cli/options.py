@@ -37,13 +37,14 @@ PROMPT = argument("[PROMPT]", "The prompt, in quotes; '-' or none reads standard
 
 # -- drafting
 
-DRAFTER = option("--drafter EXPRESSION", f"auto, none or {_EXPRESSION}.", "auto")
+DRAFTER = option("--drafter EXPRESSION", f"auto, none, published or {_EXPRESSION}.", "auto")
 DRAFTERS = option(
     "--drafter EXPRESSION...", f"A drafter, may be repeated: {_EXPRESSION}.  [default: the n-gram drafters]"
 )
 DRAFTERS_TO_COMPARE = option(
     "--drafter EXPRESSION...",
-    f"auto, none or {_EXPRESSION}. With --compare may be repeated.  [default: auto; compared: the n-gram drafters too]",
+    f"auto, none, published or {_EXPRESSION}. With --compare may be repeated.  "
+    "[default: auto; compared: the n-gram drafters too]",
 )
 LENGTH = option("--length LENGTH", f"Draft length: {_LENGTH}; 0 is plain decoding.")
 LENGTHS = option("--length LENGTH...", f"Draft length, may be repeated: {_LENGTH}.")

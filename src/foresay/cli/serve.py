@@ -11,6 +11,7 @@ import click
 from foresay.cli import options as opt
 from foresay.cli.command import Given, command, group, option
 from foresay.cli.common import load_generator, memory_size
+from foresay.cli.drafts import suggest
 from foresay.errors import ConfigError
 from foresay.models.cache.memory import limit_memory
 from foresay.server.settings import ServerSettings, read_keys
@@ -119,6 +120,7 @@ def run(given: Given) -> int:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)
     click.echo(generator.description, err=True)
+    suggest(generator)
     listening = "listening at {}/v1".format
     serve(service, sockets, warm=given.warmup, on_listening=lambda address: click.echo(listening(address), err=True))
     return 0

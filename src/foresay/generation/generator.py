@@ -50,21 +50,22 @@ class Generator:
         *,
         max_batch_size: int = 32,
         drafter: str = "none",
+        is_default: bool = False,
         resources: Resources | None = None,
         forget: Callable[[], None] | None = None,
         share_prefixes: bool = True,
     ) -> None:
         """length: a policy, or a function from a rule to the drafter's default policy. drafter: its name in the description.
 
-        resources: needed by `foresay.change`. forget: clears the drafter's state that outlives requests. share_prefixes: copy
-        keys and values of common prefixes instead of prefilling them.
+        is_default: True if the caller left the drafter open. resources: needed by `foresay.change`. forget: clears the drafter's
+        state that outlives requests. share_prefixes: copy keys and values of common prefixes instead of prefilling them.
         """
         self.share_prefixes = check_flag("share_prefixes", share_prefixes)
         self._own_length = None if hasattr(length, "budget") else length
         self.target, self.rule = target, rule
         self.policy = cast(LengthPolicy, length) if self._own_length is None else self._own_length(rule)
         self.max_batch_size = max_batch_size
-        self.drafter_name, self.resources = drafter, resources
+        self.drafter_name, self.has_default_drafter, self.resources = drafter, is_default, resources
         self._build_drafter, self._forget = build_drafter, forget
         self._latest: weakref.ref[Engine] | None = None
         self._live = SessionThread(lambda kind: self.session(prefix_bytes=PREFIX_BYTES))
@@ -97,6 +98,7 @@ class Generator:
             policy or self._own_length or self.policy,
             max_batch_size=max_batch_size or self.max_batch_size,
             drafter=self.drafter_name,
+            is_default=self.has_default_drafter,
             resources=self.resources,
             forget=self._forget,
             share_prefixes=self.share_prefixes,

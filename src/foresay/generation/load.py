@@ -17,6 +17,7 @@ from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
+from foresay.models.sources.catalogue import PUBLISHED, published_drafter
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.loading import resolve
 from foresay.models.sources.packaged import default_drafter
@@ -54,7 +55,8 @@ def load(
     target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
     `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
     drafter: "auto" (the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any),
-    an expression like "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
+    "published" (the best known draft of the target that others published: docs/how-to/choose-a-drafter.md), an expression like
+    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
     num_draft_tokens: draft tokens per pass; 0 is plain decoding. length: instead, a policy such as "heuristic". By default
     lengths adapt to throughput unless that changes the text of a seed, as for rows sampled with a draft model or lossy rules.
     rule: "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical".
@@ -83,7 +85,7 @@ def load(
     if is_settings(target):
         stored = read_settings(target)
         target, asked = stored.target_from(target), asked.filled(stored)
-    chosen = asked.chosen()
+    chosen = asked.with_published(target).chosen()
     loaded = resolve(target, chosen.options, tokenizer, eos_token_ids, sampling=sampling)
     loaded.generation.check(loaded.name)
     return chosen.generator(Resources(loaded, chosen.options), share_prefixes)
@@ -121,6 +123,20 @@ class Arguments:
             if self.length is None and self.num_draft_tokens is None:
                 changes["length"] = stored.length
         return dataclasses.replace(self, **changes)
+
+    def with_published(self, target: Any, options: LoadOptions | None = None) -> Arguments:
+        """Return the arguments with the best published draft in place of that choice. Raises as `published_drafter` does.
+
+        options: those that the target was loaded with, if it is loaded.
+        """
+        if self.drafter != PUBLISHED or self.draft is not None or self.ngrams:
+            return self
+        if not isinstance(target, str | os.PathLike):
+            kind = type(target).__name__
+            raise ConfigError(f"needs a target that is loaded by name, not a {kind}", param="drafter", value=PUBLISHED)
+        dataclasses.replace(self, drafter="model(x)").chosen()  # checks the other arguments before a request
+        found = published_drafter(os.fspath(target), options or LoadOptions.of(self.options))
+        return dataclasses.replace(self, drafter=found)
 
     def chosen(self) -> Chosen:
         """Return the choices, before any file of a model is read. Raises ConfigError where arguments contradict."""
@@ -211,6 +227,7 @@ class Chosen:
             policy or (lambda rule: read_length(recipe.length(rule))),
             max_batch_size=self.max_batch_size,
             drafter=method.name,
+            is_default=self.method is None,
             resources=resources,
             forget=recipe.forget,
             share_prefixes=share_prefixes,
@@ -251,7 +268,7 @@ def change(
         rule=generator.rule if rule is None else rule,
         max_batch_size=generator.max_batch_size if max_batch_size is None else max_batch_size,
     )
-    chosen = asked.chosen()
+    chosen = asked.with_published(resources.target.name, resources.options).chosen()
     if drafter is not None:
         return chosen.generator(resources, generator.share_prefixes)
     policy = read_policy(generator.drafter_name, num_draft_tokens, length)

@@ -28,6 +28,7 @@ from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.models.sources.catalogue import PUBLISHED
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import resolve
 from foresay.models.sources.wrapping import LoadedModel
@@ -356,6 +357,10 @@ def _makers(name: str) -> dict[str, Callable[..., Recipe]]:
 def read_drafter(text: str) -> Recipe:
     """Return the recipe of the drafter that an expression names. Raises ConfigError or UnknownNameError for a wrong one."""
     call = parse(text)
+    if call.name == PUBLISHED:
+        raise ConfigError(
+            f"{text!r} is a choice for one target; name the expression that `foresay drafts MODEL` prints"
+        )
     return apply("drafter", call, _makers(call.name))
 
 

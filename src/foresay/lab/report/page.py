@@ -135,14 +135,14 @@ def html(report: Report, pictures: Sequence[Picture]) -> str:
 def markdown(report: Report, pictures: Sequence[Picture]) -> str:
     """Return the report for a README or an issue, with links to the files of the figures."""
     table = [COLUMNS, [":---" if name in NAMES else "---:" for name in COLUMNS]]
-    table += [[_escaped(cell(row)) for cell in COLUMNS.values()] for row in report.table]
-    parts = [f"# {_escaped(report.title)}", *(f"- {_escaped(line)}" for line in report.summary)]
-    parts += [f"**{_escaped(line)}**" for line in report.warnings]
+    table += [[escaped(cell(row)) for cell in COLUMNS.values()] for row in report.table]
+    parts = [f"# {escaped(report.title)}", *(f"- {escaped(line)}" for line in report.summary)]
+    parts += [f"**{escaped(line)}**" for line in report.warnings]
     parts += ["## All results", "\n".join(f"| {' | '.join(row)} |" for row in table), TABLE_NOTE]
-    parts += ["## Failed" for _ in report.failures[:1]] + [f"- {_escaped(one)}" for one in report.failures]
+    parts += ["## Failed" for _ in report.failures[:1]] + [f"- {escaped(one)}" for one in report.failures]
     for one in pictures:
-        parts.append(f"## {one.title}\n\n![{one.title}]({one.name}.png)\n\n{_escaped(one.caption)}")
-    parts += ["## Sources", *(f"- {_escaped(source.summary)}" for source in report.sources)]
+        parts.append(f"## {one.title}\n\n![{one.title}]({one.name}.png)\n\n{escaped(one.caption)}")
+    parts += ["## Sources", *(f"- {escaped(source.summary)}" for source in report.sources)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -156,7 +156,7 @@ def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
     return [trace for _, trace in sorted(zip(turns, traces, strict=True), key=lambda pair: pair[0])]
 
 
-def _escaped(value: Any) -> str:
+def escaped(value: Any) -> str:
     """Escape all Markdown syntax in a text."""
     text = escape(" ".join(str(value).split()), quote=False)
     text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", text)

@@ -60,10 +60,11 @@ def _folder(text: str, noun: str, options: LoadOptions | None) -> Path:
         return path
     if not text or path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") != 1:
         raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of {noun}, or org/name of one on the hub")
-    return Path(_fetched(text, (options or LoadOptions()).revision))
+    return Path(fetched(text, (options or LoadOptions()).revision))
 
 
-def _fetched(name: str, revision: str | None) -> str:
+def fetched(name: str, revision: str | None) -> str:
+    """Return the folder of a draft on the hub, downloaded if it is not in the cache. Raises ModelNotFoundError."""
     from huggingface_hub import snapshot_download
 
     try:

