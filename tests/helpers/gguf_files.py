@@ -141,7 +141,7 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _add_layers(writer: gguf.GGUFWriter, config: Any) -> int:
-    """What differs between layers with windows and others. Returns the size of a head of the others."""
+    """Add the values of layers with windows and of others. Returns the size of a head of the others."""
     layers, slides = config.num_hidden_layers, [one == "sliding_attention" for one in config.layer_types]
     own = [config.per_layer_config[i] for i in range(layers)]
     first_shared = layers - config.num_kv_shared_layers

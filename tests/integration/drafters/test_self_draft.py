@@ -57,7 +57,7 @@ def test_layers_that_depend_on_their_number_are_refused() -> None:
         shallow("gemma4")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma4"}))
+@pytest.mark.parametrize("family", [one for one in sorted(FAMILIES) if not one.startswith("gemma4")])
 def test_the_targets_cache_serves_as_well_as_one_of_its_own(family: str) -> None:
     target, short = shallow(family)
     plain, _ = decode(target, None, gamma=0)

@@ -246,7 +246,7 @@ def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
 
 
 def test_on_texts_that_a_server_keeps(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
-    """Of all owners; a folder over another vocabulary, or of something else, is refused."""
+    """Texts of all owners; a folder over another vocabulary, or of something else, is refused."""
     folder, length = tmp_path / "memory", 32
     tokenizer = load_model(str(target)).tokenizer
     assert tokenizer is not None

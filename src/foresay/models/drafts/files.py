@@ -85,7 +85,7 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
 
 
 def interleaves(values: Mapping[str, Any]) -> bool:
-    """Return True if a config.json says that rotary positions turn neighbouring numbers of a head, not its halves."""
+    """Return True if rotary positions turn neighbouring numbers of a head, not its halves, by a config.json."""
     layer = object_of(values, "transformer_layer_config")
     names = ("rope_is_neox_style", "is_neox_style")
     found = [one[name] for one in (values, layer) for name in names if one.get(name) is not None]
