@@ -70,7 +70,7 @@ INSIDE = {
         {"config", "block_fields"},
         {"block_config"},
         {"base", "path", "kinds"},
-        {"head", "block", "mtp"},
+        {"head", "block", "mtp", "assistant"},
         {"files"},
     ],
     "models/huggingface": [
@@ -104,7 +104,7 @@ INSIDE = {
         {"packaged", "config_checks", "llama_cpp", "hub"},
         {"location", "wrapping"},
         {"reading", "base_models"},
-        {"loading"},
+        {"loading", "assistants"},
         {"drafts"},
         {"catalogue"},
     ],

@@ -1,7 +1,7 @@
 """Drafters: how draft tokens are proposed, one method per file."""
 
 from foresay.drafters.cascade import Cascade
-from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
+from foresay.drafters.hidden_states import AssistantDrafter, BlockDrafter, HeadDrafter
 from foresay.drafters.hybrid import Hybrid
 from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.memory import Memory
@@ -14,6 +14,7 @@ from foresay.drafters.suffix import SuffixDrafter
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
 
 __all__ = [
+    "AssistantDrafter",
     "BlockDrafter",
     "Cascade",
     "HeadDrafter",

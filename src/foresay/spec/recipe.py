@@ -26,6 +26,7 @@ from foresay.spec.expressions import Call
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
 if TYPE_CHECKING:  # at run time this would import transformers
+    from foresay.models.drafts.assistant import Assistant
     from foresay.models.drafts.block import BlockModel
     from foresay.models.drafts.head import HeadModel
     from foresay.models.drafts.mtp import MtpHead
@@ -72,10 +73,17 @@ class Resources:
             self.models[name] = resolve(name, self.options.for_draft(gguf=is_gguf(name)), None)
         return self.models[name]
 
-    def head(self, name: str) -> HeadModel:
-        """Return a head by name. Raises UnsupportedModelError if the target does not output hidden states."""
+    def head(self, name: str) -> HeadModel | Assistant:
+        """Return a head or assistant by name. Raises UnsupportedModelError if the target does not output hidden states."""
+        from foresay.models.drafts.assistant import Assistant
         from foresay.models.drafts.head import HeadModel
+        from foresay.models.sources.drafts import assistant_of
 
+        if ("head", name) not in self.drafts:
+            target, options, _ = self._for_reader("head")
+            assistant = assistant_of(name, options)
+            if assistant is not None:
+                self.drafts["head", name] = Assistant(assistant, target, name=self.target.name)
         return self._draft(HeadModel, name, "head")
 
     def block(self, name: str) -> BlockModel:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from foresay.checks import check_flag, check_float, check_int
 from foresay.decoding.acceptance import RULES
-from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
+from foresay.decoding.protocols import Drafter, LengthPolicy, Rule, UsesTargetCache
 from foresay.drafters import (
+    AssistantDrafter,
     BlockDrafter,
     Cascade,
     HeadDrafter,
@@ -63,7 +64,8 @@ def _head(name: str, sample: bool = True, nodes: int = 0) -> Recipe:
 
     def prepare(resources: Resources) -> DrafterBuilder:
         head = resources.head(name)
-        return lambda: HeadDrafter(head, resources.vocab_size, sample=sample, nodes=nodes)
+        made: Any = AssistantDrafter if isinstance(head, UsesTargetCache) else HeadDrafter
+        return lambda: made(head, resources.vocab_size, sample=sample, nodes=nodes)
 
     return Recipe(prepare, max(5, nodes), reads_target=True, loads_model=True, samples=sample)
 

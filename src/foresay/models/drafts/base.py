@@ -25,6 +25,7 @@ from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.frozen import FrozenEmbedding
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable
 from foresay.threads import all_threads
@@ -201,8 +202,7 @@ def embeddings_of(target: CausalModel) -> torch.nn.Module:
     if isinstance(module, torch.nn.Embedding) and hasattr(module, "embed_scale"):
         plain: torch.nn.Module = torch.nn.Embedding.from_pretrained(module.weight)  # type: ignore[no-untyped-call]
         return plain
-    found: torch.nn.Module = module
-    return found
+    return module.unscaled() if isinstance(module, FrozenEmbedding) else module
 
 
 def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:

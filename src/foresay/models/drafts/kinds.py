@@ -44,6 +44,8 @@ def drafter_of(kind: str) -> str | None:
     """Return the name of the drafter that decodes a published kind; None if none does."""
     if kind in ("mtp", "model"):
         return kind
+    if kind == "assistant":
+        return "head"
     values = {_KIND: kind}
     try:
         _reader(values).read(values)
@@ -55,6 +57,8 @@ def drafter_of(kind: str) -> str | None:
 
 def refusal(values: Mapping[str, Any]) -> str | None:
     """Return the reason for which the config.json of a head or block drafter is refused; None if it is accepted."""
+    if kind_of(values) == "assistant":  # read with its weights
+        return None
     try:
         _reader(values).read(values)
     except ConfigError as error:

@@ -140,6 +140,8 @@ def _refuse_draft(folder: str, values: Mapping[str, Any]) -> None:
         found, drafter = "a block drafter", f"block({folder})"
     elif "eagle_config" in values or "speculators_model_type" in values or any("eagle" in one.lower() for one in kinds):
         found, drafter = "a draft head", f"head({folder})"
+    elif any(one.endswith("_assistant") for one in kinds):
+        found, drafter = "an assistant", f"head({folder})"
     elif any(re.search(r"(_mtp|MTP|MTPModel)$", one) for one in kinds):
         found, drafter = "a multi-token-prediction layer, which is a part of its target's checkpoint", "mtp"
     else:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from foresay.errors import ConfigError, ModelNotFoundError
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import BlockConfig
-from foresay.models.drafts.files import read_draft
+from foresay.models.drafts.files import read_config, read_draft
+from foresay.models.sources.assistants import is_assistant, load_assistant
 from foresay.models.sources.gguf_drafts import read_gguf_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, packaged_head
@@ -43,6 +44,15 @@ def load_draft(
     if kind not in (None, found):
         raise ConfigError(f"{text!r} is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})")
     return draft
+
+
+def assistant_of(name: str, options: LoadOptions) -> Any | None:
+    """Return the AssistantModule by folder or hub id; None for another draft. Raises as `load_draft` does."""
+    if name in ALIASES or name.endswith(".gguf") or packaged_head(name) is not None:
+        return None
+    folder = _folder(name, _NOUNS["head"], options)
+    values = read_config(folder)
+    return load_assistant(folder, values) if is_assistant(values) else None
 
 
 def _file(text: str, noun: str) -> Path:

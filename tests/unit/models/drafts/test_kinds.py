@@ -56,7 +56,7 @@ def test_what_is_written_is_recognized_and_accepted(kind: str, drafter: str, val
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        ("assistant", {"architectures": ["Gemma4AssistantForCausalLM"]}),
+        ("assistant", {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}),
         ("peagle", {"speculators_model_type": "peagle"}),
         (None, {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
         (None, {"architectures": 7, "speculators_model_type": ["eagle3"]}),
@@ -70,7 +70,7 @@ def test_other_configurations(kind: str | None, values: Mapping[str, Any]) -> No
 def test_a_drafter_of_that_name_exists() -> None:
     found = {
         kind: drafter_of(kind)
-        for kind in ("eagle3", "dflash", "dflash2", "dspark", "mtp", "model", "medusa", "peagle", "")
+        for kind in ("eagle3", "dflash", "dflash2", "dspark", "assistant", "mtp", "model", "medusa", "peagle", "")
     }
     assert {one for one in found.values() if one} <= DRAFTERS.keys()
     assert [kind for kind, drafter in found.items() if drafter is None] == ["medusa", "peagle", ""]
@@ -86,3 +86,4 @@ def test_a_refusal_names_the_part() -> None:
     sliding = {**DSPARK.as_plain(), "layer_types": ["chunked_attention"] * 2}
     assert "chunked_attention" in str(refusal(sliding))
     assert "hidden_size" in str(refusal({}))
+    assert refusal({"architectures": ["Gemma4AssistantForCausalLM"]}) is None
