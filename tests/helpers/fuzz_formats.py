@@ -21,6 +21,7 @@ from foresay.lab.replay.grid import open_grid
 from foresay.lab.replay.replay import replay
 from foresay.lab.report.report import read_report
 from foresay.lengths import ConstantLength
+from foresay.models.sources.published import read_table
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
@@ -228,6 +229,32 @@ def _read_costs(path: Path) -> None:
     read_costs(str(path / "file")).swi("a", 10, {"a": 5, "b": 3})
 
 
+# -- published drafts ------------------------------------------------------------------------------------------------------
+
+DRAFT = {
+    "repo": "org/draft",
+    "kind": "dflash",
+    "parameters": 7,
+    "bytes": 14,
+    "license": "mit",
+    "files": "gguf",
+    "tested": True,
+}
+PUBLISHED = {
+    "format": "foresay-published-drafts",
+    "version": 1,
+    "targets": [
+        {"name": f"org/{name}", "active_parameters": 9, "drafts": [DRAFT, {"repo": "a/b", "kind": "model"}]}
+        for name in ("large", "small")
+    ],
+}
+
+
+def _read_published(path: Path) -> None:
+    for target in read_table(path / "file").values():
+        assert all(draft.size is None or draft.size > 0 for draft in target.drafts)
+
+
 # -- databases of texts ----------------------------------------------------------------------------------------------------
 
 TEXTS = [[i, *range(400)] for i in range(20)]
@@ -269,5 +296,6 @@ FORMATS: dict[str, Format] = {
     "settings": Format(one_file("s.toml", _settings), lambda path: read_settings(path / "s.toml")),
     "data": Format(files(_write_data), _read_data),
     "arrivals": Format(one_file("file", _arrivals), _read_arrivals),
+    "published": Format(one_file("file", lambda rng: mutate_json(PUBLISHED, rng)), _read_published),
     "costs": Format(one_file("file", lambda rng: mutate_json({"a": 70.0, "b": 2}, rng)), _read_costs),
 }

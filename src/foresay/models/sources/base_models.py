@@ -20,7 +20,8 @@ from foresay.models.sources.location import refuse_missing
 from foresay.models.sources.packaged import ALIASES
 from foresay.models.sources.published import REPOSITORY, table
 
-_MAX_CARD_BYTES, _MAX_CONFIG_BYTES, _MAX_NAMES = 1 << 20, 1 << 22, 16
+_MAX_METADATA_BYTES, _MAX_CONFIG_BYTES, _MAX_NAMES = 1 << 16, 1 << 22, 16
+"""YAML of a megabyte would take 11 s."""
 
 
 def hub_names(name: str) -> tuple[str, ...]:
@@ -67,14 +68,14 @@ def read_values(folder: Path) -> Mapping[str, Any]:
 
 def card_bases(folder: Path) -> list[Any]:
     """Return the base models that a folder's model card names, as they are in its metadata."""
-    from huggingface_hub import metadata_load
+    from huggingface_hub import ModelCard
 
-    card = folder / "README.md"
     try:
-        values = metadata_load(card) if card.stat().st_size <= _MAX_CARD_BYTES else None
+        with (folder / "README.md").open("rb") as file:
+            begun = re.match(rb"---\r?\n.*?\n---", file.read(_MAX_METADATA_BYTES), re.DOTALL)
+        found = ModelCard(f"{begun[0].decode()}\n").data.to_dict().get("base_model") if begun else None
     except Exception:  # a missing file, or any error of the YAML library
         return []
-    found = values.get("base_model") if isinstance(values, dict) else None
     return found if isinstance(found, list) else [found]
 
 

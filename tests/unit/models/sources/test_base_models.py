@@ -55,7 +55,10 @@ def test_a_hub_id_with_and_without_its_card(fake: FakeHub) -> None:
         ({"README.md": card("base_model: [a/b")}, ()),
         ({"README.md": card("other: 1")}, ()),
         ({"README.md": b"\xff\xfe\x00"}, ()),
-        ({"README.md": card("base_model: a/b") + b" " * (1 << 20)}, ()),
+        ({"README.md": card("base_model: a/b") + b" " * (1 << 20)}, ("a/b",)),
+        ({"README.md": card("base_model: a/b\nother: " + "x" * (1 << 16))}, ()),
+        ({"README.md": b"base_model: a/b"}, ()),
+        ({"README.md": b"---\r\nbase_model: a/b\r\n---\r\n"}, ("a/b",)),
         (
             {"README.md": card("base_model:\n" + "\n".join(f"- a/b{i}" for i in range(100)))},
             tuple(f"a/b{i}" for i in range(15)),
