@@ -37,6 +37,8 @@ class Found:
     """Folder of its files here; None if it would be downloaded."""
     refusal: str | None
     """Reason for which foresay does not decode it; None if it does, as far as its files or its kind show."""
+    name: str
+    """Name that a drafter's expression takes: the repository, or a GGUF file that is here."""
     cost: float | None
     """Bytes that a pass of the draft reads / bytes that a pass of the target reads; None if either is not known."""
 
@@ -46,7 +48,8 @@ class Found:
         name = drafter_of(self.draft.kind)
         if self.source == "package" and self.draft.repo in DEFAULT_DRAFTERS:
             return DEFAULT_DRAFTERS[self.draft.repo]
-        return WITH_MTP if name == "mtp" else f"hybrid(suffix, {name}({self.draft.repo}))"
+        given = self.name if re.fullmatch(r"[^\s,;()\[\]='\"]+", self.name) else f'"{self.name}"'
+        return WITH_MTP if name == "mtp" else f"hybrid(suffix, {name}({given}))"
 
     @property
     def per(self) -> str:
@@ -132,16 +135,22 @@ def _found(
 ) -> Found:
     """Look at a draft's files, if they are here."""
     folder = packaged_head(draft.repo) if source == "package" else hub.cached_folder(draft.repo)
-    stored = 0 if folder is None else hub.weight_bytes(folder)
+    file = _gguf_file(folder) if folder is not None and draft.files == "gguf" else None
+    stored = file.stat().st_size if file else 0 if folder is None else hub.weight_bytes(folder)
     if not stored:
         folder = None
     elif draft.kind != "mtp":
         draft = draft.model_copy(update={"bytes": stored})
-    reason = draft.refusal
-    if reason is None and folder is not None and drafter_of(draft.kind) in ("head", "block"):
+    reason = draft.refusal if file is None or drafter_of(draft.kind) is None else None
+    if reason is None and folder is not None and file is None and drafter_of(draft.kind) in ("head", "block"):
         reason = refusal(read_values(folder))
     cost = None if draft.kind == "mtp" or draft.size is None or not size else draft.size / size
-    return Found(draft, target, source, folder, reason, cost)
+    return Found(draft, target, source, folder, reason, str(file or draft.repo), cost)
+
+
+def _gguf_file(folder: Path) -> Path | None:
+    """Return the largest GGUF file of a folder, whose weights are the least rounded."""
+    return max(folder.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None)
 
 
 def _target_bytes(model: str, targets: Sequence[str]) -> int | None:

@@ -55,7 +55,7 @@ class PublishedDraft(_Strict):
         if self.files == "pickle":
             return "its weights are pickled, which can run code"
         if self.files == "gguf":
-            return "a repository's GGUF files are not loaded by its name"
+            return "a repository of GGUF files is not downloaded by its name; download one of its files"
         return None
 
     @property

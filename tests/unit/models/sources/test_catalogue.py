@@ -111,6 +111,21 @@ def test_a_draft_in_the_cache_is_first_and_its_configuration_decides(fake: FakeH
     assert catalogue("org/target", search_hub=False).found[1].folder is None, "a configuration without weights"
 
 
+def test_a_gguf_file_in_the_cache_is_named_by_its_path(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = {"repo": "a/gguf", "kind": "dspark", "files": "gguf"}
+    known = {"org/target": PublishedTarget.model_validate({"name": "org/target", "drafts": [draft]})}
+    monkeypatch.setattr(module, "table", lambda: known)
+    [found] = catalogue("org/target", search_hub=False).found
+    assert "GGUF" in str(found.refusal) and found.name == "a/gguf"
+    folder = fake.store("a/gguf", {"d-Q4.gguf": b"12", "d-Q8 (1).gguf": b"1234", "d-Q6.gguf": b"123"})
+    [found] = catalogue("org/target", search_hub=False).found
+    assert found.refusal is None and found.draft.size == 4
+    assert found.drafter == f'hybrid(suffix, block("{folder}/d-Q8 (1).gguf"))'
+    assert published_drafter("org/target", OPTIONS) == found.drafter
+    (folder / "d-Q8 (1).gguf").rename(folder / "d.gguf")
+    assert published_drafter("org/target", OPTIONS) == f"hybrid(suffix, block({folder}/d.gguf))"
+
+
 def test_the_cache_is_searched_for_drafts_that_name_the_target(fake: FakeHub) -> None:
     card = b"---\nbase_model: ORG/Target\n---\n"
     fake.store("b/by-config", HEAD_FILES)

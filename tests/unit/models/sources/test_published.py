@@ -118,7 +118,11 @@ def test_what_cannot_be_read_of_a_draft_is_named() -> None:
 
     assert refusal() == "None" == refusal(kind="model") == refusal(files="unknown")
     assert "medusa" in refusal(kind="medusa")
-    assert "pickled" in refusal(files="pickle") and "GGUF" in refusal(files="gguf")
+    assert (
+        "pickled" in refusal(files="pickle")
+        and "GGUF" in refusal(files="gguf")
+        and "GGUF" in refusal(kind="model", files="gguf")
+    )
 
 
 def test_sizes_and_ranks() -> None:
