@@ -39,6 +39,19 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
     ),
     "weights without their scale": (("experts.h", "/ sum * e.scale", "/ sum * (FAULT ? 1.0f : e.scale)"),),
+    # Gemma 4
+    "values that are not normalized": (("attention.h", "if (a.value_norm) unit", "if (!FAULT && a.value_norm) unit"),),
+    "values that are rotated as keys are": (
+        (
+            "attention.h",
+            "rotate_heads(key.data(), a.keys, a, n);",
+            "rotate_heads(key.data(), a.keys, a, n); if (FAULT && a.source == EQUAL) value = key;",
+        ),
+    ),
+    "inputs of the first layer for all": (
+        ("kernels.cpp", "one.index * width, width *", "(FAULT ? 0 : one.index) * width, width *"),
+    ),
+    "outputs without their scale": (("kernels.cpp", "*= layer.scale;", "*= FAULT ? 1.0f : layer.scale;"),),
     "no clamped gate": (("layer.h", "if (kind == CLAMPED)", "if (!FAULT && kind == CLAMPED)"),),
     "a gate without its limit": (("layer.h", "limit = gate.limit;", "limit = FAULT ? 1e9f : gate.limit;"),),
     "no sinks": (("attention.h", "(sink == nullptr ?", "(FAULT || sink == nullptr ?"),),

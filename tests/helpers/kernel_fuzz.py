@@ -24,6 +24,7 @@ from foresay.models.cpu.gated_layer import (
     Convolution,
     Experts,
     GatedLayer,
+    LayerInput,
     Norm,
     ShortConvolution,
     Sigmoids,
@@ -167,10 +168,12 @@ def attend(sizes: Sizes, library: Any) -> None:
         )
     starts = sizes.integers(tokens, -1 if sizes.often(0.1) else 0, slots if sizes.often(0.1) else 0)
     turned = rotated > 0
+    source = sizes.one(0, 0, 0, 1, 2, odd=0.02)
     asked = structs.Attention(
-        tokens=tokens, columns=columns, queries=queries, keys=keys, dim=dim, rotated=rotated, wide=0,
+        source=source, value_norm=sizes.one(0, 1, odd=0.01), tokens=tokens,
+        columns=columns, queries=queries, keys=keys, dim=dim, rotated=rotated, wide=0,
         window=sizes.one(0, 0, 3, odd=0.05), store_rows=rows,
-        layer=sizes.one(*[0] * 30, 1, -1, odd=0.01), blocks=blocks, capacities=held,
+        offset=sizes.one(*[0] * 30, 1, -1, odd=0.01), blocks=blocks, capacities=held,
         rows=sizes.integers(tokens, 0, rows - 1) if sizes.often(0.9) else sizes.integers(tokens, -1, rows),
         slots=step, starts=starts, positions=step if sizes.often(0.8) else sizes.integers(tokens, -1, slots),
         ancestors=seen, cosines=sizes.floats(tokens, rotated) if turned else None,
@@ -239,11 +242,11 @@ def whole(sizes: Sizes, library: Any) -> None:
     queries = keys * 2 if sizes.often(0.9) else 3
 
     def weights(outputs: int, depth: int) -> NativeProduct:
-        extra = [sizes.one(-1, 1, 4, odd=0) if sizes.often(0.04) else 0 for _ in range(2)]
+        extra = [sizes.one(-1, 1, 4, odd=0) if sizes.often(0.015) else 0 for _ in range(2)]
         return NativeProduct.of_numbers(torch.randn(max(1, outputs + extra[0]), depth + extra[1]), None)
 
     def norm(width: int) -> Norm:
-        return Norm(torch.ones(width + (1 if sizes.often(0.02) else 0)), 1e-5)
+        return Norm(torch.ones(width + (1 if sizes.often(0.01) else 0)), 1e-5)
 
     def experts() -> Experts | None:
         if sizes.often(0.6):
@@ -262,12 +265,21 @@ def whole(sizes: Sizes, library: Any) -> None:
     def convolution() -> Convolution | None:
         if sizes.often(0.5):
             return None
-        taps, groups = sizes.one(1, 2, 5, odd=0), sizes.one(1, hidden, hidden // 2, 3, odd=0.02)
+        taps, groups = sizes.one(1, 2, 5, odd=0), sizes.one(*[1, hidden, hidden // 2] * 3, 3, odd=0.02)
         return Convolution(weights(2 * taps * max(1, min(groups, 64)), hidden), torch.rand(2, taps, hidden))
+
+    size = sizes.one(4, 32, odd=0)
+
+    def more(i: int) -> dict[str, Any]:
+        """Keys of its own, or of the first layer; and an input of its own."""
+        own = sizes.one(2, 2, 2, 2, 1, 0 if i else 2, odd=0)
+        given = LayerInput(weights(size, hidden), weights(hidden, size), norm(hidden), i) if sizes.often(0.2) else None
+        shares = {"shares": 0 if own == 0 else None, "equal_values": own == 1, "unit_values": sizes.often(0.2)}
+        return {**shares, "input": given, "scale": 0.5, "qkv": weights((queries + own * keys) * dim, hidden)}
 
     layers = [
         GatedLayer(
-            kind="full_attention", before_attention=norm(hidden), qkv=weights((queries + 2 * keys) * dim, hidden),
+            **more(i), kind="full_attention", before_attention=norm(hidden),
             heads=(queries, keys), dim=dim, q_norm=norm(dim), k_norm=norm(dim), wide_norm=False, rotates=sizes.often(0.8),
             window=None, scaling=0.3, softcap=None, output=weights(hidden, queries * dim), after_attention=None,
             before_mlp=norm(hidden), gate_up=weights(2 * inner, hidden), activation=torch.nn.functional.silu,
@@ -275,7 +287,7 @@ def whole(sizes: Sizes, library: Any) -> None:
             sinks=torch.rand(queries + (1 if sizes.often(0.05) else 0)) if sizes.often(0.3) else None,
             causal=sizes.often(0.5), attention_conv=convolution(), mlp_conv=convolution(),
         )
-        for _ in range(2)
+        for i in range(2)
     ]  # fmt: skip
     if sizes.often(0.3):
         taps = torch.randn(hidden + (1 if sizes.often(0.05) else 0), 1, 3)
@@ -294,7 +306,8 @@ def whole(sizes: Sizes, library: Any) -> None:
     if sizes.often(0.5):
         ends = torch.tensor([sizes.one(2, 2, 2, 1, 9, 1 << 40, odd=0) for _ in range(6)])
         tokens = dataclasses.replace(tokens, ends=ends if sizes.often(0.5) else torch.full((6,), 2))
-    native.run(torch.randn(6, hidden), tokens, cache, {"full_attention": (table, table)}, ())
+    inputs = torch.randn(6, 2 * size) if sizes.often(0.97) else None
+    native.run(torch.randn(6, hidden), tokens, cache, {"full_attention": (table, table)}, (), inputs=inputs)
 
 
 def chain(sizes: Sizes, library: Any) -> None:

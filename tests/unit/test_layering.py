@@ -81,7 +81,7 @@ INSIDE = {
         {"experts"},
         {"joined"},
         {"linears"},
-        {"hybrid_layers"},
+        {"hybrid_layers", "layer_inputs"},
         {"model", "fused", "graphs"},
         {"causal", "selective_scan"},
         {"seq2seq", "states"},

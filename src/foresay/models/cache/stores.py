@@ -7,6 +7,7 @@ forward passes need. Does not know which slots are valid; the cache does.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,31 +47,44 @@ class SavedSlots:
 
 
 class RowStores:
-    """A block [2 * layers, slots, heads, dim] per row: the keys of a layer, its values, the keys of the next layer, ..."""
+    """Memory of each row: the keys of a layer, [slots, heads, dim], its values, then those of the next layer.
 
-    def __init__(self, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-        self._layers, self.heads, self.dim, self.dtype = layers, heads, dim, dtype
+    Consecutive layers of one shape are one array.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        """shapes: (heads, dim) of each layer."""
+        self.shapes, self.dtype = tuple(shapes), dtype
+        self.offsets = [0, *itertools.accumulate(2 * heads * dim for heads, dim in self.shapes)]
+        """Numbers of a slot before those of each layer, and of all layers."""
         self.blocks: list[torch.Tensor | None] = []
-        """The block of each row; None for a row without slots."""
+        """The memory of each row, [slots * numbers of a slot]; None for a row without slots."""
         self._used: list[int] = []
         """Slots reserved for each row; memory after them was never touched."""
         self.version = 0
         self._freed = 0
+        ends = [i for i in range(1, self.num_layers + 1) if self.shapes[i - 1 : i] != self.shapes[i : i + 1]]
+        self._runs = list(itertools.pairwise([0, *ends]))
 
     @property
     def num_layers(self) -> int:
         """See Stores."""
-        return self._layers
+        return len(self.shapes)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token's keys and values over all layers."""
-        return 2 * self._layers * self.heads * self.dim * self.dtype.itemsize
+        return self.offsets[-1] * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
         """See Stores."""
         return sum(self._used) * self.slot_bytes
+
+    def slots(self, row: int) -> int:
+        """Return the allocated slots of a row."""
+        block = self.blocks[row]
+        return 0 if block is None else len(block) // self.offsets[-1]
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
         """See Stores. A row that outgrows its block gets a larger one: twice its slots, or 5/4 of them from 1024 on."""
@@ -79,47 +93,52 @@ class RowStores:
             self.blocks += [None] * (rows - len(self.blocks))
             self.version += 1
         for row, needed in enumerate(slots, first_row):
-            old = self.blocks[row]
-            if old is None or needed > old.shape[1]:
-                self._grow(row, old, needed)
+            if self.blocks[row] is None or needed > self.slots(row):
+                self._grow(row, needed)
             self._used[row] = max(self._used[row], needed)
 
-    def _grow(self, row: int, old: torch.Tensor | None, needed: int) -> None:
-        used = self._used[row]
+    def _grow(self, row: int, needed: int) -> None:
+        used, old = self._used[row], None if self.blocks[row] is None else self._arrays(row)
         slots = round_up(max(needed + WIDTH, 2 * used if used < 1024 else used + used // 4))
-        new = torch.empty(2 * self._layers, slots, self.heads, self.dim, dtype=self.dtype)
+        self.blocks[row] = torch.empty(slots * self.offsets[-1], dtype=self.dtype)
         if old is not None:
-            new[:, :used] = old[:, :used]
+            for array, before in zip(self._arrays(row), old, strict=True):
+                array[:, :used] = before[:, :used]
             self._freed += used * self.slot_bytes
-        self.blocks[row] = new
         self.version += 1
 
-    def _block(self, row: int) -> torch.Tensor:
+    def _arrays(self, row: int) -> list[torch.Tensor]:
+        """Return the arrays [2 * layers, slots, heads, dim] of a row."""
+        return [self._array(row, first, end) for first, end in self._runs]
+
+    def _array(self, row: int, first: int, end: int) -> torch.Tensor:
+        """Return the array of consecutive layers of one shape."""
         block = self.blocks[row]
         assert block is not None, f"row {row} has no slots"
-        return block
+        slots, (low, high) = self.slots(row), (self.offsets[first], self.offsets[end])
+        return block[low * slots : high * slots].view(2 * (end - first), slots, *self.shapes[first])
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
         """See Stores."""
         for i, row in enumerate(rows[:, 0].tolist()):
-            block = self._block(row)
-            block[2 * layer, slots[i]] = keys[i].transpose(0, 1)
-            block[2 * layer + 1, slots[i]] = values[i].transpose(0, 1)
+            array = self._array(row, layer, layer + 1)
+            array[0, slots[i]] = keys[i].transpose(0, 1)
+            array[1, slots[i]] = values[i].transpose(0, 1)
 
     def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
         """See Stores. Returns a copy with zeros after the valid slots: weight zero times uninitialized memory may be NaN."""
-        out = torch.zeros(2, len(slots), width, self.heads, self.dim, dtype=self.dtype)
+        out = torch.zeros(2, len(slots), width, *self.shapes[layer], dtype=self.dtype)
         for i, count in enumerate(slots):
             if count:
-                out[:, i, :count] = self._block(first_row + i)[2 * layer : 2 * layer + 2, :count]
+                out[:, i, :count] = self._array(first_row + i, layer, layer + 1)[:, :count]
         return out[0].transpose(1, 2), out[1].transpose(1, 2)
 
     def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """See Stores."""
         for row in sorted({row for row, _, _ in moves}):
             sources, targets = torch.tensor([(a, b) for one, a, b in moves if one == row]).unbind(1)
-            block = self._block(row)
-            block[:, targets] = block[:, sources]
+            for array in self._arrays(row):
+                array[:, targets] = array[:, sources]
 
     def move(self, source: int, target: int, length: int) -> None:
         """See Stores. Nothing is copied."""
@@ -149,19 +168,20 @@ class RowStores:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """See Stores."""
-        self._block(target)[:, :length] = self._block(source)[:, :length]
+        for own, other in zip(self._arrays(target), self._arrays(source), strict=True):
+            own[:, :length] = other[:, :length]
 
     def save(self, row: int, length: int) -> SavedSlots:
         """See Stores."""
-        copied = self._block(row)[:, :length].clone()
-        return SavedSlots(tuple((copied[i], copied[i + 1]) for i in range(0, len(copied), 2)))
+        copied = [array[:, :length].clone() for array in self._arrays(row)]
+        return SavedSlots(tuple((one[i], one[i + 1]) for one in copied for i in range(0, len(one), 2)))
 
     def load(self, row: int, saved: SavedSlots, length: int) -> None:
         """See Stores."""
-        block = self._block(row)
-        for i, part in enumerate(saved.parts):
+        for layer, part in enumerate(saved.parts):
             assert part is not None
-            block[2 * i, :length], block[2 * i + 1, :length] = part[0][:length], part[1][:length]
+            array = self._array(row, layer, layer + 1)
+            array[0, :length], array[1, :length] = part[0][:length], part[1][:length]
 
 
 class Stores:

@@ -20,11 +20,15 @@
 
 namespace foresay {
 
+// Keys and values of a layer: both in the joint product; keys alone, whose numbers are the values, too; or those of another layer.
+enum KeysAndValues { OWN = 0, EQUAL = 1, OTHERS = 2 };
+
 struct Attention {
     int64_t tokens, columns, queries, keys, dim, rotated, wide, window;
-    int64_t layer, store_rows; // of the cache
-    int64_t gated;             // nonzero if each query head of the joint product is followed by a gate of its output
-    void *const *blocks;       // [store_rows] each row's keys and values, [2 * layers, slots, K, D]; null for a row without slots
+    int64_t offset, store_rows; // offset: numbers of a slot of the cache before this layer's
+    int64_t gated;              // nonzero if each query head of the joint product is followed by a gate of its output
+    int64_t source, value_norm; // source: see KeysAndValues; value_norm: nonzero if values are normalized, without weights
+    void *const *blocks;       // [store_rows] each row's keys and values: for each layer, [2, slots, K, D]; null for a row without slots
     const int64_t *capacities; // [store_rows] slots of each block
     const int64_t *rows;      // [N] the cache row of each token
     const int64_t *slots;     // [N] its slot
@@ -45,7 +49,7 @@ template <class T> inline int64_t head_size(const Attention &a) { return a.dim +
 
 // The keys of a layer in a row of the cache, [slots, K, head_size]; its values follow them.
 template <class T> inline T *keys_of_row(const Attention &a, int64_t row) {
-    return static_cast<T *>(a.blocks[row]) + 2 * a.layer * a.capacities[row] * a.keys * head_size<T>(a);
+    return static_cast<T *>(a.blocks[row]) + a.offset * a.capacities[row];
 }
 
 template <class T> inline int64_t to_values(const Attention &a, int64_t row) { return a.capacities[row] * a.keys * head_size<T>(a); }
@@ -65,6 +69,15 @@ inline void norm_in_place(float *x, const float *weight, int64_t width, float ep
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) x[i] = x[i] * unit * weight[i];
 }
+
+inline void unit_in_place(float *x, int64_t width, float eps) {
+    float unit = 1.0f / std::sqrt(mean_square(x, width) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) x[i] *= unit;
+}
+
+// Numbers of keys and values in the joint product of a token.
+inline int64_t own_keys(const Attention &a) { return a.source == OTHERS ? 0 : (a.source == EQUAL ? 1 : 2) * a.keys * a.dim; }
 
 inline void norm_heads(float *x, const float *weight, int64_t heads, const Attention &a) {
     if (weight == nullptr) return;
@@ -90,23 +103,25 @@ inline void rotate_heads(float *x, int64_t heads, const Attention &a, int64_t n)
 // Writes the queries [N, Q * D] of the joint product, normalized and rotated; stores the keys and values in the cache.
 template <class T>
 void place(const Attention &a, const float *joint, float *queries, int64_t n) {
-    int64_t q = a.queries * a.dim, k = a.keys * a.dim;
+    int64_t q = a.queries * a.dim, k = a.keys * a.dim, own = own_keys(a);
     int64_t step = a.gated ? 2 * a.dim : a.dim, to_keys = a.queries * step;
-    const float *source = joint + n * (to_keys + 2 * k);
+    const float *source = joint + n * (to_keys + own);
     float *query = queries + n * q;
-    std::vector<float> key(k);
     for (int64_t h = 0; h < a.queries; h++) {
         for (int64_t d = 0; d < a.dim; d++) query[h * a.dim + d] = source[h * step + d];
     }
-    for (int64_t i = 0; i < k; i++) key[i] = source[to_keys + i];
     norm_heads(query, a.query_norm, a.queries, a);
-    norm_heads(key.data(), a.key_norm, a.keys, a);
     rotate_heads(query, a.queries, a, n);
+    if (own == 0) return;
+    source += to_keys;
+    std::vector<float> key(source, source + k), value(source + own - k, source + own);
+    norm_heads(key.data(), a.key_norm, a.keys, a);
     rotate_heads(key.data(), a.keys, a, n);
     T *keys = keys_of_row<T>(a, a.rows[n]) + a.slots[n] * a.keys * head_size<T>(a), *values = keys + to_values<T>(a, a.rows[n]);
     for (int64_t h = 0; h < a.keys; h++) {
+        if (a.value_norm) unit_in_place(value.data() + h * a.dim, a.dim, a.eps);
         write_head(keys + h * head_size<T>(a), key.data() + h * a.dim, a.dim);
-        write_head(values + h * head_size<T>(a), source + to_keys + k + h * a.dim, a.dim);
+        write_head(values + h * head_size<T>(a), value.data() + h * a.dim, a.dim);
     }
 }
 

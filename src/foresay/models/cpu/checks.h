@@ -92,20 +92,22 @@ inline void check_heads(const Attention &a) {
     require(a.window >= 0 && a.window <= int64_t{1} << 62, "window", a.window, "in [0, 2^62]");
 }
 
-// Each row of the cache has a block of an addressable size. layers: number of layers in a block.
-inline void check_store(const Attention &a, int64_t layers) {
-    int64_t end;
+// Each row of the cache has a block of an addressable size. width: numbers of a slot in all layers; scaled: nonzero if each head of a
+// key or value is followed by its scale.
+inline void check_store(const Attention &a, int64_t width, int64_t scaled) {
+    int64_t end, own = 2 * a.keys * (a.dim + (scaled ? static_cast<int64_t>(sizeof(float)) : 0));
     check_rows("store_rows", a.store_rows);
     check_pointer("blocks", a.blocks);
     check_pointer("capacities", a.capacities);
-    require(layers > 0 && layers <= MOST_LAYERS, "store_layers", layers, "in [1, 2^16]");
-    require(a.layer >= 0 && a.layer < layers, "layer", a.layer, "a layer of the cache");
+    require(a.source >= OWN && a.source <= OTHERS, "source", a.source, "in [0, 2]");
+    require(width >= own, "store_width", width, "at least that of a layer");
+    require(a.offset >= 0 && a.offset <= width - own, "offset", a.offset, "that of a layer of the cache");
     for (int64_t row = 0; row < a.store_rows; row++) {
         int64_t slots = a.capacities[row];
         require(slots >= 0 && slots <= MOST, "capacity", slots, "in [0, 2^31)");
         require(slots == 0 || a.blocks[row] != nullptr, "capacity", slots, "0 for a row without a block");
-        int64_t widest = a.keys * (a.dim + static_cast<int64_t>(sizeof(float)));
-        require(!__builtin_mul_overflow(2 * layers * slots, widest, &end), "capacity", slots, "smaller: the block is too large to address");
+        bool fits = !__builtin_mul_overflow(width, slots * static_cast<int64_t>(sizeof(float)), &end);
+        require(fits, "capacity", slots, "smaller: the block is too large to address");
     }
 }
 

@@ -162,6 +162,20 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInput:
+    """An addition after a layer's feed-forward, of a token's input i (Gemma 4): norm(projection(activation(gate x) * i)).
+
+    Only the kernels compute it.
+    """
+
+    gate: Product
+    projection: Product
+    norm: Norm
+    index: int
+    """Position of the layer's input among those of a token."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatedLayer:
     """A layer of attention and a gated feed-forward, each with a norm before it, after it, or both."""
 
@@ -200,9 +214,31 @@ class GatedLayer:
     """True if each query head is followed by a gate, whose sigmoid multiplies the head's output. Only the kernels compute it."""
     mixer: GatedDelta | ShortConvolution | None = None
     """In place of attention, whose fields are not read: `qkv` and `output` are the products before and after it."""
+    shares: int | None = None
+    """Index of the layer whose keys and values it reads; `qkv` has queries alone then. Only the kernels compute what follows."""
+    equal_values: bool = False
+    """True if the keys, before their norm, are the values, too; `qkv` has queries and keys."""
+    unit_values: bool = False
+    """True if each head of a value is normalized, without a weight."""
+    input: LayerInput | None = None
+    scale: float = 1.0
+    """Factor of the layer's output."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if PyTorch's operations compute the layer, too."""
+        own = (
+            self.shares is not None
+            or self.equal_values
+            or self.unit_values
+            or self.input is not None
+            or self.scale != 1.0
+        )
+        return not own and self.experts is None and self.mixer is None and not self.gates_heads
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """The norms of this layer, without the missing ones."""
         names = ("before_attention", "q_norm", "k_norm", "after_attention", "before_mlp", "after_mlp")
-        return tuple(one for one in (getattr(self, name) for name in names) if one is not None)
+        found = [*(getattr(self, name) for name in names), None if self.input is None else self.input.norm]
+        return tuple(one for one in found if one is not None)

@@ -59,6 +59,27 @@ const float *normed_inputs(const Model &model, const Pass &pass, std::vector<flo
     return out;
 }
 
+// x [N, H] += norm(projection(activation(gate x) * input)). added [N, H]: room for the projection.
+void add_input(const Model &model, const LayerInput &one, const Pass &pass, float *added) {
+    static thread_local std::vector<float> kept_gates, kept_weight;
+    int64_t tokens = pass.tokens, hidden = model.hidden, width = one.width;
+    int threads = static_cast<int>(pass.threads);
+    kept_gates.resize(tokens * 4 * width), kept_weight.resize(one.norm.size);
+    float *gates = kept_gates.data(), *joint = gates + tokens * width, *gated = joint + tokens * 2 * width;
+    const float *weight = Norms::widened(one.norm, kept_weight.data());
+    multiply(one.gate, pass.x, hidden, tokens, gates, threads);
+    each_token(tokens, threads, [&](int64_t n) {
+        std::memcpy(joint + n * 2 * width, gates + n * width, width * sizeof(float));
+        std::memcpy(joint + n * 2 * width + width, pass.inputs + n * pass.input_width + one.index * width, width * sizeof(float));
+        apply(model.gate, joint + n * 2 * width, gated + n * width, width);
+    });
+    multiply(one.projection, gated, width, tokens, added, threads);
+    each_token(tokens, threads, [&](int64_t n) {
+        float *x = pass.x + n * hidden;
+        add_norm(x, added + n * hidden, weight, 1.0f, nullptr, added + n * hidden, hidden, model.eps);
+    });
+}
+
 void run(const Model &model, const Pass &pass) {
     int64_t tokens = pass.tokens, hidden = model.hidden, wide = 2 * model.inner, heads = 0;
     int threads = static_cast<int>(pass.threads);
@@ -127,12 +148,18 @@ void run(const Model &model, const Pass &pass) {
             multiply_experts(*layer.experts, read, hidden, tokens, more, threads);
         } else {
             multiply(layer.gate_up, read, hidden, tokens, joint, threads);
-            each_token(tokens, threads, [&](int64_t n) {
-                apply(model.gate, joint + n * 2 * model.inner, gated + n * model.inner, model.inner);
-            });
-            multiply(layer.down, gated, model.inner, tokens, more, threads);
+            int64_t inner = layer.down.depth;
+            each_token(tokens, threads, [&](int64_t n) { apply(model.gate, joint + n * 2 * inner, gated + n * inner, inner); });
+            multiply(layer.down, gated, inner, tokens, more, threads);
         }
-        norm(after(layer.mlp_conv), norms.after_mlp, next);
+        bool is_last = layer.input == nullptr && layer.scale == 1.0f; // of the changes of x
+        norm(after(layer.mlp_conv), norms.after_mlp, is_last ? next : nullptr);
+        if (is_last) continue;
+        if (layer.input != nullptr) add_input(model, *layer.input, pass, more);
+        each_token(tokens, threads, [&](int64_t n) {
+            for (int64_t h = 0; h < hidden; h++) pass.x[n * hidden + h] *= layer.scale;
+        });
+        norm(nullptr, nullptr, next);
     }
 }
 
@@ -250,10 +277,10 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
-    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate), sizeof(Experts), sizeof(Convolution), sizeof(Attention),
-                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),  sizeof(Pass),        sizeof(Chain),
-                                 sizeof(Mixer),   sizeof(StateRow), sizeof(StateRows)};
-    return index >= 0 && index < 13 ? sizes[index] : 0;
+    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate), sizeof(Experts), sizeof(Convolution), sizeof(Attention), sizeof(Vector),
+                                 sizeof(LayerInput), sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(Chain),
+                                 sizeof(Mixer), sizeof(StateRow), sizeof(StateRows)};
+    return index >= 0 && index < 14 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.
@@ -313,7 +340,7 @@ extern "C" int64_t foresay_gate(const Gate *gate, const float *joint, float *out
 extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, float *out, int64_t kind, int64_t threads) {
     return guarded([&] {
         check_heads(*a);
-        check_store(*a, 1);
+        check_store(*a, 2 * a->keys * (a->dim + (kind == INT8_CACHE ? 4 : 0)), kind == INT8_CACHE);
         check_tokens(*a);
         check_cache(kind);
         attend(*a, joint, queries, out, kind, check_threads(threads));

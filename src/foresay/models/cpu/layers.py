@@ -21,7 +21,7 @@ from foresay.models.cache.state_cache import StateCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
-from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, LayerInput, Norm
 from foresay.models.cpu.mixers import Mixers, StatePass
 from foresay.models.cpu.product import NativeProduct
 
@@ -34,6 +34,8 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "g
 """transformers' names of the supported activations, and their numbers in the kernels."""
 _CLAMPED = 3
 """Number of ClampedGate in the kernels."""
+_OWN, _EQUAL, _OTHERS = range(3)
+"""Sources of a layer's keys and values, in the order of attention.h."""
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
@@ -106,11 +108,10 @@ class _Addresses:
     """
 
     def __init__(self, stores: RowStores) -> None:
-        self.version, self.rows, self.layers = stores.version, len(stores.blocks), stores.num_layers
-        capacities = [0 if block is None else int(block.shape[1]) for block in stores.blocks]
-        shape = (2 * stores.num_layers, stores.heads, stores.dim)
+        self.version, self.rows, self.width = stores.version, len(stores.blocks), stores.offsets[-1]
+        capacities = [stores.slots(row) for row in range(self.rows)]
         addresses = [
-            None if block is None else structs.address(block, (shape[0], slots, *shape[1:]), stores.dtype)
+            None if block is None else structs.address(block, (slots * self.width,), stores.dtype)
             for block, slots in zip(stores.blocks, capacities, strict=True)
         ]
         self.blocks = (ctypes.c_void_p * self.rows)(*addresses)
@@ -153,18 +154,19 @@ class NativeLayers:
         if not attending:
             raise LookupError("the kernels need a layer with attention")
         self._turns = sorted({layer.kind for layer in attending})
-        self._heads = (attending[0].heads[1], head_size(attending[0].dim, dtype))
-        """Key heads, and numbers of each in the cache."""
-        self._num_stored = len(attending)
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
         self._referenced: list[Any] = []
         """Objects whose memory the structs point to."""
         self._hidden, self._inner = _native(layers[0].output).out_features, _inner(layers)
         self._first_norms = first_norms
         self._mixers = Mixers(layers, self._hidden)
-        stored = [sum(one.mixer is None for one in layers[:i]) for i in range(len(layers))]
+        own = [i for i, layer in enumerate(layers) if layer.mixer is None and layer.shares is None]
+        self._shapes = tuple((layers[i].heads[1], head_size(layers[i].dim, dtype)) for i in own)
+        """Shapes of a token's keys in the layers that have their own."""
+        offsets = dict(zip(own, RowStores(self._shapes, dtype).offsets, strict=False))
         structs_ = [
-            self._struct(layer, last_norm.eps, at, i) for i, (layer, at) in enumerate(zip(layers, stored, strict=True))
+            self._struct(layer, last_norm.eps, offsets.get(i if layer.shares is None else layer.shares, 0), i)
+            for i, layer in enumerate(layers)
         ]
         self._model = structs.Model(
             layers=len(layers),
@@ -193,12 +195,14 @@ class NativeLayers:
         turns: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         wanted: Sequence[int],
         read: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run all layers. Return the output after the last norm, [N, H] float32, and the hidden states of the layers in `wanted`.
 
         x: [N, H] float32, overwritten with the output before the last norm. turns: cosines and sines [N, R] float32 by layer
         kind. read: [N, 2 * H] float32, the first layer's input before its norms; only for a model made with `first_norms`. If the
-        second of these vectors is also the residual input, the values in x are ignored.
+        second of these vectors is also the residual input, the values in x are ignored. inputs: [N, W] float32, the inputs of the
+        layers that have one, consecutively.
         """
         count = len(tokens)
         normed = torch.empty_like(x)
@@ -220,6 +224,9 @@ class NativeLayers:
         call.cosines, call.sines = ctypes.addressof(cosines), ctypes.addressof(sines)
         call.rotated = ctypes.addressof(rotated)
         call.read = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
+        if inputs is not None:
+            call.input_width = int(inputs.shape[1])
+            call.inputs = structs.address(inputs, (count, call.input_width), torch.float32)
         with StatePass(cache, tokens.rows) if isinstance(cache, StateCache) else nullcontext() as states_of_rows:
             if states_of_rows is not None:
                 call.mixed = ctypes.pointer(states_of_rows.struct)
@@ -249,7 +256,7 @@ class NativeLayers:
             threads=threads.num_threads(),
             cache_kind=CACHES[self._dtype],
             store_rows=stores.rows,
-            store_layers=stores.layers,
+            store_width=stores.width,
             **tokens.addresses(),
             blocks=ctypes.addressof(stores.blocks),
             capacities=ctypes.addressof(stores.capacities),
@@ -267,12 +274,12 @@ class NativeLayers:
 
     def new_cache(self) -> SlotCache:
         """Return a cache without rows, in the layout of the kernels."""
-        stores = RowStores(self._num_stored, *self._heads, self._dtype)
+        stores = RowStores(self._shapes, self._dtype)
         return StateCache(stores, self._mixers.sizes) if self._mixers else SlotCache(stores)
 
     def cache_bytes(self, lengths: Sequence[int], shared: int) -> int:
         """Return the bytes of a cache whose rows have these lengths. shared: states that a row keeps for others."""
-        sizes, slot = self._mixers.sizes, RowStores(self._num_stored, *self._heads, self._dtype).slot_bytes
+        sizes, slot = self._mixers.sizes, RowStores(self._shapes, self._dtype).slot_bytes
         return len(lengths) * (sizes.row_bytes + shared * sizes.snapshot_bytes) + sum(lengths) * slot
 
     def _stores_of(self, cache: SlotCache) -> _Addresses:
@@ -281,17 +288,16 @@ class NativeLayers:
         cached = self._caches.get(cache)
         if cached is not None and cached.version == stores.version:
             return cached
-        fits = isinstance(stores, RowStores) and stores.num_layers >= self._num_stored
-        fits = fits and isinstance(cache, StateCache) == bool(self._mixers)
-        if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != self._heads:
+        fits = isinstance(stores, RowStores) and stores.shapes[: len(self._shapes)] == self._shapes
+        if not isinstance(stores, RowStores) or not fits or isinstance(cache, StateCache) != bool(self._mixers):
             raise ValueError(
                 "the cache was not created by new_cache() of these layers or of a model that contains them"
             )
         found = self._caches[cache] = _Addresses(stores)
         return found
 
-    def _struct(self, layer: GatedLayer, eps: float, stored: int, index: int) -> structs.Layer:
-        """Return the struct of a layer. stored: its index among the layers of the cache. index: among all."""
+    def _struct(self, layer: GatedLayer, eps: float, offset: int, index: int) -> structs.Layer:
+        """Return the struct of a layer. offset: numbers of a slot of the cache before its keys. index: among all layers."""
         names = ("qkv", "output") if layer.experts is not None else ("qkv", "output", "gate_up", "down")
         products = {name: _native(getattr(layer, name)) for name in names}
         self._referenced.extend(products.values())
@@ -311,8 +317,10 @@ class NativeLayers:
             dim=layer.dim,
             wide=int(layer.wide_norm),
             window=layer.window or 0,
-            layer=stored,
+            offset=offset,
             gated=int(layer.gates_heads),
+            source=_OTHERS if layer.shares is not None else _EQUAL if layer.equal_values else _OWN,
+            value_norm=int(layer.unit_values),
             eps=eps,
             scaling=layer.scaling,
             softcap=layer.softcap or 0.0,
@@ -328,6 +336,8 @@ class NativeLayers:
             turn=turn,
             experts=experts,
             causal=int(layer.causal),
+            input=None if layer.input is None else ctypes.pointer(self._input(layer.input)),
+            scale=layer.scale,
             **{
                 name: None if one is None else ctypes.pointer(self._convolution(one))
                 for name, one in (("attention_conv", layer.attention_conv), ("mlp_conv", layer.mlp_conv))
@@ -342,6 +352,12 @@ class NativeLayers:
         groups = projection.out_features // (2 * taps)
         address = structs.address(base, (2, taps, self._hidden), torch.float32)
         return structs.Convolution(taps, groups, projection.struct, address)
+
+    def _input(self, one: LayerInput) -> structs.LayerInput:
+        gate, projection = _native(one.gate), _native(one.projection)
+        self._referenced += [gate, projection]
+        norm, width = self._vector(one.norm, self._hidden), gate.out_features
+        return structs.LayerInput(gate.struct, projection.struct, norm, width, one.index)
 
     def _experts(self, experts: Experts) -> structs.Experts:
         router = _native(experts.router)
@@ -385,10 +401,10 @@ class NativeLayers:
 
 
 def _inner(layers: Sequence[GatedLayer]) -> int:
-    """Return the width between the two products of the feed-forward, or that of experts if all layers consist of them."""
-    layer = next((layer for layer in layers if layer.experts is None), layers[0])
-    product = layer.gate_up if layer.experts is None else layer.experts.gate_up[0]
-    return _native(product).out_features // 2
+    """Return the largest width between the two products of a feed-forward, or that of experts if all layers consist of them."""
+    found = [layer.gate_up for layer in layers if layer.experts is None]
+    found = found or [layer.experts.gate_up[0] for layer in layers if layer.experts is not None]
+    return max(_native(product).out_features // 2 for product in found)
 
 
 def _native(product: Any) -> NativeProduct:

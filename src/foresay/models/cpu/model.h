@@ -16,6 +16,12 @@ struct Vector {
 
 struct Mixer;
 struct StateRows;
+// After its feed-forward a layer adds norm(projection(activation(gate x) * input)), of an input of each token and layer (Gemma 4).
+struct LayerInput {
+    Product gate, projection;
+    Vector norm;
+    int64_t width, index; // of an input, and of this layer's among those of a token
+};
 
 struct Layer {
     Product qkv, output, gate_up, down;
@@ -26,6 +32,8 @@ struct Layer {
     int64_t causal;         // 0 if a token attends up to its end; see Attention
     const Convolution *attention_conv, *mlp_conv; // around both halves; null for none
     const Mixer *mixer;     // instead of attention, see recurrent.h; null for attention
+    const LayerInput *input; // null for none
+    float scale;             // of its output
 };
 
 // A layer's vectors in float32: the factors of its norms, and its sinks.
@@ -66,7 +74,7 @@ struct Model {
 };
 
 struct Pass {
-    int64_t tokens, columns, threads, cache_kind, turns, store_rows, store_layers; // cache_kind: see CacheKind
+    int64_t tokens, columns, threads, cache_kind, turns, store_rows, store_width; // cache_kind: see CacheKind
     const int64_t *rows, *slots, *starts, *positions, *ends; // ends: null for chains and trees
     const uint8_t *ancestors;
     const float *const *cosines; // for each turn, [N, rotated]
@@ -79,6 +87,8 @@ struct Pass {
     float *const *states; // hidden states before each layer, [N, H]; null if not requested
     const float *read;    // [N, 2 H] input of the first layer before its norms; null for x normalized
     const StateRows *mixed; // states of the rows, see recurrent.h; null for layers of attention alone
+    const float *inputs;  // [N, input_width] inputs of the layers; null without
+    int64_t input_width;
 };
 
 enum CacheKind { FLOAT32_CACHE = 0, BFLOAT16_CACHE = 1, INT8_CACHE = 2 };
@@ -112,7 +122,7 @@ inline void check_heads(const Layer &layer, int64_t hidden, int64_t read) {
     const Attention &a = layer.attention;
     check_heads(a);
     int64_t q = a.queries * a.dim, k = a.keys * a.dim;
-    check_shape("qkv", layer.qkv, (a.gated ? 2 : 1) * q + 2 * k, read);
+    check_shape("qkv", layer.qkv, (a.gated ? 2 : 1) * q + own_keys(a), read);
     check_shape("output", layer.output, hidden, q);
     check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
     check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
@@ -129,13 +139,23 @@ inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t rea
         for (const Vector *one : {&layer.query_norm, &layer.key_norm, &layer.sinks}) check_norm("norm of heads", *one, 0);
     }
     if (layer.experts == nullptr) {
-        check_shape("gate_up", layer.gate_up, 2 * inner, hidden);
-        check_shape("down", layer.down, hidden, inner);
+        int64_t own = all_outputs(layer.gate_up) / 2;
+        require(own > 0 && own <= inner, "inner", own, "at most that of the model");
+        check_shape("gate_up", layer.gate_up, 2 * own, hidden);
+        check_shape("down", layer.down, hidden, own);
     } else {
         check(*layer.experts, hidden);
     }
     for (const Vector *one : {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp}) {
         check_norm("norm", *one, hidden);
+    }
+    if (layer.input != nullptr) {
+        check_width("width", layer.input->width);
+        require(layer.input->index >= 0 && layer.input->index < MOST_LAYERS, "index", layer.input->index, "in [0, 2^16)");
+        check_shape("gate", layer.input->gate, layer.input->width, hidden);
+        check_shape("projection", layer.input->projection, hidden, layer.input->width);
+        check_pointer("norm", layer.input->norm.values);
+        check_norm("norm", layer.input->norm, hidden);
     }
     require(layer.causal == 0 || layer.causal == 1, "causal", layer.causal, "0 or 1");
     for (const Convolution *one : {layer.attention_conv, layer.mlp_conv}) {
@@ -166,13 +186,7 @@ inline void check(const Model &model) {
     for (int64_t i = 0; i < model.layers; i++) {
         check(model.layer[i], model.hidden, model.inner, i == 0 && given ? 2 * model.hidden : model.hidden);
     }
-    const Attention *first = attention_of(model);
-    require(first != nullptr, "layers", model.layers, "some with attention");
-    for (int64_t i = 0; i < model.layers; i++) {
-        const Attention &a = model.layer[i].attention;
-        bool same = model.layer[i].mixer != nullptr || (a.keys == first->keys && a.dim == first->dim);
-        require(same, "keys", a.keys, "the same in all layers, as dim");
-    }
+    require(attention_of(model) != nullptr, "layers", model.layers, "some with attention");
 }
 
 inline void check_states(const Model &model, const Pass &pass);
@@ -187,12 +201,16 @@ inline void check(const Model &model, const Pass &pass) {
     const Norms none{};
     bool checked = false;
     for (int64_t i = 0; i < model.layers; i++) {
+        if (const LayerInput *input = model.layer[i].input) {
+            check_pointer("inputs", pass.inputs);
+            require((input->index + 1) * input->width <= pass.input_width, "input_width", pass.input_width, "that of all inputs of a token");
+        }
         if (model.layer[i].mixer != nullptr) continue;
         int64_t turn = model.layer[i].turn;
         require(turn >= -1 && turn < pass.turns, "turn", turn, "in [-1, turns)");
         Attention a = at_layer(model.layer[i], none, pass);
         check_heads(a);
-        check_store(a, pass.store_layers);
+        check_store(a, pass.store_width, pass.cache_kind == INT8_CACHE);
         if (!checked || a.ends != nullptr) check_tokens(a);
         checked = true;
     }

@@ -58,7 +58,9 @@ class Attention(ctypes.Structure):
     """The struct of the same name in attention.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows gated"),
+        *_fields(
+            _NUMBER, "tokens columns queries keys dim rotated wide window offset store_rows gated source value_norm"
+        ),
         *_fields(
             _POINTER,
             "blocks capacities rows slots starts positions ends ancestors cosines sines query_norm key_norm sinks",
@@ -71,6 +73,12 @@ class Vector(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [("values", _POINTER), *_fields(_NUMBER, "size is_bf16 from_one")]
+
+
+class LayerInput(ctypes.Structure):
+    """The struct of the same name in model.h."""
+
+    _fields_ = [*_fields(Product, "gate projection"), ("norm", Vector), *_fields(_NUMBER, "width index")]
 
 
 class Mixer(ctypes.Structure):
@@ -112,6 +120,8 @@ class Layer(ctypes.Structure):
         ("causal", _NUMBER),
         *_fields(ctypes.POINTER(Convolution), "attention_conv mlp_conv"),
         ("mixer", ctypes.POINTER(Mixer)),
+        ("input", ctypes.POINTER(LayerInput)),
+        ("scale", _REAL),
     ]
 
 
@@ -133,11 +143,13 @@ class Pass(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns threads cache_kind turns store_rows store_layers"),
+        *_fields(_NUMBER, "tokens columns threads cache_kind turns store_rows store_width"),
         *_fields(_POINTER, "rows slots starts positions ends ancestors"),
         *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),
         ("mixed", ctypes.POINTER(StateRows)),
+        ("inputs", _POINTER),
+        ("input_width", _NUMBER),
     ]
 
 
@@ -157,7 +169,7 @@ class Chain(ctypes.Structure):
 
 
 STRUCTS = (
-    *(Product, Gate, Experts, Convolution, Attention, Vector, Layer, Model, Pass, Chain),
+    *(Product, Gate, Experts, Convolution, Attention, Vector, LayerInput, Layer, Model, Pass, Chain),
     *(Mixer, StateRow, StateRows),
 )
 """All structs, in the order of `foresay_struct_size`."""

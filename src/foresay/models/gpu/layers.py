@@ -90,8 +90,8 @@ def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 def _check(layer: GatedLayer, activation: str) -> None:
-    if layer.experts is not None:
-        raise LookupError("the kernels do not compute experts")
+    if not layer.is_plain:
+        raise LookupError("the kernels do not compute experts, nor layers with inputs of their own or shared keys")
     if layer.attention_conv is not None or layer.mlp_conv is not None or not layer.causal:
         raise LookupError("the kernels do not compute the layers of block drafters")
     if layer.wide_norm:

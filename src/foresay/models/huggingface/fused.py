@@ -17,10 +17,19 @@ import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm, Product, Sigmoids
+from foresay.models.cpu.gated_layer import (
+    ClampedGate,
+    Experts,
+    GatedLayer,
+    LayerInput,
+    Norm,
+    Product,
+    Sigmoids,
+)
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, MIXING, ZERO_CENTRED, usual_names
+from foresay.models.huggingface.layer_inputs import layer_inputs_of
 from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
@@ -30,12 +39,14 @@ if TYPE_CHECKING:  # at run time this would import Triton
 logger = logging.getLogger("foresay")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "gpt_oss"})
+_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "smollm3", "gpt_oss"})
 _ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
 OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
-"""Families of mixtures of experts, which the compiled kernels alone compute."""
-FAMILIES = _BY_LAYER | _ALL_SLIDING | OF_EXPERTS | HYBRID | {"llama", "gemma", "olmo2", "granite"}
+"""Families of mixtures of experts."""
+BY_KERNELS = OF_EXPERTS | HYBRID | {"gemma4_text"}
+"""Families that the compiled kernels alone compute."""
+FAMILIES = _BY_LAYER | _ALL_SLIDING | BY_KERNELS | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the supported families; the tests compare each with its own code."""
 _TRUSTED_PACKAGES = ("transformers.", "torch.nn.", "foresay.")
 """Packages whose modules are known to compute what their family defines."""
@@ -61,11 +72,15 @@ class FusedDecoder:
         try:
             self._layers = [_read(layer, kind, config) for layer, kind in zip(body.layers, kinds, strict=False)]
             self._norm = _norm_of(body.norm if hasattr(body, "norm") else body.embedding_norm)
+            self._inputs = layer_inputs_of(body, _norm_of)
         except AttributeError as error:
             raise NotFusedError(str(error)) from error
         self._embed, self._rotary = model.get_input_embeddings(), body.rotary_emb
         self._head = product_of(model.get_output_embeddings())
-        self._by_kind = config.model_type == "gemma3_text"  # its rotary embedding depends on the layer type
+        self._by_kind = config.model_type in (
+            "gemma3_text",
+            "gemma4_text",
+        )  # their rotary embedding depends on the layer type
         self._windows = {layer.kind: layer.window for layer in self._layers}
         self._half_turns = config.model_type == "gpt_oss"  # its rotary embedding gives each angle once
         self._tables = {
@@ -82,10 +97,8 @@ class FusedDecoder:
         self.paged: PagedPasses | None = None
         """Passes over flat tokens and pages, in place of those over a SlotCache."""
         self._native = self._compiled()
-        if self._native is None and any(layer.experts is not None for layer in self._layers):
-            raise NotFusedError("layers of experts are fused by the compiled kernels only, which do not run this model")
-        if self._native is None and config.model_type in HYBRID:
-            raise NotFusedError("recurrent layers are fused by the compiled kernels only, which do not run this model")
+        if self._native is None and not all(layer.is_plain for layer in self._layers):
+            raise NotFusedError("such layers are fused by the compiled kernels only, which do not run this model")
 
     def __call__(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, model_input: ModelInput
@@ -142,11 +155,13 @@ class FusedDecoder:
         counts = torch.tensor(model_input.num_tokens)
         real = None if min(model_input.num_tokens) == shape[1] else torch.arange(shape[1]) < counts[:, None]
         tokens = FlatTokens.of(at, real)
-        x = self._embed(token_ids.reshape(-1) if real is None else token_ids[real]).float()
+        ids = token_ids.reshape(-1) if real is None else token_ids[real]
+        x = self._embed(ids).float()
+        inputs = None if self._inputs is None else self._inputs(ids, x)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         turns = {kind: table(tokens.positions) for kind, table in self._tables.items()}
-        normed, hidden = native.run(x, tokens, cache, turns, model_input.hidden_layers)
+        normed, hidden = native.run(x, tokens, cache, turns, model_input.hidden_layers, inputs=inputs)
         states = {n: padded(state.to(self._dtype), real, shape) for n, state in hidden.items()}
         if model_input.logits is Logits.NONE:
             return None, states
@@ -314,11 +329,14 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
     four_norms = hasattr(layer, "pre_feedforward_layernorm")
     first = getattr(layer, "input_layernorm", None)
     after = four_norms or first is None  # norms after attention and feed-forward
+    shares, parts = _shared_layer(attn, config), ["q_proj", "k_proj", "v_proj"]
+    equal = shares is None and attn.v_proj is None if hasattr(attn, "v_proj") else False
+    parts = parts[:1] if shares is not None else parts[:2] if equal else parts
     return GatedLayer(
         kind=kind,
         before_attention=None if first is None else _norm_of(first),
-        qkv=_joint(attn, "qkv_proj", getattr(attn, "inputs", ("q_proj", "k_proj", "v_proj"))),
-        heads=(int(config.num_attention_heads), int(config.num_key_value_heads)),
+        qkv=_joint(attn, "qkv_proj", getattr(attn, "inputs", parts)),
+        heads=_heads(attn, config),
         dim=int(attn.head_dim),
         q_norm=_norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None,
         k_norm=_norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None,
@@ -340,7 +358,34 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
         sinks=attn.sinks.detach() if hasattr(attn, "sinks") else None,
         gates_heads=config.model_type in GATED_HEADS,
         mixer=getattr(attn, "mixer", None),
+        shares=shares,
+        equal_values=equal,
+        unit_values=hasattr(attn, "v_norm"),
+        input=_layer_input(layer),
+        scale=float(getattr(layer, "layer_scalar", 1.0)),
     )
+
+
+def _heads(attn: Any, config: Any) -> tuple[int, int]:
+    """Return the number of query heads and of key heads."""
+    heads, groups = int(config.num_attention_heads), getattr(attn, "num_key_value_groups", None)
+    return heads, int(config.num_key_value_heads) if groups is None else heads // int(groups)
+
+
+def _shared_layer(attn: Any, config: Any) -> int | None:
+    """Return the index of the layer whose keys and values an attention module reads, if it has none: the last one of its kind."""
+    if not getattr(attn, "is_kv_shared_layer", False):
+        return None
+    modes = enumerate(zip(config.kv_sharing_modes, config.layer_types, strict=True))
+    return max(i for i, (mode, kind) in modes if mode != "reuse" and kind == attn.layer_type)
+
+
+def _layer_input(layer: Any) -> LayerInput | None:
+    """Read the input that a layer has besides its hidden state; None if it has none."""
+    if not getattr(layer, "hidden_size_per_layer_input", 0):
+        return None
+    gate, projection = product_of(layer.per_layer_input_gate), product_of(layer.per_layer_projection)
+    return LayerInput(gate, projection, _norm_of(layer.post_per_layer_input_norm), int(layer.layer_idx))
 
 
 def _activation(mlp: Any) -> Any:

@@ -19,7 +19,7 @@ GATED_HEADS = frozenset({"qwen3_next", "qwen3_5_text"})
 """Families whose query projection gives a gate of each head's output."""
 MIXING = frozenset({"conv", "linear_attention"})
 """Their names of layers without attention."""
-ZERO_CENTRED = ("Gemma", "Qwen3Next", "Qwen3_5")
+ZERO_CENTRED = ("GemmaR", "Gemma2R", "Gemma3R", "Qwen3Next", "Qwen3_5")
 """Beginnings of the names of norms that multiply by one plus their weight."""
 _SILU = ("silu", "swish")
 _LFM2 = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}

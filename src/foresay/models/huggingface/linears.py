@@ -52,6 +52,10 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         return joint[0].product
     if len(layers) == 1 and isinstance(first, FrozenLinear):
         return first.product
+    frozen = [layer.product for layer in layers if isinstance(layer, FrozenLinear)]
+    native = [product for product in frozen if isinstance(product, NativeProduct)]
+    if len(native) == len(layers):
+        return NativeProduct.stacked([part for one in native for part in one.parts or [one]])
     plain = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
     if len(plain) == len(layers):
         with suppress(LookupError):

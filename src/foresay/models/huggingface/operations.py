@@ -75,7 +75,7 @@ def rotary_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
 class RotaryTable:
     """A rotary module's cosines and sines, cached for all positions up to the highest requested."""
 
-    STATIC = frozenset({"default", "linear", "llama3", "yarn"})
+    STATIC = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
     """RoPE types whose frequencies do not depend on the sequence length."""
 
     def __init__(self, rotary: Any, kind: str | None = None, *, halves: bool = False) -> None:

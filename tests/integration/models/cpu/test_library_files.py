@@ -32,6 +32,7 @@ FUNCTIONS = (
     "add_norm",
     "gate",
     "attend",
+    "mix",
 )
 SMALL = '#define FORESAY(name) extern "C" long foresay_##name() { return 0; }\n'
 STRANGER = 12345

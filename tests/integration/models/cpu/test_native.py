@@ -171,7 +171,7 @@ def attend(
     capacities = (ctypes.c_int64 * rows)(*[room] * rows)
     asked = structs.Attention(
         tokens=tokens, columns=columns, queries=Q, keys=K, dim=dim, rotated=dim // 2, wide=int(bool(wide)), window=window,
-        layer=0, store_rows=rows, blocks=ctypes.addressof(blocks), capacities=ctypes.addressof(capacities),
+        offset=0, store_rows=rows, blocks=ctypes.addressof(blocks), capacities=ctypes.addressof(capacities),
         rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
         starts=held[5].data_ptr(),
         ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),

@@ -125,7 +125,7 @@ class Mixed:
         self.inputs, self.outputs = width_of(mixer)
         self.aside = 2 * mixer.heads[1] if isinstance(mixer, GatedDelta) else 0
         self.mixers = Mixers([layer], self.outputs)
-        self.cache = StateCache(RowStores(1, 1, 4, torch.float32), self.mixers.sizes)
+        self.cache = StateCache(RowStores([(1, 4)], torch.float32), self.mixers.sizes)
         self.cache.add_rows(rows)
 
     def __call__(self, parts: dict[int, torch.Tensor], threads: int = 1) -> list[torch.Tensor]:

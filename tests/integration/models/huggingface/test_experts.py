@@ -99,12 +99,16 @@ FAULTS = {
     "groups that are not selected": ["glm4_moe"],
     "no shared expert": ["glm4_moe"],
     "weights without their scale": ["glm4_moe"],
-    "": ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss", "glm4_moe"],
+    "values that are not normalized": ["gemma4", "gemma4_equal"],
+    "values that are rotated as keys are": ["gemma4_equal"],
+    "inputs of the first layer for all": ["gemma4"],
+    "outputs without their scale": ["gemma4"],
+    "": ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss", "glm4_moe", "gemma4", "gemma4_equal"],
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_broken_kernels_of_experts_are_not_used(fault: str, broken_kernels: Broken) -> None:
+def test_broken_kernels_are_not_used(fault: str, broken_kernels: Broken) -> None:
     """The comparison when a model is loaded notices each of these faults."""
     with broken_kernels(fault):
         for family in FAULTS[fault]:

@@ -64,7 +64,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     model, other = CausalModel(make(family)), CausalModel(make(family))
     if not kernels:
         monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
-        if FAMILIES[family][0] in fused.OF_EXPERTS:
+        if FAMILIES[family][0] in fused.BY_KERNELS:
             assert "by the compiled kernels only" in str(use_fused_layers(frozen(model)))
             return
     layers = tuple(range(model.capabilities.num_layers + 1))  # type: ignore[operator]

@@ -25,7 +25,7 @@ from foresay.models.huggingface.graphs import COLUMNS, MAX_RECORDINGS, SWITCH, G
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES - fused.OF_EXPERTS)
+READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES - fused.BY_KERNELS)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 

@@ -62,7 +62,7 @@ def rectangle() -> SlotCache:
 
 
 def by_rows() -> SlotCache:
-    return SlotCache(RowStores(LAYERS, HEADS, DIM, torch.float32))
+    return SlotCache(RowStores([(HEADS, DIM)] * LAYERS, torch.float32))
 
 
 def filled(*rows: Sequence[float], make: Callable[[], SlotCache] = rectangle) -> SlotCache:
