@@ -33,6 +33,7 @@ DENSE = "-dense"
 """End of the names of files that transformers dequantises."""
 TOKENS = (5, 9, 70, 9)
 LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 ALIGNMENT = 32
 COUNTS = (0, 1, 2, 3, 5, 255, 70_000, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1)
 FLOATS = (0.0, -1.0, 1e-45, 1e30, -1e30, float("nan"), float("inf"), float("-inf"))
@@ -98,6 +99,9 @@ def bases() -> dict[str, Image]:
         "gemma2": ("gemma2", fours),
         "gemma3": ("gemma3", eights),
         "phi3": ("phi3", {"attn_qkv": "Q4_1"}),
+        "gpt-oss": ("gpt_oss", {**eights, **dict.fromkeys(EXPERTS, "MXFP4")}),
+        "glm4moe": ("glm4_moe", {**eights, **dict.fromkeys(EXPERTS, "Q4_0")}),
+        "gemma4": ("gemma4", {**eights, "per_layer_token_embd": "Q8_0"}),
     }
     with tempfile.TemporaryDirectory() as folder:
         return {
@@ -109,7 +113,19 @@ def bases() -> dict[str, Image]:
 def model(family: str, **changes: object) -> torch.nn.Module:
     """A tiny model of a family, for the tiny tokenizer."""
     sizes: dict[str, object] = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
-    own: dict[str, dict[str, object]] = {"qwen2": {"use_sliding_window": False}, "phi3": {"sliding_window": None}}
+    layers = {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+    }
+    inputs = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": len(tiny.tokenizer())}
+    own: dict[str, dict[str, object]] = {
+        "qwen2": {"use_sliding_window": False},
+        "phi3": {"sliding_window": None},
+        "gpt_oss": {"swiglu_limit": 7.0},
+        "glm4_moe": {"moe_intermediate_size": 32},
+        "gemma4": {**layers, **inputs},
+    }
     return make(family, 0, **{**sizes, "num_hidden_layers": 2, **own.get(family, {}), **changes})
 
 
