@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
-from helpers import tiny
+from helpers import gguf_hybrids, tiny
 
 _NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {"mixtral": "llama"}
 _SCALES = {
@@ -110,10 +110,11 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         head_dim = _add_layers(writer, config)
     else:
         writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
-        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_head_count_kv(gguf_hybrids.key_heads(config))
     writer.add_head_count(heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if head_dim != config.hidden_size // heads or config.model_type == "gemma4_text":
+    writer.add_layer_norm_rms_eps(gguf_hybrids.eps(config))
+    gguf_hybrids.add_values(writer, config)
+    if head_dim != config.hidden_size // heads or config.model_type in ("gemma4_text", "qwen3_5_text"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     for name, field in _VALUES.get(config.model_type, {}).items():
@@ -177,6 +178,9 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if suffix not in ("weight", "bias"):
             stem, suffix = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
         own = str(names.get_name(stem))
+        if (converted := gguf_hybrids.converted(config, name, weight)) is not None:
+            tensors[converted[0] or f"{own}.{suffix}"] = converted[1]
+            continue
         if own == "output" and config.tie_word_embeddings:
             continue
         kind = own.rpartition(".")[2]

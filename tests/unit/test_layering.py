@@ -92,7 +92,7 @@ INSIDE = {
         {"header", "pre_tokenizers"},
         {"architectures"},
         {"values"},
-        {"keys", "vocabulary"},
+        {"keys", "vocabulary", "hybrids"},
         {"tokenizer", "types", "positions"},
         {"configs"},
         {"packed"},

@@ -93,6 +93,12 @@ _GEMMA4 = (
     "rope.freq_base_swa",
     "embedding_length_per_layer_input",
 )
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _USUAL_YARN = {
     "rope.scaling.yarn_ext_factor": (1, -1),
@@ -135,6 +141,20 @@ ARCHITECTURES = {
         required=(*[*_GLM4_MOE][:6], "rope.dimension_count"),
         derived=("nextn_predict_layers",),
         neutral={"expert_gating_func": (0, 2)},
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        {"block_auto_adjust_ff_dim": False},
+        required=("shortconv.l_cache", "attention.head_count_kv", "rope.freq_base"),
+        by_layer=("attention.head_count_kv",),
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        _DELTA,
+        required=(*_DELTA, "ssm.inner_size", "attention.key_length", "rope.dimension_count", "rope.freq_base"),
+        derived=("full_attention_interval", "rope.dimension_sections", "nextn_predict_layers"),
+        norms_from_one=True,
     ),
     "gpt-oss": Architecture(
         "gpt_oss", _GPT_OSS, required=tuple(_GPT_OSS), neutral=_USUAL_YARN, yarn={"truncate": False}

@@ -16,6 +16,7 @@ from torch import nn
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
+from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order
 from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model, gguf_namer, stored_buffers
@@ -30,7 +31,7 @@ from foresay.models.gguf.types import (
 )
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.experts import expert_weights, is_experts, set_expert_weights
-from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, ReorderedInput
 from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
 
 
@@ -64,7 +65,8 @@ class _File:
     ) -> None:
         """packed: None to read numbers only."""
         self._order = architecture_of(header)
-        self._header, self._name, self.dtype, self._packed = header, name, dtype, packed
+        self._header, self._name, self.dtype, self._packed, self.config = header, name, dtype, packed, config
+        self._is_hybrid = header.architecture in HYBRIDS
         heads = (config.num_attention_heads, config.num_key_value_heads) if self._order.interleaved else (1, 1)
         self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))
 
@@ -90,9 +92,19 @@ class _File:
             raise invalid_tensor(self._header, tensor_name, "contains numbers that are not finite")
         if self._order.interleaved and kind in self._heads:  # biases too
             return weight.reordered(_row_order(tensor.shape[0], self._heads[kind]))
-        if self._order.norms_from_one and "norm" in tensor_name:
+        if self._order.norms_from_one and "norm" in tensor_name and "ssm_norm" not in tensor_name:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
-        return weight
+        return self._of_hybrid(weight, tensor_name) if self._is_hybrid else weight
+
+    def _of_hybrid(self, weight: Weight, tensor_name: str) -> Weight:
+        """Return a weight in the form and order of transformers."""
+        if part_of(tensor_name) == "ssm_a":
+            rates = -weight.dense(torch.float32)
+            if not bool((rates > 0).all()):
+                raise invalid_tensor(self._header, tensor_name, "contains numbers that are not negative")
+            weight = DenseWeight(rates.log())
+        order = row_order(self.config, tensor_name)
+        return weight if order is None else weight.reordered(order)
 
     def product(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:
         """Return one product of parameters whose rows are concatenated; None unless all of them stay in quantized blocks.
@@ -138,9 +150,13 @@ class _File:
         self._header.release_pages()
 
     def dense(self, name: str) -> torch.Tensor | None:
-        """Return a parameter in `dtype`, or None if the file lacks it."""
+        """Return a parameter in `dtype`, or None if the file lacks it. Some of recurrent layers are in float32."""
         weight = self.get(name)
-        return None if weight is None else weight.dense(self.dtype)
+        precise = self._is_hybrid and part_of(self._name(name)) in PRECISE and not name.endswith(_OF_PRODUCTS)
+        return None if weight is None else weight.dense(torch.float32 if precise else self.dtype)
+
+
+_OF_PRODUCTS = ("_proj.weight", "_proj.bias")
 
 
 def _row_order(rows: int, heads: int) -> torch.Tensor:
@@ -172,11 +188,14 @@ def _fill(model: Any, file: _File) -> None:
         for short, parameter in list(module.named_parameters(recurse=False)):
             found = file.dense(f"{name}.{short}") if parameter.device.type == "meta" else None
             if found is not None:
-                setattr(module, short, nn.Parameter(found, requires_grad=False))
+                setattr(module, short, nn.Parameter(found.view(parameter.shape), requires_grad=False))
         for short, buffer in stored_buffers(module):
             numbers = file.get(f"{name}.{short}")
             assert numbers is not None  # see check_tensors
             setattr(module, short, numbers.dense(buffer.dtype))
+    if (order := column_order(file.config)) is not None:
+        for module in [one for one in model.modules() if hasattr(one, "in_proj_qkv")]:
+            module.out_proj = ReorderedInput(module.out_proj, order)
 
 
 def _fill_embeddings(model: Any, file: _File) -> None:

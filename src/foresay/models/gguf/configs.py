@@ -10,6 +10,7 @@ from typing import Any
 
 from foresay.models.gguf.architectures import COMMON, architecture_of
 from foresay.models.gguf.header import STRING, GgufHeader
+from foresay.models.gguf.hybrids import lfm2_fields, qwen35_fields
 from foresay.models.gguf.positions import rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
@@ -158,4 +159,6 @@ _DERIVED: dict[str, Derive] = {
     "granite": _usual_scale,
     "gemma4": _gemma4,
     "glm4moe": _glm4_moe,
+    "lfm2": lfm2_fields,
+    "qwen35": qwen35_fields,
 }

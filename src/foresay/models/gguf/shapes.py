@@ -18,6 +18,7 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.configs import set_end_tokens
 from foresay.models.gguf.header import STRING, GgufHeader, StoredTensor
+from foresay.models.gguf.hybrids import parameter_namer
 from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.values import invalid_tensor, invalid_value
@@ -63,7 +64,7 @@ def gguf_namer(header: GgufHeader, config: Any) -> Name:
         whole = parameter.removesuffix("_bias")
         return f"{names.get_name(whole)}.{'weight' if whole == parameter else 'bias'}"
 
-    return name
+    return parameter_namer(name)
 
 
 def dense_config(header: GgufHeader) -> Any:
@@ -146,7 +147,10 @@ def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
                     found.append((f"{path}.{short}.bias", (weights.count, shape[0]), True))
             continue
         for short, one in (*module.named_parameters(recurse=False), *stored_buffers(module)):
-            found.append((f"{path}.{short}", tuple(one.shape), not (tied and module is output)))
+            shape = tuple(one.shape)
+            if isinstance(module, nn.Conv1d) and len(shape) == 3:  # of one channel each
+                shape = shape[::2]
+            found.append((f"{path}.{short}", shape, not (tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
             # some configurations do not state whether there are biases; the file decides
             found.append((f"{path}.bias", (module.out_features,), False))

@@ -31,6 +31,20 @@ class FrozenLinear(nn.Module):
         return self.product(x)
 
 
+class ReorderedInput(nn.Module):
+    """A linear layer whose weights have their columns in another order than its input."""
+
+    def __init__(self, inner: nn.Module, order: torch.Tensor) -> None:
+        """order: index into the input of each column, [in] int64."""
+        super().__init__()
+        self.inner, self.order = inner, order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in] -> [..., out]."""
+        out: torch.Tensor = self.inner(x[..., self.order.to(x.device)])
+        return out
+
+
 class FrozenEmbedding(nn.Module):
     """An embedding over a frozen product, which decodes rows when they are read. The output head may share the product."""
 

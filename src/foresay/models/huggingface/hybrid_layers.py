@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution
+from foresay.models.huggingface.frozen import ReorderedInput
 from foresay.models.huggingface.linears import product_of
 
 HYBRID = frozenset({"lfm2", "qwen3_next", "qwen3_5_text"})
@@ -51,9 +52,8 @@ def _attention(module: Any) -> SimpleNamespace:
 def _mixing(module: Any, inputs: tuple[str, ...], mixer: GatedDelta | ShortConvolution) -> SimpleNamespace:
     """Return a mixer under the names of attention. inputs: names of the layers that read its input, in the kernels' order."""
     layers = {name: getattr(module, name) for name in inputs}
-    return SimpleNamespace(
-        **layers, inputs=inputs, o_proj=module.out_proj, head_dim=0, scaling=1.0, use_rope=False, mixer=mixer
-    )
+    out = module.out_proj.inner if isinstance(module.out_proj, ReorderedInput) else module.out_proj
+    return SimpleNamespace(**layers, inputs=inputs, o_proj=out, head_dim=0, scaling=1.0, use_rope=False, mixer=mixer)
 
 
 def _short(module: Any) -> SimpleNamespace:
@@ -76,5 +76,6 @@ def _delta(module: Any) -> SimpleNamespace:
         norm=Norm(module.norm.weight.detach(), float(module.norm.variance_epsilon)),
         side=product_of(*side),
         by_key_head=by_key_head,
+        tiled=isinstance(module.out_proj, ReorderedInput),
     )
     return _mixing(module, inputs, mixer)

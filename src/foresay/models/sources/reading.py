@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from foresay.errors import ModelLoadError, UnsupportedModelError
+from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foresay.models.gguf.architectures import ARCHITECTURES
 from foresay.models.gguf.blocks import model_of_file
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import GgufHeader
+from foresay.models.gguf.hybrids import HYBRIDS
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.shapes import dense_config
 from foresay.models.gguf.tokenizer import tokenizer_of
@@ -31,6 +32,7 @@ from foresay.text.tokenizer import check_usable
 
 logger = logging.getLogger("foresay")
 
+_OF_TRANSFORMERS = ("quantization_config", "device_map", "tp_plan")
 _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 
 
@@ -100,9 +102,15 @@ def _config(location: Location, options: LoadOptions) -> Any:
 
 
 def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
-    """Return True if a GGUF file is read by foresay; transformers reads other architectures, and with options that need it."""
-    of_transformers = (options.quantization_config, options.device_map, options.tp_plan)
-    return header.architecture in ARCHITECTURES and all(one is None for one in of_transformers)
+    """Return True if a GGUF file is read by foresay; transformers reads other architectures, and with options that need it.
+
+    Raises ConfigError for such an option with a file that transformers does not read.
+    """
+    given = {name: one for name in _OF_TRANSFORMERS if (one := getattr(options, name)) is not None}
+    for name, value in given.items() if header.architecture in HYBRIDS else ():
+        text = f"does not apply to GGUF files of the architecture {header.architecture}"
+        raise ConfigError(f"{text}; load the model's transformers folder instead", param=name, value=value)
+    return header.architecture in ARCHITECTURES and not given
 
 
 def _keeps_blocks(options: LoadOptions) -> bool:

@@ -1,0 +1,65 @@
+"""Values and tensors of LFM2's and Qwen3.5's GGUF files, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import torch
+
+
+def key_heads(config: Any) -> int | list[int]:
+    """LFM2's files list them by layer, 0 for convolutions."""
+    if config.model_type != "lfm2":
+        return int(config.num_key_value_heads)
+    return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+
+
+def eps(config: Any) -> float:
+    return float(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
+
+
+def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif config.model_type == "qwen3_5_text":
+        rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
+
+
+def converted(config: Any, name: str, weight: torch.Tensor) -> tuple[str | None, torch.Tensor] | None:
+    """A tensor's name, None for the usual one, and its weights; None for a tensor that is stored as it is."""
+    if config.model_type == "lfm2":
+        return (None, weight.squeeze(1)) if "conv.conv" in name else None
+    if config.model_type != "qwen3_5_text":
+        return None
+    stem, _, kind = name.rpartition(".linear_attn.")
+    if not stem:
+        return (None, weight + 1) if name.endswith("norm.weight") else None
+    layer = f"blk.{stem.rpartition('.')[2]}"
+    keys, values, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    first = 2 * keys * config.linear_key_head_dim
+    if kind in ("in_proj_qkv.weight", "conv1d.weight"):
+        own = weight.squeeze(1) if kind.startswith("conv1d") else weight
+        return None, torch.cat([own[:first], tiled(own[first:], keys, values, size)])
+    if kind == "A_log":
+        return f"{layer}.ssm_a", -tiled(weight, keys, values, 1).exp()
+    if kind == "dt_bias":
+        return f"{layer}.ssm_dt.bias", tiled(weight, keys, values, 1)
+    if kind == "out_proj.weight":
+        return None, tiled(weight.T, keys, values, size).T
+    if kind == "norm.weight":
+        return None, weight
+    return None, tiled(weight, keys, values, size if kind == "in_proj_z.weight" else 1)
+
+
+def tiled(weight: torch.Tensor, keys: int, values: int, size: int) -> torch.Tensor:
+    """Rows of value heads, grouped by key heads, in tiles of one of each key head."""
+    rest = weight.shape[1:]
+    return weight.reshape(keys, values // keys, size, *rest).transpose(0, 1).reshape(values * size, *rest)

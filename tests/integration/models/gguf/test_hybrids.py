@@ -1,0 +1,210 @@
+"""GGUF files of LFM2 and Qwen3.5: what they hold is what was written, on the kernels and dequantized; what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import foresay
+from foresay.errors import ConfigError, ModelLoadError
+from foresay.models.gguf import blocks
+from foresay.models.gguf.configs import config_of
+from foresay.models.gguf.header import read_header
+from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from foresay.models.sources.wrapping import LoadedModel
+from helpers import gguf_hybrids, tiny
+from helpers.families import make
+from helpers.gguf_files import write_gguf
+
+PRODUCTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+OF_FAMILY = {
+    "lfm2": ("in_proj", "out_proj"),
+    "qwen3_5": ("attn_qkv", "attn_gate", "ssm_out"),
+    "qwen3_5, all small products": ("attn_qkv", "attn_gate", "ssm_out", "ssm_alpha", "ssm_beta"),
+}
+
+
+def hybrid(name: str, **changes: Any) -> PreTrainedModel:
+    """Rows of whole groups, and weights large enough that texts vary."""
+    family = name.partition(",")[0]
+    sizes: dict[str, Any] = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
+    if family == "lfm2":
+        sizes |= {"block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    else:
+        sizes |= {"head_dim": 16, "linear_value_head_dim": 16, "linear_key_head_dim": 16}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 0, 0]}
+        sizes |= {"rope_parameters": rope}
+    model = make(family, 4, **{**sizes, **changes})
+    for path, weight in model.named_parameters():
+        if weight.dim() == 2 and "linear_attn.in_proj" not in path:
+            weight.data *= 0.2 / weight.std()
+    return model
+
+
+def scores(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return loaded.model.uncached(torch.tensor([ids]))[0].float()  # type: ignore[attr-defined]
+
+
+IDS = [5, 9, 3, 17, 8, 11, 4, 6, 30, 2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", OF_FAMILY)
+def test_the_scores_of_an_unrounded_file_are_the_models(tmp_path: Path, name: str, tied: bool) -> None:
+    """In float32, by transformers' code over what was read, and by the kernels."""
+    model = hybrid(name, tie_word_embeddings=tied)
+    loaded = load_model(write_gguf(tmp_path / "tiny.gguf", model), LoadOptions(dtype="fp32"))
+    assert isinstance(loaded.model, RecurrentModel)
+    assert loaded.model.batch_invariant
+    with torch.inference_mode():
+        wanted = model(torch.tensor([IDS])).logits[0]
+    spread = float(wanted.max() - wanted.min())
+    assert float((scores(loaded, IDS) - wanted).abs().max()) < 1e-5 * spread
+    ours = foresay.load(tmp_path / "tiny.gguf", dtype="fp32", drafter="none").generate(
+        IDS, max_new_tokens=12, ignore_eos=True
+    )
+    with torch.inference_mode():
+        theirs = model.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert ours.token_ids == theirs[0, len(IDS) :].tolist()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("name", OF_FAMILY)
+def test_blocks_score_what_the_dequantized_file_scores(tmp_path: Path, name: str, kind: str) -> None:
+    """But for the rounding of other weights to bf16, and of inputs to 8 bits. Control: another model does not."""
+    kinds = dict.fromkeys((*PRODUCTS, *OF_FAMILY[name]), kind) | {"token_embd": "Q8_0", "output": "Q8_0"}
+    path = write_gguf(tmp_path / "tiny.gguf", hybrid(name), kinds)
+    kept, whole = load_model(path), load_model(path, LoadOptions(dtype="fp32"))
+    assert kept.weights == "GGUF" and whole.weights == ""
+    assert kept.model.batch_invariant  # type: ignore[attr-defined]
+    a, b = scores(kept, IDS), scores(whole, IDS)
+    assert float((a - b).square().mean().sqrt() / b.std()) < 0.1
+    other = load_model(
+        write_gguf(tmp_path / "other.gguf", hybrid(name, num_attention_heads=2)), LoadOptions(dtype="fp32")
+    )
+    assert float((scores(other, IDS) - b).square().mean().sqrt() / b.std()) > 0.3
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_any_draft_and_any_batch_write_the_same(tmp_path: Path, name: str) -> None:
+    kinds = dict.fromkeys((*PRODUCTS, *OF_FAMILY[name]), "Q4_0") | {"ffn_down": "Q8_0"}
+    path = write_gguf(tmp_path / "tiny.gguf", hybrid(name), kinds)
+    prompts = ["hello world", "you and I", "hello hello hello"]
+    plain = foresay.load(path, drafter="none")
+    alone = [plain.generate(p, max_new_tokens=24, ignore_eos=True).token_ids for p in prompts]
+    assert len(set(map(tuple, alone))) > 1
+    drafted = foresay.load(path, drafter="suffix", max_batch_size=2)
+    assert [r.token_ids for r in drafted.generate(prompts, max_new_tokens=24, ignore_eos=True)] == alone
+    again = foresay.load(path, drafter="none")  # from the packed file
+    assert again.generate(prompts[0], max_new_tokens=24, ignore_eos=True).token_ids == alone[0]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_the_configuration_is_the_models(tmp_path: Path, name: str) -> None:
+    model = hybrid(name, tie_word_embeddings=True)
+    found = config_of(read_header(write_gguf(tmp_path / "tiny.gguf", model)))
+    own, theirs = found.to_dict(), model.config.to_dict()
+    unread = {"pad_token_id", "dtype", "rope_parameters", "full_attn_idxs", "_name_or_path", "norm_eps", "rms_norm_eps"}
+    names = {*own} & {*theirs} - unread
+    assert {one: own[one] for one in names} == {one: theirs[one] for one in names}
+    assert gguf_hybrids.eps(found) == pytest.approx(gguf_hybrids.eps(model.config))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        assert found.rope_parameters.get(key) == model.config.rope_parameters.get(key)
+
+
+def test_tiles_are_told_from_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: value heads, or their columns, in the file's order give other scores."""
+    model = hybrid("qwen3_5")
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([IDS])).logits[0]
+    for name, nothing in (("row_order", lambda *given: None), ("column_order", lambda *given: None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(blocks, name, nothing)
+            found = scores(load_model(path, LoadOptions(dtype="fp32")), IDS)
+        assert float((found - wanted).abs().max()) > 1e-2 * float(wanted.max() - wanted.min())
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "value", "named"),
+    [
+        ("lfm2", "add_head_count_kv", 2, "head_count_kv"),
+        ("lfm2", "add_head_count_kv", [0, 2, 1], "head_count_kv"),
+        ("lfm2", "add_head_count_kv", [0, 2], "head_count_kv"),
+        ("lfm2", "add_head_count_kv", [0, 3, 0], "head_count_kv"),
+        ("lfm2", "add_shortconv_l_cache", None, "shortconv.l_cache"),
+        ("lfm2", "add_rope_freq_base", None, "rope.freq_base"),
+        ("lfm2", "add_layer_norm_rms_eps", None, "layer_norm_rms_epsilon"),
+        ("qwen3_5", "add_ssm_group_count", None, "ssm.group_count"),
+        ("qwen3_5", "add_ssm_group_count", 3, "ssm.time_step_rank"),
+        ("qwen3_5", "add_ssm_inner_size", 65, "ssm.inner_size"),
+        ("qwen3_5", "add_ssm_state_size", 1 << 40, "ssm.state_size"),
+        ("qwen3_5", "add_full_attention_interval", 0, "full_attention_interval"),
+        ("qwen3_5", "add_full_attention_interval", None, "full_attention_interval"),
+        ("qwen3_5", "add_rope_dimension_count", 64, "rope.dimension_count"),
+        ("qwen3_5", "add_rope_dimension_sections", [1, 1, 1, 0], "rope.dimension_sections"),
+        ("qwen3_5", "add_rope_dimension_sections", None, "rope.dimension_sections"),
+    ],
+)
+def test_values_that_contradict_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str, value: Any, named: str
+) -> None:
+    intact = getattr(gguf.GGUFWriter, method)
+    if value is None:
+        monkeypatch.setattr(gguf.GGUFWriter, method, lambda *given: None)
+    elif value == 1 << 40:
+        monkeypatch.setattr(
+            gguf.GGUFWriter, method, lambda self, given: self.add_uint64("qwen35.ssm.state_size", value)
+        )
+    else:
+        monkeypatch.setattr(gguf.GGUFWriter, method, lambda self, given: intact(self, value))
+    path = write_gguf(tmp_path / "tiny.gguf", hybrid(name))
+    with pytest.raises(ModelLoadError, match=named):
+        load_model(path)
+
+
+def test_decays_that_grow_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, intact = hybrid("qwen3_5"), gguf_hybrids.converted
+
+    def grown(config: Any, name: str, weight: torch.Tensor) -> Any:
+        found = intact(config, name, weight)
+        return (found[0], found[1].abs()) if found is not None and name.endswith("A_log") else found
+
+    monkeypatch.setattr(gguf_hybrids, "converted", grown)
+    with pytest.raises(ModelLoadError, match=r"ssm_a' contains numbers that are not negative"):
+        load_model(write_gguf(tmp_path / "tiny.gguf", model))
+
+
+def test_options_of_transformers_loader_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", hybrid("qwen3_5"))
+    with pytest.raises(ConfigError, match="device_map"):
+        load_model(path, LoadOptions(device_map="cpu"))
+
+
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file counts them with the others."""
+    model, intact = (
+        hybrid("qwen3_5", num_hidden_layers=8, layer_types=None),
+        gguf.GGUFWriter.add_full_attention_interval,
+    )
+
+    def added(self: gguf.GGUFWriter, interval: int) -> None:
+        intact(self, interval)
+        self.add_uint32("qwen35.nextn_predict_layers", 4)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_full_attention_interval", added)
+    found = scores(load_model(write_gguf(tmp_path / "tiny.gguf", model), LoadOptions(dtype="fp32")), IDS)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
+    with torch.inference_mode():
+        torch.testing.assert_close(found, model(torch.tensor([IDS])).logits[0], atol=1e-4, rtol=1e-4)
