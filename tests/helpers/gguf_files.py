@@ -83,7 +83,12 @@ def write_gguf(
     for name, weight in _tensors(model).items():
         values = np.ascontiguousarray(weight.detach().float().numpy())
         own = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
-        if own is None and kind is not None and values.ndim > 1 and not name.endswith(("bias", "_inp.weight")):
+        if (
+            own is None
+            and kind is not None
+            and values.ndim > 1
+            and not name.endswith(("bias", "_inp.weight", "conv.weight", "conv1d.weight"))
+        ):
             own = kind
         if own is None:
             writer.add_tensor(name, values)

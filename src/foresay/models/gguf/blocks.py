@@ -188,7 +188,7 @@ def _fill(model: Any, file: _File) -> None:
         for short, parameter in list(module.named_parameters(recurse=False)):
             found = file.dense(f"{name}.{short}") if parameter.device.type == "meta" else None
             if found is not None:
-                setattr(module, short, nn.Parameter(found.view(parameter.shape), requires_grad=False))
+                _set_parameter(module, short, found.view(parameter.shape), file.dtype)
         for short, buffer in stored_buffers(module):
             numbers = file.get(f"{name}.{short}")
             assert numbers is not None  # see check_tensors
@@ -196,6 +196,15 @@ def _fill(model: Any, file: _File) -> None:
     if (order := column_order(file.config)) is not None:
         for module in [one for one in model.modules() if hasattr(one, "in_proj_qkv")]:
             module.out_proj = ReorderedInput(module.out_proj, order)
+
+
+def _set_parameter(module: nn.Module, name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Set a parameter; one of another dtype than the model's becomes a buffer: the first parameter states a model's dtype."""
+    if values.dtype == dtype:
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
+        return
+    delattr(module, name)
+    module.register_buffer(name, values, persistent=False)
 
 
 def _fill_embeddings(model: Any, file: _File) -> None:

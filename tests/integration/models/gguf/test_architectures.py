@@ -62,6 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False, "norm_eps": 0.3, "conv_L_cache": 4}),
+    "qwen35": ("qwen3_5", {"head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
 }
 """Families of helpers/families.py by the name of a case."""
