@@ -31,6 +31,9 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "groups that are not selected": (
         ("experts.h", "if (e.active_groups == e.groups) return", "if (FAULT || e.active_groups == e.groups) return"),
     ),
+    "a shared expert without its gate": (
+        ("experts.h", "if (e.shared_gate != nullptr) {", "if (!FAULT && e.shared_gate != nullptr) {"),
+    ),
     "no shared expert": (
         (
             "experts.h",

@@ -20,6 +20,7 @@ struct Experts {
     Product router;                             // [count, hidden]
     const Product *gate_up, *down;              // [count] each, [2 * inner, hidden] and [hidden, inner]
     const Product *shared_gate_up, *shared_down; // of an expert that every token passes through; null for none
+    const Product *shared_gate;                 // [1, hidden], whose sigmoid multiplies that expert's output; null for none
     const float *correction;                    // [count] is added to sigmoids for the selection alone; null for softmax
     float scale;                                // of the weights
 };
@@ -54,6 +55,8 @@ inline void check(const Experts &e, int64_t hidden) {
         check_shape("shared_gate_up", *e.shared_gate_up, 2 * e.shared_inner, hidden);
         check_shape("shared_down", *e.shared_down, hidden, e.shared_inner);
     }
+    require(e.shared_gate == nullptr || e.shared_down != nullptr, "shared_gate", e.shared_inner, "null without a shared expert");
+    if (e.shared_gate != nullptr) check_shape("shared_gate", *e.shared_gate, 1, hidden);
     check_pointer("gate_up", e.gate_up);
     check_pointer("down", e.down);
     for (int64_t i = 0; i < e.count; i++) {
@@ -156,11 +159,16 @@ inline void add_shared(const Experts &e, const float *x, int64_t hidden, int64_t
     multiply(*e.shared_gate_up, x, hidden, tokens, at.joint.data(), threads);
     each_token(tokens, threads, [&](int64_t n) { apply(e.gate, at.joint.data() + n * 2 * inner, at.gated.data() + n * inner, inner); });
     multiply(*e.shared_down, at.gated.data(), inner, tokens, at.out.data(), threads);
+    at.weights.assign(tokens, 1.0f);
+    if (e.shared_gate != nullptr) {
+        multiply(*e.shared_gate, x, hidden, tokens, at.weights.data(), threads);
+        for (float &weight : at.weights) weight = 1.0f / (1.0f + exponential(-weight));
+    }
     each_token(tokens, threads, [&](int64_t n) {
         const float *part = at.out.data() + n * hidden;
-        float *sum = out + n * hidden;
+        float *sum = out + n * hidden, weight = at.weights[n];
 #pragma omp simd
-        for (int64_t i = 0; i < hidden; i++) sum[i] += part[i];
+        for (int64_t i = 0; i < hidden; i++) sum[i] += weight * part[i];
     });
 }
 

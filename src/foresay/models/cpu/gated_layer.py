@@ -122,6 +122,8 @@ class Experts:
     """None for a softmax."""
     shared: tuple[Product, Product] | None = None
     """The products of an expert that every token passes through, as those of gate_up and down."""
+    shared_gate: Product | None = None
+    """[..., 1], whose sigmoid multiplies that expert's output; None for a factor of 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,9 +364,10 @@ class NativeLayers:
         gate_up, down = (list(map(_native, products)) for products in (experts.gate_up, experts.down))
         arrays = [(structs.Product * len(one))(*(product.struct for product in one)) for one in (gate_up, down)]
         shared = [] if experts.shared is None else [_native(one) for one in experts.shared]
+        gate = None if experts.shared_gate is None else _native(experts.shared_gate)
         by, clamped = experts.sigmoids, experts.clamped
         correction = None if by is None else by.correction.float().contiguous()
-        self._referenced += [router, gate_up, down, arrays, shared, correction]
+        self._referenced += [router, gate_up, down, arrays, shared, gate, correction]
         return structs.Experts(
             count=len(gate_up),
             active=experts.active,
@@ -380,6 +381,7 @@ class NativeLayers:
             shared_inner=shared[0].out_features // 2 if shared else 0,
             shared_gate_up=ctypes.pointer(shared[0].struct) if shared else None,
             shared_down=ctypes.pointer(shared[1].struct) if shared else None,
+            shared_gate=ctypes.pointer(gate.struct) if gate is not None else None,
             gate=self._gate if clamped is None else structs.Gate(_CLAMPED, clamped.alpha, clamped.limit),
             router=router.struct,
             gate_up=arrays[0],

@@ -42,7 +42,7 @@ class Experts(ctypes.Structure):
         *_fields(_NUMBER, "count active inner renormalized sigmoid groups active_groups shared_inner"),
         ("gate", Gate),
         ("router", Product),
-        *_fields(ctypes.POINTER(Product), "gate_up down shared_gate_up shared_down"),
+        *_fields(ctypes.POINTER(Product), "gate_up down shared_gate_up shared_down shared_gate"),
         ("correction", _POINTER),
         ("scale", _REAL),
     ]

@@ -75,7 +75,8 @@ class FusedDecoder:
             self._inputs = layer_inputs_of(body, _norm_of)
         except AttributeError as error:
             raise NotFusedError(str(error)) from error
-        self._embed, self._rotary = model.get_input_embeddings(), body.rotary_emb
+        self._embed = model.get_input_embeddings()
+        self._rotary = body.pos_emb if hasattr(body, "pos_emb") else body.rotary_emb
         self._head = product_of(model.get_output_embeddings())
         self._by_kind = config.model_type in (
             "gemma3_text",
@@ -396,8 +397,6 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     """Read a mixture-of-experts layer; None for a gated feed-forward."""
     if not hasattr(mlp, "experts"):
         return None
-    if hasattr(mlp, "shared_expert"):
-        raise NotFusedError("fused layers have no shared expert")
     parts = expert_products(mlp.experts)
     if parts is None:
         raise NotFusedError(f"the kernels do not read {type(mlp.experts).__name__} in their current layout")
@@ -410,15 +409,19 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     # Mixtral and gpt-oss always normalize the weights
     normalizes = bool(getattr(config, "norm_topk_prob", True))
     clamped = gate if isinstance(gate, ClampedGate) else None
-    common = getattr(mlp, "shared_experts", None)
+    common = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
     shared = None if common is None else (_joint(common, "", ("gate_proj", "up_proj")), product_of(common.down_proj))
     active = int(config.num_experts_per_tok)
-    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(router), shared)
+    gated = product_of(mlp.shared_expert_gate) if hasattr(mlp, "shared_expert_gate") else None
+    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(mlp, router), shared, gated)
 
 
-def _sigmoids(router: Any) -> Sigmoids | None:
+def _sigmoids(mlp: Any, router: Any) -> Sigmoids | None:
     """Read how a router selects experts; None if it does so by a softmax."""
     correction = getattr(router, "e_score_correction_bias", None)
+    if hasattr(router, "use_expert_bias"):  # LFM2's
+        none = torch.zeros(len(router.weight))
+        return Sigmoids(getattr(mlp, "expert_bias", none), 1, 1, float(router.routed_scaling_factor))
     if correction is None:
         return None
     return Sigmoids(correction, int(router.num_group), int(router.topk_group), float(router.routed_scaling_factor))

@@ -14,9 +14,9 @@ from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution
 from foresay.models.huggingface.frozen import ReorderedInput
 from foresay.models.huggingface.linears import product_of
 
-HYBRID = frozenset({"lfm2", "qwen3_next", "qwen3_5_text"})
+HYBRID = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """model_type of the families, which the compiled kernels alone compute."""
-GATED_HEADS = frozenset({"qwen3_next", "qwen3_5_text"})
+GATED_HEADS = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Families whose query projection gives a gate of each head's output."""
 MIXING = frozenset({"conv", "linear_attention"})
 """Their names of layers without attention."""
@@ -30,8 +30,9 @@ _KEPT = ("q_proj", "k_proj", "v_proj", "head_dim", "scaling")
 def usual_names(layer: Any) -> Any:
     """Return a layer with Llama's names of its parts. Raises AttributeError if it has other parts."""
     if hasattr(layer, "operator_norm"):
-        one = layer.feed_forward
-        mlp = SimpleNamespace(gate_proj=one.w1, up_proj=one.w3, down_proj=one.w2, act_fn=F.silu)
+        mlp = one = layer.feed_forward
+        if not hasattr(one, "experts"):
+            mlp = SimpleNamespace(gate_proj=one.w1, up_proj=one.w3, down_proj=one.w2, act_fn=F.silu)
         mixing = _short(layer.conv) if hasattr(layer, "conv") else _attention(layer.self_attn)
         return _layer(mixing, mlp, layer.operator_norm, layer.ffn_norm)
     if hasattr(layer, "linear_attn"):

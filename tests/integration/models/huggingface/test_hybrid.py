@@ -31,7 +31,8 @@ from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
 from helpers.families import VOCAB, make
 from helpers.support import Always, Never, Sometimes, run
 
-FAMILIES = ("lfm2", "qwen3_5")
+FAMILIES = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe")
+DENSE = FAMILIES[:2]
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "one key head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
     "equal heads of odd sizes": (
@@ -281,9 +282,28 @@ def test_without_kernels_the_familys_own_code_runs(monkeypatch: pytest.MonkeyPat
     assert loaded.model.fused is None and isinstance(loaded.model.new_cache(), RecurrentCache)
 
 
-def test_a_mixture_with_a_shared_expert_is_not_fused() -> None:
-    reason = use_fused_layers(RecurrentModel(make("qwen3_next")))
-    assert reason is not None and reason.expected and "shared expert" in str(reason)
+@pytest.mark.parametrize("normalized", [True, False])
+def test_experts_with_a_correction(normalized: bool) -> None:
+    """LFM2's are selected by sigmoids and a bias. Control: without the bias others are."""
+    weights = make("lfm2_moe", norm_topk_prob=normalized, routed_scaling_factor=1.5, num_dense_layers=1)
+    for layer in weights.model.layers[1:]:
+        layer.feed_forward.expert_bias.copy_(torch.linspace(2, -2, 4))
+    model = fused(weights)
+    tokens = torch.arange(2, 40)
+    found = scores(model, started(model), tokens)
+    for layer in weights.model.layers[1:]:
+        layer.feed_forward.expert_bias.zero_()
+    with torch.inference_mode():
+        assert float((found - model.uncached(tokens[None])[0]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
+def test_the_gate_of_the_shared_expert_counts(family: str, broken_kernels: Broken) -> None:
+    """Control: a shared expert without its gate, or none, is found when the model is fused."""
+    for fault in ("", "no shared expert", "a shared expert without its gate"):
+        with broken_kernels(fault):
+            reason = use_fused_layers(RecurrentModel(make(family)))
+            assert (reason is None) == (fault == ""), fault
 
 
 # -- controls ----------------------------------------------------------------------------------------------------------
