@@ -17,8 +17,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from time import perf_counter
 from typing import Any
 
+import torch
 from common import (
     CONTEXT,
     MODEL,
@@ -39,6 +41,7 @@ from common import (
     random_prompt,
     table,
 )
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import foresay
 from foresay.decoding.protocols import ModelInput
@@ -48,13 +51,29 @@ from foresay.lab.measure.live_run import run_live
 from foresay.lab.measure.roofline import floor
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter, packaged_file
+from foresay.models.sources.wrapping import wrap
 
 BATCHES = (1, 8, 32)
+HYBRID = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+"""The shape of Qwen3.5 0.8B; other values are the family's own."""
 DEFAULT, SUFFIX = Method(default_drafter(MODEL, LoadOptions())), Method("suffix")
 NGRAM_DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
 LEGEND = {
     "plain_step_over_floor_b1": ("plain bf16 step over weight bytes / memory bandwidth", "<= 1.5"),
     "tokens8_over_1_int4": ("4-bit pass over 8 tokens / over 1", "<= 1.7"),
+    "hybrid_8_tokens_over_1": (
+        "random model of Qwen3.5 0.8B's shape, 4 bits: pass over 8 tokens, of which 4 are rejected / over 1",
+        "<= 1.6",
+    ),
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
     "same_bits_share": ("outputs that are the same alone, in a batch and with drafts", ">= 1"),
     "int4_default_b1": ("default method / plain, GGUF file, batch 1", ""),
@@ -163,6 +182,25 @@ def passes(bench: Speed) -> Figures:
     }
 
 
+def hybrid(bench: Speed) -> Figures:
+    """Passes of a model with gated delta rules, whose rows are truncated after each pass of several tokens."""
+    weights = AutoModelForCausalLM.from_config(
+        Qwen3_5TextConfig(**HYBRID, num_hidden_layers=8 if bench.args.quick else 24), dtype=torch.bfloat16
+    )
+    model: Any = wrap("hybrid", weights, None, optimise=True, options=LoadOptions(weights="int4")).model
+    prompt, times = random_prompt(), dict[int, list[float]]({1: [], 8: []})
+    cache = filled(model, prompt)
+    for _ in range(40):
+        for tokens, kept in ((1, 1), (8, 4)):
+            start, began = cache.lengths[0], perf_counter()
+            model.forward(ModelInput(prompt[:, :tokens], [tokens]), cache)
+            times[tokens].append(perf_counter() - began)
+            cache.truncate([start + kept])
+    one, eight = (statistics.median(some) for some in times.values())
+    log(f"  Qwen3.5's shape, 4 bits: 1 token {one * 1e3:.1f} ms, 8 tokens {eight * 1e3:.1f} ms")
+    return {"hybrid_8_tokens_over_1": eight / one}
+
+
 def same_bits(bench: Speed) -> Figures:
     """The share of outputs that are the same alone, in a batch and with drafts, over three weight formats."""
     same, total = 0, 0
@@ -220,6 +258,7 @@ def overhead(bench: Speed) -> Figures:
 
 PARTS: dict[str, Callable[[Speed], Figures]] = {
     "passes": passes,
+    "hybrid": hybrid,
     "same_bits": same_bits,
     "backend": backend,
     "overhead": overhead,
