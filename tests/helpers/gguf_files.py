@@ -27,6 +27,12 @@ _VALUES: dict[str, dict[str, str]] = {
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
     },
+    "qwen3_5_moe_text": {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "granite": _SCALES,
     "glm4_moe": {
@@ -114,12 +120,13 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if config.model_type == "gemma4_text":
         head_dim = _add_layers(writer, config)
     else:
-        writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
+        if config.model_type != "qwen3_5_moe_text":
+            writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
         writer.add_head_count_kv(gguf_hybrids.key_heads(config))
     writer.add_head_count(heads)
     writer.add_layer_norm_rms_eps(gguf_hybrids.eps(config))
     gguf_hybrids.add_values(writer, config)
-    if head_dim != config.hidden_size // heads or config.model_type in ("gemma4_text", "qwen3_5_text"):
+    if head_dim != config.hidden_size // heads or config.model_type in ("gemma4_text", *gguf_hybrids.QWEN):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     for name, field in _VALUES.get(config.model_type, {}).items():

@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import torch
 
+QWEN = ("qwen3_5_text", "qwen3_5_moe_text")
+
 
 def key_heads(config: Any) -> int | list[int]:
     """LFM2's files list them by layer, 0 for convolutions."""
@@ -22,7 +24,7 @@ def eps(config: Any) -> float:
 def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    elif config.model_type == "qwen3_5_text":
+    elif config.model_type in QWEN:
         rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -37,8 +39,10 @@ def converted(config: Any, name: str, weight: torch.Tensor) -> tuple[str | None,
     """A tensor's name, None for the usual one, and its weights; None for a tensor that is stored as it is."""
     if config.model_type == "lfm2":
         return (None, weight.squeeze(1)) if "conv.conv" in name else None
-    if config.model_type != "qwen3_5_text":
+    if config.model_type not in QWEN:
         return None
+    if "shared_expert_gate" in name:
+        return None, weight[0]
     stem, _, kind = name.rpartition(".linear_attn.")
     if not stem:
         return (None, weight + 1) if name.endswith("norm.weight") else None

@@ -38,6 +38,8 @@ class Architecture:
     """Fields of the configuration that no key states."""
     required: tuple[str, ...] = ()
     """Keys without a default, besides those of every architecture."""
+    lacking: tuple[str, ...] = ()
+    """Keys that files of every other architecture must have."""
     derived: tuple[str, ...] = ()
     """Keys from which configs.py derives fields."""
     by_layer: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ _DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_QWEN35 = ("ssm.inner_size", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _USUAL_YARN = {
     "rope.scaling.yarn_ext_factor": (1, -1),
@@ -152,7 +155,15 @@ ARCHITECTURES = {
     "qwen35": Architecture(
         "qwen3_5_text",
         _DELTA,
-        required=(*_DELTA, "ssm.inner_size", "attention.key_length", "rope.dimension_count", "rope.freq_base"),
+        required=(*_DELTA, *_QWEN35),
+        derived=("full_attention_interval", "rope.dimension_sections", "nextn_predict_layers"),
+        norms_from_one=True,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        {**_DELTA, **_QWEN3_MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        required=(*_DELTA, *_QWEN3_MOE, *_QWEN35, "expert_shared_feed_forward_length"),
+        lacking=("feed_forward_length",),
         derived=("full_attention_interval", "rope.dimension_sections", "nextn_predict_layers"),
         norms_from_one=True,
     ),

@@ -239,6 +239,7 @@ def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor |
     values = file.dense(source)
     if values is None:
         return
+    values = values.view(-1, values.shape[-1])
     layer = nn.Linear(values.shape[1], values.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(values, requires_grad=False)
     if bias is not None:

@@ -41,7 +41,7 @@ def config_of(header: GgufHeader) -> Any:
 
     check_values(header)
     one, values = architecture_of(header), header.values
-    for name in (*_REQUIRED, *one.required):
+    for name in [name for name in (*_REQUIRED, *one.required) if name not in one.lacking]:
         if (key := f"{header.architecture}.{name}") not in values and key not in header.lists:
             raise invalid_value(header, key, "a number; it has no default")
     fields: dict[str, Any] = dict(one.fixed)
@@ -161,4 +161,5 @@ _DERIVED: dict[str, Derive] = {
     "glm4moe": _glm4_moe,
     "lfm2": lfm2_fields,
     "qwen35": qwen35_fields,
+    "qwen35moe": qwen35_fields,
 }

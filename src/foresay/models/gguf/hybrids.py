@@ -14,13 +14,13 @@ import torch
 from foresay.models.gguf.header import INTEGERS, GgufHeader
 from foresay.models.gguf.values import invalid_value
 
-HYBRIDS = frozenset({"lfm2", "qwen35"})
+HYBRIDS = frozenset({"lfm2", "qwen35", "qwen35moe"})
 """Architectures with such layers."""
 PRECISE = ("ssm_a", "ssm_dt", "ssm_conv1d", "ssm_norm", "shortconv")
 """Parts of a layer that stay in float32 whatever the model's dtype, as llama.cpp computes them."""
 _LAYER_PARAMETERS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
 """transformers' parameters without a module -> the last part of llama.cpp's name."""
-_MOST_INTERVAL, _MOST_GROUPS = 1024, 1 << 16
+_MOST_INTERVAL, _MOST_GROUPS, _MOST_INNER = 1024, 1 << 16, 1 << 24
 
 
 def parameter_namer(name: Callable[[str], str]) -> Callable[[str], str]:
@@ -88,15 +88,18 @@ def lfm2_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
 def qwen35_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that several values state together. MTP layers are counted with the others."""
     keys = _integer(header, "ssm.group_count", _MOST_GROUPS)
-    heads, inner = (int(header.values[f"qwen35.ssm.{name}"]) for name in ("time_step_rank", "inner_size"))
-    size, rotated = fields["head_dim"], int(header.values["qwen35.rope.dimension_count"])
+    prefix, size = header.architecture, fields["head_dim"]
+    heads, inner = (int(header.values[f"{prefix}.ssm.{name}"]) for name in ("time_step_rank", "inner_size"))
+    rotated = int(header.values[f"{prefix}.rope.dimension_count"])
+    if "shared_expert_intermediate_size" in fields:
+        _integer(header, "expert_shared_feed_forward_length", _MOST_INNER)
     if heads % keys:
-        raise invalid_value(header, "qwen35.ssm.time_step_rank", f"a multiple of the {keys} groups")
+        raise invalid_value(header, f"{prefix}.ssm.time_step_rank", f"a multiple of the {keys} groups")
     if inner % heads:
-        raise invalid_value(header, "qwen35.ssm.inner_size", f"a multiple of the {heads} heads")
+        raise invalid_value(header, f"{prefix}.ssm.inner_size", f"a multiple of the {heads} heads")
     if rotated > size:
-        raise invalid_value(header, "qwen35.rope.dimension_count", f"at most the {size} numbers of a head")
-    layers = fields["num_hidden_layers"] - int(header.values.get("qwen35.nextn_predict_layers", 0))
+        raise invalid_value(header, f"{prefix}.rope.dimension_count", f"at most the {size} numbers of a head")
+    layers = fields["num_hidden_layers"] - int(header.values.get(f"{prefix}.nextn_predict_layers", 0))
     interval = _integer(header, "full_attention_interval", _MOST_INTERVAL)
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta"), "partial_rotary_factor": rotated / size}
     return {
@@ -117,7 +120,7 @@ def _integer(header: GgufHeader, name: str, most: int) -> int:
 
 def _sections(header: GgufHeader, half: int) -> list[int]:
     """Return the frequencies of the three kinds of positions, which are equal for texts."""
-    key = "qwen35.rope.dimension_sections"
+    key = f"{header.architecture}.rope.dimension_sections"
     stored = header.lists.get(key)
     sections = [] if stored is None or stored.kind not in INTEGERS else [int(one) for one in stored.numbers()[:4]]
     if len(sections) < 3 or min(sections) < 0 or sum(sections) != half:

@@ -171,9 +171,9 @@ def _check_tensor(
     shape = shapes.get(tensor_name)
     if shape is None:
         problem = f"is not among the {len(shapes)} that its values describe ({header.architecture}.block_count, ...)"
-    elif tensor.shape != shape:
+    elif tensor.shape not in (shape, shape[1:] if shape[0] == 1 else shape):  # a matrix of one row may be a vector
         problem = f"has shape {list(tensor.shape)}, but its values describe {list(shape)}"
-    elif len(shape) == 1 and tensor.kind not in PLAIN:
+    elif len(tensor.shape) == 1 and tensor.kind not in PLAIN:
         problem = f"is of type {tensor.kind}; it must be one of {', '.join(PLAIN)}"
     elif tensor.kind not in PLAIN and gguf.GGMLQuantizationType[tensor.kind] not in gguf.quants._type_traits:
         problem = f"is of type {tensor.kind}, which is not supported for weights"
