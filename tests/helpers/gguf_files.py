@@ -33,6 +33,12 @@ _VALUES: dict[str, dict[str, str]] = {
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
+    "lfm2_moe": {
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "leading_dense_block_count": "num_dense_layers",
+    },
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "granite": _SCALES,
     "glm4_moe": {
@@ -133,7 +139,7 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         getattr(writer, f"add_{name}")(getattr(config, field))
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head_dim)
-    if config.model_type == "glm4_moe":
+    if config.model_type in ("glm4_moe", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     rope = config.rope_parameters
     if (share := rope.get("partial_rotary_factor")) is not None:

@@ -7,22 +7,23 @@ from typing import Any
 import gguf
 import torch
 
+LFM2 = ("lfm2", "lfm2_moe")
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def key_heads(config: Any) -> int | list[int]:
     """LFM2's files list them by layer, 0 for convolutions."""
-    if config.model_type != "lfm2":
+    if config.model_type not in LFM2:
         return int(config.num_key_value_heads)
     return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
 
 
 def eps(config: Any) -> float:
-    return float(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
+    return float(config.norm_eps if config.model_type in LFM2 else config.rms_norm_eps)
 
 
 def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
-    if config.model_type == "lfm2":
+    if config.model_type in LFM2:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     elif config.model_type in QWEN:
         rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
@@ -37,7 +38,9 @@ def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def converted(config: Any, name: str, weight: torch.Tensor) -> tuple[str | None, torch.Tensor] | None:
     """A tensor's name, None for the usual one, and its weights; None for a tensor that is stored as it is."""
-    if config.model_type == "lfm2":
+    if config.model_type in LFM2:
+        if name.endswith("expert_bias"):
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias", weight
         return (None, weight.squeeze(1)) if "conv.conv" in name else None
     if config.model_type not in QWEN:
         return None

@@ -101,6 +101,8 @@ _DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+_REQUIRED_OF_LFM2 = ("shortconv.l_cache", "attention.head_count_kv", "rope.freq_base")
 _QWEN35 = ("ssm.inner_size", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _USUAL_YARN = {
@@ -147,10 +149,18 @@ ARCHITECTURES = {
     ),
     "lfm2": Architecture(
         "lfm2",
-        {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        _LFM2,
         {"block_auto_adjust_ff_dim": False},
-        required=("shortconv.l_cache", "attention.head_count_kv", "rope.freq_base"),
+        required=_REQUIRED_OF_LFM2,
         by_layer=("attention.head_count_kv",),
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        {**_LFM2, **_QWEN3_MOE, "leading_dense_block_count": "num_dense_layers"},
+        {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
+        required=(*_REQUIRED_OF_LFM2, *_QWEN3_MOE, "leading_dense_block_count", "expert_gating_func"),
+        by_layer=("attention.head_count_kv",),
+        neutral={"expert_gating_func": (2,)},
     ),
     "qwen35": Architecture(
         "qwen3_5_text",

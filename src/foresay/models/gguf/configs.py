@@ -160,6 +160,7 @@ _DERIVED: dict[str, Derive] = {
     "gemma4": _gemma4,
     "glm4moe": _glm4_moe,
     "lfm2": lfm2_fields,
+    "lfm2moe": lfm2_fields,
     "qwen35": qwen35_fields,
     "qwen35moe": qwen35_fields,
 }

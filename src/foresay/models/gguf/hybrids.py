@@ -14,11 +14,11 @@ import torch
 from foresay.models.gguf.header import INTEGERS, GgufHeader
 from foresay.models.gguf.values import invalid_value
 
-HYBRIDS = frozenset({"lfm2", "qwen35", "qwen35moe"})
+HYBRIDS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
 """Architectures with such layers."""
 PRECISE = ("ssm_a", "ssm_dt", "ssm_conv1d", "ssm_norm", "shortconv")
 """Parts of a layer that stay in float32 whatever the model's dtype, as llama.cpp computes them."""
-_LAYER_PARAMETERS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
+_LAYER_PARAMETERS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "expert_bias": "exp_probs_b.bias"}
 """transformers' parameters without a module -> the last part of llama.cpp's name."""
 _MOST_INTERVAL, _MOST_GROUPS, _MOST_INNER = 1024, 1 << 16, 1 << 24
 
@@ -27,11 +27,9 @@ def parameter_namer(name: Callable[[str], str]) -> Callable[[str], str]:
     """Return the mapping of transformers' names to llama.cpp's. name: that of modules and their parameters."""
 
     def of(parameter: str) -> str:
-        stem, _, suffix = parameter.rpartition(".")
-        layer, _, kind = stem.rpartition(".")
-        if kind != "linear_attn" or suffix not in _LAYER_PARAMETERS:
-            return name(parameter)
-        return f"blk.{layer.rpartition('.')[2]}.{_LAYER_PARAMETERS[suffix]}"
+        words = parameter.split(".")  # model, layers, index, part, ...
+        stored = _LAYER_PARAMETERS.get(words[-1])
+        return name(parameter) if stored is None else f"blk.{words[2]}.{stored}"
 
     return of
 
@@ -72,7 +70,7 @@ def _rows(groups: int, heads: int, size: int) -> torch.Tensor:
 
 def lfm2_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that a list of key heads states, 0 for a layer of convolutions."""
-    key = "lfm2.attention.head_count_kv"
+    key = f"{header.architecture}.attention.head_count_kv"
     stored = header.lists.get(key)
     counts = [] if stored is None else [int(one) for one in stored.numbers()]  # checked by `check_values`
     heads = max(counts, default=0)

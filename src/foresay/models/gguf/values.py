@@ -130,7 +130,9 @@ def _check_numbers(header: GgufHeader) -> None:
         if header.architecture.startswith("gemma") and name == "attention.sliding_window":
             least = 1  # in other families 0 means no window
         if key in header.lists and known and name in ARCHITECTURES[header.architecture].by_layer:
-            _check_list(header, key, 0 if header.architecture == "lfm2" else least, greatest)  # 0: no attention
+            _check_list(
+                header, key, 0 if header.architecture.startswith("lfm2") else least, greatest
+            )  # 0: no attention
         elif key in header.lists and (known or header.lists[key].kind not in INTEGERS):
             raise invalid_value(
                 header,

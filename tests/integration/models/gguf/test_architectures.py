@@ -64,6 +64,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False, "norm_eps": 0.3, "conv_L_cache": 4}),
     "qwen35": ("qwen3_5", {"head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            "moe_intermediate_size": 32,
+            "norm_eps": 0.3,
+            "conv_L_cache": 4,
+            "num_dense_layers": 1,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "qwen35moe": (
         "qwen3_5_moe",
         {
@@ -90,6 +100,9 @@ def model_of(case: str) -> PreTrainedModel:
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight") or weight.dim() == 1:
             weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.linspace(1, -1, len(buffer)))
     return model
 
 
