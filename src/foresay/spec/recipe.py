@@ -80,10 +80,10 @@ class Resources:
         from foresay.models.sources.drafts import assistant_of
 
         if ("head", name) not in self.drafts:
-            target, options, _ = self._for_reader("head")
+            target, options, make = self._for_reader("head")
             assistant = assistant_of(name, options)
             if assistant is not None:
-                self.drafts["head", name] = Assistant(assistant, target, name=self.target.name)
+                self.drafts["head", name] = Assistant(assistant, target, name=self.target.name, make=make)
         return self._draft(HeadModel, name, "head")
 
     def block(self, name: str) -> BlockModel:

@@ -25,7 +25,9 @@ from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import SlotCache, visible_width
 from foresay.models.drafts.base import LAST, NEXT, SlotCacheRows
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import MakeProduct
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -64,11 +66,11 @@ class Candidates(nn.Module):
         self.centroids = nn.Linear(width, groups, bias=False)
         self.token_ordering = nn.Buffer(torch.zeros(vocab_size, dtype=torch.long))
         """[V] int64, the tokens of the first group, then those of the second, ..."""
-        self._chosen = chosen
+        self._groups, self._chosen = groups, chosen
 
     def forward(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return scores [n, V] of outputs [n, D], -inf outside the chosen groups. rows: the output layer, [V, D]."""
-        groups = self.token_ordering.view(len(self.centroids.weight), -1)
+        groups = self.token_ordering.view(self._groups, -1)
         ids = groups[self.centroids(outputs).topk(self._chosen, -1).indices].flatten(1)
         scores = (rows[ids] @ outputs[..., None]).squeeze(-1)
         return (
@@ -91,7 +93,7 @@ class AssistantModule(nn.Module):
         self.pre_projection = nn.Linear(2 * width, own, bias=False)
         self.post_projection = nn.Linear(own, width, bias=False)
         self.lm_head: nn.Linear | None = None
-        """None: the embeddings are the output layer too."""
+        """None before `finish`: the embeddings are the output layer too."""
         self.masked_embedding = (
             None if candidates is None else Candidates(own, int(self.config.vocab_size), *candidates)
         )
@@ -99,8 +101,19 @@ class AssistantModule(nn.Module):
     def finish(self) -> None:
         """Compute what is no weight, after weights have replaced those on the meta device."""
         self.model.rotary_emb = type(self.model.rotary_emb)(self.config)
-        rows: nn.Module = nn.Embedding.from_pretrained(self.model.embed_tokens.weight)  # type: ignore[no-untyped-call]
-        self.model.embed_tokens = rows  # as an output layer, without the factor of inputs
+        if self.lm_head is None:
+            self.lm_head = nn.Linear(1, 1, bias=False)
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.model.embed_tokens = nn.Identity()  # inputs are the target's embeddings
+
+    def freeze(self, make: MakeProduct) -> None:
+        """Multiply by products that `make` builds from now on; of rows that are chosen by candidates the weights stay."""
+        holder = nn.ModuleDict(
+            {k: v for k, v in self.named_children() if k != "lm_head" or self.masked_embedding is None}
+        )
+        linears.freeze_linears(holder, make, all_dtypes=make is not linears.unquantized)
+        for name, part in holder.items():
+            setattr(self, name, part)
 
     def forward(
         self, pairs: torch.Tensor, position: int, shared: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -120,16 +133,18 @@ class AssistantModule(nn.Module):
             },
             use_cache=False,
         ).last_hidden_state[:, 0]
-        rows = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        scores = F.linear(out, rows) if self.masked_embedding is None else self.masked_embedding(out, rows)
+        assert self.lm_head is not None
+        scores = self.lm_head(out) if self.masked_embedding is None else self.masked_embedding(out, self.lm_head.weight)
         return scores, self.post_projection(out)
 
 
 class Assistant(SlotCacheRows):
     """An assistant bound to the target whose keys and values it reads. Rows are those of the target's cache."""
 
-    def __init__(self, module: AssistantModule, target: CausalModel, *, name: str = "") -> None:
-        """name: of the target, for errors. Raises ConfigError if the assistant does not fit the target."""
+    def __init__(
+        self, module: AssistantModule, target: CausalModel, *, name: str = "", make: MakeProduct = linears.unquantized
+    ) -> None:
+        """name: of the target, for errors. make: builds the products. Raises ConfigError if it does not fit the target."""
         config, own = target.model.config.get_text_config(decoder=True), module.config
         self.target, self.vocab_size, self.max_length = target, target.vocab_size, target.max_length
         self.width = module.width
@@ -149,10 +164,12 @@ class Assistant(SlotCacheRows):
             )
         self._check_heads(own, config, name)
         self.device, self.dtype = target.device, target.model.dtype
+        self.num_parameters = sum(weight.numel() for weight in module.parameters())
         self._module = module.to(self.device, self.dtype).eval()
+        if self.device.type == "cpu":
+            self._module.freeze(make)
         self._embed = target.model.get_input_embeddings()
         self._source: SlotCache | None = None
-        self.num_parameters = sum(weight.numel() for weight in module.parameters())
 
     def _check_heads(self, own: Any, config: Any, name: str) -> None:
         """Raise ConfigError unless each kind of layer has the target's number and size of key heads."""

@@ -19,8 +19,10 @@ from foresay.drafters import AssistantDrafter, Cascade, Hybrid, PromptLookup
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.generation.load import load
 from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.cpu.build import library
 from foresay.models.drafts.assistant import Assistant, AssistantModule
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import quantizer
 from foresay.models.sources.assistants import load_assistant
 from helpers import tiny
 from helpers.families import FAMILIES, make
@@ -186,6 +188,17 @@ def test_greedy_output_is_that_of_plain_decoding(kind: str) -> None:
     assert 0 in accepted and max(accepted) >= 1
 
 
+@pytest.mark.skipif(library() is None, reason="needs compiled kernels")
+@pytest.mark.parametrize("ordered", [False, True])
+def test_products_are_rounded_on_request(ordered: bool) -> None:
+    assistant = Assistant(read(assistant_model(ordered=ordered)), target(), make=quantizer(8))
+    kinds = {
+        name: type(part) for name, part in assistant._module.named_modules() if "proj" in name or name == "lm_head"
+    }
+    plain = {name for name, kind in kinds.items() if kind is torch.nn.Linear}
+    assert len(kinds) >= 12 and plain == ({"lm_head"} if ordered else set())  # chosen rows are read directly
+
+
 def test_two_engines_read_their_own_caches() -> None:
     assistant = Assistant(read(assistant_model()), target())
     first, second = (AssistantDrafter(assistant, SMALL) for _ in range(2))
@@ -198,15 +211,18 @@ class TestFolders:
         assistant_model(**changes).save_pretrained(folder)
         return folder
 
-    def test_a_folder_drafts_by_name(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_folder_drafts_by_name(self, dtype: str, tmp_path: Path) -> None:
         vocab = len(tiny.tokenizer())
         big = make("gemma4", 3, vocab_size=vocab, vocab_size_per_layer_input=vocab)
         folder = tiny.save(tmp_path / "target", big)
         draft = self.write(tmp_path / "draft", vocab_size=vocab)
-        plain = load(str(folder), drafter="none", dtype="float32").generate("hello", max_new_tokens=20)
+        plain = load(str(folder), drafter="none", dtype=dtype).generate("hello", max_new_tokens=20)
         for expression in (f"head({draft})", f"head({draft},nodes=9)", f"hybrid(suffix,head={draft})"):
-            found = load(str(folder), drafter=expression, dtype="float32").generate("hello", max_new_tokens=20)
+            found = load(str(folder), drafter=expression, dtype=dtype).generate("hello", max_new_tokens=20)
             assert found.text == plain.text
+        rounded = load(str(folder), drafter=f"head({draft})", draft_weights="int8", dtype=dtype)
+        assert rounded.generate("hello", max_new_tokens=20).text == plain.text
         with pytest.raises(ModelLoadError, match="an assistant"):
             load(str(draft))
 
