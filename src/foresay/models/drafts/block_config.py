@@ -21,6 +21,7 @@ from foresay.models.drafts.block_fields import MAX_BLOCK, BlockFields, block_fie
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.fields import (
     FULL,
+    LAYER_PARTS,
     SLIDING,
     check_layer,
     fields_of,
@@ -39,9 +40,8 @@ MARKOV = ("vanilla", "gated", "rnn")
 DOMINO, SELECTOR = "domino", "selector"
 _SOURCE = "the block drafter's config.json"
 _PARTS: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_swa", "backbone_conv"), (False, None)),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "attention_multiplier"), (None,)),
-    **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier"), (None, 1, 1.0)),
+    **LAYER_PARTS,
+    **dict.fromkeys(("use_swa", "backbone_conv"), (False, None)),
     "attention_mode": (None, "gqa", "mha"),
     "projector_type": (None, "dflash", "dflash2", "dspark", DOMINO),
 }

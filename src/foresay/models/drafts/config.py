@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError
 from foresay.models.drafts.fields import (
+    LAYER_PARTS,
     REQUIRED,
     SLIDING,
     check_layer,
@@ -29,7 +30,7 @@ _DRAFT_TOKENS = 5
 """Draft length that an exported configuration recommends to other engines."""
 _OFF = (False, None)
 _HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-_HEAD_PARTS = dict.fromkeys(("attention_bias", "mlp_bias", "parallel_drafting"), (*_OFF, 0))
+_HEAD_PARTS = {**LAYER_PARTS, "parallel_drafting": (*_OFF, 0)}
 """Fields of variants that are not supported, and the values that select none of them."""
 
 

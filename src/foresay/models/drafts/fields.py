@@ -26,6 +26,12 @@ LAYER = (
 )
 """Fields of a LlamaConfig that describe a draft's layers."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_PARTS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias"), (False, None)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "attention_multiplier"), (None,)),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier"), (None, 1, 1.0)),
+}
+"""Fields of layers that are not supported, such as latent attention, and the values that select none of them."""
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE = 1 << 18, 1 << 12, 1 << 24
 """Larger than any model's, and small enough that a product of two sizes does not overflow."""

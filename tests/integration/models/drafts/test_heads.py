@@ -357,6 +357,8 @@ class TestFiles:
             ({"num_hidden_layers": 2}, "one layer"),
             ({"norm_before_fc": 3.5}, "norm_before_fc"),
             ({"attention_bias": True}, "attention_bias"),
+            ({"kv_lora_rank": 512}, "kv_lora_rank"),
+            ({"logits_scaling": 8.0}, "logits_scaling"),
             ({"layer_types": ["sliding_attention"]}, "no sliding_window"),
             ({"layer_types": ["linear_attention"]}, "layer_types has"),
             ({"hidden_size": None}, "hidden_size"),
