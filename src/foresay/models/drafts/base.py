@@ -199,6 +199,8 @@ class DenseProduct:
 def embeddings_of(target: CausalModel) -> torch.nn.Module:
     """Return the target's embeddings as drafts read them: without the factor of Gemma's module, as other engines do."""
     module = target.model.get_input_embeddings()
+    if isinstance(module, FrozenEmbedding):
+        return module.without_scale()
     if isinstance(module, torch.nn.Embedding) and hasattr(module, "embed_scale"):
         plain: torch.nn.Module = torch.nn.Embedding.from_pretrained(module.weight)  # type: ignore[no-untyped-call]
         return plain

@@ -59,6 +59,10 @@ class FrozenEmbedding(nn.Module):
         """An empty tensor [V, H] on the meta device, for callers that read the shape."""
         return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._dtype, device="meta")
 
+    def without_scale(self) -> FrozenEmbedding:
+        """Return the embedding of the same rows without a factor."""
+        return self if self._scale == 1.0 else FrozenEmbedding(self.product, self._dtype)
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings, token_ids [...] -> [..., H]."""
         rows = self.product.rows(token_ids, self._dtype)

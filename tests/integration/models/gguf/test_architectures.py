@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError, UnsupportedModelError
+from foresay.models.drafts.base import embeddings_of
 from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
 from foresay.models.gguf.header import read_header
 from foresay.models.sources.load_options import LoadOptions
@@ -259,6 +260,22 @@ def test_mtp_layers_are_left_out(
         problem = "less than the 3 layers" if stated else "'blk.3.nextn.eh_proj.weight' is not among"
         with pytest.raises(ModelLoadError, match=problem):
             load_model(path)
+
+
+def test_embeddings_with_a_factor_stay_in_their_blocks(tmp_path: Path) -> None:
+    """Those of drafts are the same rows without the factor, as other engines read them."""
+    loaded: Any = load_model(file_of("gemma4", tmp_path, "Q8_0")).model
+    body, ids = loaded.model.model, torch.tensor([[5, 9, 70]])
+    assert (body.embed_tokens.product.bits, body.embed_tokens_per_layer.product.bits) == (8.5, 8.5)
+    own = embeddings_of(loaded)(ids)
+    assert torch.equal(own * 8.0, body.embed_tokens(ids)), "sqrt(64), the hidden size"
+    wanted = model_of("gemma4").model.embed_tokens_per_layer(ids).detach()
+    assert error(body.embed_tokens_per_layer(ids)[0].float(), wanted[0]) < 0.01
+
+
+def test_every_architecture_is_documented() -> None:
+    page = (Path(__file__).parents[4] / "docs/reference/models.md").read_text(encoding="utf-8")
+    assert [name for name in ARCHITECTURES if f"`{name}`" not in page] == []
 
 
 def scores_of(case: str) -> torch.Tensor:
