@@ -204,7 +204,8 @@ def embeddings_of(target: CausalModel) -> torch.nn.Module:
     if isinstance(module, torch.nn.Embedding) and hasattr(module, "embed_scale"):
         plain: torch.nn.Module = torch.nn.Embedding.from_pretrained(module.weight)  # type: ignore[no-untyped-call]
         return plain
-    return module.unscaled() if isinstance(module, FrozenEmbedding) else module
+    found: torch.nn.Module = module
+    return found
 
 
 def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:

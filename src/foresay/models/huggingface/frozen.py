@@ -68,10 +68,6 @@ class FrozenEmbedding(nn.Module):
         rows = self.product.rows(token_ids, self._dtype)
         return rows if self._scale == 1.0 else rows * self._scale
 
-    def unscaled(self) -> FrozenEmbedding:
-        """Return the embedding of the same product without the factor."""
-        return FrozenEmbedding(self.product, self._dtype)
-
 
 class Joint:
     """Linear layers that read the same input, multiplied jointly: fewer, wider products reach more of the memory bandwidth.
