@@ -102,6 +102,8 @@ def bases() -> dict[str, Image]:
         "gpt-oss": ("gpt_oss", {**eights, **dict.fromkeys(EXPERTS, "MXFP4")}),
         "glm4moe": ("glm4_moe", {**eights, **dict.fromkeys(EXPERTS, "Q4_0")}),
         "gemma4": ("gemma4", {**eights, "per_layer_token_embd": "Q8_0"}),
+        "lfm2": ("lfm2", {**fours, "in_proj": "Q4_0"}),
+        "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),
     }
     with tempfile.TemporaryDirectory() as folder:
         return {
@@ -125,6 +127,8 @@ def model(family: str, **changes: object) -> torch.nn.Module:
         "gpt_oss": {"swiglu_limit": 7.0},
         "glm4_moe": {"moe_intermediate_size": 32},
         "gemma4": {**layers, **inputs},
+        "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        "qwen3_5": {"num_hidden_layers": 4},
     }
     return make(family, 0, **{**sizes, "num_hidden_layers": 2, **own.get(family, {}), **changes})
 
