@@ -19,6 +19,7 @@ import foresay
 from foresay.cli import main
 from foresay.models.cpu import build
 from helpers import tiny
+from helpers.families import make
 
 PROMPT = "hello world, hello"
 
@@ -452,6 +453,14 @@ def test_prepare_fills_the_caches(shell: tiny.Shell, folder: Path, monkeypatch: 
     finally:
         build.library.cache_clear()
     assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "forward pass: fused layers\n" in out
+
+
+def test_info_of_a_fused_recurrent_model_names_its_kernels_and_states(shell: tiny.Shell, tmp_path: Path) -> None:
+    tiny.save(tmp_path / "hybrid", make("qwen3_5", vocab_size=len(tiny.tokenizer())))
+    code, out, _ = shell("info", str(tmp_path / "hybrid"))
+    assert code == 0
+    assert "kernels compiled for this machine" in out and "same bits: yes" in out
+    assert "a rejection feeds no token again after drafts of up to 23 tokens" in out
 
 
 def test_info_of_a_recurrent_model_names_the_cost_of_a_rejection(shell: tiny.Shell, tmp_path: Path) -> None:

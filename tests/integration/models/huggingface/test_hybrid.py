@@ -29,6 +29,7 @@ from foresay.models.sources.wrapping import wrap
 from helpers.broken_kernels import Broken
 from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
 from helpers.families import VOCAB, make
+from helpers.racing import race
 from helpers.support import Always, Never, Sometimes, run
 
 FAMILIES = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe")
@@ -210,6 +211,46 @@ def test_a_seed_gives_its_text_in_any_batch(family: str) -> None:
         for prompt, one, own in zip(prompts(), params, drafter, strict=False)
     ]
     assert run(target, prompts()[:4], params, drafter=drafter[4], gamma=4)[0] == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_the_familys(family: str) -> None:
+    """Before each layer and after the last norm, of ragged rows: drafts on hidden states read them."""
+    model, tokens = target_of(family), torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(4))
+    layers = tuple(range(model.num_layers + 1))
+    found = model.forward(ModelInput(tokens, (9, 4), hidden_layers=layers), started(model, 2)).hidden
+    reference = copy.deepcopy(reference_of(family)[0])  # which gets hooks
+    with torch.inference_mode():
+        wanted = reference(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    for layer in layers:
+        for row, count in enumerate((9, 4)):
+            torch.testing.assert_close(found[layer][row, :count], wanted[layer][row, :count], atol=1e-4, rtol=1e-4)
+
+
+def test_keys_and_values_in_8_bits() -> None:
+    options = LoadOptions(kv_cache_dtype="int8")
+    model = wrap("qwen3_5", make("qwen3_5"), None, optimise=True, options=options).model
+    assert isinstance(model, RecurrentModel)
+    params = SamplingParams(max_new_tokens=12)
+    alone, _, _ = run(model, prompts(), params)
+    assert run(model, prompts(), params, drafter=Sometimes(alone, VOCAB), gamma=5)[0] == alone
+    tokens = torch.arange(2, 60)
+    difference = (
+        scores(model, started(model), tokens) - scores(target_of("qwen3_5"), started(target_of("qwen3_5")), tokens)
+    ).abs()
+    assert 0 < float(difference.max()) < 0.1
+
+
+def test_two_threads_share_a_model() -> None:
+    target, params = target_of("qwen3_5"), SamplingParams(max_new_tokens=16)
+    wanted = [run(target, [prompt], params)[0][0] for prompt in prompts()[1:3]]
+    found: list[list[list[int]]] = [[], []]
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            found[index - 1].append(run(target, [prompts()[index]], params)[0][0])
+
+    assert race(work, 2) == [] and found == [[one] * 3 for one in wanted]
 
 
 # -- prefixes ----------------------------------------------------------------------------------------------------------
