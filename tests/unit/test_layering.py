@@ -100,7 +100,7 @@ INSIDE = {
         {"blocks"},
     ],
     "models/sources": [
-        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published"},
+        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "multimodal"},
         {"packaged", "config_checks", "llama_cpp", "hub"},
         {"location", "wrapping"},
         {"reading", "base_models"},

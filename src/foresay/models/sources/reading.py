@@ -26,6 +26,7 @@ from foresay.models.huggingface import linears
 from foresay.models.sources.config_checks import check_config, check_size, report_unknown, report_unread
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.location import Location
+from foresay.models.sources.multimodal import PREFIXES, language_model_of
 from foresay.models.sources.packaged import dequantize
 from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.text.tokenizer import check_usable
@@ -85,9 +86,10 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
             dtype = torch.bfloat16 if in_blocks else _dtype(location, options, config if for_decoding else None)
             weights = model_of_file(header, config, dtype, in_blocks=in_blocks).to(options.computes_on)
             return weights, tokenizer_of(header), "GGUF" if in_blocks else rounded
-        config = _config(location, options)
+        whole = _config(location, options)
+        config = language_model_of(whole, location.name) if location.header is None else whole
         dtype = _dtype(location, options, config if for_decoding else None)
-        found = _read_weights(location, options, config, dtype)
+        found = _read_weights(location, options, config, dtype, is_part=config is not whole)
         return *found, rounded
 
 
@@ -148,8 +150,13 @@ def _tokenizer(location: Location, options: LoadOptions, *, required: bool) -> A
     return tokenizer
 
 
-def _read_weights(location: Location, options: LoadOptions, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape."""
+def _read_weights(
+    location: Location, options: LoadOptions, config: Any, dtype: torch.dtype, *, is_part: bool
+) -> tuple[Any, Any]:
+    """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape.
+
+    is_part: True if `config` is that of the language model of a multimodal checkpoint.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
     folder, common = location.folder, location.arguments(options)
@@ -160,11 +167,14 @@ def _read_weights(location: Location, options: LoadOptions, config: Any, dtype: 
         arguments["config"] = config
         if options.quantization_config is None:
             arguments.update(dequantize())
-    elif location.is_local:
+    elif is_part:
+        arguments.update(config=config, key_mapping=dict(PREFIXES))
+    if location.is_local and location.header is None:
         check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **arguments)
     if location.header is None:
-        report_unread(location.name, PreTrainedConfig.get_config_dict(folder, **common)[0], model.config)
+        values = PreTrainedConfig.get_config_dict(folder, **common)[0]
+        report_unread(location.name, values.get("text_config", values) if is_part else values, model.config)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if absent:
         raise ModelLoadError(
