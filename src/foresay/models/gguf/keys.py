@@ -23,7 +23,16 @@ READ = {
             *("chat_template", "chat_templates"),
             *(
                 f"ggml.{name}"
-                for name in ("model", "pre", "tokens", "token_type", "scores", "merges", "add_space_prefix")
+                for name in (
+                    "model",
+                    "pre",
+                    "tokens",
+                    "token_type",
+                    "scores",
+                    "merges",
+                    "add_space_prefix",
+                    "suppress_tokens",
+                )
             ),
             *(f"ggml.add_{role}_token" for role in ("bos", "eos")),
             *(f"ggml.{role}_token_id" for role in ("bos", "eos", "eot", "eom", "unknown", "padding")),
@@ -70,7 +79,6 @@ NEUTRAL: dict[str, dict[str, tuple[object, ...]]] = {
         "ggml.normalizer.lowercase": (False,),
         "ggml.normalizer.strip_accents": (False,),
         "ggml.precompiled_charsmap": (),
-        "ggml.suppress_tokens": (),
     },
     "model": {
         **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), (0, 1)),

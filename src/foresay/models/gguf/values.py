@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.architectures import ARCHITECTURES
-from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, read_header, shortened
+from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, StoredList, read_header, shortened
 
 DRAFTS = {"dflash": "block", "eagle3": "head"}
 """Architectures of drafts on hidden states, and the drafters that read them."""
@@ -73,6 +73,8 @@ _MODEL_FLAGS = ("expert_weights_norm",)
 NONE_IF_0 = (*SCALES, "attention.sliding_window", "expert_group_count", "expert_group_used_count")
 """Keys of which a value of 0 means the same as a missing one."""
 TOKENS = "tokenizer.ggml.tokens"
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
+"""Ids of tokens that are never generated."""
 _MAX_TOKEN_BYTES = 1024
 """Longest token in bytes. Missing merges are derived by splitting each token at every byte, in time quadratic in its length."""
 _PER_TOKEN = {"tokenizer.ggml.scores": FLOATS, "tokenizer.ggml.token_type": INTEGERS}
@@ -206,6 +208,11 @@ def _check_vocabulary(header: GgufHeader) -> None:
         stored = header.lists.get(key)
         if key in header.values or (stored is not None and (stored.count != tokens.count or stored.kind not in kinds)):
             raise invalid_value(header, key, f"a list of {tokens.count} numbers, one for each token of {TOKENS}")
+    stored = header.lists.get(SUPPRESSED)
+    if SUPPRESSED in header.values or (stored is not None and not _are_ids(stored, tokens.count)):
+        raise invalid_value(
+            header, SUPPRESSED, f"a list of integers from 0 to {tokens.count - 1}, indices into {TOKENS}"
+        )
     size = f"{header.architecture}.vocab_size"
     if header.values.get(size, tokens.count) != tokens.count:
         raise invalid_value(header, size, f"{tokens.count}, the length of {TOKENS}")
@@ -215,3 +222,7 @@ def _check_vocabulary(header: GgufHeader) -> None:
             raise invalid_value(header, key, f"an integer from 0 to {tokens.count - 1}, an index into {TOKENS}")
         if _FLAGS.fullmatch(key) and type(one) is not bool:
             raise invalid_value(header, key, "true or false")
+
+
+def _are_ids(stored: StoredList, count: int) -> bool:
+    return stored.kind in INTEGERS and stored.count <= count and all(0 <= one < count for one in stored.numbers())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.header import GgufHeader, shortened
-from foresay.models.gguf.values import TOKENS, invalid_value
+from foresay.models.gguf.values import SUPPRESSED, TOKENS, invalid_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types of the format."""
@@ -86,6 +86,12 @@ def _ends(ids: Mapping[str, int], types: list[int], special: Mapping[str, int]) 
     if "<|tool_response>" in marks:
         ends.pop(ids.get("</s>", -1), None)
     return tuple(ends)
+
+
+def suppressed_tokens(header: GgufHeader) -> list[int]:
+    """Return the ids of the tokens that are never generated."""
+    stored = header.lists.get(SUPPRESSED)
+    return [] if stored is None else [int(one) for one in stored.numbers()]
 
 
 def read_merges(header: GgufHeader) -> list[tuple[str, str]] | None:

@@ -19,7 +19,7 @@ from foresay.models.gguf.vocabulary import read_vocabulary
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.location import Location, is_gguf, locate
-from foresay.models.sources.reading import read, read_tokenizer
+from foresay.models.sources.reading import read, read_tokenizer, settings_of
 from foresay.models.sources.transformers_errors import load_errors
 from foresay.models.sources.wrapping import LoadedModel, check_scores, wrap
 from foresay.text.tokenizer import Tokenizer
@@ -113,7 +113,8 @@ def _load_llama_cpp(location: Location, options: LoadOptions) -> LoadedModel:
     with load_errors(location.name, False):
         tokenizer, vocabulary = read_tokenizer(location, options), read_vocabulary(location.header)
     assert vocabulary is not None  # else it has no tokenizer
-    return LoadedModel(location.name, model, tokenizer, frozenset(vocabulary.ends), weights="llama.cpp")
+    ends, settings = frozenset(vocabulary.ends), settings_of(location.header)
+    return LoadedModel(location.name, model, tokenizer, ends, weights="llama.cpp", generation=settings)
 
 
 def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = None) -> tuple[Any, Any]:

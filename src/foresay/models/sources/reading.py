@@ -22,8 +22,10 @@ from foresay.models.gguf.hybrids import HYBRIDS
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.shapes import dense_config
 from foresay.models.gguf.tokenizer import tokenizer_of
+from foresay.models.gguf.vocabulary import suppressed_tokens
 from foresay.models.huggingface import linears
 from foresay.models.sources.config_checks import check_config, check_size, report_unknown, report_unread
+from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.location import Location
 from foresay.models.sources.multimodal import PREFIXES, language_model_of
@@ -85,6 +87,7 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
             config, in_blocks = config_of(header), for_decoding and _keeps_blocks(options)
             dtype = torch.bfloat16 if in_blocks else _dtype(location, options, config if for_decoding else None)
             weights = model_of_file(header, config, dtype, in_blocks=in_blocks).to(options.computes_on)
+            suppress(weights.generation_config, header)
             return weights, tokenizer_of(header), "GGUF" if in_blocks else rounded
         whole = _config(location, options)
         config = language_model_of(whole, location.name) if location.header is None else whole
@@ -118,6 +121,20 @@ def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
 def _keeps_blocks(options: LoadOptions) -> bool:
     """Return True if a GGUF file that is read by foresay is decoded in its stored blocks."""
     return options.computes_on.type == "cpu" and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+
+
+def suppress(config: Any, header: GgufHeader) -> Any:
+    """Set the tokens of a GGUF file that are never generated in a generation config, and return it."""
+    if found := suppressed_tokens(header):
+        config.suppress_tokens = found
+    return config
+
+
+def settings_of(header: GgufHeader) -> GenerationSettings:
+    """Return the generation settings of a file that another engine computes."""
+    from transformers import GenerationConfig
+
+    return GenerationSettings(suppress(GenerationConfig(), header)) if suppressed_tokens(header) else UNCHANGED
 
 
 def read_tokenizer(location: Location, options: LoadOptions) -> Any:
@@ -167,12 +184,15 @@ def _read_weights(
         arguments["config"] = config
         if options.quantization_config is None:
             arguments.update(dequantize())
-    elif is_part:
-        arguments.update(config=config, key_mapping=dict(PREFIXES))
-    if location.is_local and location.header is None:
-        check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
+    else:
+        if is_part:
+            arguments.update(config=config, key_mapping=dict(PREFIXES))
+        if location.is_local:
+            check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **arguments)
-    if location.header is None:
+    if location.header is not None:
+        suppress(model.generation_config, location.header)
+    else:
         values = PreTrainedConfig.get_config_dict(folder, **common)[0]
         report_unread(location.name, values.get("text_config", values) if is_part else values, model.config)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])

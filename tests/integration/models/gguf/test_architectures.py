@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.models.drafts.base import embeddings_of
@@ -263,7 +264,7 @@ def test_mtp_layers_are_left_out(
 
 
 def test_embeddings_with_a_factor_stay_in_their_blocks(tmp_path: Path) -> None:
-    """Those of drafts are the same rows without the factor, as other engines read them."""
+    """Drafts read the same rows without the factor, as in other engines."""
     loaded: Any = load_model(file_of("gemma4", tmp_path, "Q8_0")).model
     body, ids = loaded.model.model, torch.tensor([[5, 9, 70]])
     assert (body.embed_tokens.product.bits, body.embed_tokens_per_layer.product.bits) == (8.5, 8.5)
@@ -271,6 +272,30 @@ def test_embeddings_with_a_factor_stay_in_their_blocks(tmp_path: Path) -> None:
     assert torch.equal(own * 8.0, body.embed_tokens(ids)), "sqrt(64), the hidden size"
     wanted = model_of("gemma4").model.embed_tokens_per_layer(ids).detach()
     assert error(body.embed_tokens_per_layer(ids)[0].float(), wanted[0]) < 0.01
+
+
+def test_suppressed_tokens_are_never_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Gemma 4 12B's files state them; the negative control is the same file without them."""
+    reference, prompt = model_of("gemma4"), prompts()[3]
+    plain_text = (
+        foresay.load(file_of("gemma4", tmp_path), dtype="fp32", drafter="none")
+        .generate([prompt], max_new_tokens=NEW, ignore_eos=True)[0]
+        .token_ids
+    )
+    banned = sorted({*plain_text[:3]})
+    add = gguf.GGUFWriter.add_tokenizer_model
+
+    def more(self: gguf.GGUFWriter, name: str) -> None:
+        add(self, name)
+        self.add_array("tokenizer.ggml.suppress_tokens", banned)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", more)
+    model = foresay.load(file_of("gemma4", tmp_path), dtype="fp32", drafter="suffix")
+    found = model.generate([prompt], max_new_tokens=NEW, ignore_eos=True)[0].token_ids
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    wanted = reference.generate(ids, attention_mask=torch.ones_like(ids), suppress_tokens=banned, **options)
+    assert list(found) == wanted[0, len(prompt) :].tolist() and not {*found} & {*banned}
 
 
 def test_every_architecture_is_documented() -> None:

@@ -184,6 +184,7 @@ VALUES: dict[str, list[tuple[int, bytes] | None]] = {
         number(float("inf"), FLOAT32),
         None,
     ],
+    "tokenizer.ggml.suppress_tokens": [number(3), numbers(0, 1 << 20), numbers(*range(2000))],
     "llama.rope.dimension_count": [number(0), number(15), number(8), number(1 << 31)],
     "llama.rope.freq_base": [number(0, FLOAT32), number(float("nan"), FLOAT32), number(float("inf"), FLOAT32)],
     "llama.rope.scaling.factor": [number(0, FLOAT32), number(float("nan"), FLOAT32), number(-2, FLOAT32)],

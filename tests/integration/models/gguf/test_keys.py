@@ -30,7 +30,8 @@ general.architecture general.alignment general.name split.count tokenizer.ggml.m
 tokenizer.ggml.token_type tokenizer.ggml.scores tokenizer.ggml.merges tokenizer.ggml.bos_token_id tokenizer.ggml.eos_token_id
 tokenizer.ggml.eot_token_id tokenizer.ggml.eom_token_id tokenizer.ggml.unknown_token_id tokenizer.ggml.padding_token_id
 tokenizer.ggml.fim_pad_token_id tokenizer.ggml.fim_rep_token_id tokenizer.ggml.fim_sep_token_id tokenizer.ggml.add_bos_token
-tokenizer.ggml.add_eos_token tokenizer.ggml.add_space_prefix tokenizer.chat_template tokenizer.chat_templates A.vocab_size
+tokenizer.ggml.add_eos_token tokenizer.ggml.suppress_tokens
+tokenizer.ggml.add_space_prefix tokenizer.chat_template tokenizer.chat_templates A.vocab_size
 A.context_length A.embedding_length A.block_count A.feed_forward_length A.expert_feed_forward_length A.expert_count
 A.expert_used_count A.attn_logit_softcapping A.final_logit_softcapping A.attention.head_count A.attention.head_count_kv
 A.attention.key_length A.attention.value_length A.attention.layer_norm_epsilon A.attention.layer_norm_rms_epsilon
@@ -78,7 +79,7 @@ REFUSED: dict[Any, str] = {
     (
         1,
         2,
-    ): "tokenizer.ggml.precompiled_charsmap tokenizer.ggml.suppress_tokens A.rope.dimension_sections A.swiglu_clamp_exp",
+    ): "tokenizer.ggml.precompiled_charsmap A.rope.dimension_sections A.swiglu_clamp_exp",
     2.5: """A.logit_scale A.residual_scale A.embedding_scale A.expert_weights_scale A.expert_group_scale
         A.router_logit_softcapping A.attention.output_scale A.attention.value_scale A.attention.clamp_kqv
         A.attention.max_alibi_bias A.attention.temperature_scale A.attention.group_norm_epsilon A.rope.scaling.attn_factor
