@@ -18,8 +18,9 @@ from transformers import MambaConfig, MambaForCausalLM
 import foresay
 from foresay.cli import main
 from foresay.models.cpu import build
-from helpers import tiny
+from helpers import fuzz_gguf, tiny
 from helpers.families import make
+from helpers.gguf_files import write_gguf
 
 PROMPT = "hello world, hello"
 
@@ -453,6 +454,15 @@ def test_prepare_fills_the_caches(shell: tiny.Shell, folder: Path, monkeypatch: 
     finally:
         build.library.cache_clear()
     assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "forward pass: fused layers\n" in out
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "gemma4"])
+def test_info_of_a_gguf_file_names_its_kernels(family: str, shell: tiny.Shell, tmp_path: Path) -> None:
+    kinds = dict.fromkeys((*fuzz_gguf.LAYERS, *fuzz_gguf.EXPERTS), "Q4_0")
+    path = write_gguf(tmp_path / "tiny.gguf", fuzz_gguf.model(family), kinds)
+    code, out, _ = shell("info", str(path))
+    assert code == 0 and "weights: in the file's blocks" in out
+    assert "fused layers, kernels compiled for this machine" in out and "same bits: yes" in out
 
 
 def test_info_of_a_fused_recurrent_model_names_its_kernels_and_states(shell: tiny.Shell, tmp_path: Path) -> None:
