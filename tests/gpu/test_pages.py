@@ -10,7 +10,7 @@ import torch
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine.prefixes import PrefixStore
-from foresay.models.huggingface import causal, fused
+from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import join_layers
 from helpers.families import VOCAB, make, whole_product
@@ -28,7 +28,8 @@ def on_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         from helpers.paged import sum_products_in_order
 
         sum_products_in_order(monkeypatch)
-        monkeypatch.setattr(fused, "product_of", whole_product)
+        for module in (family_layers, fused):
+            monkeypatch.setattr(module, "product_of", whole_product)
         monkeypatch.setattr(attention, "SPLITS", 2)
 
 

@@ -82,6 +82,7 @@ INSIDE = {
         {"joined"},
         {"linears"},
         {"hybrid_layers", "layer_inputs"},
+        {"family_layers"},
         {"model", "fused", "graphs"},
         {"causal", "selective_scan"},
         {"seq2seq", "states"},

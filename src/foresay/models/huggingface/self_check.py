@@ -18,7 +18,7 @@ from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.experts import is_experts
-from foresay.models.huggingface.fused import NotFusedError
+from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.linears import activations_of
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 

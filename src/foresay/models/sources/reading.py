@@ -64,7 +64,7 @@ def _dtype(location: Location, options: LoadOptions, config: Any) -> torch.dtype
     if is_other or device.type != "cpu" or native == torch.bfloat16 or not linears.compiled():
         return native
     from foresay.models.cpu.layers import ACTIVATIONS
-    from foresay.models.huggingface.fused import FAMILIES
+    from foresay.models.huggingface.family_layers import FAMILIES
 
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     is_foreign = getattr(config, "quantization_config", None) or (

@@ -11,7 +11,7 @@ import torch
 
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.models.huggingface import fused, operations
+from foresay.models.huggingface import family_layers, fused, operations
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears, quantizer
@@ -20,7 +20,7 @@ from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES)
+READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in family_layers.FAMILIES)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 
@@ -64,7 +64,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     model, other = CausalModel(make(family)), CausalModel(make(family))
     if not kernels:
         monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
-        if FAMILIES[family][0] in fused.BY_KERNELS:
+        if FAMILIES[family][0] in family_layers.BY_KERNELS:
             assert "by the compiled kernels only" in str(use_fused_layers(frozen(model)))
             return
     layers = tuple(range(model.capabilities.num_layers + 1))  # type: ignore[operator]
@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
         "_rotate",
         lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin,
     ),
-    "norms that do nothing": (fused, "_norm_of", lambda module: lambda x: x),
+    "norms that do nothing": (family_layers, "norm_of", lambda module: lambda x: x),
 }
 
 
@@ -137,11 +137,11 @@ def test_kernels_that_are_told_something_else_are_not_used(
     wrong: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor in 4 bits, with inputs rounded to 8, although rounding alone makes a difference there."""
-    intact, weights = fused._read, make("llama")
+    intact, weights = fused.read_layer, make("llama")
     if rounded:
         freeze_linears(weights, quantizer(4))
         assert use_fused_layers(CausalModel(weights)) is None
-    monkeypatch.setattr(fused, "_read", lambda *args: dataclasses.replace(intact(*args), **wrong))
+    monkeypatch.setattr(fused, "read_layer", lambda *args: dataclasses.replace(intact(*args), **wrong))
     model = CausalModel(weights)
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
     assert model.fused is None
@@ -151,7 +151,7 @@ def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     """A family without support is no warning; one that should have worked is."""
     with caplog.at_level(logging.INFO, "foresay"):
         wrap("mine", make("gpt2"), None, optimise=True)
-        monkeypatch.setattr(fused, "_norm_of", lambda module: None)
+        monkeypatch.setattr(family_layers, "norm_of", lambda module: None)
         wrap("yours", make("llama"), None, optimise=True)
     [(_, first, one), (_, second, two)] = caplog.record_tuples
     assert (first, second) == (logging.INFO, logging.WARNING)

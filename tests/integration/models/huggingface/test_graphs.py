@@ -19,13 +19,13 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.model import ModelDrafter
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.huggingface import fused, linears
+from foresay.models.huggingface import family_layers, fused, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.graphs import COLUMNS, MAX_RECORDINGS, SWITCH, GraphedPasses, Replay, Shape
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES - fused.BY_KERNELS)
+READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in family_layers.FAMILIES - family_layers.BY_KERNELS)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 

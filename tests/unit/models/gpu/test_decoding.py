@@ -13,7 +13,7 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.gpu import attention, passes
 from foresay.models.gpu.pages import PagedCache
-from foresay.models.huggingface import causal, fused
+from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.joined import Joined
 from helpers.families import whole_product
@@ -26,7 +26,8 @@ VOCAB, NEW = 61, 5
 def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
     monkeypatch.setattr(attention, "SPLITS", 1)
     monkeypatch.setattr(passes, "MAX_ROWS", 4)
-    monkeypatch.setattr(fused, "product_of", whole_product)
+    for module in (family_layers, fused):
+        monkeypatch.setattr(module, "product_of", whole_product)
     monkeypatch.setattr(causal, "uses_pages", lambda device: True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}

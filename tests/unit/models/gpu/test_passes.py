@@ -12,7 +12,7 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu import attention
 from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses
-from foresay.models.huggingface import fused
+from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from helpers.families import whole_product
 
@@ -30,7 +30,8 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, CausalModel]:
     monkeypatch.setattr(attention, "SPLITS", 2)
-    monkeypatch.setattr(fused, "product_of", whole_product)
+    for module in (family_layers, fused):
+        monkeypatch.setattr(module, "product_of", whole_product)
     torch.manual_seed(0)
     model_class, config_class, more = KINDS[kind]
     sizes = {

@@ -1,0 +1,177 @@
+"""The layers of a transformers model of a supported family, read from their modules.
+
+Owns the list of the families, and which module is which part of a layer. Computes nothing: fused.py runs the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foresay.models.cpu.gated_layer import (
+    ClampedGate,
+    Experts,
+    GatedLayer,
+    LayerInput,
+    Norm,
+    Product,
+    Sigmoids,
+)
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, ZERO_CENTRED, usual_names
+from foresay.models.huggingface.linears import expert_products, product_of
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "smollm3", "gpt_oss"})
+_ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
+"""Families in which every layer uses a sliding window if the configuration has one."""
+OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
+"""Families of mixtures of experts."""
+BY_KERNELS = OF_EXPERTS | HYBRID | {"gemma4_text"}
+"""Families that the compiled kernels alone compute."""
+FAMILIES = _BY_LAYER | _ALL_SLIDING | BY_KERNELS | {"llama", "gemma", "olmo2", "granite"}
+"""model_type of the supported families; the tests compare each with its own code."""
+
+
+class NotFusedError(Exception):
+    """Fused layers do not support a model; the message is the reason."""
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Return the name of each layer's type. Raises NotFusedError for types that fused layers do not have."""
+    count = int(config.num_hidden_layers)
+    if config.model_type in HYBRID:
+        return list(config.layer_types)
+    if config.model_type in _BY_LAYER:
+        kinds = list(config.layer_types)
+        if set(kinds) - {FULL, SLIDING}:
+            raise NotFusedError(
+                f"it has layers of the kinds {', '.join(sorted(set(kinds)))}; fused layers have full or sliding attention"
+            )
+        return kinds
+    slides = config.model_type in _ALL_SLIDING and getattr(config, "sliding_window", None) is not None
+    return [SLIDING if slides else FULL] * count
+
+
+def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
+    """Read a layer of a model. kind: name of its type. Raises AttributeError for a part that is missing, and NotFusedError."""
+    layer = usual_names(layer)
+    attn, mlp = layer.self_attn, layer.mlp
+    experts = _experts(mlp, config)
+    four_norms = hasattr(layer, "pre_feedforward_layernorm")
+    first = getattr(layer, "input_layernorm", None)
+    after = four_norms or first is None  # norms after attention and feed-forward
+    shares, parts = _shared_layer(attn, config), ["q_proj", "k_proj", "v_proj"]
+    equal = shares is None and attn.v_proj is None if hasattr(attn, "v_proj") else False
+    parts = parts[:1] if shares is not None else parts[:2] if equal else parts
+    return GatedLayer(
+        kind=kind,
+        before_attention=None if first is None else norm_of(first),
+        qkv=_joint(attn, "qkv_proj", getattr(attn, "inputs", parts)),
+        heads=_heads(attn, config),
+        dim=int(attn.head_dim),
+        q_norm=norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None,
+        k_norm=norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None,
+        wide_norm=config.model_type == "olmo2",
+        rotates=bool(getattr(attn, "use_rope", True)),
+        window=config.sliding_window if kind == SLIDING else None,
+        scaling=float(attn.scaling),
+        softcap=getattr(attn, "attn_logit_softcapping", None),
+        output=product_of(attn.o_proj),
+        after_attention=norm_of(layer.post_attention_layernorm) if after else None,
+        before_mlp=norm_of(layer.pre_feedforward_layernorm if four_norms else layer.post_attention_layernorm)
+        if four_norms or not after
+        else None,
+        gate_up=None if experts is not None else _joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
+        activation=_activation(mlp),
+        down=None if experts is not None else product_of(mlp.down_proj),
+        after_mlp=norm_of(layer.post_feedforward_layernorm) if after else None,
+        experts=experts,
+        sinks=attn.sinks.detach() if hasattr(attn, "sinks") else None,
+        gates_heads=config.model_type in GATED_HEADS,
+        mixer=getattr(attn, "mixer", None),
+        shares=shares,
+        equal_values=equal,
+        unit_values=hasattr(attn, "v_norm"),
+        input=_layer_input(layer),
+        scale=float(getattr(layer, "layer_scalar", 1.0)),
+    )
+
+
+def _heads(attn: Any, config: Any) -> tuple[int, int]:
+    """Return the number of query heads and of key heads."""
+    heads, groups = int(config.num_attention_heads), getattr(attn, "num_key_value_groups", None)
+    return heads, int(config.num_key_value_heads) if groups is None else heads // int(groups)
+
+
+def _shared_layer(attn: Any, config: Any) -> int | None:
+    """Return the index of the layer whose keys and values an attention module reads, if it has none: the last one of its kind."""
+    if not getattr(attn, "is_kv_shared_layer", False):
+        return None
+    modes = enumerate(zip(config.kv_sharing_modes, config.layer_types, strict=True))
+    return max(i for i, (mode, kind) in modes if mode != "reuse" and kind == attn.layer_type)
+
+
+def _layer_input(layer: Any) -> LayerInput | None:
+    """Read the input that a layer has besides its hidden state; None if it has none."""
+    if not getattr(layer, "hidden_size_per_layer_input", 0):
+        return None
+    gate, projection = product_of(layer.per_layer_input_gate), product_of(layer.per_layer_projection)
+    return LayerInput(gate, projection, norm_of(layer.post_per_layer_input_norm), int(layer.layer_idx))
+
+
+def _activation(mlp: Any) -> Any:
+    return None if hasattr(mlp, "experts") else getattr(mlp, "act_fn", None) or mlp.activation_fn
+
+
+def _experts(mlp: Any, config: Any) -> Experts | None:
+    """Read a mixture-of-experts layer; None for a gated feed-forward."""
+    if not hasattr(mlp, "experts"):
+        return None
+    parts = expert_products(mlp.experts)
+    if parts is None:
+        raise NotFusedError(f"the kernels do not read {type(mlp.experts).__name__} in their current layout")
+    gate_up, down, gate = parts
+    router = getattr(mlp, "router", None) or mlp.gate
+    try:
+        scores = NativeProduct.in_place([router.weight], [getattr(router, "bias", None)])
+    except LookupError as error:
+        raise NotFusedError(str(error)) from None
+    # Mixtral and gpt-oss always normalize the weights
+    normalizes = bool(getattr(config, "norm_topk_prob", True))
+    clamped = gate if isinstance(gate, ClampedGate) else None
+    common = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
+    shared = None if common is None else (_joint(common, "", ("gate_proj", "up_proj")), product_of(common.down_proj))
+    active = int(config.num_experts_per_tok)
+    gated = product_of(mlp.shared_expert_gate) if hasattr(mlp, "shared_expert_gate") else None
+    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(mlp, router), shared, gated)
+
+
+def _sigmoids(mlp: Any, router: Any) -> Sigmoids | None:
+    """Read how a router selects experts; None if it does so by a softmax."""
+    correction = getattr(router, "e_score_correction_bias", None)
+    if hasattr(router, "use_expert_bias"):  # LFM2's
+        none = torch.zeros(len(router.weight))
+        return Sigmoids(getattr(mlp, "expert_bias", none), 1, 1, float(router.routed_scaling_factor))
+    if correction is None:
+        return None
+    return Sigmoids(correction, int(router.num_group), int(router.topk_group), float(router.routed_scaling_factor))
+
+
+def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:
+    """Return one product for layers that read the same input."""
+    return product_of(
+        *([getattr(parent, whole)] if whole and hasattr(parent, whole) else [getattr(parent, n) for n in parts])
+    )
+
+
+def norm_of(module: Any) -> Norm:
+    """Read a root-mean-square norm."""
+    eps = getattr(module, "variance_epsilon", None)
+    return Norm(
+        module.weight.detach(),
+        float(module.eps if eps is None else eps),
+        type(module).__name__.startswith(ZERO_CENTRED),
+    )
