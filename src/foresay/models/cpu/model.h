@@ -31,7 +31,7 @@ struct Layer {
     const Experts *experts; // instead of gate_up and down; null for none
     int64_t causal;         // 0 if a token attends up to its end; see Attention
     const Convolution *attention_conv, *mlp_conv; // around both halves; null for none
-    const Mixer *mixer;     // instead of attention, see recurrent.h; null for attention
+    const Mixer *mixer;     // instead of attention, see states.h; null for attention
     const LayerInput *input; // null for none
     float scale;             // of its output
 };
@@ -86,7 +86,7 @@ struct Pass {
     float *normed;        // [N, H]
     float *const *states; // hidden states before each layer, [N, H]; null if not requested
     const float *read;    // [N, 2 H] input of the first layer before its norms; null for x normalized
-    const StateRows *mixed; // states of the rows, see recurrent.h; null for layers of attention alone
+    const StateRows *mixed; // states of the rows, see states.h; null for layers of attention alone
     const float *inputs;  // [N, input_width] inputs of the layers; null without
     int64_t input_width;
 };
@@ -113,7 +113,7 @@ inline void check_norm(const char *name, const Vector &v, int64_t width) {
     require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "the size of the normalized vector");
 }
 
-// of a mixer; see recurrent.h
+// of a mixer; see states.h
 inline void check(const Mixer &mixer, int64_t hidden);
 inline int64_t inputs_of(const Mixer &mixer);
 inline int64_t outputs_of(const Mixer &mixer);

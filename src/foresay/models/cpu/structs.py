@@ -82,7 +82,7 @@ class LayerInput(ctypes.Structure):
 
 
 class Mixer(ctypes.Structure):
-    """The struct of the same name in recurrent.h."""
+    """The struct of the same name in states.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "kind key_heads value_heads key_dim value_dim taps order state entry"),
@@ -94,7 +94,7 @@ class Mixer(ctypes.Structure):
 
 
 class StateRow(ctypes.Structure):
-    """The struct of the same name in recurrent.h."""
+    """The struct of the same name in states.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "first count length base from_ end next"),
@@ -103,7 +103,7 @@ class StateRow(ctypes.Structure):
 
 
 class StateRows(ctypes.Structure):
-    """The struct of the same name in recurrent.h."""
+    """The struct of the same name in states.h."""
 
     _fields_ = [*_fields(_NUMBER, "count slots tail state_size entry_size"), ("rows", ctypes.POINTER(StateRow))]
 
