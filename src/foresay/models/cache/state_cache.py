@@ -20,8 +20,6 @@ from foresay.models.cache.stores import RowStores, SavedSlots
 
 SLOTS = 24
 """Tokens whose inputs a row keeps: a rejected draft of up to 23 tokens costs nothing."""
-_KEPT = 12
-"""Tokens before a pass to which a row can still be truncated when its base moves: more than a draft model drafts one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +72,13 @@ class RowPass:
 class RowStates:
     """The states of one row.
 
-    The ring has the inputs of tokens [first, end), at their positions modulo SLOTS. `first` is the base, or after it if a pass
-    had more tokens than the ring.
+    The ring has the inputs of tokens [first, end), at their positions modulo SLOTS. `first` is the base, or after it if more
+    tokens than the ring holds were fed since `mark`, the length at which the row was last truncated or prefilled: to that length
+    a draft model rewinds after it has drafted token after token.
     """
 
     def __init__(self, sizes: StateSizes) -> None:
-        self.base = self.first = self.end = 0
+        self.base = self.first = self.end = self.mark = 0
         self.at_base = State(torch.zeros(sizes.state), torch.zeros(sizes.tail, sizes.entry))
         self.at_end = torch.zeros(sizes.state)
         self.ring = torch.zeros(SLOTS, sizes.entry)
@@ -89,7 +88,7 @@ class RowStates:
     def copy(self) -> RowStates:
         """Return a copy; shared states are referenced."""
         out = object.__new__(RowStates)
-        out.base, out.first, out.end = self.base, self.first, self.end
+        out.base, out.first, out.end, out.mark = self.base, self.first, self.end, self.mark
         out.at_base, out.at_end, out.ring = self.at_base.copy(), self.at_end.clone(), self.ring.clone()
         out.shared = list(self.shared)
         return out
@@ -103,7 +102,7 @@ class RowStates:
 
     def go_to(self, length: int) -> None:
         """Go on at a length that `reach` returns, without what was computed of later tokens."""
-        self.shared = [one for one in self.shared if one.length <= length]
+        self.shared, self.mark = [one for one in self.shared if one.length <= length], length
         within = self.base == length or (self.first == self.base and self.base <= length <= self.end)
         if within or length == self.end:
             return
@@ -118,22 +117,22 @@ class RowStates:
         self.base = self.first = self.end = length
 
     def next_pass(self, row: int, length: int, count: int) -> RowPass:
-        """Return the pass of `count` tokens at `length`. The base moves as seldom as the ring allows."""
-        if count > SLOTS:
-            return RowPass(row, length, count, length, length + count - SLOTS)
-        if length != self.end or self.first != self.base:
-            return RowPass(row, length, count, length, length)
-        base = self.base
-        if length + count - base > SLOTS:
-            base = max(length + count - SLOTS, length - _KEPT)
-        return RowPass(row, length, count, base, base)
+        """Return the pass of `count` tokens at `length`. The base moves only when the ring is full, to the mark if it can."""
+        base, first, whole = self.base, self.first, self.first == self.base
+        fits = whole and length + count - base <= SLOTS
+        if length != self.end or (self.mark == length and not fits):
+            base = first = length
+        elif whole and not fits and base <= self.mark:
+            base = first = self.mark
+        return RowPass(row, length, count, base, max(first, length + count - SLOTS))
 
     def passed(self, one: RowPass) -> None:
         """Record that a pass was computed."""
         self.base, self.first, self.end = one.base, one.first, one.length + one.count
 
     def share(self) -> None:
-        """Keep the states at the end for rows with a common prefix."""
+        """Keep the states at the end of a prefill pass for rows with a common prefix."""
+        self.mark = self.end
         positions = range(self.end - len(self.at_base.tail), self.end)
         tail = [self.ring[p % SLOTS] if p >= self.first else self.at_base.tail[p - self.base] for p in positions]
         state = State(self.at_end.clone(), torch.stack(tail) if tail else self.at_base.tail.clone())
@@ -190,6 +189,8 @@ class StateCache(SlotCache):
         for i, length in enumerate(lengths):
             if length < self.lengths[i]:
                 self.rewind(i, length)
+            elif (states := self._rows[i]) is not None:
+                states.mark = self.lengths[i]
 
     def rewind(self, row: int, length: int) -> None:
         """Rewind one row."""

@@ -204,6 +204,7 @@ def rejected(mixer: Mixer, drafts: Sequence[int], length: int = 120) -> tuple[to
     text, noise = numbers(length, width_of(mixer)[0]), numbers(length, width_of(mixer)[0])
     mixed, out, at, fed = Mixed(mixer), torch.zeros(length, width_of(mixer)[1]), 0, []
     mixed({0: text[:10]})
+    mixed.cache.share(0, [10])
     at = 10
     out[:at] = whole(mixer, text[:at])
     turn = 0
@@ -230,18 +231,23 @@ def test_rejections_at_each_position(name: str, drafts: tuple[int, ...]) -> None
     assert any(fed) == (max(drafts) >= SLOTS)
 
 
-def test_a_row_rewinds_to_any_recent_length_after_single_tokens() -> None:
-    """As a draft model is: token after token, then back."""
+@pytest.mark.parametrize("drafted", [9, SLOTS - 1, SLOTS + 20])
+def test_a_row_rewinds_after_single_tokens(drafted: int) -> None:
+    """As a draft model does: token after token, then back. Of more tokens than a row keeps, the accepted ones are fed again."""
     mixer = delta((2, 4), (8, 8))
-    text = numbers(200, width_of(mixer)[0])
+    text = numbers(300, width_of(mixer)[0])
     wanted, mixed = whole(mixer, text), Mixed(mixer)
-    at = 0
-    for turn in range(40):
-        for t in range(at, at + 9):
+    at = mark = 0
+    for turn in range(30):
+        for t in range(mixed.cache.lengths[0], min(mark + drafted, len(text))):
             assert torch.equal(mixed({0: text[t : t + 1]})[0][0], wanted[t])
-        at += turn % 9
+        at = min(mark + turn % 9, len(text))
         mixed.cache.truncate([at])
-        assert mixed.cache.lengths == [at]
+        assert mixed.cache.lengths == [at if drafted < SLOTS else mark], "or to where it was before"
+        for t in range(mixed.cache.lengths[0], at):
+            mixed({0: text[t : t + 1]})
+        mixed.cache.truncate([at])
+        mark = at
 
 
 def test_a_row_that_is_rewound_far_starts_where_it_can() -> None:
