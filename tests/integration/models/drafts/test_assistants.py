@@ -19,7 +19,6 @@ from foresay.drafters import AssistantDrafter, Cascade, Hybrid, PromptLookup
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.generation.load import load
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cpu.build import library
 from foresay.models.drafts.assistant import Assistant, AssistantModule
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
@@ -188,7 +187,6 @@ def test_greedy_output_is_that_of_plain_decoding(kind: str) -> None:
     assert 0 in accepted and max(accepted) >= 1
 
 
-@pytest.mark.skipif(library() is None, reason="needs compiled kernels")
 @pytest.mark.parametrize("ordered", [False, True])
 def test_products_are_rounded_on_request(ordered: bool) -> None:
     assistant = Assistant(read(assistant_model(ordered=ordered)), target(), make=quantizer(8))
