@@ -79,18 +79,25 @@ def assistant_model(*, ordered: bool = False, vocab_size: int = SMALL, **changes
     return model
 
 
-def target(vocab: int = SMALL, **changes: Any) -> CausalModel:
-    return CausalModel(make("gemma4", 3, vocab_size=vocab, vocab_size_per_layer_input=vocab, **changes))
+def target(*, kernels: bool = False) -> CausalModel:
+    model = CausalModel(plain_target())
+    if kernels:
+        model.use_fused()
+    return model
 
 
-def chain(model: CausalModel, assistant: Any, tokens: torch.Tensor, count: int) -> list[int]:
+def plain_target() -> Any:
+    return make("gemma4", 3, vocab_size=SMALL, vocab_size_per_layer_input=SMALL)
+
+
+def chain(model: Any, assistant: Any, tokens: torch.Tensor, count: int) -> list[int]:
     """The likeliest tokens after a text as transformers drafts them, from one pass of the target over all but its last token."""
     with torch.inference_mode():
         before = tokens[None, :-1]
-        out = model.model(before, output_hidden_states=True, return_shared_kv_states=True)
+        out = model(before, output_hidden_states=True, return_shared_kv_states=True)
         hidden, token, drafted = out.hidden_states[-1][:, -1:], tokens[None, -1:], []
         for _ in range(count):
-            read = torch.cat([model.model.get_input_embeddings()(token), hidden], -1)
+            read = torch.cat([model.get_input_embeddings()(token), hidden], -1)
             position = torch.tensor([[len(tokens) - 1]])
             guess = assistant(inputs_embeds=read, position_ids=position, shared_kv_states=out.shared_kv_states)
             token, hidden = guess.logits.argmax(-1), guess.last_hidden_state
@@ -109,6 +116,7 @@ class _Reference(AssistantDrafter):
     """Compares each chain it proposes with the one that transformers drafts."""
 
     compared = 0
+    whole: Any
     theirs: Gemma4AssistantForCausalLM
 
     def propose(self, rows: Any, budget: Any, policy: Any) -> Any:
@@ -117,7 +125,7 @@ class _Reference(AssistantDrafter):
             drafts = proposal.token_ids[i, : proposal.num_tokens[i]].tolist()
             if drafts:
                 tokens = torch.from_numpy(row.tokens.copy())
-                assert drafts == chain(self._assistant.target, self.theirs, tokens, len(drafts))
+                assert drafts == chain(self.whole, self.theirs, tokens, len(drafts))
                 self.compared += len(drafts)
         return proposal
 
@@ -127,17 +135,17 @@ def compared(
 ) -> tuple[int, set[int]]:
     """Number of draft tokens compared, and the numbers accepted per step, while rows join, leave and are rewound."""
     drafter = _Reference(assistant, SMALL)
-    drafter.theirs = theirs
+    drafter.theirs, drafter.whole = theirs, plain_target().eval()
     params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=batch)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     return drafter.compared, {step.num_accepted for step in steps}
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "kernels"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_each_draft_is_that_of_transformers(ordered: bool, batch: int) -> None:
-    model = target()
+def test_each_draft_is_that_of_transformers(ordered: bool, batch: int, kernels: bool) -> None:
+    model = target(kernels=kernels)
     theirs = assistant_model(ordered=ordered)
     count, accepted = compared(model, Assistant(read(theirs), model), theirs, batch)
     assert count > 150 and len(accepted) > 1
