@@ -18,7 +18,7 @@ from foresay.models.sources.published import LICENSE, PREFERRED, REPOSITORY, Pub
 TIMEOUT_S, _CONNECT_S = 8.0, 4.0
 """Time for all requests of a listing together, and for the first answer."""
 _MAX_TARGETS, _MAX_LISTED, _MAX_TAGS, _MAX_CACHED = 3, 50, 200, 2000
-_KINDS = tuple(kind for kind in PREFERRED if kind not in ("model", "mtp"))
+_KINDS = tuple(kind for kind in PREFERRED if kind not in ("assistant", "model", "mtp"))
 _TAGS = ("speculative-decoding", *_KINDS)
 """Tags of drafts on the hub; a request for each, as not all have the first one."""
 _MAX_BYTES = 2**53
