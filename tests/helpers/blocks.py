@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import MARKOV, BlockConfig, PathShape, Sight
+from foresay.models.drafts.block_module import BlockModule
 from foresay.models.huggingface.causal import CausalModel
 
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from foresay.drafters.ngram_table import NgramTable
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import BlockConfig, PathShape, Sight
+from foresay.models.drafts.block_module import BlockModule
 from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.drafts.head import HeadModule

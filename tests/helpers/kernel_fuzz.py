@@ -19,6 +19,7 @@ import torch
 
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
+from foresay.models.cpu.flat_tokens import FlatTokens
 from foresay.models.cpu.gated_layer import (
     ClampedGate,
     Convolution,
@@ -29,7 +30,7 @@ from foresay.models.cpu.gated_layer import (
     ShortConvolution,
     Sigmoids,
 )
-from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
+from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
 ODD = (-(1 << 63), -(1 << 31), -33, -1, 0, 1 << 31, 1 << 40, (1 << 63) - 1)

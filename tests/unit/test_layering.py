@@ -57,7 +57,7 @@ INSIDE = {
     "models/cache": [{"memory", "snapshots"}, {"stores"}, {"slot_cache"}, {"recurrent_cache", "state_cache"}],
     "models/cpu": [
         {"structs", "library_files", "gated_layer", "rounding", "levels"},
-        {"build"},
+        {"build", "flat_tokens"},
         {"product", "__main__"},
         {"mixers"},
         {"layers"},
@@ -70,6 +70,7 @@ INSIDE = {
         {"config", "block_fields"},
         {"block_config"},
         {"base", "path", "kinds"},
+        {"block_module"},
         {"head", "block", "mtp", "assistant"},
         {"files"},
     ],

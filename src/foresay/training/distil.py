@@ -21,8 +21,8 @@ from foresay.checks import check_int
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.files import atomic_files, atomic_write
 from foresay.models.drafts.base import StoredDraft, target_rows
-from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import SELECTOR, BlockConfig, PathShape, Sight
+from foresay.models.drafts.block_module import BlockModule
 from foresay.models.drafts.config import DraftConfig, HeadConfig, usual_layers
 from foresay.models.drafts.files import new_module, write_draft
 from foresay.models.huggingface.causal import CausalModel

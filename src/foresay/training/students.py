@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from foresay.models.drafts.base import StoredDraft, embeddings_of
-from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import BlockConfig
+from foresay.models.drafts.block_module import BlockModule
 from foresay.models.drafts.head import HeadModule
 from foresay.models.drafts.path import CandidateSelector, MarkovHead, Step
 from foresay.models.huggingface.causal import CausalModel

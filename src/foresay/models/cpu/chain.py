@@ -16,7 +16,8 @@ from torch import nn
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu import structs
-from foresay.models.cpu.layers import FlatTokens, NativeLayers
+from foresay.models.cpu.flat_tokens import FlatTokens
+from foresay.models.cpu.layers import NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
 

@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foresay import threads
-from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cache.state_cache import StateCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
+from foresay.models.cpu.flat_tokens import Addresses, FlatTokens, head_size
 from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, LayerInput, Norm
 from foresay.models.cpu.mixers import Mixers, StatePass
 from foresay.models.cpu.product import NativeProduct
@@ -29,7 +30,6 @@ CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Supported dtypes of a cache, and their numbers in the kernels. In int8 each head of a key or value has a scale."""
 _NUMBERS = (torch.float32, torch.bfloat16)
 """Supported dtypes of norms."""
-_SCALE_BYTES = 4
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu_new": 1, "gelu": 2}
 """transformers' names of the supported activations, and their numbers in the kernels."""
 _CLAMPED = 3
@@ -46,81 +46,6 @@ class FirstLayerNorms:
     norms: tuple[Norm, Norm]
     is_input: bool
     """True if the second vector, normalized, is also the layer's residual input."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatTokens:
-    """The N real tokens of a pass, row after row.
-
-    rows, slots, positions: cache row, slot and position of each token, [N] int64 each. starts: the slot of the first token of its
-    row in this pass, [N] int64. ancestors: [N, T] uint8, nonzero for the columns of its row that a token attends to; None for
-    chains. columns: T. ends: [N] int64, the last position that a token attends to in layers that are not causal; None for its
-    own.
-    """
-
-    rows: torch.Tensor
-    slots: torch.Tensor
-    starts: torch.Tensor
-    positions: torch.Tensor
-    ancestors: torch.Tensor | None
-    columns: int
-    ends: torch.Tensor | None = None
-
-    @staticmethod
-    def of(at: Placement, real: torch.Tensor | None) -> FlatTokens:
-        """Flatten a placement. real: [B, T] bool, False for padding; None if there is no padding."""
-        rows, slots = at.indices(torch.device("cpu"))
-        shape = slots.shape
-        tables = [rows.expand(shape), slots, slots[:, :1].expand(shape), at.positions.expand(shape)]
-        flat = [(one.reshape(-1) if real is None else one[real]).contiguous() for one in tables]
-        seen = at.ancestors
-        if seen is not None:
-            seen = (seen.reshape(-1, shape[1]) if real is None else seen[real]).to(torch.uint8).contiguous()
-        return FlatTokens(flat[0], flat[1], flat[2], flat[3], seen, int(shape[1]))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def first(self, count: int) -> FlatTokens:
-        """Return the first tokens, of a chain of the first row."""
-        return FlatTokens(
-            self.rows[:count], self.slots[:count], self.starts[:count], self.positions[:count], None, count
-        )
-
-    def addresses(self) -> dict[str, int | None]:
-        """Return the address of each tensor, by its name in the struct Pass."""
-        count, seen, ends = len(self.rows), self.ancestors, self.ends
-        return {
-            "rows": structs.address(self.rows, (count,), torch.int64),
-            "slots": structs.address(self.slots, (count,), torch.int64),
-            "starts": structs.address(self.starts, (count,), torch.int64),
-            "positions": structs.address(self.positions, (count,), torch.int64),
-            "ends": None if ends is None else structs.address(ends, (count,), torch.int64),
-            "ancestors": None if seen is None else structs.address(seen, (count, self.columns), torch.uint8),
-        }
-
-
-class _Addresses:
-    """Addresses of the keys and values of each row.
-
-    Only the cache references the blocks, so that a growing row can free its old block. The addresses are valid while the stores'
-    `version` is unchanged.
-    """
-
-    def __init__(self, stores: RowStores) -> None:
-        self.version, self.rows, self.width = stores.version, len(stores.blocks), stores.offsets[-1]
-        capacities = [stores.slots(row) for row in range(self.rows)]
-        addresses = [
-            None if block is None else structs.address(block, (slots * self.width,), stores.dtype)
-            for block, slots in zip(stores.blocks, capacities, strict=True)
-        ]
-        self.blocks = (ctypes.c_void_p * self.rows)(*addresses)
-        self.capacities = (ctypes.c_int64 * self.rows)(*capacities)
-
-
-def head_size(dim: int, dtype: torch.dtype) -> int:
-    """Return the number of elements that a head's key or value of `dim` numbers has in a cache of a dtype."""
-    return dim + _SCALE_BYTES if dtype is torch.int8 else dim
 
 
 class NativeLayers:
@@ -154,7 +79,7 @@ class NativeLayers:
         if not attending:
             raise LookupError("the kernels need a layer with attention")
         self._turns = sorted({layer.kind for layer in attending})
-        self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[SlotCache, Addresses] = WeakKeyDictionary()
         self._referenced: list[Any] = []
         """Objects whose memory the structs point to."""
         self._hidden, self._inner = _native(layers[0].output).out_features, _inner(layers)
@@ -282,7 +207,7 @@ class NativeLayers:
         sizes, slot = self._mixers.sizes, RowStores(self._shapes, self._dtype).slot_bytes
         return len(lengths) * (sizes.row_bytes + shared * sizes.snapshot_bytes) + sum(lengths) * slot
 
-    def _stores_of(self, cache: SlotCache) -> _Addresses:
+    def _stores_of(self, cache: SlotCache) -> Addresses:
         """Return the addresses in a cache, collected again whenever it allocated or freed blocks."""
         stores = cache.tensors
         cached = self._caches.get(cache)
@@ -293,7 +218,7 @@ class NativeLayers:
             raise ValueError(
                 "the cache was not created by new_cache() of these layers or of a model that contains them"
             )
-        found = self._caches[cache] = _Addresses(stores)
+        found = self._caches[cache] = Addresses(stores)
         return found
 
     def _struct(self, layer: GatedLayer, eps: float, offset: int, index: int) -> structs.Layer:

@@ -19,8 +19,8 @@ from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block import BlockModule
 from foresay.models.drafts.block_config import BlockConfig, is_block
+from foresay.models.drafts.block_module import BlockModule
 from foresay.models.drafts.config import DraftConfig, HeadConfig
 from foresay.models.drafts.fields import object_of
 from foresay.models.drafts.head import HeadModule

@@ -22,7 +22,8 @@ from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.chain import NativeChain, Start, table_of
-from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
+from foresay.models.cpu.flat_tokens import FlatTokens
+from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.drafts.base import LAST, NEXT, DraftModel, StoredDraft
 from foresay.models.drafts.config import HeadConfig

@@ -17,7 +17,8 @@ import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.layers import FlatTokens, NativeLayers
+from foresay.models.cpu.flat_tokens import FlatTokens
+from foresay.models.cpu.layers import NativeLayers
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.family_layers import FAMILIES, NotFusedError, layer_kinds, norm_of, read_layer
 from foresay.models.huggingface.hybrid_layers import MIXING
