@@ -275,7 +275,7 @@ def test_turns_of_other_servers(server: Running) -> None:
 
 def test_errors_have_the_shape_of_the_api(serve: Any) -> None:
     running = serve(timeout_s=0.3, keys=frozenset({"secret"}))
-    body, key = {"messages": TALK, "max_tokens": 4000}, {"x-api-key": "secret"}
+    body, key = {"messages": TALK, "max_tokens": 4000, "temperature": 0}, {"x-api-key": "secret"}
     denied = running.post("/v1/messages", **body)
     assert denied.status_code == 401 and denied.json()["error"]["type"] == "authentication_error"
     wrong = httpx.get(f"{running.url}/v1/messages", headers=key)

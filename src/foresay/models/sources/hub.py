@@ -73,6 +73,7 @@ def list_drafts(targets: Sequence[str]) -> tuple[list[tuple[PublishedDraft, str]
         return [], "offline (HF_HUB_OFFLINE)"
     found: list[tuple[str, Any]] = []
     failed: list[str] = []
+    ended = threading.Event()
 
     def request() -> None:
         from huggingface_hub import constants
@@ -81,6 +82,8 @@ def list_drafts(targets: Sequence[str]) -> tuple[list[tuple[PublishedDraft, str]
         try:
             get_session().head(constants.ENDPOINT, timeout=_CONNECT_S)  # list_models would try again without a network
             for target, tag in itertools.product(targets[:_MAX_TARGETS], _TAGS):
+                if ended.is_set():
+                    return
                 found.extend((target, one) for one in itertools.islice(_listed(target, tag), _MAX_LISTED))
         except Exception as error:  # any exception of the network library
             text = "".join(one if one.isprintable() else " " for one in str(error))
@@ -89,6 +92,7 @@ def list_drafts(targets: Sequence[str]) -> tuple[list[tuple[PublishedDraft, str]
     thread = threading.Thread(target=request, daemon=True)  # list_models has no timeout
     thread.start()
     thread.join(TIMEOUT_S)
+    ended.set()
     late = f"no answer within {TIMEOUT_S:g} s" if thread.is_alive() else None
     drafts: dict[str, tuple[int, str, PublishedDraft]] = {}
     for target, entry in found[:]:

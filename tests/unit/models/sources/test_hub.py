@@ -83,8 +83,12 @@ def test_a_hub_that_does_not_answer_is_left(fake: FakeHub, monkeypatch: pytest.M
 
     fake.listed = waits
     monkeypatch.setattr(hub, "TIMEOUT_S", 0.05)
+    before = set(threading.enumerate())
     drafts, problem = hub.list_drafts(("org/target",))
     released.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert len(fake.requests) == 1, "nothing is requested after the time"
     assert {one.repo for one, _ in drafts} <= {"a/b"} and problem == "no answer within 0.05 s"
 
 
