@@ -57,6 +57,11 @@ def test_a_line_per_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_paragraph_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = printed(31, monkeypatch, by_row=True).split()
+    assert words == "plain tokens 24, tokens/s 7.0 suffix(scale=3, keep=true) tokens 24, tokens/s 12.25".split()
+
+
 def test_rows_of_one_name_stay_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     out = printed(20, monkeypatch, [("plain", "24", "7.0"), ("plain", "24", "8.0")])
     assert max(map(len, out.splitlines())) <= 20
