@@ -33,7 +33,7 @@ def table(
     the table; with the `short` headings; with narrower gaps; with a folded first column; a line for each heading, if first
     cells identify the rows.
 
-    drop: headings of columns that are left out if all their cells are equal. by_row: the last layout has a paragraph for each row.
+    drop: headings of columns that are left out if all their cells are equal. by_row: the last layout is a paragraph for each row.
     """
     kept = [i for i, name in enumerate(headings) if name not in drop or len({row[i] for row in rows}) > 1]
     rows = [[row[i] for i in kept] for row in rows]

@@ -58,20 +58,8 @@ def test_a_line_per_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_paragraph_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = printed(31, monkeypatch, by_row=True).split()
-    assert words == [
-        "plain",
-        "tokens",
-        "24,",
-        "tokens/s",
-        "7.0",
-        "suffix(scale=3,",
-        "keep=true)",
-        "tokens",
-        "24,",
-        "tokens/s",
-        "12.25",
-    ]
+    words = " ".join(printed(31, monkeypatch, by_row=True).split())
+    assert words == "plain tokens 24, tokens/s 7.0 suffix(scale=3, keep=true) tokens 24, tokens/s 12.25"
 
 
 def test_rows_of_one_name_stay_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
