@@ -1,7 +1,8 @@
 """Drafters: how draft tokens are proposed, one method per file."""
 
+from foresay.drafters.assistant import AssistantDrafter
 from foresay.drafters.cascade import Cascade
-from foresay.drafters.hidden_states import AssistantDrafter, BlockDrafter, HeadDrafter
+from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.drafters.hybrid import Hybrid
 from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.memory import Memory

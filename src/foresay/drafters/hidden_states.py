@@ -8,7 +8,6 @@ drawn from a distribution that is known exactly.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -18,7 +17,7 @@ import torch
 from foresay.checks import check_float, check_int
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification, depths_of
-from foresay.decoding.protocols import KVCache, LengthPolicy, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import CONFIDENCES, Reads, Stopping, StoppingRule
 from foresay.drafters.draft_cache import MAX_CATCH_UP
@@ -29,7 +28,6 @@ from foresay.errors import ConfigError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:  # at run time this would import transformers
-    from foresay.models.drafts.assistant import Assistant
     from foresay.models.drafts.block import BlockModel
 
 _NEXT, _LAST = 0, 1
@@ -357,19 +355,6 @@ class HeadDrafter(HiddenStateDrafter):
         token_ids, confidences = drawn
         CONFIDENCES.put(rows, [confidences[: most - 1]])  # of a last token for want of room nothing is decided
         return Proposal.of_lists([token_ids], torch.device("cpu"))
-
-
-class AssistantDrafter(HeadDrafter):
-    """Draft with an assistant, which reads the target's keys and values."""
-
-    def __init__(self, assistant: Assistant, target_vocab_size: int, *, sample: bool = True, nodes: int = 0) -> None:
-        """See HiddenStateDrafter."""
-        self._assistant = copy.copy(assistant)  # which reads the cache of one engine
-        super().__init__(self._assistant, target_vocab_size, sample=sample, nodes=nodes)
-
-    def use_cache_of_target(self, cache: KVCache) -> None:
-        """Read keys and values of this cache from now on."""
-        self._assistant.use_cache_of_target(cache)
 
 
 class BlockDrafter(HiddenStateDrafter):

@@ -22,14 +22,13 @@ from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4Uni
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
-from foresay.errors import ConfigError
-from foresay.models.cache.slot_cache import SlotCache, visible_width
-from foresay.models.drafts.base import LAST, NEXT, SlotCacheRows
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.drafts.base import LAST, NEXT, OnLastStates
+from foresay.models.drafts.fields import FULL, SLIDING
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class _Readers:
@@ -138,7 +137,7 @@ class AssistantModule(nn.Module):
         return scores, self.post_projection(out)
 
 
-class Assistant(SlotCacheRows):
+class Assistant(OnLastStates):
     """An assistant bound to the target whose keys and values it reads. Rows are those of the target's cache."""
 
     def __init__(
@@ -170,6 +169,8 @@ class Assistant(SlotCacheRows):
             self._module.freeze(make)
         self._embed = target.model.get_input_embeddings()
         self._source: SlotCache | None = None
+        self._read: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Row -> kind of layer -> the keys and values that are read in this step."""
 
     def _check_heads(self, own: Any, config: Any, name: str) -> None:
         """Raise ConfigError unless each kind of layer has the target's number and size of key heads."""
@@ -189,16 +190,16 @@ class Assistant(SlotCacheRows):
         return Capabilities(trees=True, num_layers=LAST, prefill_together=True)
 
     def use_cache_of_target(self, cache: KVCache) -> None:
-        """Read keys and values of this cache from now on."""
-        self._source = cache if isinstance(cache, SlotCache) else None
+        """Read keys and values of this cache from now on. Raises UnsupportedModelError if it has none to compute with."""
+        if not isinstance(cache, SlotCache) or self.target.cache_dtype is torch.int8:
+            found = "in 8 bits (kv_cache_dtype)" if isinstance(cache, SlotCache) else "in another layout or not at all"
+            raise UnsupportedModelError(f"an assistant reads the target's keys and values, which are kept {found}")
+        self._source = cache
+        self.forget()
 
-    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the target's last hidden states, given as layer -> [..., H]."""
-        return hidden[self.hidden_layers[0]].to(self.device, self.dtype)
-
-    def features(self, joint: torch.Tensor) -> torch.Tensor:
-        """Return the features of hidden states [..., H]: these themselves."""
-        return joint
+    def forget(self) -> None:
+        """Forget the keys and values that were read; call it whenever the cache changes."""
+        self._read = {}
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
@@ -230,13 +231,12 @@ class Assistant(SlotCacheRows):
         assert self._source is not None, "the target's keys and values are not in slots"
         length = self._source.lengths[row]
         pairs = torch.cat([self._embed(ids.to(self.device)).to(self.dtype), features.to(self.dtype)], -1)
-        width = visible_width(length, self.device)
-        kept = {kind: self._source.read(layer, row, 1, width) for kind, layer in self._layers.items()}
-        shared = {
-            kind: (keys[:, :, :length].to(self.dtype), values[:, :, :length].to(self.dtype))
-            for kind, (keys, values) in kept.items()
-        }
-        scores, outputs = self._module(pairs, length, shared)
+        if row not in self._read:
+            found = {kind: self._source.read(layer, row, 1, length) for kind, layer in self._layers.items()}
+            self._read[row] = {
+                kind: (keys.to(self.dtype), values.to(self.dtype)) for kind, (keys, values) in found.items()
+            }
+        scores, outputs = self._module(pairs, length, self._read[row])
         return F.pad(scores, (0, self.vocab_size - scores.shape[-1]), value=-torch.inf), outputs
 
 

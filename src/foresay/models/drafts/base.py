@@ -63,6 +63,21 @@ class SlotCacheRows(LanguageModel):
         cache.add_rows(len(rows) - first)
 
 
+class OnLastStates(SlotCacheRows):
+    """Base of drafts whose features are the target's last hidden states as they are."""
+
+    hidden_layers: tuple[int, ...]
+    dtype: torch.dtype
+
+    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the target's last hidden states, given as layer -> [..., H]."""
+        return hidden[self.hidden_layers[0]].to(self.device, self.dtype)
+
+    def features(self, joint: torch.Tensor) -> torch.Tensor:
+        """Return the features of hidden states [..., H]: these themselves."""
+        return joint
+
+
 class DraftModel(SlotCacheRows):
     """A draft bound to the target that it was trained for. L hidden states are read, width D, K tokens are drafted."""
 

@@ -9,7 +9,7 @@ configurations that name no such layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.drafts.base import LAST, NEXT, SlotCacheRows
+from foresay.models.drafts.base import LAST, NEXT, OnLastStates
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel, TransformersCache
 from foresay.models.huggingface.linears import MakeProduct
@@ -37,7 +37,7 @@ def num_mtp_layers(model: CausalModel) -> int:
     return int(found or 0)
 
 
-class MtpHead(SlotCacheRows):
+class MtpHead(OnLastStates):
     """The first multi-token-prediction layer of the target's checkpoint."""
 
     def __init__(self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized) -> None:
@@ -62,14 +62,6 @@ class MtpHead(SlotCacheRows):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         return Capabilities(trees=True, num_layers=LAST, prefill_together=self.device.type != "cpu")
-
-    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the target's last hidden states, given as layer -> [..., H]."""
-        return hidden[self.hidden_layers[0]].to(self.device, self.dtype)
-
-    def features(self, joint: torch.Tensor) -> torch.Tensor:
-        """Return the features of hidden states [..., H]: these themselves."""
-        return joint
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:

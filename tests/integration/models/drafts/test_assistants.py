@@ -16,7 +16,7 @@ from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import AssistantDrafter, Cascade, Hybrid, PromptLookup
-from foresay.errors import ConfigError, ModelLoadError
+from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foresay.generation.load import load
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.assistant import Assistant, AssistantModule
@@ -99,8 +99,8 @@ def chain(model: Any, assistant: Any, tokens: torch.Tensor, count: int) -> list[
         for _ in range(count):
             read = torch.cat([model.get_input_embeddings()(token), hidden], -1)
             position = torch.tensor([[len(tokens) - 1]])
-            guess = assistant(inputs_embeds=read, position_ids=position, shared_kv_states=out.shared_kv_states)
-            token, hidden = guess.logits.argmax(-1), guess.last_hidden_state
+            step = assistant(inputs_embeds=read, position_ids=position, shared_kv_states=out.shared_kv_states)
+            token, hidden = step.logits.argmax(-1), step.last_hidden_state
             drafted.append(int(token))
     return drafted
 
@@ -210,6 +210,30 @@ def test_two_engines_read_their_own_caches() -> None:
     first, second = (AssistantDrafter(assistant, SMALL) for _ in range(2))
     first.use_cache_of_target(assistant.target.new_cache())
     assert second._assistant._source is None and first._assistant._source is not None
+
+
+def test_the_targets_cache_is_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each token of a draft: a read copies the whole context."""
+    model = target(kernels=True)
+    reads, keys_of = [], SlotCache.read
+    monkeypatch.setattr(
+        SlotCache,
+        "read",
+        lambda cache, *where: reads.append(where) or keys_of(cache, *where),  # type: ignore[func-returns-value]
+    )
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    drafter = AssistantDrafter(Assistant(read(assistant_model()), model), SMALL)
+    _, steps, engine = run(model, PROMPTS[:1], params, drafter=drafter, gamma=4)
+    assert engine.draft_failures == 0 and max(step.num_drafted for step in steps) == 4
+    assert 0 < len(reads) <= 2 * len(steps)
+
+
+def test_a_cache_in_8_bits_is_refused_by_name() -> None:
+    model = CausalModel(plain_target())
+    model.use_fused(torch.int8)
+    drafter = AssistantDrafter(Assistant(read(assistant_model()), model), SMALL)
+    with pytest.raises(UnsupportedModelError, match=r"8 bits \(kv_cache_dtype\)"):
+        drafter.use_cache_of_target(model.new_cache())
 
 
 class TestFolders:
