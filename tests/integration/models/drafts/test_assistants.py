@@ -3,80 +3,30 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma4TextConfig
-from transformers.models.gemma4_assistant.configuration_gemma4_assistant import Gemma4AssistantConfig
-from transformers.models.gemma4_assistant.modeling_gemma4_assistant import Gemma4AssistantForCausalLM
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import AssistantDrafter, Cascade, Hybrid, PromptLookup
 from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foresay.generation.load import load
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.drafts.assistant import Assistant, AssistantModule
+from foresay.models.drafts.assistant import Assistant
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
 from foresay.models.sources.assistants import load_assistant
 from helpers import tiny
-from helpers.families import FAMILIES, make
+from helpers.assistants import assistant_model, read
+from helpers.families import make
 from helpers.support import run
 
 SMALL = 7
 """Tokens of a target whose draft tokens are often right, whatever they are."""
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
-
-
-@pytest.fixture(autouse=True)
-def _shared_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.23 refuses a configuration in which all layers share keys, which is every assistant's."""
-    monkeypatch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda self: modes(self)))
-
-
-def modes(config: Gemma4TextConfig) -> list[str | None]:
-    count, shared = config.num_hidden_layers, config.num_kv_shared_layers
-    return ["reuse"] * count if shared == count else MODES.__get__(config)
-
-
-MODES = Gemma4TextConfig.kv_sharing_modes
-
-
-def assistant_model(*, ordered: bool = False, vocab_size: int = SMALL, **changes: Any) -> Gemma4AssistantForCausalLM:
-    """A tiny assistant for the tiny target, whose weights are large enough that draft tokens differ."""
-    own = {
-        **FAMILIES["gemma4"][1],
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": False,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "tie_word_embeddings": True,
-        "vocab_size": vocab_size,
-        **changes,
-    }
-    config = Gemma4AssistantConfig(
-        text_config=Gemma4TextConfig(**own),
-        backbone_hidden_size=FAMILIES["gemma4"][1]["hidden_size"],
-        use_ordered_embeddings=ordered,
-        num_centroids=vocab_size,
-        centroid_intermediate_top_k=3,
-    )
-    torch.manual_seed(5)
-    model = Gemma4AssistantForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight *= 4.0
-        if ordered:
-            model.masked_embedding.token_ordering.copy_(torch.randperm(vocab_size))
-    return model
 
 
 def target(*, kernels: bool = False) -> CausalModel:
@@ -97,19 +47,12 @@ def chain(model: Any, assistant: Any, tokens: torch.Tensor, count: int) -> list[
         out = model(before, output_hidden_states=True, return_shared_kv_states=True)
         hidden, token, drafted = out.hidden_states[-1][:, -1:], tokens[None, -1:], []
         for _ in range(count):
-            read = torch.cat([model.get_input_embeddings()(token), hidden], -1)
+            pair = torch.cat([model.get_input_embeddings()(token), hidden], -1)
             position = torch.tensor([[len(tokens) - 1]])
-            step = assistant(inputs_embeds=read, position_ids=position, shared_kv_states=out.shared_kv_states)
+            step = assistant(inputs_embeds=pair, position_ids=position, shared_kv_states=out.shared_kv_states)
             token, hidden = step.logits.argmax(-1), step.last_hidden_state
             drafted.append(int(token))
     return drafted
-
-
-def read(theirs: Gemma4AssistantForCausalLM) -> AssistantModule:
-    """The assistant by way of files."""
-    with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        return load_assistant(Path(folder), json.loads((Path(folder) / "config.json").read_text()))
 
 
 class _Reference(AssistantDrafter):
@@ -117,7 +60,7 @@ class _Reference(AssistantDrafter):
 
     compared = 0
     whole: Any
-    theirs: Gemma4AssistantForCausalLM
+    theirs: Any
 
     def propose(self, rows: Any, budget: Any, policy: Any) -> Any:
         proposal = super().propose(rows, budget, policy)
@@ -130,9 +73,7 @@ class _Reference(AssistantDrafter):
         return proposal
 
 
-def compared(
-    model: CausalModel, assistant: Assistant, theirs: Gemma4AssistantForCausalLM, batch: int = 3
-) -> tuple[int, set[int]]:
+def compared(model: CausalModel, assistant: Assistant, theirs: Any, batch: int = 3) -> tuple[int, set[int]]:
     """Number of draft tokens compared, and the numbers accepted per step, while rows join, leave and are rewound."""
     drafter = _Reference(assistant, SMALL)
     drafter.theirs, drafter.whole = theirs, plain_target().eval()
@@ -149,6 +90,28 @@ def test_each_draft_is_that_of_transformers(ordered: bool, batch: int, kernels: 
     theirs = assistant_model(ordered=ordered)
     count, accepted = compared(model, Assistant(read(theirs), model), theirs, batch)
     assert count > 150 and len(accepted) > 1
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_a_pass_is_that_of_transformers(kind: str, ordered: bool) -> None:
+    """Over more keys than the window, with scores of tokens outside the chosen groups, which transformers makes the lowest."""
+    theirs = assistant_model(kind, ordered=ordered, vocab_size=12)
+    pairs, ours = torch.randn(3, 64), read(theirs)
+    shared = {
+        layer: (torch.randn(1, 2, 21, dim), torch.randn(1, 2, 21, dim))
+        for layer, dim in (("sliding_attention", 8), ("full_attention", 16))
+    }
+    with torch.inference_mode():
+        scores, outputs = ours(pairs, 21, shared)
+        for i in range(3):
+            one = theirs(
+                inputs_embeds=pairs[i].view(1, 1, -1), position_ids=torch.tensor([[21]]), shared_kv_states=shared
+            )
+            chosen = scores[i] > -torch.inf
+            assert int(chosen.sum()) == (3 if ordered else 12)
+            assert torch.allclose(scores[i][chosen], one.logits[0, 0][chosen], atol=1e-4)
+            assert torch.allclose(outputs[i], one.last_hidden_state[0, 0], atol=1e-4)
 
 
 @pytest.mark.parametrize("change", ["position", "layer", "row"])

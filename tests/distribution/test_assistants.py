@@ -1,0 +1,91 @@
+"""Distribution tests of Gemma 4's assistants, whose drafts depend on the target's keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import AssistantDrafter
+from foresay.models.drafts.assistant import Assistant
+from foresay.models.huggingface.causal import CausalModel
+from helpers.assistants import assistant_model, read
+from helpers.distribution_cells import ALPHA
+from helpers.families import make
+from helpers.reference import joint, p_value
+from helpers.support import run
+
+SIZE, LENGTH, SAMPLES, PROMPT = 5, 3, 1200, [1, 2, 1]
+
+
+class Target(CausalModel):
+    """A tiny model whose distributions can be enumerated."""
+
+    @cache  # noqa: B019
+    def _after(self, context: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
+
+    def distribution(self, context: Sequence[int]) -> torch.Tensor:
+        return self._after(tuple(context))
+
+
+class _RecordsOthers(AssistantDrafter):
+    """Draws from its distributions, and records them for other tokens."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        proposal = super().propose(rows, budget, policy)
+        if proposal.distributions is None:
+            return proposal
+        return dataclasses.replace(proposal, distributions=proposal.distributions.roll(1, -1).contiguous())
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(make("gemma4", 3, vocab_size=SIZE, vocab_size_per_layer_input=SIZE))
+
+
+def value(
+    target: Target, made: type[AssistantDrafter], rule: str, nodes: int = 0, *, ordered: bool = False, gain: float = 2.0
+) -> float:
+    assistant = Assistant(read(assistant_model(vocab_size=SIZE, gain=gain, ordered=ordered)), target)
+    params = [
+        SamplingParams(temperature=1.5, max_new_tokens=LENGTH + nodes, ignore_eos=True, seed=seed)
+        for seed in range(SAMPLES)
+    ]
+    drafter = made(assistant, SIZE, nodes=nodes)
+    outputs, steps, engine = run(
+        target,
+        [PROMPT] * SAMPLES,
+        params,
+        drafter=drafter,
+        rule=rule,
+        gamma=nodes or 2,
+        max_batch_size=64,
+        enough=LENGTH,
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert sum(step.num_accepted for step in steps) > SAMPLES / 4
+    assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 8
+    written = [output[:LENGTH] for output in outputs]
+    found: Any = joint(target, params[0], PROMPT, LENGTH)  # type: ignore[arg-type]
+    return p_value(written, found, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("rule", "nodes", "ordered"), [("speculative", 0, False), ("block", 0, True), ("speculative", 6, False)]
+)
+def test_drafts_leave_the_distribution(rule: str, nodes: int, ordered: bool, target: Target) -> None:
+    assert value(target, AssistantDrafter, rule, nodes, ordered=ordered) > ALPHA
+
+
+def test_distributions_of_other_tokens_would_be_noticed(target: Target) -> None:
+    assert value(target, _RecordsOthers, "speculative", gain=4.0) < ALPHA
