@@ -12,15 +12,20 @@
 namespace foresay {
 
 // MOST_TILE_ROWS: most rows whose sums are kept in registers. From SPLIT rows on a tile is half a panel wide, because the sums of a
-// whole width would leave none of 16 registers for the weights.
+// whole width would leave none of 16 registers for the weights. Several tiles read DEPTHS_AT_ONCE depths one after the other, the
+// first from memory and the others from the first cache, and half a panel asks for both halves PREFETCHED depths ahead: it skips
+// every second cache line, which the processor does not foresee.
 #if defined(__AVX512F__)
 constexpr int MOST_TILE_ROWS = 12, SPLIT = 1 << 20;
 #elif defined(__AVX2__)
-constexpr int MOST_TILE_ROWS = 6, SPLIT = 4;
+constexpr int MOST_TILE_ROWS = 6, SPLIT = 3;
 #else
 constexpr int MOST_TILE_ROWS = 2, SPLIT = 1 << 20;
 #endif
+constexpr int64_t DEPTHS_AT_ONCE = 64, PREFETCHED = 32;
 constexpr int64_t ROWS_AT_ONCE = 96;
+
+template <int N> using Constant = std::integral_constant<int, N>;
 
 enum Format { FLOAT32 = 0, BFLOAT16 = 1, QUANTIZED = 2, FLOAT32_ROWS = 3, BFLOAT16_ROWS = 4 };
 enum Activations { AS_FLOAT32 = 0, AS_BFLOAT16 = 1, AS_INT8 = 2 };
@@ -40,36 +45,43 @@ struct Product {
     const Product *next;
 };
 
-// Reads the weights of a panel at two consecutive depths; COUNT vectors from the FIRST on.
+// Reads COUNT vectors of the weights of a panel, from the FIRST on, at an even depth and at the one after it.
 template <class T> struct Weights;
 
 template <> struct Weights<float> {
     const float *panel;
-    template <int FIRST, int COUNT> inline void at(int64_t k, Floats (&low)[COUNT], Floats (&high)[COUNT]) const {
-        for (int v = 0; v < COUNT; v++) {
-            low[v] = load<Floats>(panel + k * PANEL + (FIRST + v) * LANES);
-            high[v] = load<Floats>(panel + (k + 1) * PANEL + (FIRST + v) * LANES);
-        }
+    template <int FIRST, int COUNT> inline void even(int64_t k, Floats (&out)[COUNT]) const {
+        for (int v = 0; v < COUNT; v++) out[v] = load<Floats>(panel + k * PANEL + (FIRST + v) * LANES);
     }
+    template <int FIRST, int COUNT> inline void odd(int64_t k, Floats (&out)[COUNT]) const { even<FIRST>(k + 1, out); }
 };
 
 template <> struct Weights<bf16> {
     const bf16 *panel;
-    template <int FIRST, int COUNT> inline void at(int64_t k, Floats (&low)[COUNT], Floats (&high)[COUNT]) const {
-        for (int v = 0; v < COUNT; v++) {
-            Words pairs = load<Words>(panel + k * PANEL + (FIRST + v) * LANES * 2);
-            low[v] = low_halves(pairs), high[v] = high_halves(pairs);
-        }
+    template <int FIRST, int COUNT> inline void even(int64_t k, Floats (&out)[COUNT]) const {
+        for (int v = 0; v < COUNT; v++) out[v] = low_halves(load<Words>(panel + k * PANEL + (FIRST + v) * LANES * 2));
+    }
+    template <int FIRST, int COUNT> inline void odd(int64_t k, Floats (&out)[COUNT]) const {
+        const bf16 *again = panel + k * PANEL;
+        asm("" : "+r"(again)); // read again: kept from `even`, the pairs would take registers that sums need
+        for (int v = 0; v < COUNT; v++) out[v] = high_halves(load<Words>(again + (FIRST + v) * LANES * 2));
     }
 };
 
+// Asks for the weights of a panel at depths k and k + 1; they may lie beyond its end.
+template <class T> inline void prefetch_panel(const T *panel, int64_t k) {
+    uintptr_t place = reinterpret_cast<uintptr_t>(panel) + k * PANEL * sizeof(T);
+    for (size_t line = 0; line < 2 * PANEL * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const void *>(place + line));
+}
+
 // Adds the products of ROWS rows with COUNT vectors of one panel to sums [rows, 32], over depths [0, depth).
 template <class T, int ROWS, int FIRST, int COUNT>
-inline void float_tile(const Weights<T> &weights, const float *x, int64_t stride, int64_t depth, float *sums) {
-    Floats sum[ROWS][COUNT];
+inline void float_tile(const T *panel, const float *x, int64_t stride, int64_t depth, float *sums) {
+    Weights<T> weights{panel};
+    Floats sum[ROWS][COUNT], weight[COUNT];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) sum[r][v] = load<Floats>(sums + r * PANEL + (FIRST + v) * LANES);
-    auto add = [&](int64_t k, const Floats(&weight)[COUNT]) {
+    auto add = [&](int64_t k) {
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             float one = x[r * stride + k];
@@ -77,16 +89,13 @@ inline void float_tile(const Weights<T> &weights, const float *x, int64_t stride
             for (int v = 0; v < COUNT; v++) sum[r][v] += weight[v] * one;
         }
     };
-    Floats low[COUNT], high[COUNT];
     int64_t k = 0;
     for (; k + 2 <= depth; k += 2) {
-        weights.template at<FIRST, COUNT>(k, low, high);
-        add(k, low), add(k + 1, high);
+        if constexpr (FIRST == 0 && COUNT < VECTORS) prefetch_panel(panel, k + PREFETCHED);
+        weights.template even<FIRST>(k, weight), add(k);
+        weights.template odd<FIRST>(k, weight), add(k + 1);
     }
-    if (k < depth) { // the weights of an odd depth are padded
-        weights.template at<FIRST, COUNT>(k, low, high);
-        add(k, low);
-    }
+    if (k < depth) weights.template even<FIRST>(k, weight), add(k); // the weights of an odd depth are padded
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) store(sums + r * PANEL + (FIRST + v) * LANES, sum[r][v]);
 }
@@ -98,6 +107,7 @@ inline void pair_tile(const bf16 *weights, const bf16 *x, int64_t stride, int64_
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) sum[r][v] = load<Floats>(sums + r * PANEL + (FIRST + v) * LANES);
     for (int64_t k = 0; k < depth; k += 2) {
+        if constexpr (FIRST == 0 && COUNT < VECTORS) prefetch_panel(weights, k + PREFETCHED);
         Words pairs[COUNT];
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) pairs[v] = load<Words>(weights + k * PANEL + (FIRST + v) * LANES * 2);
@@ -112,25 +122,34 @@ inline void pair_tile(const bf16 *weights, const bf16 *x, int64_t stride, int64_
         for (int v = 0; v < COUNT; v++) store(sums + r * PANEL + (FIRST + v) * LANES, sum[r][v]);
 }
 
-// Runs body(number of rows as a compile-time constant, index of the first) over tiles of rows.
-template <class F> inline void row_tiles(int64_t rows, const F &body) {
-    int64_t first = 0;
-#define TILE(N) \
-    if constexpr (N <= MOST_TILE_ROWS) for (; rows - first >= N; first += N) body(std::integral_constant<int, N>(), first);
-    TILE(12) TILE(8) TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1)
+// Runs body(rows of the tile, first vector, number of vectors, first row, first depth, number of depths), of which the first three are
+// compile-time constants, over tiles of about as many rows each.
+template <class F> inline void each_tile(int64_t rows, int64_t depth, const F &body) {
+    int64_t most = rows < SPLIT && rows <= MOST_TILE_ROWS ? depth : DEPTHS_AT_ONCE;
+    for (int64_t from = 0; from < depth; from += most) {
+        int64_t some = depth - from < most ? depth - from : most;
+        for (int64_t first = 0; first < rows;) {
+            int64_t left = rows - first, count = (left + MOST_TILE_ROWS - 1) / MOST_TILE_ROWS, n = (left + count - 1) / count;
+#define TILE(N, BELOW)                                                                                                       \
+    if constexpr (N <= MOST_TILE_ROWS) {                                                                                     \
+        if (n > BELOW && left >= N) {                                                                                        \
+            constexpr int WIDTH = N < SPLIT ? VECTORS : VECTORS / 2;                                                         \
+            body(Constant<N>(), Constant<0>(), Constant<WIDTH>(), first, from, some);                                        \
+            if constexpr (WIDTH < VECTORS) body(Constant<N>(), Constant<WIDTH>(), Constant<WIDTH>(), first, from, some);     \
+            first += N;                                                                                                      \
+            continue;                                                                                                        \
+        }                                                                                                                    \
+    }
+            TILE(12, 8) TILE(8, 6) TILE(6, 5) TILE(5, 4) TILE(4, 3) TILE(3, 2) TILE(2, 1) TILE(1, 0)
 #undef TILE
+        }
+    }
 }
 
 template <class T> void float_tiles(const T *panel, const float *x, int64_t stride, int64_t rows, int64_t depth, float *sums) {
-    Weights<T> weights{panel};
-    row_tiles(rows, [&](auto count, int64_t first) {
-        constexpr int N = decltype(count)::value;
-        if constexpr (N < SPLIT) {
-            float_tile<T, N, 0, VECTORS>(weights, x + first * stride, stride, depth, sums + first * PANEL);
-        } else {
-            float_tile<T, N, 0, VECTORS / 2>(weights, x + first * stride, stride, depth, sums + first * PANEL);
-            float_tile<T, N, VECTORS / 2, VECTORS / 2>(weights, x + first * stride, stride, depth, sums + first * PANEL);
-        }
+    each_tile(rows, depth, [&](auto n, auto begin, auto width, int64_t first, int64_t from, int64_t some) {
+        constexpr int N = decltype(n)::value, BEGIN = decltype(begin)::value, WIDTH = decltype(width)::value;
+        float_tile<T, N, BEGIN, WIDTH>(panel + from * PANEL, x + first * stride + from, stride, some, sums + first * PANEL);
     });
 }
 
@@ -142,14 +161,9 @@ inline void pair_tiles(const bf16 *panel, const bf16 *x, int64_t stride, int64_t
         panel += whole * PANEL, x += whole, depth -= whole;
     }
 #endif
-    row_tiles(rows, [&](auto count, int64_t first) {
-        constexpr int N = decltype(count)::value;
-        if constexpr (N < SPLIT) {
-            pair_tile<N, 0, VECTORS>(panel, x + first * stride, stride, depth, sums + first * PANEL);
-        } else {
-            pair_tile<N, 0, VECTORS / 2>(panel, x + first * stride, stride, depth, sums + first * PANEL);
-            pair_tile<N, VECTORS / 2, VECTORS / 2>(panel, x + first * stride, stride, depth, sums + first * PANEL);
-        }
+    each_tile(rows, depth, [&](auto n, auto begin, auto width, int64_t first, int64_t from, int64_t some) {
+        constexpr int N = decltype(n)::value, BEGIN = decltype(begin)::value, WIDTH = decltype(width)::value;
+        pair_tile<N, BEGIN, WIDTH>(panel + from * PANEL, x + first * stride + from, stride, some, sums + first * PANEL);
     });
 }
 
