@@ -37,6 +37,7 @@ from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.models.sources.packaged import packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
+from foresay.threads import single_threaded
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"
@@ -400,12 +401,13 @@ def pass_seconds(
     wait: called before and after each timed pass, to wait for a device.
     """
     took: list[list[float]] = [[] for _ in passes]
-    for _ in range(repeats):
-        for times, (model, cache, given) in zip(took, passes, strict=True):
-            wait()
-            began = perf_counter()
-            model.forward(given, cache)
-            wait()
-            times.append(perf_counter() - began)
-            cache.truncate([CONTEXT] * given.token_ids.shape[0])
+    with single_threaded():  # as in the engine
+        for _ in range(repeats):
+            for times, (model, cache, given) in zip(took, passes, strict=True):
+                wait()
+                began = perf_counter()
+                model.forward(given, cache)
+                wait()
+                times.append(perf_counter() - began)
+                cache.truncate([CONTEXT] * given.token_ids.shape[0])
     return [statistics.median(times) for times in took]

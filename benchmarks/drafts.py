@@ -227,7 +227,7 @@ def smollm2(report: Report, weights: str) -> Figures:
     some = [*methods.head_constant, *methods.constant]
     passes = counted(target, [*some, *methods.counted] if is_all else some, block)
     share = cost(target, methods.head_adaptive.drafter)
-    few = replace(block, asks=block.asks[:: 20 if args.quick else 8])
+    few = replace(block, asks=block.asks[:: 20 if args.quick else max(len(block.asks) // 24, 1)])
     timed = methods.timed if is_all else [*methods.constant, methods.others[1], methods.default]
     speeds = report.timed(target, timed, few)
     gains = {method.name: speeds[method.name].gain for method in timed}

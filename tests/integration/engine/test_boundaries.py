@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import FinishReason, Origin
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import KVCache, LengthPolicy
+from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.stopping import Stopping
@@ -320,9 +320,17 @@ class _Slow(Never):
         return super().propose(rows, budget, policy)
 
 
+class _Costly(CausalModel):
+    """Each token of a pass takes a millisecond, whatever else the machine does."""
+
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        sleep(0.001 * sum(model_input.num_tokens))
+        return super().forward(model_input, cache)
+
+
 @pytest.mark.parametrize("drafter", [Never, _Slow])
 def test_the_throughput_policy_changes_no_token_and_stops_drafting(drafter: type[Never]) -> None:
-    target, params = CausalModel(make("llama")), SamplingParams(max_new_tokens=60)
+    target, params = _Costly(make("llama")), SamplingParams(max_new_tokens=60)
     prompts = [[5, 6, 7], [8] * 20, [9, 4]]
     plain = run(target, prompts, params, gamma=0)[0]
     ours, steps, engine = run(target, prompts, params, drafter=drafter(plain, VOCAB), policy=ThroughputLength())
