@@ -220,6 +220,9 @@ class LengthPolicy(Protocol):
 
     If True, a repeated seed gets other random numbers: its own numbers would be used with lengths that were learned from them."""
 
+    needs_probabilities: bool = False
+    """True if drafts end by what only a draft model has: the probabilities of its tokens, or its hidden states."""
+
     def budget(self, rows: Rows) -> list[int]:
         """Maximum number of tokens to draft for each row in this step."""
         ...

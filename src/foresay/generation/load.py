@@ -16,14 +16,14 @@ from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
-from foresay.lengths import ConstantLength
+from foresay.lengths import LENGTHS, ConstantLength
 from foresay.models.sources.catalogue import PUBLISHED, published_drafter
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.loading import resolve
 from foresay.models.sources.packaged import default_drafter
-from foresay.spec.expressions import Call
+from foresay.spec.expressions import Call, parse, to_expression
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
-from foresay.spec.recipes import draft_model, read_drafter, read_length, read_rule
+from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.spec.remembering import remembering
 from foresay.spec.settings_file import Settings, is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
@@ -153,7 +153,7 @@ class Arguments:
             self.remembered,
         )
         if method is not None:
-            chosen.check_draft_options(method)
+            chosen.check_method(method)
         return chosen
 
     def remembered(self, drafter: str) -> str:
@@ -218,7 +218,7 @@ class Chosen:
         if method is None:
             drafter = default_drafter(resources.target.name, resources.options, resources.has_mtp)
             method = read_method(self.remembered(drafter))
-            self.check_draft_options(method)
+            self.check_method(method)
         recipe = method.recipe
         return Generator(
             resources.target,
@@ -233,8 +233,9 @@ class Chosen:
             share_prefixes=share_prefixes,
         )
 
-    def check_draft_options(self, method: Method) -> None:
-        """Raise ConfigError for options of draft models loaded by name, with a drafter that loads none."""
+    def check_method(self, method: Method) -> None:
+        """Raise ConfigError for a length policy or for options of draft models that this drafter cannot have."""
+        check_length(self.policy, method)
         if method.recipe.loads_model or method.name == "none":
             return
         for option in ("draft_weights", "draft_device"):
@@ -272,6 +273,8 @@ def change(
     if drafter is not None:
         return chosen.generator(resources, generator.share_prefixes)
     policy = read_policy(generator.drafter_name, num_draft_tokens, length)
+    if parse(generator.drafter_name).name in DRAFTERS:  # an expression, not the class of an own drafter
+        check_length(policy, read_method(generator.drafter_name))
     return generator.with_settings(
         rule=None if rule is None else chosen.rule, policy=policy, max_batch_size=chosen.max_batch_size
     )
@@ -287,6 +290,16 @@ def read_method(drafter: Any) -> Method:
         name = str(getattr(drafter, "__name__", type(drafter).__name__))
         return Method(own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), name)
     raise ConfigError("is neither a name, nor a Drafter, nor a function that makes one", param="drafter", value=drafter)
+
+
+def check_length(policy: LengthPolicy | None, method: Method) -> None:
+    """Raise ConfigError for a length policy that ends drafts by probabilities which the drafter does not have."""
+    if policy is not None and policy.needs_probabilities and not method.recipe.has_probabilities:
+        raise ConfigError(
+            f"ends drafts by a draft model's probabilities, which drafter={method.name!r} does not have; use throughput",
+            param="length",
+            value=to_expression(policy, LENGTHS),
+        )
 
 
 def read_policy(drafter: str | None, number: int | None, length: Any) -> LengthPolicy | None:

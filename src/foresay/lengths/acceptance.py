@@ -19,9 +19,9 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 
 class AcceptanceLength(LengthPolicy):
-    """Draft until a rejection is likely, between low and high tokens. Drafters without a model draft `high` tokens."""
+    """Draft until a rejection is likely, between low and high tokens."""
 
-    remembers = False
+    remembers, needs_probabilities = False, True
 
     def __init__(self, head: str | AcceptanceHead, threshold: float = 0.3, *, low: int = 2, high: int = 20) -> None:
         """head: an acceptance head, or its folder (written by `foresay distill --kind acceptance`). Raises what

@@ -1,6 +1,6 @@
 """Draft until the draft model is unsure: by the probability of the token just drawn, or by the entropy of its distribution.
 
-Drafters without a model never stop early.
+Drafters without a model have neither.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 class ConfidenceLength(LengthPolicy):
     """Stop after a draft token whose probability q(x) is below a threshold in [0, 1]."""
 
-    remembers, reads, most = False, Reads.PROBABILITY, 1.0
+    remembers, needs_probabilities, reads, most = False, True, Reads.PROBABILITY, 1.0
 
     def __init__(self, threshold: float = 0.4, *, low: int = 1, high: int = 20) -> None:
         """low, high: bounds of the draft length."""

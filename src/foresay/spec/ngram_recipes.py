@@ -31,6 +31,9 @@ def check_path(name: str, value: Any) -> str:
     return value
 
 
+_Lookup = partial(Recipe, has_probabilities=False)
+
+
 def none() -> Recipe:
     """Plain decoding."""
     return Recipe(lambda resources: lambda: None, 0)
@@ -40,7 +43,7 @@ def prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
     """Prompt lookup of the last max_ngram to min_ngram tokens."""
     make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
     make()
-    return Recipe(lambda resources: lambda: make(device=resources.device), 8)
+    return _Lookup(lambda resources: lambda: make(device=resources.device), 8)
 
 
 def max_gram(table: str | None = None) -> Recipe:
@@ -51,7 +54,7 @@ def max_gram(table: str | None = None) -> Recipe:
         continuation = None if path is None else resources.table(path)
         return lambda: MaxGram(continuation, device=resources.device)
 
-    return Recipe(prepare, 10, reads_target=path is not None)
+    return _Lookup(prepare, 10, reads_target=path is not None)
 
 
 def ngram_store(
@@ -74,7 +77,7 @@ def ngram_store(
     )
     make()
     forget = (lambda: None) if store is None else store.clear
-    return Recipe(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
+    return _Lookup(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
 
 
 def suffix(
@@ -123,6 +126,6 @@ def _with_memory(make: Callable[..., Any], keep: bool, memory: str | None, max_t
             shared = resources.memory(folder, bound)
             return lambda: make(shared, device=resources.device)
 
-        return Recipe(prepare, 12, reads_target=True)
+        return _Lookup(prepare, 12, reads_target=True)
     chosen = kept if check_flag("keep", keep) else None
-    return Recipe(lambda resources: lambda: make(chosen, device=resources.device), 12, kept.clear)
+    return _Lookup(lambda resources: lambda: make(chosen, device=resources.device), 12, kept.clear)

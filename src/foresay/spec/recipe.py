@@ -223,6 +223,8 @@ class Recipe:
     """True if the drafter loads a model by name, to which `LoadOptions.draft_weights` applies."""
     samples: bool = False
     """True if draft tokens may be sampled, so that a sampled text depends on the draft length."""
+    has_probabilities: bool = True
+    """False for n-gram drafters: no length policy can end their drafts by how likely a token is."""
     fixed: bool = False
     """True if the expression sets the draft length, as a cascade's matrix does; it then does not adapt by default."""
 
@@ -234,6 +236,10 @@ class Recipe:
         if self.samples:
             settings |= {"sampled": self.num_draft_tokens}
         return str(Call("throughput", tuple(settings.items())))
+
+
+TRAITS = ("reads_target", "loads_model", "samples", "has_probabilities")
+"""Fields that are true of drafters made of several if they are true of one."""
 
 
 def own_drafter_recipe(prepare: Callable[[Resources], DrafterBuilder]) -> Recipe:

@@ -37,7 +37,7 @@ from foresay.spec import ngram_recipes as ngram
 from foresay.spec import third_party
 from foresay.spec.expressions import Call, apply, parse
 from foresay.spec.ngram_recipes import check_path
-from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
+from foresay.spec.recipe import TRAITS, DrafterBuilder, Recipe, Resources
 from foresay.text.tokenizer import check_vocabularies
 
 _Trim = Callable[[Resources, Any], Any]
@@ -208,7 +208,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
         for recipe in recipes:
             recipe.forget()
 
-    traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
+    traits = {name: any(getattr(one, name) for one in recipes) for name in TRAITS}
     return Recipe(prepare, drafted_at_most(k), forget, fixed=True, **traits)
 
 
@@ -233,7 +233,7 @@ def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int | None
         for recipe in recipes:
             recipe.forget()
 
-    traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
+    traits = {name: any(getattr(one, name) for one in recipes) for name in TRAITS}
     return Recipe(prepare, max(k, recipes[0].num_draft_tokens), forget, **traits)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,6 +281,19 @@ def test_a_changed_drafter_takes_its_own_length(generator: Generator) -> None:
         change(generator, num_draft_tokens=3, length="heuristic")
     with pytest.raises(ConfigError, match="drafter='none' drafts nothing, but num_draft_tokens=3 was given; drop one"):
         change(plain, num_draft_tokens=3)
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "suffix_tree", "hybrid(suffix, max_gram)"])
+@pytest.mark.parametrize("length", ["confidence(threshold=0.5)", "entropy"])
+def test_lengths_that_read_probabilities_need_them(generator: Generator, drafter: str, length: str) -> None:
+    problem = re.escape(
+        f"{length}' ends drafts by a draft model's probabilities, which drafter='{drafter}' does not have"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        change(generator, drafter=drafter, length=length)
+    with pytest.raises(ConfigError, match=problem):
+        change(change(generator, drafter=drafter), length=length)
+    assert change(generator, drafter="hybrid(suffix, self(1))", length=length).policy.needs_probabilities
 
 
 def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Generator) -> None:
