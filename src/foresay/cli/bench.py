@@ -14,7 +14,7 @@ import torch
 from foresay.cli import options as opt
 from foresay.cli import sharing
 from foresay.cli.command import Given, argument, command, group, option
-from foresay.cli.common import PLAIN, check_draft_weights, load_arguments, load_target
+from foresay.cli.common import PLAIN, check_draft_weights, load_arguments, load_target, own_methods
 from foresay.cli.options import batch_sizes, items, numbers, sampling_params, source_name
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
@@ -86,6 +86,7 @@ def run(given: Given) -> int:
             _shared(benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats), given)
         )
     target = load_target(given, named, max_batch_size=max(sizes))
+    named += [] if given.drafter else own_methods(target, named)
     engines = _opened(target, given)
     with loading("Preparing the prompts"):
         builder = RequestBuilder(target, chat=not given.raw)

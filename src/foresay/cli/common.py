@@ -19,8 +19,9 @@ from foresay.cli.progress import loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
-from foresay.generation.load import load
+from foresay.generation.load import change, load
 from foresay.generation.method import Method
+from foresay.models.sources.catalogue import catalogue
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES
 from foresay.spec.expressions import Call, parse
@@ -61,6 +62,16 @@ def load_generator(given: Given, *, later: Sequence[Method] = (), **more: Any) -
 def load_target(given: Given, later: Sequence[Method] = (), **more: Any) -> Generator:
     """Load the target alone, without the drafters, lengths and rule of the options."""
     return load_generator(given, later=later, **PLAIN, **more)
+
+
+def own_methods(target: Generator, named: Sequence[Method]) -> list[Method]:
+    """Return the target's default drafter and the best draft for it on this machine, unless they are among the named ones."""
+    drafters = [change(target, drafter="auto").drafter_name]
+    best = catalogue(target.target.name, search_hub=False).best
+    if best is not None and best.folder is not None:
+        drafters.append(best.drafter)
+    known = {one.drafter for one in named}
+    return [Method(one) for one in dict.fromkeys(drafters) if one not in known]
 
 
 def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:

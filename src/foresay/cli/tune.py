@@ -1,4 +1,7 @@
-"""`foresay tune`: find the fastest exact configuration and write it to foresay.toml."""
+"""`foresay tune`: find the fastest exact configuration and write it to foresay.toml.
+
+Unless drafters are named, the model's own default and the best draft for it that is on this machine are run live as well.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import click
@@ -13,7 +17,7 @@ import click
 from foresay.checks import check_float
 from foresay.cli import options as opt
 from foresay.cli.command import Given, command, group, option
-from foresay.cli.common import check_output, load_target, model_expression
+from foresay.cli.common import check_output, load_target, model_expression, own_methods
 from foresay.cli.options import batch_sizes, items, numbers, source_name
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
@@ -23,6 +27,7 @@ from foresay.errors import ConfigError
 from foresay.files import work_folder
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
+from foresay.lab.data.datasets import subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import record
@@ -33,9 +38,12 @@ from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
 from foresay.spec.settings_file import FILE, Settings, is_settings, read_settings, write_settings
+from foresay.text.formatting import percent
 
 FINALISTS = 3
-"""Candidates that are run live in the end."""
+"""Predicted candidates that are run live in the end."""
+_REPEATS = 5
+"""Most live runs of each."""
 
 
 @command(
@@ -46,6 +54,7 @@ FINALISTS = 3
     option("-n --max-new-tokens N", "Tokens recorded of each output.", 96),
     option("-o --output FILE", "The settings file to write.", FILE),
     opt.FORCE,
+    option("--minutes X", "Time for the search: prompts, passes and live runs are as many as fit.", 3.0),
     option("--estimate", "Print how long the run would take, and end."),
     option("-y --yes", "Start a run of more than a minute without confirmation."),
     opt.DRAFTERS,
@@ -74,6 +83,7 @@ def run(given: Given) -> int:
     params = SamplingParams(max_new_tokens=given.max_new_tokens)
     if not given.estimate:
         check_output(given.output, force=given.force)
+    minutes = check_float("minutes", given.minutes, 0.0, math.inf, open_low=True)
     named = methods(given.drafter or COMPARED, given.length or TRIED)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
     of_prompts = [given.typed[one.name] for one in opt.DATA if one.name in given.typed]
@@ -86,7 +96,9 @@ def run(given: Given) -> int:
     prompts, chat = items(given) if recorded is None else [], not given.raw
     size = max(16, *sizes)
     target = load_target(given, named, max_batch_size=size)
-    tuner = None if recorded is None else Tuner(target, recorded)
+    if recorded is not None:
+        Tuner(target, recorded)  # checks it
+    own = [] if given.drafter else own_methods(target, named)
     with loading("Estimating the duration"):
         if recorded is None:
             first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
@@ -94,18 +106,21 @@ def run(given: Given) -> int:
         else:
             first = [one.prompt for one in recorded.records[:size]]
             shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-        more: dict[str, Any] = {"methods": named, "sizes": sizes, "rows": size, "finalists": FINALISTS}
-        expected = estimate(target, first, shape, recorded=recorded is not None, **more)
+        more: dict[str, Any] = {"methods": named, "sizes": sizes, "rows": size, "finalists": FINALISTS + len(own)}
+        expected = estimate(target, first, shape, recorded=recorded is not None, **more).within(60 * minutes)
     if given.estimate:
         click.echo(str(expected))
         return 0
     _agree(expected, yes=given.yes)
-    tuner = tuner or Tuner(target, _recorded(target, prompts, params, chat=chat))
+    end = monotonic() + 60 * minutes
+    if recorded is None:
+        recorded = _recorded(target, subset(prompts, expected.count), params, chat=chat)
+    tuner = Tuner(target, recorded, rounds=expected.rounds, count=expected.count)
     with loading("Timing passes, replaying candidates"):
-        tuner.search(named, sizes)
-    size = _finish(tuner, latency)
+        tuner.search(named, sizes, own)
+    size = _finish(tuner, latency, end)
     _show(tuner.tuning)
-    name = source_name(given, given.prompts) if recorded is None else given.recording.name
+    name = source_name(given, given.prompts) if given.recording is None else given.recording.name
     return _write(tuner.tuning, size, target, name, given)
 
 
@@ -128,36 +143,37 @@ def _recorded(target: Generator, prompts: list[PromptItem], params: SamplingPara
         )
 
 
-def _finish(tuner: Tuner, latency: float | None) -> int:
-    """Run the best candidates live. Return the batch size of the fastest."""
+def _finish(tuner: Tuner, latency: float | None, end: float) -> int:
+    """Run the best candidates live until `end`, a time of `monotonic`. Return the batch size of the fastest."""
     best, plain = pick(tuner.tuning.candidates, count=FINALISTS, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
-        fastest = min(one.expected.latency_s for one in tuner.tuning.candidates)
+        fastest = min((one.expected or one.plain).latency_s for one in tuner.tuning.candidates)
         raise ConfigError(
             f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
         )
     if best:
         with loading(f"Running {len(best)} live"):
-            tuner.confirm(best)
+            tuner.confirm(best, repeats=_REPEATS, seconds=end - monotonic())
     found = tuner.tuning.best
     return (found.candidate if found else plain or best[0]).batch_size
 
 
 def _show(tuning: Tuning) -> None:
     live = {(one.candidate.method.name, one.candidate.batch_size): one for one in tuning.confirmed}
+    drafting = [c for c in tuning.candidates if c.method.name != PLAIN]
+    shown = [c for c in drafting if c.expected is None] + [c for c in drafting if c.expected is not None][:10]
     lines = []
-    for one in [c for c in tuning.candidates if c.method.name != PLAIN][:10]:
+    for one in shown:
         found = live.get((one.method.name, one.batch_size))
         measured = "" if found is None else gain(found.speed_up, found.low, found.high)
-        rate = f"{one.expected.tokens_per_s:.1f}"
-        speed = f"{one.speed_up:.2f}x"
-        lines.append(
-            [one.method.name, str(one.batch_size), f"{one.expected.tokens_per_pass:.2f}", rate, speed, measured]
-        )
-    show_table(["candidate", "batch", "per pass", "tokens/s", "predicted", "measured"], lines, drop=("batch",))
-    hidden = sum(c.method.name != PLAIN for c in tuning.candidates) - len(lines)
-    if hidden > 0:
-        click.echo(f"and {hidden} more")
+        predicted = one.speed_up if found is None else found.predicted
+        count = "" if one.expected is None else f"{one.expected.tokens_per_pass:.2f}"
+        lines.append([one.method.name, str(one.batch_size), count, f"{predicted:.2f}x" if predicted else "", measured])
+    show_table(["candidate", "batch", "per pass", "predicted", "measured"], lines, drop=("batch",))
+    if len(shown) < len(drafting):
+        click.echo(f"and {len(drafting) - len(shown)} more")
+    if live:
+        click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
     for name, problem in tuning.failed.items():
         click.echo(f"not tried: {name}: {problem}")
     took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in tuning.seconds.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from time import perf_counter
 
@@ -15,8 +15,10 @@ from foresay.spec.recipes import read_drafter
 
 _PASSES = 4
 """Forward passes that are timed."""
-_PROFILE_PASSES = 3 * 11 * 6
-"""Passes of a profile for each batch size: rounds, draft lengths, and repeats over contexts."""
+_ROUNDS, _ROUND_PASSES = 3, 11 * 6
+"""Rounds of a profile, and the passes of each for a batch size: draft lengths, and repeats over contexts."""
+_LEAST = 4
+"""Least number of outputs."""
 _BANDWIDTH_S = 3.0
 """Seconds of measuring the memory bandwidth, for a profile."""
 _REPLAY_S = 1e-4
@@ -27,18 +29,53 @@ _LIVE_PASSES = 2 * 2 * 64
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of each part of a run."""
+    """Seconds of each part of a run, and its size."""
 
-    parts: dict[str, float]
+    recording: float
+    timing: float
+    replaying: float
+    live: float
+    count: int
+    """Number of outputs that are recorded and replayed."""
+    rounds: int
+    """Rounds of timing passes."""
+    candidates: int
+    finalists: int
 
     @property
     def total_s(self) -> float:
         """Seconds of the whole run."""
-        return sum(self.parts.values())
+        return self.recording + self.timing + self.replaying + self.live
+
+    def within(self, seconds: float) -> Estimate:
+        """Return the estimate of a run of at most `seconds`: a third each for timing, for outputs, and for live runs.
+
+        One round of timing, four outputs and one live run of each candidate remain in any case.
+        """
+        third = seconds / 3
+        rounds = max(1, min(self.rounds, int(self.rounds * third / max(self.timing, 1e-9))))
+        outputs = max(self.recording + self.replaying, 1e-9)
+        count = max(min(self.count, _LEAST), min(self.count, int(self.count * third / outputs)))
+        share = count / max(self.count, 1)
+        return replace(
+            self,
+            recording=self.recording * share,
+            replaying=self.replaying * share,
+            timing=self.timing * rounds / self.rounds,
+            live=min(self.live, third),
+            count=count,
+            rounds=rounds,
+        )
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in self.parts.items())
-        return f"tuning takes about {_duration(self.total_s)}: {parts}"
+        parts = {
+            f"recording {self.count} outputs": self.recording,
+            "timing passes": self.timing,
+            f"replaying {self.candidates} candidates": self.replaying,
+            f"running {self.finalists} live": self.live,
+        }
+        named = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
+        return f"tuning takes about {_duration(self.total_s)}: {named}"
 
 
 def estimate(
@@ -62,13 +99,16 @@ def estimate(
     prefill_s, pass_s = timed[rows]
     loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
     candidates = len(methods) * len(sizes)
-    parts = {
-        "recording": 0.0 if recorded else math.ceil(count / rows) * (prefill_s + tokens * pass_s),
-        "timing passes": _BANDWIDTH_S + _PROFILE_PASSES * sum(timed[one][1] for one in sizes),
-        f"replaying {candidates} candidates": count * tokens * (candidates * _REPLAY_S + len(loading) * pass_s / rows),
-        f"running {finalists} live": finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
-    }
-    return Estimate({name: seconds for name, seconds in parts.items() if seconds})
+    return Estimate(
+        recording=0.0 if recorded else math.ceil(count / rows) * (prefill_s + tokens * pass_s),
+        timing=_BANDWIDTH_S + _ROUNDS * _ROUND_PASSES * sum(timed[one][1] for one in sizes),
+        replaying=count * tokens * (candidates * _REPLAY_S + len(loading) * pass_s / rows),
+        live=finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
+        count=count,
+        rounds=_ROUNDS,
+        candidates=candidates,
+        finalists=finalists,
+    )
 
 
 def _timed(target: Generator, prompts: list[list[int]]) -> tuple[float, float]:

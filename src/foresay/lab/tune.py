@@ -1,7 +1,8 @@
 """Tuning: the fastest exact method for a target on this machine and these prompts, or plain decoding if drafting does not pay.
 
 A replay of recorded outputs gives the accepted draft tokens of each candidate, and a profile gives the cost of its passes.
-Together they rank all candidates without the target. The best few are confirmed live, next to plain decoding.
+Together they rank all candidates without the target. The best few are run live, next to plain decoding, together with methods
+that a replay cannot predict because they read the target's hidden states: draft heads, block drafters and MTP layers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from foresay.lab.replay.predict import Expected, expect
 from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
 from foresay.records.profile import Profile
-from foresay.records.recording import Recording
+from foresay.records.recording import Record, Recording
 from foresay.records.results import Failure
 from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import named, read_length
@@ -42,8 +43,8 @@ PLAIN_METHOD = Method("none")
 THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
 """Draft lengths of a cascade of a draft model and Max-Gram: two from CS-Drafting, and one between them."""
-_FILLED, _ROUNDS = 8, 3
-"""Number of recorded prompts whose prefill is timed per round, and number of rounds, which are some seconds apart."""
+_FILLED = 8
+"""Number of recorded prompts whose prefill is timed per round."""
 _CONFIRM_TOKENS = 64
 """Maximum tokens of each output in a live run."""
 
@@ -68,13 +69,14 @@ class Candidate:
 
     method: Method
     batch_size: int
-    expected: Expected
+    expected: Expected | None
+    """None for a method that a replay cannot predict."""
     plain: Expected
 
     @property
-    def speed_up(self) -> float:
-        """The expected speed-up over plain decoding at the same batch size."""
-        return self.expected.tokens_per_s / self.plain.tokens_per_s
+    def speed_up(self) -> float | None:
+        """The expected speed-up over plain decoding at the same batch size; None if it is not predicted."""
+        return None if self.expected is None else self.expected.tokens_per_s / self.plain.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Confirmed:
     """Median over repeats, relative to the plain decoding next to each run; low and high are the extremes."""
     low: float
     high: float
+    predicted: float | None = None
+    """The speed-up predicted for the prompts and tokens of the live runs; None if the method cannot be replayed."""
 
 
 @dataclass(slots=True)
@@ -123,14 +127,19 @@ class Tuner:
         recording: Recording,
         *,
         profile: Profile | None = None,
+        rounds: int = 3,
+        count: int | None = None,
     ) -> None:
-        """profile: a recent profile of the target; by default it is measured when needed."""
+        """profile: a recent profile of the target; by default it is measured when needed, in `rounds` some seconds apart.
+
+        count: number of recorded outputs that are replayed, of all categories in turns; None for all.
+        """
         if not recording.greedy:
             raise ConfigError("tuning needs a greedy recording, and this one was sampled; record with temperature 0")
         if recording.model != target.target.name:
             raise ConfigError(f"the recording is of {recording.model!r}, and the target is {target.target.name!r}")
-        self.target, self.recording = target, recording
-        self._profile = profile
+        self.target, self.recording = target, replace(recording, records=tuple(_in_turns(recording)[:count]))
+        self._profile, self._rounds = profile, rounds
         self._precomputed: dict[str, PrecomputedDrafter] = {}
         self.tuning = Tuning()
 
@@ -144,7 +153,7 @@ class Tuner:
             middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
             contexts = [middle, long] if long > 1.3 * middle else [middle]
             measured, scales = [], []
-            for turn in range(_ROUNDS):
+            for turn in range(self._rounds):
                 measured.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
                 scales.append(self._fill_scale(measured[-1], turn))
             found, scale = medians(measured), statistics.median(scales)
@@ -168,25 +177,32 @@ class Tuner:
         expected = sum(measured.fill_seconds(len(request.token_ids) - 1) for request in requests)
         return seconds / expected if expected else 1.0
 
-    def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
-        """Predict every method and plain decoding at every batch size, sorted by decreasing expected throughput."""
+    def search(
+        self, methods: Iterable[Method], batch_sizes: Sequence[int], unpredicted: Iterable[Method] = ()
+    ) -> list[Candidate]:
+        """Predict every method and plain decoding at every batch size, sorted by decreasing expected throughput.
+
+        unpredicted: methods that a replay cannot predict; they become candidates after all others.
+        """
         methods = [m for m in methods if m.name != PLAIN]
         profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
         start = perf_counter()
-        out = []
+        out, unknown, unpredicted = list[Candidate](), list[Candidate](), list(unpredicted)
         for size in batch_sizes:
-            plain = expect(replay(self.recording, None, ConstantLength(0), batch_size=size), self.recording, profile)
+            plain = _plain(self.recording, size, profile)
             out.append(Candidate(PLAIN_METHOD, size, plain, plain))
+            unknown += [Candidate(method, size, None, plain) for method in unpredicted]
             for method in methods:
                 try:
                     out.append(Candidate(method, size, self._expect(method, size), plain))
                 except (ForesayError, RuntimeError) as error:
                     self.tuning.failed[method.name] = str(error)
         self.tuning.seconds["replay"] = perf_counter() - start - self.tuning.seconds.get("drafts", 0.0)
-        self.tuning.candidates = sorted(out, key=lambda one: -one.expected.tokens_per_s)
+        self.tuning.candidates = sorted(out, key=_rate, reverse=True) + unknown
         return self.tuning.candidates
 
-    def _expect(self, method: Method, batch_size: int) -> Expected:
+    def _expect(self, method: Method, batch_size: int, recording: Recording | None = None) -> Expected:
+        recording = recording or self.recording
         generator = method.generator(self.target, batch_size)
         if not generator.rule.exact:
             raise ConfigError(f"rule {generator.rule.name!r} is lossy: its output may differ; tune an exact rule")
@@ -194,10 +210,10 @@ class Tuner:
         drafter: Any = generator.make_drafter()
         assert drafter is not None and self._profile is not None
         name: str | None = None
-        if can_precompute(drafter, generator.policy, self.recording):
+        if can_precompute(drafter, generator.policy, recording):
             drafter, name = self._precompute(method.drafter, drafter, generator, batch_size), method.drafter
-        done = replay(self.recording, drafter, generator.policy, batch_size=batch_size, profile=self._profile)
-        return expect(done, self.recording, self._profile, name)
+        done = replay(recording, drafter, generator.policy, batch_size=batch_size, profile=self._profile)
+        return expect(done, recording, self._profile, name)
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
         """Compute a draft model's tokens once and time its drafting."""
@@ -213,11 +229,20 @@ class Tuner:
         self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - start
         return self._precomputed[name]
 
-    def confirm(self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8) -> list[Confirmed]:
-        """Run candidates live, each between two runs of plain decoding, on `count` recorded prompts or a full batch if larger."""
+    def confirm(
+        self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8, seconds: float = math.inf
+    ) -> list[Confirmed]:
+        """Run candidates live, each between two runs of plain decoding, on `count` recorded prompts or a full batch if larger.
+
+        seconds: what the runs may take, by plain decoding's expected speed; fewer repeats and prompts follow, at least one each.
+        """
         start = perf_counter()
         requests = _round_robin(self.recording)
-        params = SamplingParams(max_new_tokens=min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"])))
+        tokens = min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"]))
+        params = SamplingParams(max_new_tokens=tokens)
+        turn = sum(2 * max(count, one.batch_size) * tokens / one.plain.tokens_per_s for one in candidates)
+        repeats = max(1, min(repeats, int(min(seconds / turn, repeats))))
+        count = max(1, min(count, int(count * min(seconds / turn, 1.0))))
         runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
         differences: list[float] = []
         for size in sorted({one.batch_size for one in candidates}):
@@ -226,7 +251,7 @@ class Tuner:
             runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
             turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
             plain = MethodRunner(self.target, PLAIN_METHOD)
-            seconds = []
+            plain_s = []
             for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=requests[:1]), between=1):
                 if isinstance(run, Failure):
                     raise ConfigError(f"{run.cell.method}: {run.error}")
@@ -235,37 +260,70 @@ class Tuner:
                         f"{run.cell.method} generated different output than plain decoding; please report this"
                     )
                 if run.speed_up is None:
-                    seconds.append(run.seconds)
+                    plain_s.append(run.seconds)
                 else:
                     runs[found[run.cell.method]].append((run.tokens_per_s, run.speed_up))
-            differences += [abs(math.log(after / before)) for before, after in pairwise(seconds)]
+            differences += [abs(math.log(after / before)) for before, after in pairwise(plain_s)]
         self.tuning.plain_spread = statistics.median(differences) if differences else 0.0
         self.tuning.confirmed = sorted(
-            (_confirmed(candidates[i], found) for i, found in runs.items() if found), key=lambda one: -one.tokens_per_s
+            (
+                _confirmed(
+                    candidates[i], found, self._predicted(candidates[i], max(count, candidates[i].batch_size), tokens)
+                )
+                for i, found in runs.items()
+                if found
+            ),
+            key=lambda one: -one.tokens_per_s,
         )
         self.tuning.seconds["live"] = perf_counter() - start
         return self.tuning.confirmed
 
+    def _predicted(self, candidate: Candidate, count: int, tokens: int) -> float | None:
+        """Predict the speed-up on the first prompts and tokens, as they are run live; on all where drafts are precomputed."""
+        if candidate.expected is None or self._profile is None or candidate.method.drafter in self._precomputed:
+            return candidate.speed_up
+        first = _in_turns(self.recording)[:count]
+        chosen = [replace(one, output=one.output[:tokens], logprobs=None, top=None) for one in first]
+        part = replace(self.recording, records=tuple(chosen))
+        size = candidate.batch_size
+        plain = _plain(part, size, self._profile)
+        return self._expect(candidate.method, size, part).tokens_per_s / plain.tokens_per_s
 
-def _round_robin(recording: Recording) -> list[PromptRequest]:
-    """Return the recorded prompts as requests, alternating between categories."""
+
+def _plain(recording: Recording, batch_size: int, profile: Profile) -> Expected:
+    """Predict plain decoding."""
+    return expect(replay(recording, None, ConstantLength(0), batch_size=batch_size), recording, profile)
+
+
+def _in_turns(recording: Recording) -> list[Record]:
+    """Return the records, alternating between categories."""
     seen: Counter[str] = Counter()
     order = []
     for i, record in enumerate(recording.records):
         order.append((seen[record.category], i))
         seen[record.category] += 1
-    prompts = [(r, tuple(r.source) if r.source is not None else r.prompt) for r in recording.records]
+    return [recording.records[i] for _, i in sorted(order)]
+
+
+def _round_robin(recording: Recording) -> list[PromptRequest]:
+    """Return the recorded prompts as requests, alternating between categories."""
     return [
-        PromptRequest(prompts[i][0].id, prompts[i][0].category, prompts[i][1], PromptItem(prompts[i][0].id, ""))
-        for _, i in sorted(order)
+        PromptRequest(
+            one.id, one.category, one.prompt if one.source is None else tuple(one.source), PromptItem(one.id, "")
+        )
+        for one in _in_turns(recording)
     ]
 
 
-def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Confirmed:
+def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]], predicted: float | None) -> Confirmed:
     gains = sorted(gain for _, gain in found)
-    return Confirmed(
-        candidate, statistics.median(rate for rate, _ in found), statistics.median(gains), gains[0], gains[-1]
-    )
+    rate = statistics.median(rate for rate, _ in found)
+    return Confirmed(candidate, rate, statistics.median(gains), gains[0], gains[-1], predicted)
+
+
+def _rate(candidate: Candidate) -> float:
+    """Return the expected tokens per second; 0 if they are not predicted."""
+    return 0.0 if candidate.expected is None else candidate.expected.tokens_per_s
 
 
 def _longest(method: Method) -> int:
@@ -277,12 +335,14 @@ def _longest(method: Method) -> int:
 def pick(
     candidates: Sequence[Candidate], *, count: int = 3, latency_s: float | None = None
 ) -> tuple[list[Candidate], Candidate | None]:
-    """Return (the `count` best drafting candidates, the best plain one) that meet the latency target.
+    """Return (the `count` best drafting candidates, those without a prediction, the best plain one).
 
-    latency_s: maximum seconds between two tokens of one request. Candidates are ranked by tokens per second at any batch size.
+    latency_s: maximum seconds between two tokens of one request; one without a prediction has plain decoding's. Candidates are
+    ranked by tokens per second at any batch size.
     """
-    allowed = [one for one in candidates if latency_s is None or one.expected.latency_s <= latency_s]
-    ranked = sorted(allowed, key=lambda one: -one.expected.tokens_per_s)
-    drafting = [one for one in ranked if one.method.name != PLAIN and one.speed_up > 0.97]
+    allowed = [c for c in candidates if latency_s is None or (c.expected or c.plain).latency_s <= latency_s]
+    ranked = sorted(allowed, key=_rate, reverse=True)
+    drafting = [one for one in ranked if one.method.name != PLAIN and (one.speed_up or 0.0) > 0.97]
     plain = next((one for one in ranked if one.method.name == PLAIN), None)
-    return drafting[:count], plain
+    unknown = [one for one in ranked if one.expected is None]
+    return drafting[:count] + unknown, plain

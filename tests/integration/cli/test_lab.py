@@ -482,6 +482,28 @@ def test_the_duration_of_tune_is_estimated(shell: tiny.Shell, here: Path, which:
     ] * 4
 
 
+def test_a_run_of_tune_fits_its_minutes() -> None:
+    whole = Estimate(100.0, 60.0, 20.0, 300.0, count=48, rounds=3, candidates=20, finalists=4)
+    assert whole.within(1e9) == whole
+    part = whole.within(90.0)
+    assert (part.count, part.rounds, part.live) == (12, 1, 30.0)
+    assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
+    least = whole.within(0.001)
+    assert (least.count, least.rounds) == (4, 1)
+
+
+def test_tune_runs_the_model_s_own_default(
+    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the replay finds nothing that pays; not where drafters are named."""
+    profiled(monkeypatch, 9.0)
+    monkeypatch.setattr("foresay.generation.load.default_drafter", lambda *_: "hybrid(suffix, self(1))")
+    command = ["tune", "--prompts", "p.jsonl", *which, "-n", "12", "--length", "4"]
+    out = shell(*command)[1]
+    assert re.search(r"hybrid\(suffix, self\(1\)\), throughput\S* .*\d\.\d\dx", out), out
+    assert "hybrid" not in shell(*command, "--drafter", "suffix", "-o", "other.toml")[1]
+
+
 @pytest.mark.parametrize(("answer", "args", "started"), [("n", [], False), ("y", [], True), ("", ["--yes"], True)])
 def test_a_long_run_is_confirmed_on_a_terminal(
     shell: tiny.Shell,
@@ -495,11 +517,11 @@ def test_a_long_run_is_confirmed_on_a_terminal(
     from foresay.cli import tune
 
     profiled(monkeypatch, 9.0)
-    monkeypatch.setattr(tune, "estimate", lambda *_, **__: Estimate({"recording": 600.0}))
+    monkeypatch.setattr(tune, "estimate", lambda *_, **__: Estimate(600.0, 0.0, 0.0, 0.0, 8, 3, 1, 3))
     monkeypatch.setattr("io.TextIOWrapper", Terminal)
     command = [*TUNE, *which, "-n", "8", "--length", "4", *args]
     code, _, err = shell(*command, stdin=f"{answer}\n".encode())
-    assert "tuning takes about 10 min: recording 10 min" in err
+    assert "tuning takes about 5 min: recording 4 outputs 5 min" in err
     assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
 
 

@@ -238,6 +238,49 @@ def test_confirming_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuner.tuning.plain_spread == 0
 
 
+def test_a_method_without_a_prediction_is_run_live_and_may_win() -> None:
+    """Such as a head, which a replay has no hidden states for: the search alone would never have tried it."""
+    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(9.0))
+    tuner.search(methods(["suffix"], ["4"]), (1,), methods(["suffix"], ["8"]))
+    best, plain = pick(tuner.tuning.candidates)
+    assert [(one.method.name, one.expected, one.speed_up) for one in best] == [("suffix, 8", None, None)]
+    assert plain is not None and plain.method.name == PLAIN
+    [found] = tuner.confirm(best, repeats=1, count=2)
+    assert found.candidate is best[0] and found.predicted is None
+    assert pick(tuner.tuning.candidates, latency_s=0.5) == ([], None), (
+        "it is as slow as plain decoding until it is known"
+    )
+
+
+@pytest.mark.parametrize(("seconds", "runs"), [(math.inf, 7), (3.1 * 960, 7), (2.1 * 960, 5), (1.0, 3)])
+def test_live_runs_fit_the_time(monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int) -> None:
+    """Plain decoding writes a token a second: 8 prompts of 60 tokens twice are 960 s for one turn of one candidate."""
+    tuner = Tuner(repeating(), recording(repeats=True, count=8), profile=costs(0.0))
+    tuner.search(methods(["suffix"], ["8"]), (1,))
+    best, _ = pick(tuner.tuning.candidates)
+    sizes, honest = [], run_live
+
+    def watched(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
+        sizes.append(len(asks))
+        return honest(generator, asks, params)
+
+    monkeypatch.setattr(runners, "run_live", watched)
+    tuner.confirm(best, repeats=3, seconds=seconds)
+    assert len(sizes) - 2 == runs, "after two that warm up"
+    assert set(sizes[2:]) == ({8} if seconds > 1 else {1})
+
+
+def test_the_prediction_that_is_shown_is_of_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts gain more the longer they are; the first 20 of 60 tokens run live are predicted alone."""
+    monkeypatch.setattr(lab_tune, "_CONFIRM_TOKENS", 20)
+    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.06))
+    tuner.search(methods(["suffix"], ["8"]), (1,))
+    best, _ = pick(tuner.tuning.candidates)
+    [found] = tuner.confirm(best, repeats=1, count=2)
+    assert found.predicted == pytest.approx(20 / (2 * 1.48 + 1.06), rel=0.01), "9 + 9 + 2 tokens"
+    assert best[0].speed_up == pytest.approx(60 / (6 * 1.48 + 1.3), rel=0.01)
+
+
 def test_confirming_refuses_a_method_that_writes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
     tuner.search(methods(["suffix"], ["4"]), (1,))

@@ -13,8 +13,8 @@ namespace foresay {
 
 // MOST_TILE_ROWS: most rows whose sums are kept in registers. From SPLIT rows on a tile is half a panel wide, because the sums of a
 // whole width would leave none of 16 registers for the weights. Several tiles read DEPTHS_AT_ONCE depths one after the other, the
-// first from memory and the others from the first cache, and half a panel asks for both halves PREFETCHED depths ahead: it skips
-// every second cache line, which the processor does not foresee.
+// first from memory and the others from the first cache. Half a panel prefetches both halves PREFETCHED depths ahead: it skips
+// every second cache line, which the processor does not predict.
 #if defined(__AVX512F__)
 constexpr int MOST_TILE_ROWS = 12, SPLIT = 1 << 20;
 #elif defined(__AVX2__)
@@ -68,7 +68,7 @@ template <> struct Weights<bf16> {
     }
 };
 
-// Asks for the weights of a panel at depths k and k + 1; they may lie beyond its end.
+// Prefetches the weights of a panel at depths k and k + 1; they may lie beyond its end.
 template <class T> inline void prefetch_panel(const T *panel, int64_t k) {
     uintptr_t place = reinterpret_cast<uintptr_t>(panel) + k * PANEL * sizeof(T);
     for (size_t line = 0; line < 2 * PANEL * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const void *>(place + line));
