@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -188,10 +188,48 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: SamplingParams | None = None, **changes: Any) -> SamplingParams:
-        """Return `params` with some fields changed. Raises UnknownNameError, which suggests the nearest name."""
+        """Return `params` with some fields changed. max_tokens: another name of max_new_tokens.
+
+        Raises UnknownNameError, which suggests the nearest name, and ConfigError for both names.
+        """
+        if "max_tokens" in changes:
+            if "max_new_tokens" in changes:
+                raise ConfigError(
+                    "and max_new_tokens are the same; give one of them", param="max_tokens", value=changes["max_tokens"]
+                )
+            changes["max_new_tokens"] = changes.pop("max_tokens")
         known = {f.name for f in fields(cls)}
         for name in changes:
             if name not in known:
                 raise UnknownNameError("parameter", name, known)
         values = {name: getattr(params, name) for name in known} if params is not None else {}
         return cls(**{**values, **changes})
+
+
+class SamplingChanges(TypedDict, total=False):
+    """Keyword arguments of `generate`, `stream` and `astream`: the fields of SamplingParams."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int] | None
+    banned_token_ids: Sequence[int]
+    processors: Sequence[LogitsProcessor]
+    seed: int | None
+    stop_token_ids: Sequence[int]
+    stop: str | Sequence[str]
+    prediction: Sequence[int]
+    owner: str
+    cache_salt: str
+    visible_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    max_tokens: int
+    """The same as max_new_tokens."""

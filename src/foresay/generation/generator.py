@@ -11,14 +11,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import Any, Unpack, cast, overload
 
 from foresay import distributed
 from foresay.checks import check_flag
 from foresay.decoding.acceptance import RULES, Speculative
 from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
 from foresay.decoding.randomness import derive
-from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
+from foresay.decoding.sampling_params import MAX_SEED, SamplingChanges, SamplingParams
 from foresay.engine import Engine
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S, WAIT_S
 from foresay.engine.prefixes import PrefixStore
@@ -181,13 +181,34 @@ class Generator:
         return Session(self.target, engine, max_waiting=max_waiting)
 
     @overload
-    def generate(self, prompt: Sequence[Mapping[str, str]], params: None = None, **changes: Any) -> Generation: ...
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> Generation: ...
 
     @overload
-    def generate(self, prompt: str, params: SamplingParams | None = None, **changes: Any) -> Generation: ...
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> list[Generation]: ...
 
     @overload
-    def generate(self, prompt: Any, params: Any = None, **changes: Any) -> Any: ...
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        **changes: Unpack[SamplingChanges],
+    ) -> Any: ...
 
     def generate(
         self,
@@ -195,8 +216,8 @@ class Generator:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_chunk: Callable[[Chunk], None] | None = None,
-        **changes: Any,
-    ) -> Generation | list[Generation]:
+        **changes: Unpack[SamplingChanges],
+    ) -> Any:
         """Generate one output per prompt.
 
         prompt: a text, chat messages, token ids, or a list of those, which is decoded as one batch and returns a list.
@@ -216,7 +237,10 @@ class Generator:
         return [done[i] for i in sorted(done)] if batch else done[0]
 
     def stream(
-        self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
+        self,
+        prompt: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **changes: Unpack[SamplingChanges],
     ) -> Iterator[Chunk]:
         """Yield a Chunk per target pass. Arguments as in `generate`; invalid ones raise here, not during iteration.
 
@@ -225,7 +249,10 @@ class Generator:
         return _run(*self._submitted(prompt, params, changes, text=True), single=not is_batch(prompt))
 
     async def astream(
-        self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
+        self,
+        prompt: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **changes: Unpack[SamplingChanges],
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio, over a session that all calls share: its rows decode as one batch, on a separate thread.
 
@@ -243,7 +270,7 @@ class Generator:
                 yield replace(chunk, index=index)
 
     def _submitted(
-        self, prompt: Any, params: Any, changes: dict[str, Any], *, text: bool
+        self, prompt: Any, params: Any, changes: Mapping[str, Any], *, text: bool
     ) -> tuple[Session, dict[int, int]]:
         """Return a session with all prompts and the index of each request; raises before decoding if one prompt is invalid."""
         requests = _requests(prompt, params, changes)
@@ -252,7 +279,7 @@ class Generator:
         return session, {number: index for index, number in enumerate(numbers)}
 
 
-def _requests(prompt: Any, params: Any, changes: dict[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
+def _requests(prompt: Any, params: Any, changes: Mapping[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
     """Return each prompt with its parameters. One seed for several prompts is used for the first; the others are derived."""
     prompts = list(prompt) if is_batch(prompt) else [prompt]
     if params is None or isinstance(params, SamplingParams):

@@ -140,7 +140,7 @@ class Arguments:
 
     def chosen(self) -> Chosen:
         """Return the choices, before any file of a model is read. Raises ConfigError where arguments contradict."""
-        options = LoadOptions.of(self.options)
+        options = LoadOptions.of(self.options, {f.name for f in dataclasses.fields(self)} - {"ngrams", "options"})
         self._check_memory()
         method = self._method() if self.names_drafter else None
         size = DEFAULT_BATCH if self.max_batch_size is None else self.max_batch_size

@@ -22,7 +22,11 @@ _STYLES = {
 """Style of each origin in HTML; lines under the text distinguish origins without colour."""
 
 
-@dataclass(frozen=True, slots=True)
+_SHOWN = 60
+"""Characters of a text that its `repr` shows."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Generation:
     """Output of one request, with its Steps and statistics."""
 
@@ -62,6 +66,13 @@ class Generation:
         if not self.steps or self.steps[0].logprobs is None:
             return None
         return [entry for step in self.steps for entry in step.logprobs or ()]
+
+    def __repr__(self) -> str:
+        """Return one line: the beginning of the text, the numbers of tokens and passes, and why it ended."""
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        counts = f"{len(self.token_ids)} tokens in {len(self.steps)} passes"
+        problem = f", draft_error={self.draft_error!r}" if self.draft_error else ""
+        return f"<foresay.Generation {text!r}: {counts}, finish_reason={self.finish_reason.value}{problem}>"
 
     def as_record(self) -> dict[str, Any]:
         """Return the output as plain data, for a line of JSON."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from foresay.decoding.outcome import FinishReason, Origin, Step
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Row
-from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
+from foresay.decoding.sampling_params import MAX_SEED, SamplingChanges, SamplingParams
 from foresay.errors import ConfigError, UnknownNameError
 from helpers.making import make_row
 
@@ -171,7 +172,7 @@ def test_of_validates_the_combination() -> None:
         SamplingParams.of(SamplingParams(min_new_tokens=20), max_new_tokens=10)
 
 
-@pytest.mark.parametrize(("name", "near"), [("temprature", "temperature"), ("max_tokens", "max_new_tokens")])
+@pytest.mark.parametrize(("name", "near"), [("temprature", "temperature"), ("max_new_token", "max_new_tokens")])
 def test_an_unknown_parameter_gets_the_nearest_name(name: str, near: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         SamplingParams.of(None, **{name: 1})
@@ -215,3 +216,18 @@ def test_a_step_adds_up_what_was_tested_at_each_depth() -> None:
 def test_enums_read_as_plain_words() -> None:
     assert [str(origin) for origin in Origin] == ["draft", "residual", "bonus"]
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled", "error"]
+
+
+def test_keyword_arguments_are_typed_as_the_fields_are_named() -> None:
+    names = {f.name for f in dataclasses.fields(SamplingParams)}
+    assert set(SamplingChanges.__annotations__) == names | {"max_tokens"}
+    assert set(SamplingChanges.__optional_keys__) == names | {"max_tokens"}
+
+
+def test_max_tokens_is_another_name() -> None:
+    assert SamplingParams.of(max_tokens=7).max_new_tokens == 7
+    assert SamplingParams.of(SamplingParams(max_new_tokens=9), max_tokens=7).max_new_tokens == 7
+    with pytest.raises(ConfigError, match="max_tokens=7 and max_new_tokens are the same; give one of them"):
+        SamplingParams.of(max_tokens=7, max_new_tokens=8)
+    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+        SamplingParams.of(max_tokens=0)

@@ -72,3 +72,9 @@ def test_without_a_tokenizer_the_text_is_plain() -> None:
     with pytest.raises(ConfigError, match="pieces of text need a tokenizer"):
         one.pieces()
     assert [piece.text for piece in one.pieces(Words())] == WORDS[:5]
+
+
+def test_a_result_is_shown_in_one_line() -> None:
+    shown = repr(generation(*TWO_STEPS, text="one\n" * 40))
+    assert shown.startswith("<foresay.Generation 'one\\none") and "\n" not in shown and len(shown) < 200
+    assert shown.endswith("...': 5 tokens in 2 passes, finish_reason=stop>")

@@ -121,6 +121,8 @@ def check_size(folder: str, kind: Any, config: Any, *, trust_remote_code: bool) 
     """
     from transformers.initialization import no_init_weights
 
+    if not any(one.name.endswith((".safetensors", ".bin")) for one in Path(folder).iterdir()):
+        raise ModelLoadError(f"{folder!r} has no weights: it needs files that end in .safetensors")
     stored = sum(one.stat().st_size for one in Path(folder).iterdir() if one.is_file())
     at_most = stored * (
         8 if getattr(config, "quantization_config", None) else 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -72,11 +72,11 @@ class LoadOptions:
     """Called with a message before each operation that may take long."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> LoadOptions:
-        """Return options by name. Raises UnknownNameError for a name that is none of them."""
+    def of(cls, given: Mapping[str, Any], others: Iterable[str] = ()) -> LoadOptions:
+        """Return options by name. Raises UnknownNameError for a name that is none of them; others: names it may suggest."""
         for name in given:
             if name not in cls.__dataclass_fields__:
-                raise UnknownNameError("option", name, cls.__dataclass_fields__)
+                raise UnknownNameError("option", name, [*cls.__dataclass_fields__, *others])
         return cls(**given)
 
     def __post_init__(self) -> None:

@@ -62,7 +62,15 @@ class Location:
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
     """True for a GGUF file or an alias of one, which llama.cpp can read."""
-    return os.fspath(name) in ALIASES or os.fspath(name).endswith(".gguf")
+    return os.fspath(name) in ALIASES or os.fspath(name).endswith(".gguf") or _begins_as_gguf(Path(name))
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    """True for a GGUF file of any name, such as those that Ollama keeps."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool = True) -> Location:
@@ -82,7 +90,7 @@ def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool 
         _check_folder(text, path, weights=weights)
         return Location(text, str(path))
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix != ".gguf" and not _begins_as_gguf(path):
             raise ModelLoadError(
                 f"{text!r} is a file, but not a .gguf file; give a model folder, a GGUF file or a hub id"
             )

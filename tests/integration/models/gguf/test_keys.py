@@ -12,6 +12,7 @@ import gguf
 import pytest
 import torch
 
+import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -21,7 +22,8 @@ from foresay.models.gguf.header import read_header
 from foresay.models.gguf.keys import check_keys
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_tokenizer
-from helpers import fuzz_gguf
+from helpers import fuzz_gguf, tiny
+from helpers.families import make
 from helpers.gguf_files import write_gguf
 from helpers.gguf_vocabularies import write_vocabulary
 
@@ -248,3 +250,17 @@ def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(path)
     assert tokenizer.get_chat_template() == "plain"
     assert tokenizer.get_chat_template(tools=[{}]) == "with tools"
+
+
+def test_a_file_of_any_name_is_read_by_its_first_bytes(tmp_path: Path) -> None:
+    """As those that Ollama keeps; another file is still refused."""
+    named = write_gguf(tmp_path / "tiny.gguf", make("llama", 2, vocab_size=len(tiny.tokenizer())))
+    blob = tmp_path / "sha256-0123"
+    blob.write_bytes(named.read_bytes())
+    texts = [
+        foresay.load(path, drafter="none", dtype="fp32").generate([5, 9, 3], max_new_tokens=8) for path in (named, blob)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+    blob.write_bytes(b"GG")
+    with pytest.raises(ModelLoadError, match=r"is a file, but not a \.gguf file"):
+        foresay.load(blob)
