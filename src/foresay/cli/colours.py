@@ -17,18 +17,30 @@ from foresay.text.stream import Piece
 STYLES = {Origin.DRAFT: "green", Origin.RESIDUAL: "red", Origin.BONUS: "cyan"}
 
 
-def coloured(pieces: Iterable[Piece]) -> Text:
-    """The pieces, each in its origin's colour."""
+_BRACKETS = {Origin.DRAFT: "[]", Origin.RESIDUAL: "{}"}
+"""Brackets of an origin on a console without colours; the target's own tokens have none."""
+
+
+def coloured(pieces: Iterable[Piece], on: Console) -> Text:
+    """The pieces, each in its origin's colour, or in its brackets where the console has no colours."""
     text = Text()
     for origin, run in groupby(pieces, key=lambda piece: piece.origin):
-        text.append("".join(piece.text for piece in run), style=STYLES[origin])
+        text.append(_marked("".join(piece.text for piece in run), origin, on), style=STYLES[origin])
     return text
 
 
-def legend() -> Text:
-    """Meaning of the colours, a line each."""
-    lines = [Text.assemble((origin.value.ljust(9), STYLES[origin]), MEANINGS[origin]) for origin in Origin]
+def legend(on: Console) -> Text:
+    """Meaning of the colours, or of the brackets, a line each."""
+    lines = [
+        Text.assemble((_marked(origin.value, origin, on).ljust(11), STYLES[origin]), MEANINGS[origin])
+        for origin in Origin
+    ]
     return Text("\n").join(lines)
+
+
+def _marked(text: str, origin: Origin, on: Console) -> str:
+    brackets = _BRACKETS.get(origin)
+    return text if brackets is None or on.color_system is not None else f"{brackets[0]}{text}{brackets[1]}"
 
 
 class _Console(Console):

@@ -46,7 +46,7 @@ def run(given: Given) -> int:
         generator = load(model, progress=progress)
     generator.generate("Hello", max_new_tokens=4)  # the first passes allocate: time neither side's
     out = console()
-    out.print(legend())
+    out.print(legend(out))
     totals, seconds, difference = [Stats(), Stats()], [0.0, 0.0], None
     for prompt in PROMPTS:
         out.print(f"\n> {prompt}\n", style="dim")

@@ -44,7 +44,7 @@ def run(given: Given) -> int:
         return 0
     click.echo(_title(found))
     if found.found:
-        show_table(HEADINGS, [_row(one) for one in found.found], by_row=True)
+        show_table(HEADINGS, [_row(one) for one in found.found])
     refused = {one.refusal for one in found.found if one.refusal is not None}
     for reason in sorted(refused):
         click.echo(

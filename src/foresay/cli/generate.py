@@ -123,7 +123,11 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
             rows = table.compare(generator, item, named or every, draft, params, given.repeats, progress)
     if given.json:
         record = done.as_record() | {"seconds": seconds, "tokens_per_s": len(done.token_ids) / seconds}
-        record |= {"repeats": given.repeats, "methods": list(map(table.record, rows))} if rows else {}
+        record |= (
+            {"repeats": given.repeats, "methods": [table.record(row, table.plain_spread(rows)) for row in rows]}
+            if rows
+            else {}
+        )
         click.echo(json.dumps(record, ensure_ascii=False))
     else:
         _sum_up(generator, done, seconds, rows, trace=given.trace)
@@ -137,7 +141,7 @@ def stream(generator: Generator, request: Any, params: SamplingParams, *, trace:
     try:
         for chunk in generator.stream(request, params):
             if trace:
-                out.print(coloured(chunk.pieces), end="")
+                out.print(coloured(chunk.pieces, out), end="")
             else:
                 sys.stdout.write(chunk.text)
             sys.stdout.flush()
@@ -155,7 +159,7 @@ def _sum_up(generator: Generator, done: Generation, seconds: float, rows: list[t
     out = console()
     if trace:
         out.print()
-        out.print(legend())
+        out.print(legend(out))
     if rows:
         out.print()
         table.show(rows, generator)

@@ -26,14 +26,13 @@ def table(
     *,
     short: Sequence[str] | None = None,
     drop: Sequence[str] = (),
-    by_row: bool = False,
 ) -> RenderableType:
     """Return rows under headings, at full width, or the first layout that fits a terminal or $COLUMNS of these:
 
-    the table; with the `short` headings; with narrower gaps; with a folded first column; a line for each heading, if first
-    cells identify the rows.
+    the table; with the `short` headings; with narrower gaps; with a folded first column; a paragraph for each row,
+    if first cells identify the rows.
 
-    drop: headings of columns that are left out if all their cells are equal. by_row: the last layout is a paragraph for each row.
+    drop: headings of columns that are left out if all their cells are equal.
     """
     kept = [i for i, name in enumerate(headings) if name not in drop or len({row[i] for row in rows}) > 1]
     rows = [[row[i] for i in kept] for row in rows]
@@ -46,15 +45,13 @@ def table(
     first = _width([""], [row[:1] for row in rows], 0)
     if width - max(0, first - _LEAST) <= on.width or len({row[0] for row in rows}) < len(rows):
         return _grid(less, rows, 1, on.width)
-    return _by_row(wide, rows) if by_row else _by_figure(wide, rows)
+    return _by_row(wide, rows)
 
 
-def show_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, drop: Sequence[str] = (), by_row: bool = False
-) -> None:
+def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, drop: Sequence[str] = ()) -> None:
     """Print a table on stdout; see `table`."""
     out = console()
-    out.print(table(headings, rows, out, drop=drop, by_row=by_row), soft_wrap=not out.is_terminal)
+    out.print(table(headings, rows, out, drop=drop), soft_wrap=not out.is_terminal)
 
 
 def _width(names: Sequence[str], rows: Sequence[Sequence[str]], gap: int) -> int:
@@ -69,15 +66,6 @@ def _grid(names: Sequence[str], rows: Sequence[Sequence[str]], gap: int, width: 
     for row in rows:
         grid.add_row(*map(Text, row))
     return grid
-
-
-def _by_figure(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
-    lines = [
-        Text.assemble((f"{name}: ", "bold"), ", ".join(f"{row[i]} {row[0]}" for row in rows))
-        for i, name in enumerate(names)
-        if i
-    ]
-    return Text("\n").join(lines)
 
 
 def _by_row(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:

@@ -120,12 +120,15 @@ def test_json_of_a_sampled_output_names_the_seed_that_repeats_it(shell: tiny.She
     assert again["token_ids"] == first["token_ids"] != other["token_ids"]
 
 
+BRACKETS = str.maketrans("", "", "[]{}")
+
+
 def test_trace(shell: tiny.Shell, base: list[str], written: str) -> None:
     code, out, err = shell(*base, "--trace", PROMPT)
     text, legend = out.split("\n\n")
     assert (code, err) == (0, "")
-    assert text == written
-    assert [line.split()[0] for line in legend.splitlines()] == ["draft", "residual", "bonus"]
+    assert text.translate(BRACKETS) == written.translate(BRACKETS)
+    assert [line.split()[0] for line in legend.splitlines()] == ["[draft]", "{residual}", "bonus"]
 
 
 def test_trace_colours_by_origin(
@@ -293,20 +296,9 @@ def test_narrow_and_dumb_terminals(
     code, out, err = shell(*base, "--compare", "--trace", "--drafter", "suffix", PROMPT)
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0] == written
+    assert lines[0].translate(BRACKETS) == written.translate(BRACKETS)
     assert "\x1b" not in out
-    names = (
-        "tokens",
-        "seconds",
-        "tokens/s",
-        "speed-up",
-        "tokens/pass",
-        "accepted",
-        "drafts used",
-        "identical",
-        "exact",
-    )
-    assert [name for name in names if any(line.startswith(f"{name}: ") for line in lines)] == list(names)
+    assert [lines[i + 1].split()[0] for i, line in enumerate(lines) if line in ("plain", "suffix")] == ["tokens"] * 2
 
 
 def test_offline_is_one_line(shell: tiny.Shell) -> None:

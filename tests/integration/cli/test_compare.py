@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -10,9 +11,17 @@ from typing import Any
 import pytest
 
 import foresay
+from foresay.cli.console import table
 from foresay.decoding.acceptance import RULES
+from foresay.decoding.outcome import Origin, Step
+from foresay.engine import Stats
 from foresay.generation.generator import Generator
+from foresay.generation.method import PLAIN, Method
+from foresay.lab.bench.runners import MethodRunner, PromptBlock
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lengths import LENGTHS
+from foresay.records.results import Cell, Run
 from foresay.spec.recipes import DRAFTERS
 from helpers import tiny
 
@@ -38,7 +47,8 @@ def base(folder: Path) -> list[str]:
 
 def rows(out: str) -> dict[str, list[str]]:
     """The table's cells by method, under its names."""
-    lines = [line.split("  ") for line in out[out.index("method ") :].splitlines() if line]
+    found = [line for line in out[out.index("method ") :].splitlines() if line and not line.startswith("~ ")]
+    lines = [line.split("  ") for line in found]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     return {line[0]: line[1:] for line in cells}
 
@@ -87,6 +97,34 @@ def test_json(shell: tiny.Shell, base: list[str], folder: Path, small: Path) -> 
         assert len(one["all_seconds"]) == 3 and one["seconds"] == sorted(one["all_seconds"])[1]
         ratios = [before / after for before in plain["all_seconds"] for after in one["all_seconds"]]
         assert min(ratios) <= one["speed_up"] <= max(ratios)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noise"),
+    [(0.8, False), (0.97, True), (1.0, True), (1.09, True), (1.3, False), (0.1, True)],
+    ids=["a gain", "a little", "nothing", "a little less", "a loss", "more than tokens per pass"],
+)
+def test_noise_is_no_gain(seconds: float, noise: bool, folder: Path) -> None:
+    """Plain decoding took 1.0 and 1.1 s, and the method has two tokens per pass."""
+    model = foresay.load(folder, drafter="suffix", dtype="fp32")
+    step = Step(0, (1, 2), (Origin.DRAFT, Origin.BONUS), 1, 1)
+    generation = dataclasses.replace(model.generate(PROMPT, max_new_tokens=4), stats=Stats.of([step] * 12))
+    cell = Cell("m", "", 1, "")
+    plain, fast = (table.Row(name, MethodRunner(model, Method(name))) for name in ("none", "suffix"))
+    rows = [dataclasses.replace(plain, name=PLAIN), fast]
+    block = PromptBlock("", RequestBuilder(model).first([PromptItem("a", PROMPT)]), 1, foresay.SamplingParams())
+    for row in rows:
+        row.runner.prepare(block)
+    for row, times in zip(rows, ((1.0, 1.1), (seconds,)), strict=True):
+        row.runs.extend(
+            Run(cell, i, one, 24, exact=True, identical=True, plain_seconds=1.0) for i, one in enumerate(times)
+        )
+        row.generations.append(generation)
+    spread = table.plain_spread(rows)
+    assert spread == pytest.approx(0.1)
+    assert table.record(fast, spread)["noise"] is noise
+    assert table._cells(fast, spread)[4].startswith("~") is noise
+    assert table.record(rows[0], spread)["noise"] is False
 
 
 def test_repeats_learn_nothing_from_each_other(shell: tiny.Shell, base: list[str]) -> None:
@@ -184,7 +222,7 @@ def test_a_draft_that_cannot_read_the_prompt_is_told_in_its_row(
     assert "draft alone failed: the prompt has 80 tokens; the model's context is 64" in out
 
 
-def test_a_narrow_terminal_has_a_line_per_figure(
+def test_a_narrow_terminal_has_a_paragraph_per_method(
     shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -193,10 +231,9 @@ def test_a_narrow_terminal_has_a_line_per_figure(
     assert max(map(len, table.splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "40")
     _, out, _ = shell(*base, PROMPT)
-    lines = out[out.index("tokens: ") :].splitlines()
-    assert lines[0] == "tokens: 24 plain, 24 prompt_lookup, 24 max_gram, 24 ngram_store, 24 suffix"
-    assert lines[-1] == "exact: yes plain, yes prompt_lookup, yes max_gram, yes ngram_store, yes suffix"
-    assert len(lines) == 9
+    lines = [line for line in out[out.index("\nplain\n") + 1 :].splitlines() if not line.startswith("~ ")]
+    assert lines[::2] == ["plain", *DEFAULT]
+    assert all(line.startswith("  tokens 24, seconds ") and line.endswith("exact yes") for line in lines[1::2])
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,7 @@ def _switch(name: str) -> Action:
             setattr(session, name, value == "on")
         _show(session, name)
         if name == "trace" and session.trace:
-            session.screen.line(legend())
-            if session.screen.out.color_system is None:
-                session.screen.note("(this terminal shows no colours)")
+            session.screen.line(legend(session.screen.out))
 
     return run
 

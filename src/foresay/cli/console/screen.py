@@ -29,7 +29,7 @@ class Screen:
         if self.out.is_terminal:
             pieces = [piece._replace(text=piece.text.translate(_CONTROLS)) for piece in pieces]
         if trace:
-            self.out.print(coloured(pieces), end="")
+            self.out.print(coloured(pieces, self.out), end="")
         else:
             sys.stdout.write("".join(piece.text for piece in pieces))
         sys.stdout.flush()

@@ -33,6 +33,9 @@ _FIGURES = ("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepte
 _WIDE = ("method", *_FIGURES)
 _SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted", "used", "same", "exact")
 _WARM_UP = 4
+_UNSURE = "~"
+"""Mark of a speed-up that is no gain and no loss, as far as these runs show."""
+_REASON = "~ noise: below the {} that plain runs differ by, or above tokens per pass"
 
 
 class DraftAlone(MethodRunner):
@@ -122,11 +125,26 @@ def methods(generator: Generator, draft: str | None, length: str | None) -> list
 def show(rows: Sequence[Row], generator: Generator) -> None:
     """Print the table, and a line for each difference and failure."""
     out = console()
-    table = tables.table(_WIDE, list(map(_cells, rows)), out, short=_SHORT)
-    for one in (table, *differences(rows, generator.tokenizer)):
+    spread = plain_spread(rows)
+    cells = [_cells(row, spread) for row in rows]
+    table = tables.table(_WIDE, cells, out, short=_SHORT)
+    marked = [] if all(_UNSURE not in row[4] for row in cells) else [_REASON.format(percent(spread))]
+    for one in (table, *marked, *differences(rows, generator.tokenizer)):
         out.print(one, soft_wrap=not out.is_terminal)
     if not generator.rule.exact:
         notes().print(f"(the rule {generator.rule.name} is lossy: its output may differ)", style="dim")
+
+
+def plain_spread(rows: Sequence[Row]) -> float:
+    """Return by how much the slowest run of plain decoding took longer than the fastest, as a share."""
+    seconds = [run.seconds for run in rows[0].runs]
+    return max(seconds) / min(seconds) - 1 if seconds else 0.0
+
+
+def is_noise(row: Row, speed_up: float, spread: float) -> bool:
+    """True for a speed-up within the spread of plain decoding, or above the tokens per pass, which bound it."""
+    bound = row.generations[-1].stats.block_efficiency or 1.0
+    return row.name not in (PLAIN, ALONE) and (abs(speed_up - 1) <= spread or speed_up > bound)
 
 
 def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
@@ -143,34 +161,39 @@ def broken(rows: Sequence[Row]) -> bool:
     return any(row.runner.exact and row.identical is False for row in rows)
 
 
-def record(row: Row) -> dict[str, Any]:
-    """The row as JSON data. exact: None for the draft model alone, whose distribution is not the target's."""
+def record(row: Row, spread: float) -> dict[str, Any]:
+    """The row as JSON data. exact: None for the draft model alone, whose distribution is not the target's.
+
+    spread: that of plain decoding.
+    """
     if row.failures:
         return {"method": row.name, "failed": row.failures[0]}
+    speed_up = statistics.median(run.speed_up or 1.0 for run in row.runs)
     seconds, policy = statistics.median(run.seconds for run in row.runs), row.runner.generator.policy
     figures = {
         "exact": None if row.name == ALONE else row.runner.exact,
         "seconds": seconds,
         "all_seconds": [run.seconds for run in row.runs],
         "tokens_per_s": row.runs[-1].tokens / seconds,
-        "speed_up": statistics.median(run.speed_up or 1.0 for run in row.runs),
+        "speed_up": speed_up,
+        "noise": is_noise(row, speed_up, spread),
         "identical": row.identical,
         "length": getattr(policy, "num_draft_tokens", type(policy).__name__),
     }
     return {"method": row.name, "failed": None} | row.generations[-1].as_record() | figures
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, spread: float) -> tuple[str, ...]:
     if row.failures:
         return (row.name, *["-"] * 7, "failed", "-")
-    figures, stats = record(row), row.generations[-1].stats
+    figures, stats = record(row, spread), row.generations[-1].stats
     other = {PLAIN: "-", ALONE: "another"}.get(row.name, "sampled")
     return (
         row.name,
         str(stats.num_tokens),
         f"{figures['seconds']:.2f}",
         f"{figures['tokens_per_s']:.1f}",
-        f"{figures['speed_up']:.2f}x",
+        f"{_UNSURE if figures['noise'] else ''}{figures['speed_up']:.2f}x",
         f"{stats.block_efficiency or 0:.2f}",
         percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
