@@ -24,15 +24,15 @@ def spaces_last(pieces: list[Piece]) -> list[Piece]:
 
 def main() -> None:
     with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=100, highlight=False, markup=False, file=nowhere)
+        console = Console(record=True, width=100, color_system="standard", highlight=False, markup=False, file=nowhere)
         generator = foresay.load("smollm2-135m")
-        console.print(legend())
+        console.print(legend(console))
         for prompt in (PROMPTS[0], PROMPTS[3]):
             request = [{"role": "user", "content": prompt}]
             fast = generator.generate(request, max_new_tokens=128)
             assert generator.plain().generate(request, max_new_tokens=128).token_ids == fast.token_ids
             console.print(Text(f"\n> {prompt}\n", style="dim"))
-            console.print(coloured(spaces_last(fast.pieces(generator.tokenizer))))
+            console.print(coloured(spaces_last(fast.pieces(generator.tokenizer)), console))
             console.print(
                 Text(f"\n{fast.stats.num_tokens} tokens in {fast.stats.num_passes} target passes", style="bold")
             )
