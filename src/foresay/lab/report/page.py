@@ -46,9 +46,18 @@ class Source:
 
     @property
     def summary(self) -> str:
-        """The file name, with the commit and the time of its runs."""
-        origin = [f"{name} {self.provenance[name]}" for name in ("commit", "time") if self.provenance.get(name)]
-        return ", ".join([self.name, *origin])
+        """The file name, the model, the machine, and the date and commit of the runs, as far as the file names them."""
+        machine = self.provenance.get("machine")
+        machine = machine if isinstance(machine, Mapping) else {}
+        model, dtype = self.settings.get("model"), self.settings.get("dtype")
+        parts = [
+            f"{model} in {dtype}" if model and dtype else model,
+            machine.get("processor"),
+            f"{machine['threads']} threads" if "threads" in machine else None,
+            str(self.provenance.get("time") or "")[:10],
+            f"commit {self.provenance['commit']}" if self.provenance.get("commit") else None,
+        ]
+        return f"{self.name}: {', '.join(str(one) for one in parts if one)}".removesuffix(": ")
 
     @property
     def as_json(self) -> str:
@@ -136,13 +145,13 @@ def markdown(report: Report, pictures: Sequence[Picture]) -> str:
     """Return the report for a README or an issue, with links to the files of the figures."""
     table = [COLUMNS, [":---" if name in NAMES else "---:" for name in COLUMNS]]
     table += [[escaped(cell(row)) for cell in COLUMNS.values()] for row in report.table]
-    parts = [f"# {escaped(report.title)}", *(f"- {escaped(line)}" for line in report.summary)]
+    parts = [f"# {escaped(report.title)}", *(escaped(source.summary) for source in report.sources)]
+    parts += [f"- {escaped(line)}" for line in report.summary]
     parts += [f"**{escaped(line)}**" for line in report.warnings]
     parts += ["## All results", "\n".join(f"| {' | '.join(row)} |" for row in table), TABLE_NOTE]
     parts += ["## Failed" for _ in report.failures[:1]] + [f"- {escaped(one)}" for one in report.failures]
     for one in pictures:
         parts.append(f"## {one.title}\n\n![{one.title}]({one.name}.png)\n\n{escaped(one.caption)}")
-    parts += ["## Sources", *(f"- {escaped(source.summary)}" for source in report.sources)]
     return "\n\n".join(parts) + "\n"
 
 

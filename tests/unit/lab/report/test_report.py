@@ -15,7 +15,7 @@ from foresay.cli.app import app
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.lab.report import figures, report
-from foresay.lab.report.page import COLUMNS, html, markdown
+from foresay.lab.report.page import COLUMNS, Source, html, markdown
 from foresay.lab.report.report import read_report
 from foresay.lab.report.table import pareto_front, shortened, wilson
 from foresay.records.results import Cell, Run, results_writer
@@ -505,3 +505,11 @@ def test_the_command_prints_paths_and_the_summary_however_narrow_the_terminal(tm
         "On chat (batch 1, greedy) no exact method was compared with plain decoding.",
     ]
     assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_report_begins_with_the_model_and_the_machine() -> None:
+    settings = {"model": "org/name", "dtype": "bfloat16"}
+    machine = {"processor": "AMD EPYC", "threads": 2}
+    whole = Source("r.jsonl", settings, {"machine": machine, "time": "2026-11-27T17:12:24+00:00", "commit": "0123"})
+    assert whole.summary == "r.jsonl: org/name in bfloat16, AMD EPYC, 2 threads, 2026-11-27, commit 0123"
+    assert Source("r.jsonl", {}, {"machine": None}).summary == "r.jsonl"
