@@ -74,6 +74,14 @@ ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages/count_tokens", {key: MESSAGES[key] for key in ("model", "messages", "system", "tools")}),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 3, "response_format": SCHEMA}),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT["messages"], "max_tokens": 3, "structured_outputs": {"choice": ["a", "b"]}},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": TEXT, "max_tokens": 3, "grammar": 'root ::= "a" | [b-d]', "thinking_token_budget": 2},
+    ),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", {**COMPLETION, "prompt": TEXT, "max_tokens": 0}),
     (

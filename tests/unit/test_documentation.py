@@ -21,7 +21,7 @@ from pydantic import BaseModel
 import foresay
 from foresay.cli.app import app
 from foresay.cli.commands import SUMMARIES, load
-from foresay.server import option_fields, requests
+from foresay.server import option_fields, output_fields, requests
 from foresay.server.adapters.message_fields import MessagesRequest
 from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.spec.recipes import DRAFTERS
@@ -337,9 +337,10 @@ def undocumented_fields(text: str) -> set[str]:
         requests.CompletionRequest,
         requests.ChatMessage,
         option_fields.TextPart,
-        option_fields.NamedSchema,
+        option_fields.StreamOptions,
+        option_fields.Drafting,
     )
-    kinds += (option_fields.StreamOptions, option_fields.Drafting, option_fields.ResponseFormat)
+    kinds += (output_fields.NamedSchema, output_fields.ResponseFormat, output_fields.StructuredOutputs)
     kinds += (requests.PredictRequest, requests.TokenizeRequest, requests.DetokenizeRequest)
     kinds += (ResponsesRequest, MessagesRequest)
     names = set().union(*(model_fields(kind) for kind in kinds))

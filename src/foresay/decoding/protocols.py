@@ -202,7 +202,10 @@ class LanguageModel(Protocol):
 
 @runtime_checkable
 class ForcesTokens(Protocol):
-    """A logits processor that may leave one continuation, such as a grammar; a text `source` is part of the request's key."""
+    """A logits processor that may leave one continuation: a grammar, a limit on reasoning.
+
+    A text `source` is part of the request's key.
+    """
 
     def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
         """Return the only possible next tokens after the tokens of an output, as far as they are known; often none.

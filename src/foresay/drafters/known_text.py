@@ -1,14 +1,14 @@
 """Tokens that a row's next ones are known to be, or are predicted to be by the request: no drafter has to find them.
 
-A grammar may leave one continuation; a request may bring a text that its output probably repeats, such as a file to edit. After a
-difference the prediction is continued where the last tokens of the output occur in it.
+A grammar or a limit on reasoning may leave one continuation; a request may bring a text that its output probably repeats, such
+as a file to edit. After a difference the prediction is continued where the last tokens of the output occur in it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from foresay.decoding.protocols import ForcesTokens
@@ -79,7 +79,7 @@ _PREDICTION = StateKey[_Prediction | None](lambda: None)
 
 
 def known_tokens(row: Row, count: int, lookup: Lookup) -> list[int]:
-    """Return up to `count` known next tokens of a committed row: those that its grammar forces, else those that are predicted.
+    """Return up to `count` known next tokens of a committed row: those that its processors force, else those that are predicted.
 
     lookup: finds what may be between forced tokens, such as white space, where there is no prediction.
     """
@@ -92,24 +92,26 @@ def known_tokens(row: Row, count: int, lookup: Lookup) -> list[int]:
         )
         assert prediction is not None
         predicted = prediction.following(row, count)
-    grammar = _grammar(row)
-    if grammar is None:
-        return predicted
-    forced = grammar.forced_tokens(row.tokens[row.prompt_length :].tolist())
-    return predicted if predicted and not forced else _completed(row, grammar, count, lookup)[:count]
-
-
-def _grammar(row: Row) -> ForcesTokens | None:
     processors: tuple[object, ...] = row.params.processors
-    return next((one for one in processors if isinstance(one, ForcesTokens)), None)
+    forcing = [one for one in processors if isinstance(one, ForcesTokens)]
+    if not forcing:
+        return predicted
+    forced = _forced(forcing, row.tokens[row.prompt_length :].tolist())
+    return predicted if predicted and not forced else _completed(row, forcing, count, lookup)[:count]
 
 
-def _completed(row: Row, grammar: ForcesTokens, count: int, lookup: Lookup) -> list[int]:
+def _forced(forcing: Sequence[ForcesTokens], output: list[int]) -> list[int] | None:
+    """Return the tokens of the first processor that forces any after an output; None if one of them excludes the output."""
+    found = [one.forced_tokens(output) for one in forcing]
+    return None if None in found else next((one for one in found if one), [])
+
+
+def _completed(row: Row, forcing: Sequence[ForcesTokens], count: int, lookup: Lookup) -> list[int]:
     """Return forced tokens, and between them those that a lookup finds; [] if none are forced."""
     before, draft = row.tokens[row.prompt_length :].tolist(), list[int]()
     num_known, found, has_looked = 0, list[int](), False
     while len(draft) < count:
-        forced = grammar.forced_tokens(before + draft)
+        forced = _forced(forcing, before + draft)
         if forced is None:  # the last token cannot come
             return draft[: max(len(draft) - 1, 0)] if num_known else []
         if forced:

@@ -18,26 +18,32 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from foresay.decoding.outcome import TokenLogprob
-from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
+from foresay.errors import ConfigError
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import CLIENT_CLOSED, ApiError, FieldError, as_api_error, as_api_errors
 from foresay.server.events import Echo, Output, Reply
 from foresay.server.formats import Format
+from foresay.server.hints import ignore
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
 from foresay.server.option_fields import StreamOptions
 from foresay.server.requests import OFF, ChatRequest, CompletionRequest, PredictRequest
 from foresay.server.service import Service
-from foresay.text.grammar import Grammar
+from foresay.text.grammar import Source
 from foresay.text.prompts import fill_in_marks
 from foresay.text.stream import Detokenizer
+from foresay.text.thinking_budget import ThinkingBudget
 from foresay.text.tool_calls.calls import Parser
+from foresay.text.tool_calls.message import has_reasoning
 
 MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
+Processor = Callable[[list[int]], LogitsProcessor]
+"""Returns a processor of one output, from its prompt."""
 T = TypeVar("T")
 
 
@@ -51,8 +57,8 @@ class PreparedRequest:
     returned: int = 1
     """Outputs of each prompt that are returned, the most probable of its n."""
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
-    grammar: Grammar | None = None
-    """Grammar that every output follows."""
+    processors: tuple[Processor, ...] = ()
+    """Processors of each output."""
     parser: Callable[[], Parser | None] = lambda: None
     """Returns a parser of one output."""
 
@@ -65,9 +71,7 @@ class PreparedRequest:
     def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         if self.returned < self.n and params.logprobs is None:
             params = replace(params, logprobs=0)
-        if self.grammar is None:
-            return prompt, params
-        return prompt, replace(params, processors=(self.grammar.mask_after(len(prompt)),))
+        return prompt, replace(params, processors=tuple(make(prompt) for make in self.processors))
 
 
 async def generate(
@@ -207,14 +211,18 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     """Validate and tokenize a request before it is queued."""
     prompts, n = request.prompts(), request.candidates
     _check(service, request, len(prompts))
-    drafting, schema = DraftingChoice.of(request.foresay), request.requested_schema()
+    drafting = DraftingChoice.of(request.foresay)
+    # a grammar may take a second to translate
+    constraint = await service.prepare(request.constraint) if request.constraint_field else request.constraint()
     if isinstance(request, CompletionRequest):
         if request.suffix and fill_in_marks(service.tokenizer) is None:
             text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
             raise FieldError("suffix", text)
         ids = await service.encoded(prompts)
-        return PreparedRequest(ids, _params(service, request, ids), n, request.returned, drafting)
-    message = MessageKind.of(service, request, schema)
+        params = _params(service, request, ids)
+        params, processors = await _constrained(service, request, params, *(constraint or ("", None)))
+        return PreparedRequest(ids, params, n, request.returned, drafting, processors)
+    message = MessageKind.of(service, request, constraint)
     ids = await service.encoded(prompts, message.options)
     predicted = await service.encoded_prediction(request.prediction.text) if request.prediction else ()
     params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
@@ -223,12 +231,44 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     drafting = service.with_lookup(drafting) if predicted else drafting
     before = message
     message = await service.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
-    source = message.grammar_source()
-    param = "tools" if schema is None or request.must_call else "response_format"
-    grammar = None if source is None else await service.grammar(source, param=param)
-    if grammar is not None and not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
+    field = "tools" if constraint is None or request.must_call else constraint.field
+    params, processors = await _constrained(service, request, params, field, message.grammar_source())
+    return PreparedRequest(ids, params, n, n, drafting, processors, message.parser)
+
+
+async def _constrained(
+    service: Service,
+    request: ChatRequest | CompletionRequest,
+    params: SamplingParams,
+    field: str,
+    source: Source | None,
+) -> tuple[SamplingParams, tuple[Processor, ...]]:
+    """Return parameters, and the processors of a budget and of a schema or grammar. field: the one that requests the grammar."""
+    budget = _thinking_budget(service, request, params)
+    processors: tuple[Processor, ...] = () if budget is None else (budget.after,)
+    if source is None:
+        return params, processors
+    grammar = await service.grammar(source, param=field)
+    if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
         params = replace(params, min_new_tokens=0)
-    return PreparedRequest(ids, params, n, n, drafting, grammar, message.parser)
+    return params, (*processors, lambda prompt: grammar.mask_after(len(prompt)))
+
+
+def _thinking_budget(
+    service: Service, request: ChatRequest | CompletionRequest, params: SamplingParams
+) -> ThinkingBudget | None:
+    """Return the limit on reasoning. One for a model without marks of reasoning is a hint, which is ignored."""
+    budget, target, tokenizer = request.thinking_budget, service.generator.target, service.generator.tokenizer
+    if budget is None:
+        return None
+    field = "thinking_budget_tokens" if request.thinking_token_budget is None else "thinking_token_budget"
+    if not has_reasoning(tokenizer) or target.model.capabilities.reads_source:
+        ignore(field)
+        return None
+    try:
+        return ThinkingBudget(budget, tokenizer, params.visible_token_ids)
+    except ConfigError as error:
+        raise FieldError(field, str(error)) from None
 
 
 def _params(service: Service, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:

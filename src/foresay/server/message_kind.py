@@ -5,12 +5,13 @@ Owns the link between the request's tool fields and the formats of tool calls. K
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.server.errors import FieldError
+from foresay.server.output_fields import Constraint
 from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.service import Service
 from foresay.text.grammar import Source, checked
@@ -44,8 +45,8 @@ class MessageKind:
     parallel: bool | None
     """False for at most one call; None for the default, which is one where calls are required."""
     reasons: bool
-    schema: Mapping[str, Any] | None = None
-    """Schema of an output without calls, if one is requested."""
+    answer: Constraint | None = None
+    """Constraint of an output without calls, if one is requested."""
     is_open: bool = False
     is_closed: bool = False
     """True if the prompt ends inside reasoning, or after it."""
@@ -55,10 +56,8 @@ class MessageKind:
     """Text of the prompt, for a response template."""
 
     @staticmethod
-    def of(
-        service: Service, request: ChatRequest | TokenizeRequest, schema: Mapping[str, Any] | None = None
-    ) -> MessageKind:
-        """Return the kind of a request's messages. schema: see MessageKind.
+    def of(service: Service, request: ChatRequest | TokenizeRequest, answer: Constraint | None = None) -> MessageKind:
+        """Return the kind of a request's messages. answer: see MessageKind.
 
         Raises ApiError for tools that the model or the server does not support."""
         tools, tokenizer = request.used_tools, service.generator.tokenizer
@@ -82,7 +81,7 @@ class MessageKind:
             request.must_call,
             request.parallel_tool_calls,
             has_reasoning(tokenizer),
-            schema,
+            answer,
             template_ids=_special_ids(tokenizer, service.generator.target.eos_token_ids) if templated else None,
         )
 
@@ -102,13 +101,13 @@ class MessageKind:
         return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
 
     def grammar_source(self) -> Source | None:
-        """Return the schema or grammar of the output: a call if one is required, else a call or an answer by the schema.
+        """Return the schema or grammar of the output: a call if one is required, else a call or an answer.
 
         None if the output is free. Raises ApiError for tools that have no grammar.
         """
-        answer, param = (None, "tool_choice") if self.must_call else (self.schema, "response_format")
-        if not self.must_call and answer is None:
+        if not self.must_call and self.answer is None:
             return None
+        param, answer = ("tool_choice", None) if self.must_call or self.answer is None else self.answer
         has_thought = self.format is not None and self.format.thought is not None
         if not self.callable and not self.reasons and not has_thought:
             return answer
@@ -142,7 +141,7 @@ class MessageKind:
         else:
             schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
             make = None if self.format is None else self.format.parser
-            calls = None if make is None else make(schemas, self.schema is not None)
+            calls = None if make is None else make(schemas, self.answer is not None)
             found = MessageParser(calls, reasons=self.reasons, is_open=self.is_open, is_closed=self.is_closed)
         return Limited(found, 1 if self.parallel is False else None, only_calls=self.must_call)
 

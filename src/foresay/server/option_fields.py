@@ -1,4 +1,4 @@
-"""Groups of request fields: messages' parts, tools, stream options, drafting, formats of the output, the template's options.
+"""Groups of request fields: messages' parts, tools, stream options, drafting, the template's options.
 
 Owns the fields' names and rules. Knows no engine, no endpoint and no format of a model.
 """
@@ -6,7 +6,7 @@ Owns the fields' names and rules. Knows no engine, no endpoint and no format of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,7 +16,6 @@ from pydantic_core import PydanticCustomError
 from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_TOOLS, Fields, Neutral, Object, Parts, Tools, joined
 from foresay.server.hints import ignore
-from foresay.text.grammar import ANY_OBJECT
 from foresay.text.prompts import ChatOptions, template_variables
 from foresay.text.tool_calls.calls import Tool
 from foresay.text.tool_calls.message import has_reasoning
@@ -55,36 +54,6 @@ class Drafting(Fields):
     """True if the response reports the drafted and accepted tokens of each step."""
     origins: StrictBool = False
     """True if a stream's events report the origin of each piece of text, and the tokens of their step."""
-
-
-class NamedSchema(Fields):
-    """A named JSON schema."""
-
-    name: StrictStr | None = None
-    description: StrictStr | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: StrictBool | None = None
-
-
-class ResponseFormat(Fields):
-    """Format of the output."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    """Schema of a JSON object, as llama.cpp takes it."""
-
-    def requested_schema(self) -> Mapping[str, Any] | None:
-        """Return the schema of the output, or None for free text."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise FieldError("response_format.json_schema", "json_schema and type=json_schema require each other")
-        if self.schema_ is not None and self.type != "json_object":
-            raise FieldError("response_format.schema", "schema requires type=json_object")
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        if self.schema_ is not None:
-            return self.schema_
-        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class Prediction(Fields):

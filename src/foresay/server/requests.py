@@ -33,17 +33,18 @@ from foresay.server.fields import (
 from foresay.server.option_fields import (
     Drafting,
     Prediction,
-    ResponseFormat,
     SentCall,
     StreamOptions,
     TemplateFields,
     TextPart,
 )
+from foresay.server.output_fields import Constraint, OutputFields
 from foresay.text.prompts import FillIn
 
 MAX_TOKEN_IDS = 1 << 20
 
 TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), at_most(MAX_TOKEN_IDS)]
+Budget = Annotated[StrictInt, Field(ge=-1)]
 _RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 """OpenAI's ranges, which are narrower than the library's."""
 _SAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
@@ -52,6 +53,7 @@ _MAX_BIAS = 100.0
 DEFAULT_TEMPERATURE: float = not_given(1.0)
 """OpenAI's default, where the model's generation config has none."""
 
+ENDS_ITSELF = "min_tokens cannot be combined with a schema or grammar, whose output ends once it is complete"
 OFF = {"typical_p": 1, "no_repeat_ngram_size": 0}
 """Unsupported fields -> the value without an effect, unless the model's generation config sets another one."""
 _BOTH_NEUTRAL: Neutral = {
@@ -70,6 +72,7 @@ _BOTH_NEUTRAL: Neutral = {
     "priority": (0,),
 }
 """Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here."""
+_BOTH_HINTS = {"guided_decoding_backend": "guided_decoding_backend"}
 _CHAT_NEUTRAL: Neutral = {
     "best_of": (1,),
     "include_reasoning": (True,),
@@ -148,6 +151,8 @@ class OpenAIFields(Common):
     """Fields of every API of OpenAI that generates."""
 
     ignore_eos: StrictBool | None = None
+    thinking_token_budget: Budget | None = None
+    """Limit on the tokens of reasoning; -1 is none."""
     cache_salt: Salt | None = None
     """Requests with different salts share no prefixes."""
     user: StrictStr | None = None
@@ -157,8 +162,9 @@ class OpenAIFields(Common):
     """These four fields label a request. Any value is accepted and ignored."""
 
 
-class _Sampled(OpenAIFields):
+class _Sampled(OutputFields, OpenAIFields):
     neutral: ClassVar[Neutral] = _BOTH_NEUTRAL
+    hints: ClassVar[Mapping[str, str]] = _BOTH_HINTS
     top_k: StrictInt | None = None
     min_p: Number | None = None
     n: StrictInt | None = None
@@ -172,8 +178,17 @@ class _Sampled(OpenAIFields):
     logit_bias: Annotated[dict[str, Number], at_most(MAX_ITEMS)] | None = None
     stop_token_ids: Items[StrictInt] | None = None
     stream_options: StreamOptions | None = None
+    thinking_budget_tokens: Budget | None = None
+    """llama.cpp's name of thinking_token_budget."""
     typical_p: Number | None = None
     no_repeat_ngram_size: StrictInt | None = None
+
+    def constraint(self) -> Constraint | None:
+        """See OutputFields. Raises ApiError for a minimum length, too."""
+        found = super().constraint()
+        if found is not None and self.min_tokens:
+            raise FieldError("min_tokens", ENDS_ITSELF)
+        return found
 
     def sampling(self, default_max_tokens: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """Return the sampling parameters. Raises ConfigError for values out of range.
@@ -198,6 +213,15 @@ class _Sampled(OpenAIFields):
         return SamplingParams(
             **values, logit_bias=bias, stop=self.stops, stop_token_ids=tuple(self.stop_token_ids or ())
         )
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Limit on the tokens of reasoning, or None. Raises ApiError for two limits."""
+        given = {one for one in (self.thinking_token_budget, self.thinking_budget_tokens) if one is not None}
+        if len(given) > 1:
+            text = "thinking_budget_tokens and thinking_token_budget differ; send one of them"
+            raise FieldError("thinking_budget_tokens", text)
+        return next((one for one in given if one >= 0), None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -240,19 +264,18 @@ class ChatRequest(TemplateFields, _Sampled):
     """POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, **_CHAT_NEUTRAL}
-    hints: ClassVar[Mapping[str, str]] = {"verbosity": "verbosity", "prompt_cache_retention": "prompt_cache_retention"}
+    hints: ClassVar[Mapping[str, str]] = _BOTH_HINTS | {name: name for name in ("verbosity", "prompt_cache_retention")}
 
     messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
 
     @property
     def error_fields(self) -> tuple[str, ...]:
         """Names of the fields that contain the prompt and request the grammar of the output, for errors about these."""
-        return "messages", "tool_choice" if self.must_call else "response_format"
+        return "messages", "tool_choice" if self.must_call else self.constraint_field or "response_format"
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
@@ -263,13 +286,14 @@ class ChatRequest(TemplateFields, _Sampled):
         named = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling(default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None, named)
 
-    def requested_schema(self) -> Mapping[str, Any] | None:
-        """Return the schema of the outputs, or None for free text. Raises ApiError for contradicting fields."""
-        schema = None if self.response_format is None else self.response_format.requested_schema()
-        if (schema is not None or self.must_call) and self.min_tokens:
-            text = "min_tokens cannot be combined with a schema, whose output ends once it is complete"
-            raise FieldError("min_tokens", text)
-        return schema
+    def constraint(self) -> Constraint | None:
+        """See OutputFields. With calls that are required, `response_format` has no effect and others contradict them."""
+        found = super().constraint()
+        if self.must_call and found is not None and found.field != "response_format":
+            raise FieldError(found.field, f"{found.field} cannot be combined with a tool_choice that requires calls")
+        if self.must_call and self.min_tokens:
+            raise FieldError("min_tokens", ENDS_ITSELF)
+        return found
 
     def prompts(self) -> list[Any]:
         """Return one prompt: the messages."""
@@ -294,10 +318,7 @@ class CompletionRequest(_Sampled):
     neutral: ClassVar[Neutral] = {
         **_BOTH_NEUTRAL,
         "add_special_tokens": (True,),
-        "response_format": ({"type": "text"},),
     }
-    error_fields: ClassVar[tuple[str, ...]] = ("prompt",)
-    """See ChatRequest."""
 
     prompt: Annotated[
         StrictStr | TokenIds | Annotated[list[StrictStr | TokenIds], Field(min_length=1, fail_fast=True)],
@@ -320,8 +341,10 @@ class CompletionRequest(_Sampled):
     """The API has no tools here."""
     must_call: ClassVar[bool] = False
 
-    def requested_schema(self) -> None:
-        """Return None: the API has no schema here."""
+    @property
+    def error_fields(self) -> tuple[str, ...]:
+        """See ChatRequest."""
+        return "prompt", self.constraint_field or "response_format"
 
     def prompts(self) -> list[Any]:
         """Return the prompts as a list. Raises ApiError for a suffix that cannot be used."""

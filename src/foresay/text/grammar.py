@@ -83,7 +83,9 @@ class JsonMask:
     def _check(self) -> None:
         """Raise ConfigError if the matcher stopped at one of its own limits: the output would no longer follow the grammar."""
         if self._matcher.is_error():
-            raise ConfigError(f"the output can no longer follow the schema: {one_line(self._matcher.get_error())}")
+            raise ConfigError(
+                f"the output can no longer follow the schema or grammar: {one_line(self._matcher.get_error())}"
+            )
 
     def _advance(self, output: list[int]) -> bool:
         """Move the matcher to the end of the output. Return True if the grammar accepts all of its tokens."""
@@ -106,7 +108,7 @@ def checked(source: Source) -> str:
     if isinstance(source, str):
         if len(source) > MAX_GRAMMAR_BYTES:
             raise ConfigError(
-                f"the schemas have {len(source)} bytes together; at most {MAX_GRAMMAR_BYTES} bytes are allowed"
+                f"the schemas or the grammar have {len(source)} bytes; at most {MAX_GRAMMAR_BYTES} bytes are allowed"
             )
         return source
     schema = source

@@ -40,6 +40,11 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
 
 
+def rule_of(source: Mapping[str, Any] | str) -> str:
+    """Return the part of a grammar in Lark's syntax that matches a schema, or another grammar in Lark's syntax."""
+    return f"%lark {{\n{source}\n}}" if isinstance(source, str) else json_rule(source)
+
+
 def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
     """Compile a schema and compute its first mask. tokenizer: from `vocabulary`. text: JSON, or a grammar in Lark's syntax.
 
@@ -48,18 +53,19 @@ def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
     """
     from llguidance import LLMatcher, LLParserLimits
 
+    noun = "grammar" if is_lark else "schema"
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     try:
         make = LLMatcher.grammar_from_lark if is_lark else partial(LLMatcher.grammar_from_json_schema, defaults=_STYLE)
         grammar = make(text)
         matcher = LLMatcher(tokenizer, grammar, limits=limits)
     except ValueError as error:
-        raise ConfigError(f"the schema is not supported: {one_line(error)}") from None
+        raise ConfigError(f"the {noun} is not supported: {one_line(error)}") from None
     if matcher.is_error():
-        raise ConfigError(f"the schema is not supported: {one_line(matcher.get_error())}")
+        raise ConfigError(f"the {noun} is not supported: {one_line(matcher.get_error())}")
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise ConfigError(f"the schema matches no text ({one_line(matcher.get_error())})")
+        raise ConfigError(f"the {noun} matches no text ({one_line(matcher.get_error())})")
     return matcher
 
 

@@ -27,8 +27,8 @@ class Piece(NamedTuple):
     origin: Origin
 
 
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids without text; cached, because transformers builds the table at each call."""
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of special tokens; cached, because transformers builds the table at each call."""
     if not hasattr(tokenizer, "added_tokens_decoder"):
         return frozenset()
     found = _specials.get(tokenizer)
@@ -50,7 +50,7 @@ class Detokenizer:
         Tokenizers that mark spaces drop the first space of a text, so an output is decoded after the end of its prompt.
         """
         self._tokenizer, self._visible = tokenizer, frozenset(visible)
-        self._without_text = _special_ids(tokenizer) - self._visible
+        self._without_text = special_ids(tokenizer) - self._visible
         before = [int(token) for token in context[-4 * _CONTEXT :] if token not in self._without_text]
         start = max(0, len(before) - _CONTEXT)
         self._ids: list[int] = before[start:]

@@ -125,6 +125,14 @@ def test_a_grammar_comes_before_a_prediction() -> None:
     assert known_tokens(row, 2) == TEXT[3:5]
 
 
+def test_of_two_that_force_tokens_the_first_that_does_is_followed_and_each_may_exclude_a_draft() -> None:
+    limit, grammar = Forces({2: [8]}), Forces({0: [4, 5], 2: [6], 3: [7, 7]})
+    assert known_tokens(row_of(prediction=(), processors=[limit, grammar]), 9) == [4, 5, 8, 7, 7]
+    assert known_tokens(row_of(prediction=(), processors=[grammar, limit]), 9) == [4, 5, 6, 7, 7]
+    excluded = Forces({0: [4, 99]})
+    assert known_tokens(row_of(prediction=(), processors=[Forces({}), excluded]), 9) == [4]
+
+
 @pytest.mark.parametrize(
     ("found", "wanted"),
     [

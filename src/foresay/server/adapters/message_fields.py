@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from foresay.server.adapters.history import History
 from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_MESSAGES, Fields, Items, Neutral, Object, Parts, Tools, joined, limit_parts, typed
+from foresay.server.hints import ignore
 from foresay.server.requests import ChatRequest, Common, as_chat
 
 CHAT_NAMES = {
@@ -22,6 +23,7 @@ CHAT_NAMES = {
     "response_format": "output_config",
     "reasoning_effort": "output_config.effort",
     "enable_thinking": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
 """Names in this API of a chat request's fields."""
@@ -161,9 +163,19 @@ class _OutputConfig(Fields):
 class _ThinkingOptions(Fields):
     """Reasoning. "disabled" turns it off if the chat template can, "enabled" on; "adaptive" leaves it to the model."""
 
-    hints: ClassVar[Mapping[str, str]] = {name: f"thinking.{name}" for name in ("budget_tokens", "display")}
+    hints: ClassVar[Mapping[str, str]] = {"display": "thinking.display"}
 
     type: Literal["disabled", "adaptive", "enabled"]
+    budget_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Limit on the tokens of reasoning, for "enabled"; else a hint that is ignored."""
+
+    @property
+    def limit(self) -> int | None:
+        """Limit on the tokens of reasoning, or None."""
+        if self.budget_tokens is not None and self.type != "enabled":
+            ignore("thinking.budget_tokens")
+            return None
+        return self.budget_tokens
 
 
 class CountRequest(_Label):
@@ -203,6 +215,7 @@ class CountRequest(_Label):
             **({"tool_choice": None} if self.tool_choice is None else self.tool_choice.chat()),
             continue_final_message=messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"),
             enable_thinking={"disabled": False, "enabled": True}.get(self.thinking.type if self.thinking else ""),
+            thinking_token_budget=self.thinking and self.thinking.limit,
             reasoning_effort=self.output_config and self.output_config.effort,
             **more,
         )

@@ -14,7 +14,7 @@ from keyword import iskeyword
 from typing import Any
 
 from foresay.errors import ConfigError
-from foresay.text.grammar_library import json_rule
+from foresay.text.grammar_library import json_rule, rule_of
 from foresay.text.tool_calls import message
 from foresay.text.tool_calls.calls import CallParser, Parser, Tool
 from foresay.text.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MARKERS, MESSAGE, START, HarmonyParser
@@ -197,12 +197,12 @@ def grammar_of(
     parallel: bool = False,
     after_reasoning: bool = False,
     may_reason: bool = False,
-    answer: Mapping[str, Any] | None = None,
+    answer: Mapping[str, Any] | str | None = None,
 ) -> str:
     """Return the grammar, in Lark's syntax, of an output that calls one of the tools, or several if `parallel`.
 
     chosen: None without tools. after_reasoning: True if the output begins inside reasoning. may_reason: True if it may begin with
-    reasoning. answer: schema of an output without calls. Raises ConfigError for tools that the format cannot express.
+    reasoning. answer: schema or grammar of an output without calls. Raises ConfigError for tools that the format cannot express.
     """
     added = {one.content: index for index, one in _added(tokenizer).items()}
     terminal = _terminal(added, () if chosen is None else chosen.markers)
@@ -214,7 +214,7 @@ def grammar_of(
         rules += _calls(chosen, tools, terminal)
     if answer is not None:
         outputs.append(f"{'' if chosen is None else terminal(chosen.answer)} answer")
-        rules.append(f"answer: {json_rule(answer)}")
+        rules.append(f"answer: {rule_of(answer)}")
     if chosen is not None and chosen.thought is not None:
         before = f"({terminal(chosen.thought[0])} thought)?"
         rules.append(_up_to("thought", chosen.thought[1], terminal))

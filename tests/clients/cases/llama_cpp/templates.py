@@ -46,7 +46,6 @@ BUDGET = [
         "a budget of thinking tokens",
         chat(TALK, thinking_budget_tokens=5, max_tokens=30),
         ok(text("choices.0.message.reasoning_content")),
-        refused("thinking_budget_tokens"),
         server="thinks",
     ),
     Case(

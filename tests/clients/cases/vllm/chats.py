@@ -182,31 +182,26 @@ STRUCTURED = [
         "a choice of texts",
         structured(choice=["Python", "Rust"]),
         ok(text(CONTENT, "^(Python|Rust)$")),
-        refused("structured_outputs"),
     ),
     Case(
         "a schema among structured outputs",
         structured(json=SCHEMA),
         ok(json_text(CONTENT, lambda found: set(found) == {"name", "age"})),
-        refused("structured_outputs"),
     ),
     Case(
         "a regular expression",
         structured(regex=r"\d{1,3}"),
         ok(text(CONTENT, r"^\d{1,3}$")),
-        refused("structured_outputs"),
     ),
     Case(
         "a regular expression that is an object",
         structured(regex={"1": "Python"}),
         error(400),
-        refused("structured_outputs"),
     ),
     Case(
         "log-probabilities of a choice of texts",
         chat(structured_outputs={"choice": ["a"]}, logprobs=True),
         ok(has("choices.0.logprobs.content")),
-        refused("structured_outputs"),
     ),
     Case(
         "a JSON object",

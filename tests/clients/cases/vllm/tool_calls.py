@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clients.cases.bodies import HELLO, SEARCH, TALK, WEATHER, call, chat, choice
-from clients.cases.case import Case, Request, different, refused
+from clients.cases.case import Case, Request, different
 from clients.cases.expect import (
     count,
     each,
@@ -197,27 +197,23 @@ REQUESTS = [
         "structured outputs and a named tool",
         chat(HELLO, tools=[WEATHER], tool_choice=choice("get_current_weather"), structured_outputs={"json": {}}),
         error(400),
-        refused("structured_outputs"),
         server="tools",
     ),
     Case(
         "structured outputs and a choice of auto",
         chat(HELLO, tools=[WEATHER], tool_choice="auto", structured_outputs={"json": {"type": "object"}}),
         ok(),
-        refused("structured_outputs"),
         server="tools",
     ),
     Case(
         "two kinds of structured outputs",
         chat(HELLO, structured_outputs={"json": {"type": "object"}, "regex": ".*"}),
         error(400),
-        refused("structured_outputs"),
     ),
     Case(
         "structured outputs that are a number",
         chat(HELLO, structured_outputs=3),
         error(400, "structured_outputs"),
-        refused("structured_outputs"),
     ),
 ]
 

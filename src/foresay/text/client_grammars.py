@@ -1,0 +1,147 @@
+"""Grammars as clients write them (a regular expression, choices, GBNF, Lark), each as one grammar in Lark's syntax.
+
+Owns what is refused because the grammar library would read it otherwise. GBNF is translated by the library's own reader, which
+this module gives names, characters and a root that it reads exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from foresay.errors import ConfigError
+from foresay.text.grammar_library import one_line
+
+MAX_RULES, MAX_GBNF_BYTES = 500, 1 << 16
+"""Limits on a grammar in GBNF: the library's reader takes time in proportion to rules x bytes."""
+_IS_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_GBNF_PARTS = re.compile(
+    r'(?P<text>"(?:\\.|[^"\\])*")|(?P<set>\[(?:\\.|[^\]\\])*\])|#[^\r\n]*|\{[^}]*\}|(?P<open>["\[{].*)'
+    r"|(?P<name>[\w-]+)(?P<rule>\s*::=)?|(?P<any>\.)|.",
+    re.DOTALL,
+)
+_CHARACTER = re.compile(
+    r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\([\"\\\[\]nrt])|([^\\])", re.DOTALL
+)
+_NAMED = {"n": "\n", "r": "\r", "t": "\t"}
+_ANY = "[\\x00-\U0010ffff]"
+_LARK_TEXTS = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/|["/][^\n]*|^[ \t]*%llguidance[ \t]*\{[ \t]*\}',
+    re.MULTILINE,
+)
+_LARK_REFUSED = re.compile(
+    r"%(?!ignore\b|import\b)\w+|<[^\s>]{0,20}>?|^[ \t]*[?!]*\w+[ \t]*\[[^\]\n]*\][ \t]*:", re.MULTILINE
+)
+
+
+def of_regex(pattern: str) -> str:
+    """Return the grammar of a text that a regular expression matches as a whole. Raises ConfigError for an empty one.
+
+    The library refuses what it does not support, but for a backslash at the end, which it would drop.
+    """
+    if not pattern:
+        raise ConfigError("the regular expression is empty")
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ConfigError("the regular expression ends with a backslash that escapes nothing")
+    escaped = re.sub(r"\\(.)|/|\n", _in_slashes, pattern, flags=re.DOTALL)
+    return f"start: /{escaped}/\n"
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """Return an escape, a slash or a line break as it stands between slashes."""
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
+
+
+def of_choices(choices: Sequence[str]) -> str:
+    """Return the grammar of one of several texts. Raises ConfigError without any."""
+    if not choices:
+        raise ConfigError("there is nothing to choose from")
+    texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    return f"start: CHOICE\nCHOICE: {texts}\n"
+
+
+def of_grammar(text: str) -> str:
+    """Return a grammar in GBNF (rules with `::=`, from `root`) or in Lark's syntax (from `start`) as Lark.
+
+    Raises ConfigError for GBNF that cannot be read, and for parts of Lark that would not be applied.
+    """
+    if _IS_GBNF.search(text):
+        return _from_gbnf(text)
+    if not text.strip():
+        raise ConfigError("the grammar is empty")
+    if found := _LARK_REFUSED.search(_LARK_TEXTS.sub('""', text)):
+        raise ConfigError(
+            f"the grammar's {found[0].strip()!r} is not supported: rules have no attributes, no tokens and no statements "
+            "but %import and %ignore"
+        )
+    return text
+
+
+def _from_gbnf(text: str) -> str:
+    """Return a grammar in GBNF as Lark. One without recursion becomes one terminal, so that no token boundary restricts it."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    names: dict[str, str] = {"root": "r0"}
+    defined, used = list[str](), list[str]()
+    if len(text) > MAX_GBNF_BYTES:
+        raise ConfigError(f"the grammar has {len(text)} bytes; at most {MAX_GBNF_BYTES} bytes are allowed")
+
+    def part(found: re.Match[str]) -> str:
+        if found["open"] is not None:
+            raise ConfigError(f"the grammar's {found[0][:20]!r} has no end")
+        if found["name"] is not None:
+            (defined if found["rule"] else used).append(found["name"])
+            return names.setdefault(found["name"], f"r{len(names)}") + (found["rule"] or "")
+        if found["text"] is not None:
+            return '"' + "".join(map(_in_text, _characters(found[0][1:-1]))) + '"'
+        return _ANY if found["any"] else _set(found[0]) if found["set"] else found[0]
+
+    source = _GBNF_PARTS.sub(part, text)
+    if len(defined) > MAX_RULES:
+        raise ConfigError(f"the grammar has {len(defined)} rules; at most {MAX_RULES} are allowed")
+    if missing := next((name for name in dict.fromkeys(("root", *used)) if name not in defined), None):
+        raise ConfigError(f"the grammar has no rule {missing!r}")
+    if twice := next((name for name in defined if defined.count(name) > 1), None):
+        raise ConfigError(f"the grammar defines {twice!r} twice")
+    try:
+        return gbnf_to_lark(f"root ::= r0\n{source}")
+    except Exception as error:  # the reader raises errors of several kinds, RecursionError too
+        raise ConfigError(f"the grammar cannot be read: {one_line(error)}") from None
+
+
+def _set(text: str) -> str:
+    """Return a set of characters, such as [^a-z], whose characters are no operators of regular expressions."""
+    inside = text[1:-1]
+    negated = inside.startswith("^")
+    found, out, i = _characters(inside[negated:]), "", 0
+    while i < len(found):
+        is_range = i + 2 < len(found) and found[i + 1] == "-"
+        out += _in_set(found[i]) + (f"-{_in_set(found[i + 2])}" if is_range else "")
+        i += 3 if is_range else 1
+    if not out:
+        raise ConfigError(f"the grammar's set {text} has no characters")
+    return f"[{'^' if negated else ''}{out}]"
+
+
+def _characters(text: str) -> list[str]:
+    """Return the characters of a text with GBNF's escapes. Raises ConfigError for another escape."""
+    out, end = list[str](), 0
+    while end < len(text):
+        found = _CHARACTER.match(text, end)
+        if found is None:
+            raise ConfigError(f"the grammar's escape {text[end : end + 2]!r} is not known")
+        code = found[1] or found[2] or found[3]
+        if code and (int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000):
+            raise ConfigError(f"the grammar's escape {found[0]!r} is not a character")
+        out.append(chr(int(code, 16)) if code else _NAMED.get(found[4], found[4]) if found[4] else found[5])
+        end = found.end()
+    return out
+
+
+def _in_text(one: str) -> str:
+    return f"\\{one}" if one in '"\\' else f"\\x{ord(one):02x}" if ord(one) < 32 else one
+
+
+def _in_set(one: str) -> str:
+    return one if one.isalnum() or ord(one) > 127 else f"\\x{ord(one):02x}"

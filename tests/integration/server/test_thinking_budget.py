@@ -1,0 +1,185 @@
+"""A budget of reasoning gives one text: without drafts, with drafts of any length, in batches, sampled, under a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+import foresay
+from foresay import SamplingParams
+from foresay.generation.result import Generation
+from foresay.text.thinking_budget import BudgetProcessor, ThinkingBudget
+from helpers import tiny
+from helpers.families import make
+from helpers.serving import Running, assert_refused
+from helpers.tool_chats import TALK, TEMPLATE
+
+OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>") + "{# </think> #}"
+MARKS = ("<think>", "</think>")
+PROMPTS = ["hello there", "the number 7 and 8 and 7 and 8", "ab"]
+Loaded = dict[str, foresay.Generator]
+
+
+@pytest.fixture(scope="module", params=["token", "text"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reasons at random; its marks are special tokens, or texts of eight tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("thinks"), tiny.tokenizer()
+    if request.param == "token":
+        tokenizer.add_tokens([AddedToken(one, special=True, normalized=False) for one in MARKS])
+        model = make("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
+        texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+        silent = [i for i, one in enumerate(texts) if not one.isascii() or not one.isprintable() or len(one) > 4]
+        model.lm_head.weight.data[silent] = 0
+    else:
+        model = tiny.llama()
+    model.save_pretrained(folder)
+    tokenizer.chat_template = OPENS
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Loaded:
+    """One target with drafters that are right, wrong and absent; a seed's text depends on none of them."""
+    own = dict[str, Any](rule="coupled")
+    found = {"plain": foresay.load(str(folder), drafter="none", **own)}
+    for length in (1, 2, 3, 5, 8):
+        found[f"ngram {length}"] = foresay.load(
+            str(folder), drafter="prompt_lookup(min_ngram=1)", num_draft_tokens=length, **own
+        )
+    found["model 3"] = foresay.load(str(folder), str(folder), drafter="model", num_draft_tokens=3, **own)
+    found["model 7"] = foresay.load(str(folder), str(folder), drafter="model", num_draft_tokens=7, **own)
+    return found
+
+
+def outputs(generator: foresay.Generator, budget: int, *, batch: bool = True, **params: Any) -> list[Generation]:
+    """The outputs of the prompts, decoded as a batch or alone."""
+    tokenizer = generator.tokenizer
+    prompts = [tokenizer(f"<user>{one}<assistant><think>").input_ids for one in PROMPTS]
+    limit = ThinkingBudget(budget, tokenizer)
+    each = [SamplingParams(max_new_tokens=40, processors=(limit.after(one),), **params) for one in prompts]
+    if batch:
+        return list(generator.generate(prompts, each))
+    return [generator.generate(one, own) for one, own in zip(prompts, each, strict=True)]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 7}], ids=["greedy", "sampled"])
+def test_one_text_whatever_is_drafted(params: dict[str, Any], loaded: Loaded) -> None:
+    inside = 0
+    for budget in (0, 1, 6, 13):
+        wanted = outputs(loaded["plain"], budget, batch=False, **params)
+        for one in wanted:
+            before, _, after = one.tokenizer.decode(one.token_ids).partition("</think>")
+            assert len(one.tokenizer(before).input_ids) == budget and after, (
+                "the mark ends the last token of the budget"
+            )
+        for name, generator in loaded.items():
+            found = outputs(generator, budget, **params)
+            assert [one.token_ids for one in found] == [one.token_ids for one in wanted], (name, budget)
+            for one in found:
+                done = 0
+                for step in one.steps:
+                    inside += done < budget < done + step.num_drafted
+                    done += len(step.token_ids)
+    assert inside > 10, "the limit lies inside drafts"
+
+
+def test_a_version_that_counts_drafts_differs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a count of calls is the count of tokens in plain decoding only."""
+
+    wanted = [one.token_ids[:7] for one in outputs(loaded["plain"], 6)]
+
+    def counted(self: Any, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", -1) + 1
+        if self.calls != 6:
+            return scores
+        token = self._limit.end[0]
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+    monkeypatch.setattr(BudgetProcessor, "__call__", counted)
+    monkeypatch.setattr(BudgetProcessor, "forced_tokens", lambda self, output: [])
+    assert [one.token_ids[:7] for one in outputs(loaded["plain"], 6)] == wanted, "right without drafts"
+    for name in ("ngram 5", "model 3"):
+        assert [one.token_ids[:7] for one in outputs(loaded[name], 6)] != wanted, name
+
+
+def test_the_mark_is_drafted(loaded: Loaded) -> None:
+    """The tokens after the first one of a mark of several tokens take one pass."""
+    mark = len(ThinkingBudget(0, loaded["plain"].tokenizer).end)
+    for one in outputs(loaded["ngram 8"], 0):
+        assert len(one.steps[0].token_ids) >= mark and one.steps[0].num_accepted >= mark - 1
+
+
+@pytest.fixture(scope="module")
+def thinks(folder: Path) -> Iterator[Running]:
+    with Running(foresay.load(str(folder), drafter="suffix", num_draft_tokens=4)) as running:
+        yield running
+
+
+def chat_of(running: Running, **body: Any) -> dict[str, Any]:
+    answer = running.chat(messages=TALK, **{"temperature": 0, "max_tokens": 40, **body})
+    assert answer.status_code == 200 and "x-foresay-ignored" not in answer.headers, answer.text
+    return dict(answer.json())
+
+
+def test_every_api_has_it(thinks: Running) -> None:
+    wanted = chat_of(thinks, thinking_token_budget=5, foresay={"drafter": "none"})["choices"][0]["message"]
+    reasoning, content = wanted["reasoning_content"], wanted["content"]
+    assert 1 <= len(thinks.service.tokenizer(reasoning).input_ids) <= 5 and content
+    for fields in ({"thinking_token_budget": 5}, {"thinking_budget_tokens": 5}):
+        assert chat_of(thinks, **fields)["choices"][0]["message"] == wanted
+    several = chat_of(thinks, thinking_token_budget=5, n=3)["choices"]
+    assert [one["message"] for one in several] == [wanted] * 3
+    free = chat_of(thinks)["choices"][0]["message"]
+    assert free["reasoning_content"].startswith(reasoning) and len(free["reasoning_content"]) > 5
+    assert chat_of(thinks, thinking_token_budget=-1)["choices"][0]["message"] == free
+    given = {"temperature": 0, "messages": TALK, "max_tokens": 40}
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    blocks = thinks.post("/v1/messages", **given, thinking=thinking).json()["content"]
+    assert [one.get("thinking", one.get("text")) for one in blocks] == [reasoning, content]
+    items = thinks.post("/v1/responses", input=TALK, temperature=0, max_output_tokens=40, thinking_token_budget=5)
+    assert [one["content"][0]["text"] for one in items.json()["output"]] == [reasoning, content]
+    prompt = "<bos><user>hello there<assistant><think>"
+    text = thinks.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=40, thinking_token_budget=5)
+    ended = text.json()["choices"][0]["text"]
+    assert ended.replace("</think>", "").startswith(reasoning) and ended.replace("</think>", "").endswith(content)
+
+
+def test_an_answer_by_a_grammar_follows(thinks: Running) -> None:
+    (line,) = thinks.service.tokenizer("\n").input_ids
+    sampled = {"temperature": 1.5, "seed": 3, "logit_bias": {str(line): -100}}
+    for fields in (
+        {"guided_choice": ["yes", "no"]},
+        {"response_format": {"type": "json_object", "schema": {"enum": [7]}}},
+    ):
+        found = [
+            chat_of(thinks, thinking_token_budget=9, **fields, foresay=one, **sampled)["choices"][0]
+            for one in ({"drafter": "none"}, {"drafter": "suffix", "length": 8}, {"drafter": "suffix", "length": 3})
+        ]
+        assert found[0] == found[1] == found[2]
+        assert found[0]["message"]["content"] in ("yes", "no", "7") and found[0]["finish_reason"] == "stop"
+
+
+def test_values_that_are_refused(thinks: Running) -> None:
+    for value in (-2, 0.5, "5", True):
+        refused = thinks.chat(thinking_token_budget=value)
+        assert_refused(refused, "thinking_token_budget", "thinking_token_budget")
+    refused = thinks.chat(thinking_token_budget=5, thinking_budget_tokens=6)
+    assert_refused(refused, "thinking_budget_tokens", "differ")
+    thinking = {"type": "enabled", "budget_tokens": -1}
+    refused = thinks.post("/v1/messages", messages=TALK, max_tokens=5, thinking=thinking)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "thinking.budget_tokens"
+
+
+def test_a_hint_where_the_model_does_not_reason(server: Running) -> None:
+    for fields in ({"thinking_token_budget": 5}, {"thinking_budget_tokens": 5}):
+        answer = server.chat(max_tokens=3, **fields)
+        assert answer.status_code == 200 and answer.headers["x-foresay-ignored"] == next(iter(fields))
+    thinking = {"type": "adaptive", "budget_tokens": 2000}
+    answer = server.post("/v1/messages", messages=TALK, max_tokens=3, thinking=thinking)
+    assert answer.status_code == 200 and answer.headers["x-foresay-ignored"] == "thinking.budget_tokens"

@@ -1,0 +1,116 @@
+"""A budget of reasoning is a function of the output's own tokens: which token it forces, and after which ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from foresay.errors import ConfigError
+from foresay.text.thinking_budget import ThinkingBudget
+from helpers import tiny
+
+MARKS = ("<think>", "</think>")
+
+
+def tokenizer_of(kind: str) -> Any:
+    """A tokenizer with the marks as special tokens, as other added tokens, or as texts of several tokens."""
+    tokenizer = tiny.tokenizer()
+    if kind != "texts":
+        tokenizer.add_tokens([AddedToken(one, special=kind == "special", normalized=False) for one in MARKS])
+    return tokenizer
+
+
+def forced(budget: int, tokenizer: Any, prompt: str, output: list[int]) -> list[int]:
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    return ThinkingBudget(budget, tokenizer).after(ids).forced_tokens(output)
+
+
+@pytest.mark.parametrize("kind", ["special", "added", "texts"])
+@pytest.mark.parametrize("prompt", ["hi<think>", "hi<think>\n", "hi"])
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_the_mark_follows_the_last_token_of_the_budget(kind: str, prompt: str, budget: int) -> None:
+    tokenizer = tokenizer_of(kind)
+    begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in MARKS)
+    assert (len(end) == 1) == (kind != "texts")
+    start = [] if "<think>" in prompt else [*tokenizer("\n ").input_ids, *begin]
+    thoughts = tokenizer("abcdefgh").input_ids
+    for count in range(len(start)):
+        assert not forced(budget, tokenizer, prompt, start[:count]), "before the reasoning"
+    for count in range(8):
+        found = forced(budget, tokenizer, prompt, [*start, *thoughts[:count]])
+        assert found == (end if count >= budget else []), count
+    for count in range(len(end)):
+        assert forced(budget, tokenizer, prompt, start + thoughts[:budget] + end[:count]) == end[count:]
+    over = start + thoughts[:budget] + end
+    assert not any(forced(budget, tokenizer, prompt, over + thoughts[:count]) for count in range(8)), "after it"
+
+
+@pytest.mark.parametrize("kind", ["special", "texts"])
+def test_outputs_that_do_not_reason_are_left_alone(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for prompt, output in (
+        ("hi", "abc<think>def"),
+        ("hi<think>a</think>\n", "abc"),
+        ("hi", "<thunk>abc"),
+        ("hi", ""),
+        ("hi", "\n" * 65 + "<think>abc"),
+    ):
+        assert not forced(0, tokenizer, prompt, tokenizer(output).input_ids), (prompt, output)
+
+
+def test_hidden_tokens_are_no_text_and_other_spellings_of_the_mark_end_the_reasoning() -> None:
+    tokenizer = tokenizer_of("special")
+    begin, end = (tokenizer.convert_tokens_to_ids(one) for one in MARKS)
+    spelled = tokenizer("ab").input_ids + [tokenizer.convert_tokens_to_ids(one) for one in "</think>"]
+    assert forced(2, tokenizer, "hi", [1, begin, *spelled[:2]]) == [end], "<bos> has no text"
+    assert not forced(2, tokenizer, "hi", [1, begin, *spelled, 99])
+
+
+def test_a_character_is_completed_first() -> None:
+    tokenizer = tokenizer_of("special")
+    end, bytes_of = tokenizer.convert_tokens_to_ids("</think>"), tokenizer("a😀").input_ids
+    assert len(bytes_of) == 5
+    for count in range(6):
+        found = forced(2, tokenizer, "hi<think>", bytes_of[:count])
+        assert found == ([end] if count == 5 else []), count
+    broken = tokenizer("aé").input_ids[:2] * 4
+    assert [bool(forced(2, tokenizer, "hi<think>", broken[:count])) for count in (3, 4, 5)] == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["special", "texts"])
+def test_one_processor_gives_the_same_after_drafts_that_were_rejected(kind: str) -> None:
+    tokenizer, chance = tokenizer_of(kind), random.Random(0)
+    prompt = tokenizer("hi<think>").input_ids
+    budget = ThinkingBudget(6, tokenizer)
+    one, seen = budget.after(prompt), set()
+    texts = ["abcdefghij", "ab</think>cdefgh", "abcdef</think>", "a</thin", "abcd</", "abcdef</th</think>x"]
+    for _ in range(150):
+        output = tokenizer(chance.choice(texts)).input_ids
+        output = output[: chance.randrange(len(output) + 1)]
+        fresh = budget.after(prompt).forced_tokens(output)
+        assert one.forced_tokens(output) == fresh
+        scores = torch.randn(1, len(tokenizer))
+        masked = one(torch.tensor([[*prompt, *output]]), scores)
+        if fresh:
+            assert torch.isfinite(masked[0]).nonzero().flatten().tolist() == fresh[:1]
+            assert masked[0, fresh[0]] == scores[0, fresh[0]]
+        else:
+            assert torch.equal(masked, scores)
+        seen.add(bool(fresh))
+    assert seen == {True, False}
+
+
+def test_a_tokenizer_that_cannot_write_the_mark_is_refused() -> None:
+    class Deaf:
+        def __call__(self, text: str, **_: Any) -> Any:
+            return tiny.tokenizer()("x")
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "x" * len(ids)
+
+    with pytest.raises(ConfigError, match="cannot write </think>"):
+        ThinkingBudget(1, Deaf())
