@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from foresay.generation.result import Generation
 from foresay.text.thinking_budget import BudgetProcessor, ThinkingBudget
 from helpers import tiny
 from helpers.families import make
-from helpers.serving import Running, assert_refused
+from helpers.serving import Running, assert_refused, events_of
 from helpers.tool_chats import TALK, TEMPLATE
 
 OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>") + "{# </think> #}"
@@ -148,6 +149,17 @@ def test_every_api_has_it(thinks: Running) -> None:
     text = thinks.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=40, thinking_token_budget=5)
     ended = text.json()["choices"][0]["text"]
     assert ended.replace("</think>", "").startswith(reasoning) and ended.replace("</think>", "").endswith(content)
+
+
+def test_several_budgets_at_once_and_a_stream(thinks: Running) -> None:
+    alone = [chat_of(thinks, thinking_token_budget=one, foresay={"drafter": "none"}) for one in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda one: chat_of(thinks, thinking_token_budget=one), range(8)))
+    messages = [one["choices"][0]["message"] for one in found]
+    assert messages == [one["choices"][0]["message"] for one in alone] and len({str(one) for one in messages}) > 4
+    events = events_of(thinks.chat(messages=TALK, temperature=0, max_tokens=40, thinking_token_budget=6, stream=True))
+    for field in ("reasoning_content", "content"):
+        assert "".join(one["choices"][0]["delta"].get(field) or "" for one in events) == messages[6][field]
 
 
 def test_an_answer_by_a_grammar_follows(thinks: Running) -> None:
