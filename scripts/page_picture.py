@@ -16,7 +16,7 @@ from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from helpers.browsing import FLAGS, said  # noqa: I001
+from helpers.browsing import FLAGS, said
 
 PROMPTS = (
     "Write a Python function that adds first_value and second_value.",
@@ -29,10 +29,10 @@ PROMPTS = (
 def served() -> Iterator[str]:
     """The address of a server of the packaged model."""
     command = [sys.executable, "-m", "foresay", "serve", "smollm2-135m", "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
     try:
-        line = next(line for line in server.stdout if line.startswith("listening at "))
+        line = next(line for line in server.stderr if line.startswith("listening at "))
         yield line.removeprefix("listening at ").strip().removesuffix("v1")
     finally:
         server.terminate()
@@ -40,10 +40,10 @@ def served() -> Iterator[str]:
 
 
 def save(page: Page, path: Path) -> None:
-    """Write a screenshot of few colours, a third of the bytes."""
+    """Write a screenshot of 256 colours, in half the bytes."""
     page.wait_for_timeout(200)
     page.screenshot(path=str(path))
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def save_looks(page: Page, folder: Path) -> None:
@@ -73,7 +73,7 @@ def main() -> None:
             save_looks(page, Path(sys.argv[1]))
         else:
             page.locator("#origins").check()
-            said(page, PROMPTS[1], tokens=96)
+            said(page, PROMPTS[0], tokens=60)
             save(page, ROOT / "docs" / "images" / "server.png")
         browser.close()
 

@@ -69,6 +69,16 @@ class TestKept:
         reload(page)
         assert words(page) == ["one", "go on"] and all(answers(page))
 
+    def test_a_reload_before_the_first_token_keeps_what_is_edited(self, page: Page) -> None:
+        said(page, "one")
+        said(page, "two")
+        page.route(CHATS, lambda route: None)  # never answered
+        page.get_by_role("button", name="Edit message 1").click()
+        page.keyboard.press("Enter")
+        expect(page.locator(".turn")).to_have_count(1)
+        reload(page)
+        assert words(page) == ["one", "two"]
+
     @pytest.mark.parametrize("kept", ["{", '{"turns": [{"text": 5}]}', '{"turns": 1}', "[]"])
     def test_what_cannot_be_read_is_reported_and_replaced(self, kept: str, page: Page) -> None:
         page.evaluate("([key, value]) => localStorage.setItem(key, value)", [STORED, kept])
@@ -162,8 +172,13 @@ class TestCompared:
         page.locator("#compare").check()
         page.locator("#temperature").fill("0.5")
         said(page, "one")
-        fast, plain = bodies
-        assert plain["foresay"].pop("drafter") == "none" and fast == plain and fast["seed"] >= 0
+        page.locator("#compare").uncheck()
+        said(page, "two", tokens=30)
+        page.locator("#temperature").fill("0.9")
+        press(page, "Compare: plain")
+        for fast, plain in (bodies[:2], bodies[2:]):
+            assert plain["foresay"].pop("drafter") == "none" and fast == plain and fast["seed"] >= 0
+            assert fast["temperature"] == 0.5
 
     @pytest.mark.parametrize(
         ("temperature", "exact", "shown"),
@@ -265,3 +280,15 @@ class TestStopped:
         said(page, "hello")
         assert words(page) == ["hello"] and len(answers(page)) == 1
         assert page.locator("#prompt").input_value() == ""
+
+    def test_the_end_of_an_old_request_leaves_the_new_one_alone(self, page: Page) -> None:
+        page.locator("#tokens").fill("3000")
+        page.locator("#prompt").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        page.evaluate("() => { at('clear').click(); at('prompt').value = 'anew'; at('form').requestSubmit(); }")
+        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        assert words(page) == ["anew"] and page.locator("#stop").is_enabled()
+        page.keyboard.press("Escape")
+        expect(page.locator("#send")).to_be_enabled(timeout=10_000)
+        assert words(page) == ["anew"] and len(answers(page)) == 1

@@ -1,4 +1,4 @@
-"""What tests in a browser share: its flags, what a user does, and answers made up for the page."""
+"""Flags of the browser in which the page is tested, actions of a user, and answers made up for the page."""
 
 from __future__ import annotations
 
