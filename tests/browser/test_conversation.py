@@ -69,15 +69,18 @@ class TestKept:
         reload(page)
         assert words(page) == ["one", "go on"] and all(answers(page))
 
-    def test_a_reload_before_the_first_token_keeps_what_is_edited(self, page: Page) -> None:
+    def test_leaving_before_the_first_token_keeps_what_is_edited(self, page: Page) -> None:
         said(page, "one")
         said(page, "two")
         page.route(CHATS, lambda route: None)  # never answered
         page.get_by_role("button", name="Edit message 1").click()
         page.keyboard.press("Enter")
         expect(page.locator(".turn")).to_have_count(1)
-        reload(page)
-        assert words(page) == ["one", "two"]
+        page.evaluate("dispatchEvent(new Event('pagehide'))")
+        assert [turn["text"] for turn in json.loads(page.evaluate(f"localStorage['{STORED}']"))["turns"]] == [
+            "one",
+            "two",
+        ]
 
     @pytest.mark.parametrize("kept", ["{", '{"turns": [{"text": 5}]}', '{"turns": 1}', "[]"])
     def test_what_cannot_be_read_is_reported_and_replaced(self, kept: str, page: Page) -> None:
