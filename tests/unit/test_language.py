@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".h", ".cpp", ".md", ".j2", ".js", ".html"}
 PROMPTS = ("src/foresay/lab/data/datasets.py", "tests/unit/lab/data/test_datasets.py", "tests/helpers/chat_prompts.py")
 """Their prompts request a text of models in everyday words."""
-LISTS = ("tests/helpers/language.py", "tests/unit/test_language.py")
-"""The list of words, and its test."""
+VENDORED = "src/foresay/server/page/vendor/marked.umd.js"
+LISTS = ("tests/helpers/language.py", "tests/unit/test_language.py", VENDORED)
+"""The list of words, its test, and a file of others."""
 COVERED = (
     "src",
     "docs",

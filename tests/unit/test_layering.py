@@ -135,7 +135,7 @@ INSIDE = {
     ],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
-        {"hints"},
+        {"hints", "chat_page"},
         {"errors", "acceptance", "settings"},
         {"metrics", "lanes"},
         {"fields", "logprobs", "guards", "connections"},

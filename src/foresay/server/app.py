@@ -10,7 +10,6 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
-from foresay.server import generating
+from foresay.server import chat_page, generating
 from foresay.server.adapters import message_fields, response_fields
 from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
 from foresay.server.adapters.message_format import MessagesFormat
@@ -44,13 +43,6 @@ from foresay.server.requests import (
 )
 from foresay.server.service import Service
 
-_SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
 
 def make_app(service: Service, *, warm: bool = False) -> App:
     """Return the ASGI application of a service. warm: decode a few tokens before the first request is accepted."""
@@ -71,7 +63,7 @@ def make_app(service: Service, *, warm: bool = False) -> App:
     _add_error_handlers(app)
     _add_generation_routes(app, service)
     _add_other_routes(app, service)
-    _add_page_routes(app)
+    chat_page.add_routes(app)
     guarded = Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
     if not service.settings.cors:
         return guarded
@@ -154,26 +146,6 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:
         return {"text": await generating.predict(service, request, raw_request)}
-
-
-def _add_page_routes(app: FastAPI) -> None:
-    """Serve the chat page at / from three files without external resources."""
-    folder = files("foresay.server") / "page"
-
-    def add(path: str, name: str, kind: str) -> None:
-        text = (folder / name).read_text(encoding="utf-8")
-
-        @app.get(path, include_in_schema=False)
-        async def file() -> Response:
-            return Response(text, media_type=f"{kind}; charset=utf-8", headers=_SECURITY_HEADERS)
-
-    add("/", "index.html", "text/html")
-    add("/page.css", "page.css", "text/css")
-    add("/page.js", "page.js", "text/javascript")
-
-    @app.get("/favicon.ico", include_in_schema=False)
-    async def icon() -> Response:
-        return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
+from foresay.server.chat_page import PAGE_FILES
 from foresay.server.errors import CLIENT_CLOSED, ApiError
 from foresay.server.hints import HEADER, IGNORED
 from foresay.server.lanes import SENDER, Sender
@@ -27,7 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("foresay.server")
-OPEN_ROUTES = frozenset({"/health", "/ready", "/", "/favicon.ico", "/page.css", "/page.js"})
+OPEN_ROUTES = frozenset({"/health", "/ready", "/favicon.ico", *PAGE_FILES})
 """Routes that need no key: they expose no data and accept none."""
 
 

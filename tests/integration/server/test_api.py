@@ -16,6 +16,7 @@ import openai
 import pytest
 
 import foresay
+from foresay.server.chat_page import PAGE_FILES
 from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.serving import TALK, TEXT, Running, events_of, sent
@@ -167,17 +168,14 @@ class TestTelling:
 
     def test_the_page_needs_nothing_from_elsewhere(self, raw: httpx.Client) -> None:
         page = raw.get("/")
-        assert (
-            page.headers["content-type"].startswith("text/html")
-            and "default-src 'self'" in page.headers["content-security-policy"]
-        )
         named = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-        assert set(named) == {"page.css", "page.js"} and "http" not in page.text
-        for name in named:
+        assert {f"/{name}" for name in named} | {"/"} == set(PAGE_FILES)
+        for name in ["", *named]:
             found = raw.get(f"/{name}")
-            assert found.status_code == 200 and "//" not in re.sub(r"^\s*//.*$", "", found.text, flags=re.MULTILINE)
-        ids = set(re.findall(r'at\("(\w+)"\)', raw.get("/page.js").text))
-        assert ids <= set(re.findall(r'id="(\w+)"', page.text)), "what the script looks for is on the page"
+            policy = found.headers["content-security-policy"].split("; ")
+            assert found.status_code == 200 and {"default-src 'none'", "connect-src 'self'"} <= set(policy)
+            assert all(re.fullmatch(r"[a-z-]+ '(none|self|script)'", one) for one in policy), "no source but the server"
+            assert found.headers["content-type"].split(";")[0] in {"text/html", "text/css", "text/javascript"}
 
     def test_the_dashboard_asks_for_what_is_counted(self, raw: httpx.Client) -> None:
         page = json.loads((Path(__file__).parents[3] / "docs" / "how-to" / "grafana.json").read_text(encoding="utf-8"))

@@ -1,161 +1,159 @@
 "use strict";
+// The page: what each control does.
 
-const at = (id) => document.getElementById(id);
-const RECENT = 8;
-let talk = [];
+// of the request that runs
 let controller = null;
-// the panel being filled, and true while its end is kept in view
-let current = null;
-let following = true;
+// the position of the message that is edited, and what the field contained before
+let editing = null;
+let panels = [];
 
-function append(kind, parent, name, text = "") {
-  const element = document.createElement(kind);
-  if (name) element.className = name;
-  element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
-function headers() {
-  const key = at("key").value;
-  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-}
-
-async function responseError(answer) {
-  if (answer.status === 401) at("keyed").hidden = false;
-  const body = await answer.json().catch(() => null);
-  return new Error(body?.error?.message ?? `the server answered ${answer.status}`);
-}
-
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let left = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (left + value).split("\n\n");
-    left = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data !== "[DONE]") yield JSON.parse(data);
-    }
+function controls(turn, index) {
+  const row = made("div", [], { className: "row actions" });
+  if (controller) return row;
+  const missing = Object.keys(TITLES).find((kind) => turn.answers.every((one) => one.kind !== kind));
+  row.append(copyButton(`Copy answer ${index + 1}`, () => turn.answers[0].text));
+  if (index === turns.length - 1) {
+    row.append(button("Regenerate", `Regenerate answer ${index + 1}`, () => ask(turn.text, index)));
   }
+  if (missing) {
+    const title = `Compare: ${TITLES[missing]}`;
+    row.append(button(title, `${title}, answer ${index + 1}`, () => answerAll(turn, [missing])));
+  }
+  append("span", row, "quiet outcome", comparison(turn));
+  return row;
 }
 
-function hiddenPixels(panel) {
-  // pixels of a panel below the visible part of the conversation
-  return panel.box.getBoundingClientRect().bottom - at("talk").getBoundingClientRect().bottom;
+function showTurn(turn, index) {
+  const box = made("article", [], { className: "turn", ariaLabel: `Message ${index + 1}` });
+  at("talk").append(box);
+  const message = append("div", box, "message");
+  append("div", message, "words raw", turn.text);
+  message.append(button("Edit", `Edit message ${index + 1}`, () => edit(index, turn.text)));
+  const answers = append("div", box, "answers");
+  panels.push(...turn.answers.map((answer) => new Panel(answers, answer)));
+  box.append(controls(turn, index));
 }
 
-function follow() {
-  if (current && following) at("talk").scrollTop += Math.max(0, hiddenPixels(current));
+function show() {
+  at("talk").replaceChildren();
+  panels = [];
+  turns.forEach(showTurn);
+  refresh();
 }
 
-class Panel {
-  constructor(parent, title) {
-    this.title = title;
-    this.box = append("section", parent, "answer");
-    append("h2", this.box, "", title);
-    this.text = append("div", this.box, "text");
-    this.figures = append("p", this.box, "figures", "waiting");
-    this.tokens = this.passes = this.undrafted = 0;
-    this.plain = true;
-    this.began = this.first = 0;
-    this.whole = "";
-  }
-
-  take(choice) {
-    const extension = choice.foresay ?? {};
-    const now = performance.now();
-    // the first event contains only the role
-    if (choice.delta.content) this.first ||= now;
-    for (const [text, origin] of extension.origins ?? []) append("span", this.text, origin, text);
-    this.whole += choice.delta.content ?? "";
-    this.tokens += extension.tokens ?? 0;
-    if (extension.tokens) {
-      this.passes += 1;
-      this.undrafted = extension.drafted ? 0 : this.undrafted + 1;
-    }
-    const seconds = (now - this.began) / 1000;
-    const rate = seconds > 0 ? (this.tokens / seconds).toFixed(1) : "–";
-    const each = this.passes ? (this.tokens / this.passes).toFixed(2) : "–";
-    const wait = this.first ? `${Math.round(this.first - this.began)} ms` : "–";
-    const idle = !this.plain && this.passes && this.undrafted >= Math.min(RECENT, this.passes);
-    const why = idle ? " · drafting is paused: it would not pay now" : "";
-    this.figures.textContent = `${rate} tokens/s · ${each} tokens per pass${why} · ${this.tokens} tokens · first after ${wait}`;
-    follow();
-  }
-
-  async run(messages, drafter, signal) {
-    current = this;
-    this.plain = drafter === "none";
-    this.box.setAttribute("aria-busy", "true");
-    follow();
-    try {
-      await this.stream(messages, drafter, signal);
-    } finally {
-      this.box.removeAttribute("aria-busy");
-      // screen readers read the complete answer, not each token
-      if (this.whole) at("status").textContent = `Answer ${this.title}: ${this.whole}`;
-    }
-  }
-
-  async stream(messages, drafter, signal) {
-    this.began = performance.now();
-    const body = {
-      messages,
-      stream: true,
-      temperature: Number(at("temperature").value),
-      max_tokens: Number(at("tokens").value),
-      foresay: { origins: true, ...(drafter ? { drafter } : {}) },
-    };
-    const answer = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
-    if (!answer.ok) throw await responseError(answer);
-    for await (const event of events(answer)) {
-      if (event.error) throw new Error(event.error.message);
-      for (const choice of event.choices) this.take(choice);
-    }
-  }
+function refresh() {
+  // what depends on whether a request runs; answers keep their nodes
+  at("legend").hidden = !at("origins").checked;
+  at("send").disabled = Boolean(controller);
+  at("stop").disabled = !controller;
+  [...at("talk").children].forEach((box, index) => {
+    box.querySelector(".message button").disabled = Boolean(controller);
+    box.querySelector(".actions").replaceWith(controls(turns[index], index));
+  });
+  const focused = document.activeElement;
+  if (!focused || focused === document.body || focused.disabled) at("prompt").focus();
 }
 
-async function send(text) {
-  const drafts = at("draft").checked;
-  // "New chat" replaces the array while this request runs
-  const chat = talk;
-  chat.push({ role: "user", content: text });
-  append("div", at("talk"), "message", text);
-  const answers = append("div", at("talk"), "answers");
-  const panels = [[new Panel(answers, drafts ? "with speculation" : "plain"), drafts ? null : "none"]];
-  if (at("compare").checked && drafts) panels.push([new Panel(answers, "plain"), "none"]);
-  controller = new AbortController();
-  at("send").disabled = true;
-  at("stop").disabled = false;
+async function answerAll(turn, kinds) {
+  const mine = new AbortController();
+  const body = bodyOf(turn);
+  controller = mine;
+  following = true;
   at("problem").textContent = "";
   at("status").textContent = "Generating";
-  following = true;
+  refresh();
+  const parent = at("talk").children[turns.indexOf(turn)].querySelector(".answers");
   try {
     // one after the other: two at once would slow each other down
-    for (const [panel, drafter] of panels) await panel.run([...chat], drafter, controller.signal);
+    for (const kind of kinds) {
+      const panel = new Panel(parent, newAnswer(kind));
+      panels.push(panel);
+      turn.answers.push(panel.answer);
+      await panel.run(body, mine.signal);
+    }
   } catch (error) {
     if (error.name !== "AbortError") at("problem").textContent = error.message;
-  } finally {
-    for (const [panel] of panels) if (!panel.tokens) panel.figures.textContent = "no tokens generated";
-    if (panels[0][0].whole) chat.push({ role: "assistant", content: panels[0][0].whole });
-    else chat.pop();
-    controller = current = null;
-    if (at("status").textContent === "Generating") at("status").textContent = "";
-    at("send").disabled = false;
-    at("stop").disabled = true;
-    at("prompt").focus();
   }
+  finish(turn, mine);
+}
+
+function finish(turn, mine) {
+  // "New chat" ends a request too, and another one may have begun since
+  if (controller !== mine) return;
+  controller = null;
+  turn.answers = turn.answers.filter(isKept);
+  for (const panel of panels.filter(({ answer }) => !isKept(answer))) panel.box.remove();
+  panels = panels.filter(({ answer }) => isKept(answer));
+  if (at("status").textContent === "Generating") at("status").textContent = "";
+  refresh();
+  if (following && turn === turns.at(-1)) at("talk").scrollTop = at("talk").scrollHeight;
+  save();
+}
+
+async function ask(text, index) {
+  // false if the server refused, or stopped before the first token: the conversation is then as it was
+  if (controller || !["temperature", "tokens"].every((id) => at(id).reportValidity())) return false;
+  const before = (earlierTurns = turns);
+  const turn = newTurn(text);
+  turns = [...turns.slice(0, index), turn];
+  show();
+  await answerAll(turn, at("compare").checked ? Object.keys(TITLES) : [at("draft").checked ? "speculation" : "plain"]);
+  if (earlierTurns === before) earlierTurns = null;
+  if (turn.answers.length || !turns.includes(turn)) return true;
+  turns = before;
+  show();
+  save();
+  return false;
+}
+
+function edit(index, text) {
+  const before = editing ? editing.before : at("prompt").value;
+  editing = { index, before };
+  at("editing").hidden = false;
+  at("prompt").value = text;
+  at("prompt").focus();
+}
+
+function endEditing() {
+  if (editing) at("prompt").value = editing.before;
+  editing = null;
+  at("editing").hidden = true;
+}
+
+async function send() {
+  const text = at("prompt").value.trim();
+  if (!text || controller) return;
+  const index = editing ? editing.index : turns.length;
+  const isNew = !editing;
+  if (isNew) at("prompt").value = "";
+  endEditing();
+  if (await ask(text, index)) return;
+  if (isNew) at("prompt").value = [text, at("prompt").value].filter(Boolean).join("\n");
+  else edit(index, text);
+}
+
+function stop() {
+  controller?.abort();
+}
+
+function startAgain() {
+  stop();
+  controller = earlierTurns = null;
+  turns = [];
+  endEditing();
+  at("problem").textContent = at("status").textContent = "";
+  show();
+  save();
+  at("prompt").focus();
+}
+
+async function showModel() {
+  at("model").textContent = (await (await request("v1/models")).json()).data[0].id;
 }
 
 at("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = at("prompt").value.trim();
-  if (!text || controller) return;
-  at("prompt").value = "";
-  send(text);
+  send();
 });
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -163,24 +161,39 @@ at("prompt").addEventListener("keydown", (event) => {
     at("form").requestSubmit();
   }
 });
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  if (controller) stop();
+  else endEditing();
+});
 // scrolling up stops following; scrolling back to the end resumes it
 at("talk").addEventListener("scroll", () => {
   if (current) following = hiddenPixels(current) < 32;
 });
 addEventListener("resize", follow);
-at("stop").addEventListener("click", () => controller?.abort());
-at("clear").addEventListener("click", () => {
-  controller?.abort();
-  talk = [];
-  at("talk").replaceChildren();
-  at("prompt").focus();
+at("stop").addEventListener("click", stop);
+at("clear").addEventListener("click", startAgain);
+at("cancel").addEventListener("click", endEditing);
+at("origins").addEventListener("change", () => {
+  for (const panel of panels) panel.redraw();
+  at("legend").hidden = !at("origins").checked;
+});
+for (const id of [...SWITCHES, ...FIELDS]) at(id).addEventListener("change", save);
+addEventListener("pagehide", () => {
+  if (controller) save();
+});
+// another tab changed the conversation
+addEventListener("storage", (event) => {
+  if (event.key !== STORED || controller || editing) return;
+  load();
+  show();
+});
+at("key").addEventListener("change", () => {
+  showModel().then(() => (at("problem").textContent = ""), (error) => (at("problem").textContent = error.message));
 });
 
-async function showModel() {
-  const answer = await fetch("v1/models", { headers: headers() });
-  if (!answer.ok) throw await responseError(answer);
-  at("model").textContent = (await answer.json()).data[0].id;
-}
-at("key").addEventListener("change", () => showModel().then(() => (at("problem").textContent = ""), (e) => (at("problem").textContent = e.message)));
+load();
+show();
+at("talk").scrollTop = at("talk").scrollHeight;
 showModel().catch((error) => (at("problem").textContent = error.message));
 at("prompt").focus();

@@ -1,0 +1,86 @@
+"use strict";
+// The conversation: turns of a message and its answers, kept in this browser's storage. A turn keeps the settings that it
+// was sent with, so that a comparison sends the same request again.
+
+const STORED = "foresay.chat.1";
+const SWITCHES = ["draft", "compare", "origins"];
+const FIELDS = ["temperature", "tokens", "system"];
+let turns = [];
+// the conversation before the last message, until that has its first token
+let earlierTurns = null;
+
+function newTurn(text) {
+  const seed = Math.floor(Math.random() * 2 ** 31);
+  const [temperature, max_tokens] = [Number(at("temperature").value), Number(at("tokens").value)];
+  return { text, system: at("system").value.trim(), temperature, max_tokens, seed, answers: [] };
+}
+
+function bodyOf(turn) {
+  const { system, temperature, max_tokens, seed } = turn;
+  const messages = system ? [{ role: "system", content: system }] : [];
+  for (const earlier of turns.slice(0, turns.indexOf(turn))) {
+    messages.push({ role: "user", content: earlier.text }, { role: "assistant", content: earlier.answers[0].text });
+  }
+  messages.push({ role: "user", content: turn.text });
+  return { messages, temperature, max_tokens, seed };
+}
+
+function comparison(turn) {
+  const [fast, plain] = ["speculation", "plain"].map((kind) => turn.answers.find((one) => one.kind === kind));
+  if (!fast?.complete || !plain?.complete) return "";
+  const [one, other] = [fast, plain].map(({ pieces }) => pieces.map(([text]) => text).join(""));
+  const ratio = fast.rate && plain.rate ? (fast.rate / plain.rate).toFixed(2) : "";
+  const speed = ratio && ` Speculation: ${ratio} times the tokens per second, one run each.`;
+  if (one === other) return `Both texts are the same.${speed}`;
+  if (!fast.exact) return `The texts differ: this server's acceptance rule is not exact.${speed}`;
+  if (turn.temperature > 0) return `The texts differ because they are sampled: two draws from one distribution.${speed}`;
+  return `The texts differ at temperature 0: two tokens scored the same up to rounding, or this is an error.${speed}`;
+}
+
+function merged(pieces) {
+  const out = [];
+  for (const [text, origin] of pieces) {
+    if (out.at(-1)?.[1] === origin) out.at(-1)[0] += text;
+    else out.push([text, origin]);
+  }
+  return out;
+}
+
+function save() {
+  const isAnswered = turns.at(-1)?.answers.some(isKept);
+  const kept = (earlierTurns && !isAnswered ? earlierTurns : turns)
+    .map((turn) => ({ ...turn, answers: turn.answers.filter(isKept) }))
+    .filter((turn) => turn.answers.length);
+  for (const turn of kept) turn.answers = turn.answers.map((answer) => ({ ...answer, pieces: merged(answer.pieces) }));
+  const switches = SWITCHES.map((id) => [id, at(id).checked]);
+  const fields = FIELDS.map((id) => [id, at(id).value]);
+  try {
+    localStorage.setItem(STORED, JSON.stringify({ turns: kept, switches, fields }));
+  } catch {
+    at("problem").textContent = "this conversation is not kept: the browser's storage is full or switched off";
+  }
+}
+
+function isAnswer(answer) {
+  const texts = [answer.text, answer.reasoning, answer.figures].every((one) => typeof one === "string");
+  const pieces = answer.pieces.every(([text, origin]) => typeof text === "string" && ORIGINS.includes(origin));
+  return texts && pieces && answer.kind in TITLES && (answer.rate === null || Number.isFinite(answer.rate));
+}
+
+function isTurn({ text, system, temperature, max_tokens, seed, answers }) {
+  const numbers = [temperature, max_tokens, seed].every(Number.isFinite);
+  return typeof text === "string" && typeof system === "string" && numbers && answers.length > 0 && answers.every(isAnswer);
+}
+
+function load() {
+  try {
+    const kept = JSON.parse(localStorage.getItem(STORED));
+    if (!kept) return;
+    if (!kept.turns.every(isTurn)) throw new Error("not a conversation");
+    turns = kept.turns;
+    for (const [id, value] of kept.switches) if (SWITCHES.includes(id)) at(id).checked = value === true;
+    for (const [id, value] of kept.fields) if (FIELDS.includes(id)) at(id).value = value;
+  } catch {
+    at("problem").textContent = "the conversation that this browser kept cannot be read";
+  }
+}

@@ -1,0 +1,71 @@
+"use strict";
+// Markdown as nodes of the document. marked splits the text into tokens; its HTML is not used, so nothing has to be
+// removed from it: what is not made here does not exist. HTML in an answer is shown as text, images are links.
+
+const TAGS = Object.fromEntries(["strong", "em", "del", "blockquote", "br", "hr"].map((name) => [name, name]));
+Object.assign(TAGS, { paragraph: "p", list_item: "li" });
+const SAFE = /^(https?:|mailto:)/i;
+// of each element that shows markdown, the texts of its blocks
+const shown = new WeakMap();
+
+function link(token, children) {
+  if (!SAFE.test(token.href)) return token.raw;
+  return made("a", children, { href: token.href, target: "_blank", rel: "noopener noreferrer" });
+}
+
+function codeBlock(token) {
+  const language = (token.lang ?? "").split(/\s/)[0];
+  const bar = made("div", [made("span", [language]), copyButton("Copy code", () => token.text)], { className: "bar" });
+  const code = made("pre", [made("code", [token.text])], { tabIndex: 0, role: "region", ariaLabel: `Code ${language}`.trim() });
+  return made("div", [bar, code], { className: "code" });
+}
+
+function table(token) {
+  const row = (kind) => (cells) =>
+    made("tr", cells.map((cell) => made(kind, nodes(cell.tokens), { className: cell.align ?? "" })));
+  const parts = [made("thead", [token.header].map(row("th"))), made("tbody", token.rows.map(row("td")))];
+  return made("div", [made("table", parts)], { className: "wide", tabIndex: 0, role: "region", ariaLabel: "Table" });
+}
+
+function list(token) {
+  const items = nodes(token.items);
+  return token.ordered ? made("ol", items, { start: token.start }) : made("ul", items);
+}
+
+function node(token) {
+  if (token.type in TAGS) return made(TAGS[token.type], nodes(token.tokens ?? []));
+  switch (token.type) {
+    // the page has a heading of its own, and so has each answer
+    case "heading": return made(`h${Math.min(6, token.depth + 2)}`, nodes(token.tokens));
+    case "code": return codeBlock(token);
+    case "codespan": return made("code", [token.text]);
+    case "list": return list(token);
+    case "table": return table(token);
+    case "checkbox": return token.checked ? "☑ " : "☐ ";
+    case "link": return link(token, nodes(token.tokens));
+    case "image": return link(token, [`image: ${token.text || token.href}`]);
+    case "html": return token.raw;
+  }
+  return token.tokens ? made("span", nodes(token.tokens)) : token.text;
+}
+
+const nodes = (tokens) => tokens.map(node);
+
+function showMarkdown(element, text) {
+  // blocks that did not change keep their nodes, and a selection in them stays
+  try {
+    const tokens = marked.lexer(text, { gfm: true, breaks: true });
+    // a definition changes links of other blocks
+    const old = tokens.some((one) => one.type === "def") ? [] : (shown.get(element) ?? []);
+    const blocks = tokens.filter((one) => one.type !== "space" && one.type !== "def");
+    let same = 0;
+    while (same < Math.min(old.length, blocks.length) && old[same] === blocks[same].raw) same++;
+    const fresh = nodes(blocks.slice(same)).map((one) => (typeof one === "string" ? made("p", [one]) : one));
+    element.replaceChildren(...[...element.childNodes].slice(0, same), ...fresh);
+    shown.set(element, blocks.map((one) => one.raw));
+  } catch {
+    // nested too deeply for a recursive parser
+    element.replaceChildren(made("p", [text], { className: "raw" }));
+    shown.delete(element);
+  }
+}

@@ -1,0 +1,297 @@
+"""The conversation on the page: kept, edited, regenerated, compared and stopped, and nothing that was written is lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from helpers.browsing import CHATS, TEXT, answer, end, event, refuse, said, serve
+from helpers.serving import Running
+
+STORED = "foresay.chat.1"
+
+
+def words(page: Page) -> list[str]:
+    return page.locator(".message .words").all_inner_texts()
+
+
+def answers(page: Page) -> list[str]:
+    return page.locator(".answer .text").all_inner_texts()
+
+
+def press(page: Page, name: str) -> None:
+    page.get_by_role("button", name=name).click()
+    expect(page.locator("#send")).to_be_enabled(timeout=60_000)
+
+
+def reload(page: Page) -> None:
+    """A new page of the same profile, as after the browser was closed."""
+    page.reload()
+    expect(page.locator("#model")).to_have_text("tiny")
+
+
+class TestKept:
+    def test_a_conversation_survives_a_reload_and_goes_on(self, page: Page) -> None:
+        serve(page, answer("first *answer*"), answer("second answer"))
+        page.locator("#compare").check()
+        page.locator("#system").evaluate("e => { e.closest('details').open = true; }")
+        page.locator("#system").fill("be brief")
+        said(page, "one", tokens=33)
+        before = answers(page), page.locator(".figures").all_inner_texts(), page.locator(".outcome").inner_text()
+        reload(page)
+        after = answers(page), page.locator(".figures").all_inner_texts(), page.locator(".outcome").inner_text()
+        assert before == after and words(page) == ["one"] and before[0] == ["first answer", "second answer"]
+        assert page.locator("#compare").is_checked() and page.locator("#draft").is_checked()
+        assert (page.locator("#tokens").input_value(), page.locator("#system").input_value()) == ("33", "be brief")
+        page.locator("#origins").check()
+        assert answers(page) == ["first *answer*", "second answer"] and page.locator(".text .bonus").count() == 2
+        page.unroute(CHATS)
+        bodies = serve(page, answer("third"))
+        said(page, "two")
+        assert [(one["role"], one["content"]) for one in bodies[0]["messages"]] == [
+            ("system", "be brief"),
+            ("user", "one"),
+            ("assistant", "first *answer*"),
+            ("user", "two"),
+        ]
+        page.locator("#clear").click()
+        reload(page)
+        assert words(page) == [] and page.locator("#system").input_value() == "be brief"
+
+    def test_a_reload_in_the_middle_keeps_what_was_written(self, page: Page) -> None:
+        said(page, "one")
+        page.locator("#tokens").fill("3000")
+        page.locator("#prompt").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator(".answer").nth(1).locator(".text > *").first).to_be_visible(timeout=30_000)
+        reload(page)
+        assert words(page) == ["one", "go on"] and all(answers(page))
+
+    def test_leaving_before_the_first_token_keeps_what_is_edited(self, page: Page) -> None:
+        said(page, "one")
+        said(page, "two")
+        page.route(CHATS, lambda route: None)  # never answered
+        page.get_by_role("button", name="Edit message 1").click()
+        page.keyboard.press("Enter")
+        expect(page.locator(".turn")).to_have_count(1)
+        page.evaluate("dispatchEvent(new Event('pagehide'))")
+        assert [turn["text"] for turn in json.loads(page.evaluate(f"localStorage['{STORED}']"))["turns"]] == [
+            "one",
+            "two",
+        ]
+
+    @pytest.mark.parametrize("kept", ["{", '{"turns": [{"text": 5}]}', '{"turns": 1}', "[]"])
+    def test_what_cannot_be_read_is_reported_and_replaced(self, kept: str, page: Page) -> None:
+        page.evaluate("([key, value]) => localStorage.setItem(key, value)", [STORED, kept])
+        reload(page)
+        expect(page.locator("#problem")).to_contain_text("cannot be read")
+        said(page, "hello")
+        reload(page)
+        assert words(page) == ["hello"] and page.locator("#problem").inner_text() == ""
+
+    def test_a_full_storage_is_reported(self, page: Page) -> None:
+        page.evaluate("() => { Storage.prototype.setItem = () => { throw new Error('full'); }; }")
+        said(page, "hello")
+        expect(page.locator("#problem")).to_contain_text("not kept")
+
+    def test_two_tabs_show_one_conversation(self, page: Page, server: Running) -> None:
+        other = page.context.new_page()
+        other.goto(server.url)
+        said(page, "hello")
+        expect(other.locator(".words")).to_have_text("hello")
+        other.close()
+
+    def test_a_key_is_not_kept(self, page: Page) -> None:
+        page.locator("#key").evaluate("e => { e.value = 'secret'; }")
+        said(page, "hello")
+        assert "secret" not in json.dumps(page.evaluate("() => ({...localStorage})"))
+
+
+class TestChanged:
+    def test_an_edited_message_replaces_what_followed(self, page: Page) -> None:
+        bodies = serve(page, answer("a"), answer("b"), answer("c"))
+        said(page, "one")
+        said(page, "two")
+        page.locator("#prompt").fill("not sent yet")
+        page.get_by_role("button", name="Edit message 1").click()
+        expect(page.locator("#prompt")).to_be_focused()
+        expect(page.locator("#prompt")).to_have_value("one")
+        page.keyboard.press("Escape")
+        expect(page.locator("#prompt")).to_have_value("not sent yet")
+        expect(page.locator("#editing")).to_be_hidden()
+        page.get_by_role("button", name="Edit message 1").click()
+        said(page, " more")
+        assert words(page) == ["one more"] and answers(page) == ["c"]
+        assert bodies[-1]["messages"] == [{"role": "user", "content": "one more"}]
+        expect(page.locator("#prompt")).to_have_value("not sent yet")
+
+    def test_regenerating_replaces_the_last_answer(self, page: Page) -> None:
+        bodies = serve(page, answer("a"), answer("b"), answer("c"))
+        said(page, "one")
+        said(page, "two")
+        assert page.get_by_role("button", name="Regenerate").count() == 1
+        page.locator("#temperature").fill("0.7")
+        press(page, "Regenerate")
+        assert words(page) == ["one", "two"] and answers(page) == ["a", "c"]
+        assert bodies[1]["messages"] == bodies[2]["messages"] and bodies[2]["temperature"] == 0.7
+        assert bodies[1]["seed"] != bodies[2]["seed"]
+
+    def test_a_number_that_is_missing_sends_nothing(self, page: Page) -> None:
+        bodies = serve(page, answer("a"))
+        said(page, "one")
+        page.locator("#temperature").fill("")
+        press(page, "Regenerate")
+        page.locator("#prompt").fill("two")
+        page.keyboard.press("Enter")
+        assert len(bodies) == 1 and page.locator("#prompt").input_value() == "two"
+
+
+class TestCompared:
+    def test_next_to_plain_decoding_both_write_the_same(self, page: Page) -> None:
+        page.locator("#compare").check()
+        said(page, TEXT)
+        texts = answers(page)
+        assert len(texts) == 2 and texts[0] == texts[1] != ""
+        plain = page.locator("section.answer .figures").nth(1).inner_text()
+        assert "1.00 tokens per pass" in plain, plain
+        expect(page.locator(".outcome")).to_contain_text("Both texts are the same.")
+
+    def test_an_answer_is_compared_later_by_one_click(self, page: Page) -> None:
+        page.locator("#temperature").fill("0")
+        said(page, TEXT)
+        said(page, "and then")
+        page.locator("#temperature").fill("0.9")
+        press(page, "Compare: plain, answer 1")
+        first = page.locator(".turn").first
+        texts = first.locator(".text").all_inner_texts()
+        assert len(texts) == 2 and texts[0] == texts[1] != "", "with the settings of the answer"
+        assert first.get_by_role("button", name="Compare").count() == 0
+        expect(first.locator(".outcome")).to_contain_text("Both texts are the same.")
+
+    def test_both_requests_are_the_same_but_for_the_drafter(self, page: Page) -> None:
+        bodies = serve(page, answer("a"))
+        page.locator("#compare").check()
+        page.locator("#temperature").fill("0.5")
+        said(page, "one")
+        page.locator("#compare").uncheck()
+        said(page, "two", tokens=30)
+        page.locator("#temperature").fill("0.9")
+        press(page, "Compare: plain")
+        for fast, plain in (bodies[:2], bodies[2:]):
+            assert plain["foresay"].pop("drafter") == "none" and fast == plain and fast["seed"] >= 0
+            assert fast["temperature"] == 0.5
+
+    @pytest.mark.parametrize(
+        ("temperature", "exact", "shown"),
+        [
+            ("0", True, "or this is an error"),
+            ("0.5", True, "two draws from one distribution"),
+            ("0", False, "acceptance rule is not exact"),
+        ],
+    )
+    def test_a_difference_is_explained(self, temperature: str, exact: bool, shown: str, page: Page) -> None:
+        serve(page, answer("a b", exact=exact), answer("a c"))
+        page.locator("#compare").check()
+        page.locator("#temperature").fill(temperature)
+        said(page, "one")
+        expect(page.locator(".outcome")).to_contain_text(shown)
+
+    def test_an_answer_that_was_cut_off_is_not_compared(self, page: Page) -> None:
+        serve(page, answer("a"), event({"content": "a"}) + "data: [DONE]\n\n")
+        page.locator("#compare").check()
+        said(page, "one")
+        assert len(answers(page)) == 2 and page.locator(".outcome").inner_text() == ""
+
+
+class TestRefused:
+    def test_a_prompt_that_does_not_fit_stays_in_the_field(self, page: Page) -> None:
+        said(page, "hello")
+        long = "the number 7 and 8 and " * 1000
+        page.locator("#prompt").fill(long)
+        page.keyboard.press("Enter")
+        expect(page.locator("#problem")).to_contain_text("the model's context is 4096")
+        expect(page.locator("#prompt")).to_have_value(long.strip())
+        assert words(page) == ["hello"] and len(answers(page)) == 1
+        page.locator("#prompt").fill("")
+        said(page, "hello again")
+        expect(page.locator("#problem")).to_have_text("")
+        assert words(page) == ["hello", "hello again"]
+
+    def test_a_refused_edit_keeps_the_conversation_and_the_edit(self, page: Page) -> None:
+        said(page, "one")
+        said(page, "two")
+        refuse(page, "the server is full", 429)
+        page.get_by_role("button", name="Edit message 1").click()
+        said(page, " more")
+        expect(page.locator("#problem")).to_have_text("the server is full")
+        assert words(page) == ["one", "two"] and page.locator("#prompt").input_value() == "one more"
+        expect(page.locator("#editing")).to_be_visible()
+        reload(page)
+        assert words(page) == ["one", "two"]
+
+    def test_a_refused_regeneration_keeps_the_answer(self, page: Page) -> None:
+        said(page, "one")
+        before = answers(page)
+        refuse(page, "the server is full", 429)
+        press(page, "Regenerate")
+        assert answers(page) == before and page.locator("#prompt").input_value() == ""
+        press(page, "Compare: plain")
+        assert answers(page) == before and page.locator("#problem").inner_text() == "the server is full"
+
+    def test_an_error_in_a_stream_keeps_what_was_written(self, page: Page) -> None:
+        failure = f"data: {json.dumps({'error': {'message': 'out of memory'}})}\n\n"
+        serve(page, failure, event({"content": "half"}) + failure)
+        said(page, "one")
+        assert words(page) == [] and page.locator("#prompt").input_value() == "one"
+        page.locator("#prompt").press("Enter")
+        expect(page.locator(".answer .text")).to_have_text("half")
+        expect(page.locator("#problem")).to_have_text("out of memory")
+
+    def test_a_server_that_is_gone(self, page: Page) -> None:
+        page.route(CHATS, lambda route: route.abort())
+        said(page, "one")
+        expect(page.locator("#problem")).to_have_text("the server cannot be reached")
+        assert page.locator("#prompt").input_value() == "one"
+
+    def test_an_empty_answer_is_an_answer(self, page: Page) -> None:
+        serve(page, end())
+        said(page, "one")
+        assert words(page) == ["one"] and answers(page) == [""] and page.locator("#problem").inner_text() == ""
+
+
+class TestStopped:
+    def test_escape_stops_and_keeps_what_was_written(self, page: Page, server: Running) -> None:
+        page.locator("#compare").check()
+        page.locator("#tokens").fill("3000")
+        page.locator("#prompt").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        page.keyboard.press("Escape")
+        expect(page.locator("#send")).to_be_enabled(timeout=10_000)
+        assert len(answers(page)) == 1 and words(page) == ["go on"] and page.locator("#problem").inner_text() == ""
+        page.wait_for_timeout(500)
+        assert server.count("requests_running") == 0
+
+    def test_a_new_chat_ends_the_running_answer(self, page: Page) -> None:
+        page.locator("#tokens").fill("3000")
+        page.locator("#prompt").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        page.locator("#clear").click()
+        said(page, "hello")
+        assert words(page) == ["hello"] and len(answers(page)) == 1
+        assert page.locator("#prompt").input_value() == ""
+
+    def test_the_end_of_an_old_request_leaves_the_new_one_alone(self, page: Page) -> None:
+        page.locator("#tokens").fill("3000")
+        page.locator("#prompt").fill("go on")
+        page.keyboard.press("Enter")
+        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        page.evaluate("() => { at('clear').click(); at('prompt').value = 'anew'; at('form').requestSubmit(); }")
+        expect(page.locator(".text > *").first).to_be_visible(timeout=30_000)
+        assert words(page) == ["anew"] and page.locator("#stop").is_enabled()
+        page.keyboard.press("Escape")
+        expect(page.locator("#send")).to_be_enabled(timeout=10_000)
+        assert words(page) == ["anew"] and len(answers(page)) == 1

@@ -1,0 +1,71 @@
+"""The files of the chat page: all are served and packaged, none names another site, and files of others are unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+
+import foresay
+from foresay.server.chat_page import PAGE_FILES
+
+PACKAGE = Path(foresay.__file__).parent
+FOLDER = PACKAGE / "server" / "page"
+FILES = {path.relative_to(FOLDER).as_posix(): path for path in FOLDER.rglob("*") if path.is_file()}
+VENDORED = {name for name in FILES if name.startswith("vendor/")}
+OURS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items() if name not in VENDORED}
+ELSEWHERE = re.compile(r"https?://|[\"'`(=]//|@import|url\(")
+AS_HTML = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|Function\(|srcdoc|\.style\b"
+)
+
+
+def listed(readme: str) -> dict[str, str]:
+    """Hash of each file of others, as the list of them has it."""
+    return {
+        f"vendor/{name}": digest for name, digest in re.findall(r"^\| `(\S+)` \|.*`(\w{64})` \|$", readme, re.MULTILINE)
+    }
+
+
+def changed(hashes: dict[str, str], contents: dict[str, bytes]) -> set[str]:
+    """Files whose content has another hash, and files that one of the two lacks."""
+    found = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return {name for name in hashes | found if hashes.get(name) != found.get(name)}
+
+
+def test_files_of_others_are_as_they_were_published() -> None:
+    hashes = listed(FILES["vendor/README.md"].read_text(encoding="utf-8"))
+    contents = {name: FILES[name].read_bytes() for name in VENDORED - {"vendor/README.md"}}
+    assert len(hashes) == 2 and changed(hashes, contents) == set()
+    script = contents["vendor/marked.umd.js"]
+    assert changed(hashes, contents | {"vendor/marked.umd.js": script + b" "}) == {"vendor/marked.umd.js"}
+    assert changed(hashes, contents | {"vendor/more.js": b""}) == {"vendor/more.js"}
+    assert b"Permission is hereby granted" in contents["vendor/marked.LICENSE"]
+
+
+def test_every_file_is_served_and_packaged() -> None:
+    served = {name for name, _ in PAGE_FILES.values()}
+    assert served == set(FILES) - {"vendor/README.md", "vendor/marked.LICENSE"}
+    settings = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["foresay"]
+    packaged = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    assert set(FILES.values()) <= packaged
+    licences = {path for pattern in settings["project"]["license-files"] for path in PACKAGE.parents[1].glob(pattern)}
+    assert FILES["vendor/marked.LICENSE"] in licences
+
+
+def test_our_files_name_no_other_site_and_parse_no_text_as_html() -> None:
+    for name, text in OURS.items():
+        assert not ELSEWHERE.search(text) and not AS_HTML.search(text), name
+    assert ELSEWHERE.search('<script src="//a.example/b.js">') and ELSEWHERE.search("fetch('https://a.example')")
+    assert AS_HTML.search("box.innerHTML = text") and not AS_HTML.search("box.textContent = text")
+
+
+def test_what_the_scripts_look_for_is_on_the_page() -> None:
+    ids = set(re.findall(r'id="(\w+)"', OURS["index.html"]))
+    scripts = "".join(text for name, text in OURS.items() if name.endswith(".js"))
+    used = set(re.findall(r'\bat\("(\w+)"\)', scripts))
+    lists = re.findall(r"^const (?:SWITCHES|FIELDS) = \[(.*)\];$", scripts, re.MULTILINE)
+    used |= {name for one in lists for name in re.findall(r'"(\w+)"', one)}
+    assert len(lists) == 2 and len(used) > 15 and used <= ids
