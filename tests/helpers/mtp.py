@@ -16,22 +16,23 @@ from helpers.families import make
 
 
 def save_with_mtp(folder: Path, family: str, *, seed: int = 3, **changes: Any) -> Path:
-    """A checkpoint of a family whose layers are followed by one multi-token-prediction layer with random weights."""
+    """A checkpoint of a family whose layers are followed by multi-token-prediction layers with random weights."""
     model = make(family, seed, **changes)
     tiny.save(folder, model)
     _complete(model.config)
-    layers = MtpModel(model, 1)
+    layers = MtpModel(model, model.config.num_mtp_layers)
     generator = torch.Generator().manual_seed(seed)
     weights = load_file(folder / "model.safetensors")
     depth = model.config.num_hidden_layers
     for name, weight in layers.state_dict().items():
-        if not name.startswith("layers.0."):
+        if not name.startswith("layers."):
             continue
+        _, index, short = name.split(".", 2)
         value = torch.randn(weight.shape, generator=generator)
         value = value * weight.shape[-1] ** -0.5 * 2 if weight.dim() >= 2 else 1 + 0.3 * value
         if weight.dim() == 1 and family.startswith("qwen3"):  # norms that count from one
             value = value - 1
-        for published, part in _published(name.removeprefix("layers.0."), value, family, depth):
+        for published, part in _published(short, value, family, depth + int(index)):
             weights[published] = part.to(torch.float32).contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
