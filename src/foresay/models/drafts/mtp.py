@@ -43,20 +43,21 @@ def num_mtp_layers(model: CausalModel) -> int:
 class MtpHead(OnLastStates):
     """The multi-token-prediction layers of the target's checkpoint."""
 
-    def __init__(self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized) -> None:
-        """Load the layers from the folder that the target was loaded from.
+    def __init__(
+        self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized, layers: Any = None
+    ) -> None:
+        """layers: transformers' MtpModel; None to load it from the folder that the target was loaded from.
 
         name: of the target, for errors. make: builds the products. Raises UnsupportedModelError if it has none, or if
         transformers cannot load them.
         """
         model = target.model
-        layers = _load(model, name)
+        layers = _load(model, name) if layers is None else layers
         self.target, self.vocab_size, self.max_length = target, target.vocab_size, target.max_length
         self.device, self.dtype = target.device, model.dtype
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
         self.num_mtp_layers = len(layers.layers)
-        self.num_parameters = sum(weight.numel() for weight in layers.layers.parameters())
         if self.device.type == "cpu":
             linears.freeze_linears(layers.layers, make, all_dtypes=make is not linears.unquantized)
         self._layers = layers.eval()
