@@ -65,7 +65,8 @@ class MtpHead(OnLastStates):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        return Capabilities(trees=True, num_layers=LAST, prefill_together=self.device.type != "cpu")
+        is_single = self.num_mtp_layers == 1
+        return Capabilities(trees=is_single, num_layers=LAST, prefill_together=self.device.type != "cpu")
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
