@@ -14,7 +14,7 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Cascade, HeadDrafter, SuffixDrafter
+from foresay.drafters import Cascade, HeadDrafter, Hybrid, SuffixDrafter
 from foresay.drafters.mtp_cache import MtpCache
 from foresay.drafters.target_features import RowFeatures
 from foresay.errors import ConfigError
@@ -89,7 +89,7 @@ def decoded(head: MtpHead, make: Callable[[Recorded], Any] = lambda one: one, **
         head.target, PROMPTS, PARAMS, drafter=make(drafter), gamma=DRAFT, join_later=2, max_batch_size=3, **given
     )
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert {0, 1, 2} <= {step.num_accepted for step in steps if step.num_drafted > 2}
+    assert {0, 2} <= {step.num_accepted for step in steps if step.num_drafted > 2}
     plain, _, _ = run(head.target, PROMPTS, PARAMS, drafter=None, gamma=0)
     assert outputs == plain
     return drafter, steps
@@ -127,6 +127,12 @@ def test_after_the_tokens_of_another_drafter(head: MtpHead) -> None:
     drafter, _ = decoded(head, lambda one: Cascade([SuffixDrafter(), one], [[2, 3], [0, 0]]))
     before = {len(text) - committed for text, committed, _ in drafter.found}
     assert before == {0, 1, 2}
+    assert wrong(head, drafter) == 0
+
+
+def test_where_another_drafter_or_none_drafts_in_between(head: MtpHead) -> None:
+    """Pairs of steps without these drafts are cached later."""
+    drafter, _ = decoded(head, lambda one: Hybrid(SuffixDrafter(), one, min_match=2, k=DRAFT))
     assert wrong(head, drafter) == 0
 
 
