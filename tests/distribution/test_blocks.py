@@ -1,4 +1,4 @@
-"""Distribution tests of drafts on hidden states: chains of blocks, trees of blocks and heads; controls record others."""
+"""Distribution tests of drafts on hidden states: chains of blocks and MTP layers, trees of blocks and heads; with controls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
@@ -18,11 +19,13 @@ from foresay.drafters import BlockDrafter, HeadDrafter, Hybrid, SuffixDrafter
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import DOMINO, SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
+from foresay.models.drafts.mtp import MtpHead
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
 from helpers.heads import random_head
+from helpers.mtp import save_with_mtp
 from helpers.reference import joint, p_value
 from helpers.support import run
 
@@ -49,6 +52,18 @@ def target() -> Target:
     return model
 
 
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A model with two multi-token-prediction layers."""
+    specials = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    folder = tmp_path_factory.mktemp("layered")
+    save_with_mtp(folder, "deepseek_v3", vocab_size=SIZE, num_nextn_predict_layers=2, num_hidden_layers=2, **specials)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():  # leaves each next token likely enough
+        model.lm_head.weight *= 2.5 / model.lm_head.weight.norm(dim=1).mean()
+    return Target(model)
+
+
 class _IgnoresPath(BlockDrafter):
     """Draws given the tokens before, and records the distributions of the layers alone."""
 
@@ -59,6 +74,17 @@ class _IgnoresPath(BlockDrafter):
             return proposal
         base = torch.softmax(scores[:, : proposal.width].float() / 2.0, -1)  # at the rows' temperature
         return dataclasses.replace(proposal, distributions=base.transpose(0, 1).flatten(0, 1).contiguous())
+
+
+class _FirstForAll(HeadDrafter):
+    """Draws from each layer's distribution, and records that of the first layer for every token."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        proposal = super().propose(rows, budget, policy)
+        index = proposal.distribution_index
+        if index is None:
+            return proposal
+        return dataclasses.replace(proposal, distribution_index=torch.where(index >= 0, index[:, :1], index))
 
 
 class _RootsForAll(BlockDrafter):
@@ -82,6 +108,8 @@ DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
     "drawn by a head in a hybrid": lambda block: Hybrid(
         SuffixDrafter(), HeadDrafter(_head(block.target), SIZE, nodes=8), min_match=2, k=8
     ),
+    "layers": lambda block: HeadDrafter(MtpHead(block.target, name="tiny"), SIZE),
+    "first layer": lambda block: _FirstForAll(MtpHead(block.target, name="tiny"), SIZE),
     "roots": lambda block: _RootsForAll(block, SIZE, nodes=8),
     "ignores": lambda block: _IgnoresPath(block, SIZE),
 }
@@ -161,6 +189,15 @@ def test_blocks_without_a_markov_head(target: Target) -> None:
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 def test_the_conditioning_ignored(rule: str, target: Target) -> None:
     assert value(target, "ignores", rule) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["speculative", "coupled"])
+def test_layers_of_multi_token_prediction(rule: str, layered: Target) -> None:
+    assert value(layered, "layers", rule) > ALPHA
+
+
+def test_the_distribution_of_the_first_layer_for_all_tokens(layered: Target) -> None:
+    assert value(layered, "first layer", "speculative") < ALPHA
 
 
 DRAWN = [pytest.param("drawn", path, marks=[] if path == "selector" else [pytest.mark.long]) for path in PATHS]

@@ -148,9 +148,12 @@ def test_a_recurrent_target(family: str, device: str) -> None:
     assert {step.num_accepted == step.num_drafted for step in steps if step.num_drafted} == {True, False}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "qwen3_5"])
-def test_layers_for_multi_token_prediction(family: str, device: str, tmp_path: Path) -> None:
-    folder = str(save_with_mtp(tmp_path, family, vocab_size=264))
+@pytest.mark.parametrize(
+    ("family", "layers"), [("deepseek_v3", 1), ("deepseek_v3", 3), ("qwen3_next", 1), ("qwen3_5", 1)]
+)
+def test_layers_for_multi_token_prediction(family: str, layers: int, device: str, tmp_path: Path) -> None:
+    more = {"num_nextn_predict_layers": layers} if layers > 1 else {}
+    folder = str(save_with_mtp(tmp_path, family, vocab_size=264, **more))
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     wanted = run(load(folder, drafter="none", dtype="fp32", device="cpu").target.model, PROMPTS, params, gamma=0)[0]
     model: Any = load(folder, drafter="none", dtype="fp32", device=device).target.model

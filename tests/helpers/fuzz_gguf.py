@@ -23,17 +23,21 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
 from foresay.models.gguf import packed
+from foresay.models.gguf.mtp import mtp_layers_of_file
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make
 from helpers.gguf_files import write_gguf
+from helpers.mtp import layers_of_gguf
 
 DENSE = "-dense"
 """End of the names of files that transformers dequantises."""
 TOKENS = (5, 9, 70, 9)
 LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+WITH_MTP = ("glm4moe", "qwen35")
+"""Architectures whose files have a multi-token-prediction layer."""
 ALIGNMENT = 32
 COUNTS = (0, 1, 2, 3, 5, 255, 70_000, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1)
 FLOATS = (0.0, -1.0, 1e-45, 1e30, -1e30, float("nan"), float("inf"), float("-inf"))
@@ -106,8 +110,10 @@ def bases() -> dict[str, Image]:
         "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),
     }
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sound.gguf"
+        mtp = {name: layers_of_gguf(model(made[name][0]), made[name][0]) for name in WITH_MTP}
         return {
-            name: _image(write_gguf(Path(folder) / "sound.gguf", model(family), kinds))
+            name: _image(write_gguf(path, model(family), kinds, mtp=mtp.get(name)))
             for name, (family, kinds) in made.items()
         }
 
@@ -166,7 +172,10 @@ def cases(seed: int, count: int, folder: Path, first: int = 0) -> Iterator[tuple
 
 
 def read(path: Path) -> None:
-    """Load a file and score four tokens. Raises what loading raises, and AssertionError for scores that are not finite."""
+    """Load a file with its multi-token-prediction layers, and score four tokens.
+
+    Raises what loading raises, and AssertionError for scores that are not finite.
+    """
     options = LoadOptions(dtype="fp32") if path.stem.endswith(DENSE) else LoadOptions()
     loaded = load_model(path, options)
     rows = Rows([Row(0, list(TOKENS), SamplingParams(), limit=len(TOKENS) + 1)])
@@ -174,6 +183,9 @@ def read(path: Path) -> None:
     loaded.model.admit(rows, 0, kept)
     scores = loaded.model.forward(ModelInput(torch.tensor([TOKENS]), [len(TOKENS)]), kept).scores()
     assert bool(torch.isfinite(scores).all()), "scores that are not finite"
+    body = getattr(loaded.model, "model", None)
+    if body is not None and getattr(body.config, "num_mtp_layers", 0):
+        mtp_layers_of_file(body, in_blocks=loaded.weights == "GGUF")
     packed.settle()  # no thread stays that waits until it may write to the disk
 
 

@@ -83,16 +83,25 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(
-    path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | None = None, *, kind: str | None = None
+    path: Path,
+    model: PreTrainedModel,
+    kinds: Mapping[str, str] | None = None,
+    *,
+    kind: str | None = None,
+    mtp: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """A tiny model of a family that foresay reads from GGUF files, and its tokenizer, as such a file.
 
     kinds: by the last word of a tensor's name ("attn_q", "output"), the type its weights are rounded to; otherwise `kind`
-    for matrices, or float32 without it.
+    for matrices, or float32 without it. mtp: weights of multi-token-prediction layers, as layers that follow the model's.
     """
     writer = gguf.GGUFWriter(path, architecture_of(model)[0])
-    _add_values(writer, model)
-    for name, weight in _tensors(model).items():
+    depth = model.config.num_hidden_layers
+    more = len({name.split(".")[2] for name in mtp or ()})
+    if more:
+        writer.add_nextn_predict_layers(more)
+    _add_values(writer, model, depth + more)
+    for name, weight in _tensors(model, mtp or {}, depth + more).items():
         values = np.ascontiguousarray(weight.detach().float().numpy())
         own = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
         if (
@@ -114,14 +123,14 @@ def write_gguf(
     return path
 
 
-def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel, blocks: int) -> None:
     config, names = model.config, tiny.tokenizer()
     heads = config.num_attention_heads
     head_dim = 0 if config.model_type == "gemma4_text" else getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(blocks)
     unused = config.model_type == "gpt_oss"  # all its layers consist of experts, whose width is another key
     if config.model_type == "gemma4_text":
         head_dim = _add_layers(writer, config)
@@ -183,19 +192,22 @@ def _add_layers(writer: gguf.GGUFWriter, config: Any) -> int:
     return int(full)
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _tensors(model: PreTrainedModel, mtp: Mapping[str, torch.Tensor], blocks: int) -> dict[str, torch.Tensor]:
     """The weights by llama.cpp's names, in its order of rows."""
     config, (family, one) = model.config, architecture_of(model)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known[family], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(known[family], blocks)
+    of_mtp = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH.GLM4_MOE, blocks
+    )  # older packages know the names in GLM-4's files alone
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if one.interleaved else {}
     tensors = {}
     split = _alternating_experts if config.model_type == "gpt_oss" else _split_experts
-    for name, weight in split(model.state_dict()).items():
+    for name, weight in split({**model.state_dict(), **mtp}).items():
         stem, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             stem, suffix = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")
-        own = str(names.get_name(stem))
+        own = str(names.get_name(stem) or of_mtp.get_name(stem))
         if (converted := gguf_hybrids.converted(config, name, weight)) is not None:
             tensors[converted[0] or f"{own}.{suffix}"] = converted[1]
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,41 @@ from helpers.families import make
 
 
 def save_with_mtp(folder: Path, family: str, *, seed: int = 3, **changes: Any) -> Path:
-    """A checkpoint of a family whose layers are followed by one multi-token-prediction layer with random weights."""
+    """A checkpoint of a family whose layers are followed by multi-token-prediction layers with random weights."""
     model = make(family, seed, **changes)
     tiny.save(folder, model)
-    _complete(model.config)
-    layers = MtpModel(model, 1)
-    generator = torch.Generator().manual_seed(seed)
     weights = load_file(folder / "model.safetensors")
     depth = model.config.num_hidden_layers
+    for index, short, value in _random_layers(model, family, seed):
+        for published, part in _published(short, value, family, depth + index):
+            weights[published] = part.to(torch.float32).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def layers_of_gguf(model: Any, family: str, *, seed: int = 3) -> dict[str, torch.Tensor]:
+    """The weights of such a checkpoint's layers under the names that llama.cpp's converter reads, after the model's layers."""
+    depth, found = model.config.num_hidden_layers, {}
+    for index, short, value in _random_layers(model, family, seed):
+        name = short.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        found[f"model.layers.{depth + index}.{name}"] = value
+    return found
+
+
+def _random_layers(model: Any, family: str, seed: int) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """(layer, transformers' name in it, values) of each weight."""
+    _complete(model.config)
+    layers = MtpModel(model, model.config.num_mtp_layers)
+    generator = torch.Generator().manual_seed(seed)
     for name, weight in layers.state_dict().items():
-        if not name.startswith("layers.0."):
+        if not name.startswith("layers."):
             continue
+        _, index, short = name.split(".", 2)
         value = torch.randn(weight.shape, generator=generator)
         value = value * weight.shape[-1] ** -0.5 * 2 if weight.dim() >= 2 else 1 + 0.3 * value
         if weight.dim() == 1 and family.startswith("qwen3"):  # norms that count from one
             value = value - 1
-        for published, part in _published(name.removeprefix("layers.0."), value, family, depth):
-            weights[published] = part.to(torch.float32).contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+        yield int(index), short, value
 
 
 def _published(name: str, value: torch.Tensor, family: str, depth: int) -> list[tuple[str, torch.Tensor]]:

@@ -100,6 +100,7 @@ INSIDE = {
         {"packed"},
         {"shapes"},
         {"blocks"},
+        {"mtp"},
     ],
     "models/sources": [
         {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "multimodal"},

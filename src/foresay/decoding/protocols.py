@@ -46,7 +46,8 @@ class ModelInput:
     token_ids: [B, T] int64, right-padded to num_tokens[i] real tokens; row i belongs to cache row `first_row + i`.
     parents: [B, T] int64, the node that each token follows, always an earlier one, -1 for the end of the cached row; None for
     chains. hidden_layers: layers whose hidden states are returned, 0 for the embeddings, l for the output of the l-th layer.
-    features: [B, T, F], further input of draft heads, made of the target's hidden states.
+    features: [B, T, F], further input of draft heads, made of the target's hidden states. mtp_layer: the layer that runs, of
+    several for multi-token prediction.
     """
 
     token_ids: torch.Tensor
@@ -56,6 +57,7 @@ class ModelInput:
     logits: Logits = Logits.ALL
     hidden_layers: tuple[int, ...] = ()
     features: torch.Tensor | None = None
+    mtp_layer: int = 0
 
     def last_columns(self) -> torch.Tensor:
         """Index of the last real token of each row, [B] int64; 0 for a row without tokens."""
@@ -77,7 +79,7 @@ class ModelInput:
         parents = None if self.parents is None else self.parents[start:end]
         rows = self.token_ids[start:end], self.num_tokens[start:end], self.first_row + start
         features = None if self.features is None else self.features[start:end]
-        return ModelInput(*rows, parents, self.logits, self.hidden_layers, features)
+        return ModelInput(*rows, parents, self.logits, self.hidden_layers, features, self.mtp_layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Drafting on the target's hidden states: heads (EAGLE-3, Li et al. 2025), MTP layers, blocks (DFlash, arXiv 2602.06036; DSpark).
 
-A head drafts one token after the other. Its cache has the pairs of hidden states and following tokens; draft tokens are cached
-with the head's own output instead, and are rewound once the hidden states of the target are known. A block drafter scores all
+A head drafts one token after the other. A block drafter scores all
 tokens of a block in one pass; a Markov head or a candidate selector changes them by the tokens before, so that each token is
 drawn from a distribution that is known exactly.
 """
@@ -10,165 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 
 from foresay.checks import check_float, check_int
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification, depths_of
-from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import CONFIDENCES, Reads, Stopping, StoppingRule
-from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.draft_chain import DraftChain
+from foresay.drafters.head_cache import LAST, HeadCache
 from foresay.drafters.model import ModelDrafter
-from foresay.drafters.target_features import FeatureCache, ReadsStates, RowFeatures
+from foresay.drafters.mtp_cache import MtpCache, num_mtp_layers
+from foresay.drafters.target_features import FeatureCache, ReadsStates
 from foresay.errors import ConfigError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.drafts.block import BlockModel
 
-_NEXT, _LAST = 0, 1
-"""Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
 BRANCHES = 4
 """Children of a node of a tree."""
-
-
-@runtime_checkable
-class DraftsAtOnce(Protocol):
-    """A head that can draft several tokens in one call."""
-
-    @property
-    def drafts_at_once(self) -> bool:
-        """See HeadModel."""
-        ...
-
-    def draft_at_once(
-        self,
-        known: torch.Tensor,
-        features: torch.Tensor,
-        cache: Any,
-        most: int,
-        ends: Sequence[int],
-        rule: StoppingRule,
-    ) -> tuple[list[int], list[float]] | None:
-        """See HeadModel.draft_at_once."""
-        ...
-
-
-class HeadCache(FeatureCache):
-    """A head's cache over ragged rows, fed with the target's hidden states.
-
-    The head's input is a token and, in `ModelInput.features`, the features before it; its hidden states _NEXT replace them.
-    """
-
-    def __init__(self, head: ReadsStates, vocab_size: int) -> None:
-        self.head = head
-        self._last_output: torch.Tensor | None = None
-        """[B, 1, D], the head's output for each row's last token, which the next pass reads."""
-        self._outputs: torch.Tensor | None = None
-        """[B, K, D], the head's outputs of the last pass."""
-        super().__init__(head, vocab_size)
-
-    def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
-        """Prefill long contexts in separate passes, until at most MAX_CATCH_UP pairs are pending."""
-        self._rewind()
-        self._compute([one if on else None for one, on in zip(self._features, wanted, strict=True)])
-        for index, (row, one) in enumerate(zip(rows, self._features, strict=True)):
-            while one is not None and wanted[index] and len(one.pending) > MAX_CATCH_UP:
-                count = min(self.head.capabilities.prefill_chunk, len(one.pending) - 1)
-                tokens = torch.from_numpy(row.tokens[one.cached + 1 : one.cached + 1 + count])[None]
-                model_input = ModelInput(tokens.to(self.head.device), [count], index, logits=Logits.NONE)
-                super().forward(dataclasses.replace(model_input, features=one.pending[None, :count]))
-                one.mark_cached(count)
-
-    def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
-        """Feed the pending pairs, then the rows' draft tokens one by one; see `DraftCache.catch_up`."""
-        output = self._feed_pending(rows, fed)
-        drafted = [row.tokens[row.committed.size :] if row.committed is not row else row.tokens[:0] for row in rows]
-        for step in range(max(len(draft) if on else 0 for draft, on in zip(drafted, fed, strict=True))):
-            on = [flag and len(draft) > step for draft, flag in zip(drafted, fed, strict=True)]
-            tokens = [[int(draft[step]) if flag else 0] for draft, flag in zip(drafted, on, strict=True)]
-            model_input = ModelInput(
-                torch.tensor(tokens, device=self.head.device), [int(flag) for flag in on], logits=Logits.LAST
-            )
-            output = self._merged(output, self.forward(model_input), on)
-        return output
-
-    def _feed_pending(self, rows: Rows, fed: Sequence[bool]) -> ModelOutput:
-        """Run a pass over the pending pairs; a row without any feeds its last pair again."""
-        parts = [one if on else None for one, on in zip(self._features, fed, strict=True)]
-        self._compute(parts)
-        self._repeat_last(parts)
-        counts = [0 if one is None else len(one.pending) for one in parts]
-        tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
-        features = torch.zeros(*tokens.shape, self.head.width, dtype=self.head.dtype, device=self.head.device)
-        for i, (row, one) in enumerate(zip(rows, parts, strict=True)):
-            if one is not None:
-                tokens[i, : counts[i]] = torch.from_numpy(row.tokens[one.cached + 1 : one.count + 1])
-                features[i, : counts[i]] = one.pending
-                one.mark_cached(counts[i])
-        model_input = ModelInput(tokens.to(self.head.device), counts, logits=Logits.LAST, features=features)
-        output = super().forward(model_input)
-        hidden = {n: model_input.of_last(states) for n, states in output.hidden.items()}
-        self._last_output = self._outputs = hidden[_NEXT]
-        return dataclasses.replace(output, hidden=hidden)
-
-    def _repeat_last(self, parts: Sequence[RowFeatures | None]) -> None:
-        """Make the last pair of rows without a pending one pending again."""
-        for index, one in enumerate(parts):
-            if one is not None and not len(one.pending):
-                one.pending, one.cached = one.last, one.cached - 1
-                self.cache.lengths[index] = one.cached
-
-    def _merged(self, old: ModelOutput, new: ModelOutput, on: Sequence[bool]) -> ModelOutput:
-        """Return the new output for rows that were fed, the old one for the others."""
-        which = torch.tensor(on, device=self.head.device)[:, None, None]
-        hidden = {n: torch.where(which, new.hidden[n], old.hidden[n]) for n in old.hidden}
-        self._last_output = self._outputs = hidden[_NEXT]
-        assert new.logits is not None and old.logits is not None
-        return dataclasses.replace(new, logits=torch.where(which, new.logits, old.logits), hidden=hidden)
-
-    def keep_nodes(self, index: torch.Tensor) -> None:
-        """Order the outputs of the last pass as the nodes are ordered now; see `DraftCache.keep_nodes`."""
-        assert self._outputs is not None
-        batch = torch.arange(len(index), device=index.device)[:, None]
-        self._outputs = self._outputs[batch, index.clamp(min=0)]
-
-    def forward(self, model_input: ModelInput) -> ModelOutput:
-        """Run one pass over draft tokens: the next token of each chain, or a whole tree after the rows' last tokens."""
-        assert self._last_output is not None and self._outputs is not None
-        features = self._outputs[:, -1:]
-        if model_input.parents is not None:
-            batch = torch.arange(len(model_input.parents), device=model_input.parents.device)[:, None]
-            of_parents = self._outputs[batch, model_input.parents.clamp(min=0, max=self._outputs.shape[1] - 1)]
-            features = torch.where(model_input.parents[..., None] < 0, self._last_output, of_parents)
-        output = super().forward(dataclasses.replace(model_input, features=features))
-        self._outputs = output.hidden[_NEXT]
-        return output
-
-    @property
-    def drafts_at_once(self) -> bool:
-        """True if the head can draft several tokens in one call."""
-        head = self.head
-        return isinstance(head, DraftsAtOnce) and head.drafts_at_once and self.model.vocab_size == head.vocab_size
-
-    def draft_at_once(self, rows: Rows, most: int, rule: StoppingRule) -> tuple[list[int], list[float]] | None:
-        """Feed the only row's pending pairs and draft after them, in one call; None if it is not possible."""
-        one = self._features[0]
-        if one is None or not self.drafts_at_once:
-            return None
-        assert isinstance(self.head, DraftsAtOnce)
-        self._compute([one])
-        self._repeat_last([one])
-        known = torch.from_numpy(rows[0].tokens[one.cached + 1 : one.count + 1])
-        drawn = self.head.draft_at_once(known, one.pending, self.cache, most, tuple(rows[0].eos), rule)
-        if drawn is not None:
-            one.mark_cached(len(known))
-            self.model.row_passes += len(drawn[0])
-        return drawn
 
 
 class BlockCache(FeatureCache):
@@ -271,7 +134,7 @@ class BlockCache(FeatureCache):
         at = index.clamp(max=self._scores.shape[1] - 1)
         scores, hidden = self._scores[batch, at], self._outputs[batch, at]
         logits, self._states = self.block.after(scores, hidden, previous, index, states)
-        return ModelOutput(logits, {_LAST: hidden}, subset=self.block.subset)
+        return ModelOutput(logits, {LAST: hidden}, subset=self.block.subset)
 
     def expected(self, tokens: torch.Tensor, index: int) -> torch.Tensor | None:
         """Return the predicted acceptance [B] of the token after each of `tokens`; None without a confidence head.
@@ -329,14 +192,19 @@ class HiddenStateDrafter(ModelDrafter):
 
 
 class HeadDrafter(HiddenStateDrafter):
-    """Draft with a head or a multi-token-prediction layer, one token after the other."""
+    """Draft with a head or multi-token-prediction layers, one token after the other."""
 
     context: HeadCache
     width = 4
 
     def __init__(self, head: ReadsStates, target_vocab_size: int, *, sample: bool = True, nodes: int = 0) -> None:
-        """See HiddenStateDrafter."""
-        context = HeadCache(head, target_vocab_size)
+        """See HiddenStateDrafter. Several multi-token-prediction layers draft no trees."""
+        is_layered = num_mtp_layers(head) > 1
+        if is_layered and nodes:
+            raise ConfigError(
+                "must be 0: several multi-token-prediction layers draft chains", param="nodes", value=nodes
+            )
+        context = (MtpCache if is_layered else HeadCache)(head, target_vocab_size)
         super().__init__(head, target_vocab_size, context, sample=sample, nodes=nodes)
 
     def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:

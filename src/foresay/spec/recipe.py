@@ -16,7 +16,7 @@ import torch
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.memory import Memory
 from foresay.drafters.ngram_table import NgramTable
-from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foresay.lengths.throughput import DEFAULT_HIGH
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import resolve
@@ -106,12 +106,15 @@ class Resources:
     def mtp(self) -> MtpHead:
         """Return the target's multi-token-prediction layers. Raises UnsupportedModelError if its checkpoint has none."""
         from foresay.models.drafts.mtp import MtpHead
+        from foresay.models.gguf.mtp import mtp_layers_of_file
         from foresay.models.sources.transformers_errors import quiet_transformers
 
         if self.mtp_head is None:
-            target, _, make = self._for_reader("mtp drafter")
+            target, options, make = self._for_reader("mtp drafter")
+            in_blocks = self.target.weights == "GGUF" and options.bits is None
             with quiet_transformers():
-                self.mtp_head = MtpHead(target, name=self.target.name, make=make)
+                layers = mtp_layers_of_file(target.model, in_blocks=in_blocks)
+                self.mtp_head = MtpHead(target, name=self.target.name, make=make, layers=layers)
         return self.mtp_head
 
     def has_mtp(self) -> bool:
@@ -124,7 +127,7 @@ class Resources:
             return False
         try:
             self.mtp()
-        except (UnsupportedModelError, ConfigError) as error:
+        except (UnsupportedModelError, ModelLoadError, ConfigError) as error:
             logger.info("drafting without multi-token-prediction layers: %s", error)
             return False
         return True

@@ -310,7 +310,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
         "A head on the target's hidden states (EAGLE-3), in chains or trees of `nodes`: its folder or hub id.",
         "model",
     ),
-    "mtp": DrafterSpec(_mtp, "The multi-token-prediction layer of the target's own checkpoint.", "model"),
+    "mtp": DrafterSpec(_mtp, "The multi-token-prediction layers of the target's own checkpoint.", "model"),
     "block": DrafterSpec(
         _block,
         "A block drafter (DFlash, DFlash2, DSpark): a block in one pass, or a tree of `nodes`; its folder or hub id.",

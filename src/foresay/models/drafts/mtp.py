@@ -1,13 +1,14 @@
 """The multi-token-prediction layers of a checkpoint as a draft head (DeepSeek-V3, section 2.2).
 
-A layer reads the target's last hidden state at a position and the embedding of the token after it, and predicts the token after
-that; its output replaces the hidden state for the next token. transformers knows the layouts and builds the layers;
-this module runs the first of them over a slot cache, as often as tokens are drafted. Owns the forward pass and the completion of
-configurations that name no such layers.
+The first layer reads the target's last hidden state at a position and the embedding of the token after it, and predicts the token
+after that. The next one reads its output and the embedding of one token later, and so on. transformers knows the layouts and
+builds the layers; this module runs them over a slot cache, one in a pass. Owns the forward pass and the completion of
+configurations that name no such layers. drafters/mtp_cache.py chooses the layer of a pass.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel, TransformersCache
 from foresay.models.huggingface.linears import MakeProduct
 
+logger = logging.getLogger("foresay")
+
 _MTP_OF_QWEN = re.compile(r"qwen3_(next|5)")
 """model_type of families whose checkpoints have one such layer that their configurations do not name."""
 
@@ -38,22 +41,23 @@ def num_mtp_layers(model: CausalModel) -> int:
 
 
 class MtpHead(OnLastStates):
-    """The first multi-token-prediction layer of the target's checkpoint."""
+    """The multi-token-prediction layers of the target's checkpoint."""
 
-    def __init__(self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized) -> None:
-        """Load the layers from the folder that the target was loaded from.
+    def __init__(
+        self, target: CausalModel, *, name: str, make: MakeProduct = linears.unquantized, layers: Any = None
+    ) -> None:
+        """layers: transformers' MtpModel; None to load it from the folder that the target was loaded from.
 
         name: of the target, for errors. make: builds the products. Raises UnsupportedModelError if it has none, or if
         transformers cannot load them.
         """
         model = target.model
-        layers = _load(model, name)
+        layers = _load(model, name) if layers is None else layers
         self.target, self.vocab_size, self.max_length = target, target.vocab_size, target.max_length
         self.device, self.dtype = target.device, model.dtype
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
-        del layers.layers[1:]
-        self.num_parameters = sum(weight.numel() for weight in layers.layers.parameters())
+        self.num_mtp_layers = len(layers.layers)
         if self.device.type == "cpu":
             linears.freeze_linears(layers.layers, make, all_dtypes=make is not linears.unquantized)
         self._layers = layers.eval()
@@ -61,11 +65,12 @@ class MtpHead(OnLastStates):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        return Capabilities(trees=True, num_layers=LAST, prefill_together=self.device.type != "cpu")
+        is_single = self.num_mtp_layers == 1
+        return Capabilities(trees=is_single, num_layers=LAST, prefill_together=self.device.type != "cpu")
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """Run one pass over pairs of a token and, in `ModelInput.features` [B, T, H], the hidden state before it."""
+        """Run one layer over pairs of a token and, in `ModelInput.features` [B, T, H], the hidden state before it."""
         assert isinstance(cache, SlotCache) and model_input.features is not None
         tokens, features = model_input.token_ids, model_input.features
         batch, columns = tokens.shape
@@ -73,10 +78,11 @@ class MtpHead(OnLastStates):
         if alone:
             tokens, features = tokens.expand(-1, 2), features.expand(-1, 2, -1)
         at = cache.begin_pass(model_input.first_row, batch, tokens.shape[1], self.device, model_input.parents)
-        positions = (at.positions + 1).clamp(max=self.max_length - 1)
+        layer = model_input.mtp_layer
+        positions = (at.positions + 1 + layer).clamp(max=self.max_length - 1)
         with attention.during(at):
             states = self._layers.forward_layer(
-                0, features, positions, _MtpCache(cache, at), input_ids=tokens.to(self.device)
+                layer, features, positions, _MtpCache(cache, at), input_ids=tokens.to(self.device)
             )
         states = states[:, :columns]
         for i, count in enumerate(model_input.num_tokens):
@@ -168,6 +174,8 @@ def _complete(config: Any) -> None:
     count = getattr(config, "mtp_num_hidden_layers", None)
     if count == 0:
         return
+    if count is not None and count > 1:
+        logger.warning("of %d multi-token-prediction layers, which share one projection, the first is used", count)
     config.num_mtp_layers = 1
     config.mtp_layer_types = ["full_attention"]
     if getattr(config, "mlp_layer_types", None) is not None:

@@ -142,7 +142,6 @@ ARCHITECTURES = {
     "glm4moe": Architecture(
         "glm4_moe",
         _GLM4_MOE,
-        {"num_mtp_layers": 0},
         required=(*[*_GLM4_MOE][:6], "rope.dimension_count"),
         derived=("nextn_predict_layers",),
         neutral={"expert_gating_func": (0, 2)},

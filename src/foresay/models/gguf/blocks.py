@@ -44,10 +44,14 @@ def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blo
     """
     if in_blocks:
         check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
-    model, name = empty_model(config, dtype), gguf_namer(header, config)
+    model, name = empty_model(config, dtype), gguf_namer(header, config.num_hidden_layers)
     check_tensors(header, model, name)
     packed = PackedWeights(header) if in_blocks else None
-    _fill(model, _File(header, config, dtype, name, packed))
+    file = FileWeights(header, config, dtype, name, packed)
+    if packed is not None:
+        model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
+        _fill_embeddings(model, file)
+    fill(model, file)
     if packed is None:
         model.tie_weights()
     else:
@@ -57,7 +61,7 @@ def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blo
     return model.eval()
 
 
-class _File:
+class FileWeights:
     """The tensors of a file, by transformers' parameter names."""
 
     def __init__(
@@ -164,11 +168,8 @@ def _row_order(rows: int, heads: int) -> torch.Tensor:
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
-def _fill(model: Any, file: _File) -> None:
-    """Load the file's weights into a model on the meta device."""
-    if file.in_blocks:
-        model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
-        _fill_embeddings(model, file)
+def fill(model: Any, file: FileWeights) -> None:
+    """Load the file's weights into the modules of a model that are on the meta device."""
     replaced: set[int] = set()
     for name, module in list(model.named_modules()):
         file.release_pages()  # of the weights that were packed
@@ -207,7 +208,7 @@ def _set_parameter(module: nn.Module, name: str, values: torch.Tensor, dtype: to
     module.register_buffer(name, values, persistent=False)
 
 
-def _fill_embeddings(model: Any, file: _File) -> None:
+def _fill_embeddings(model: Any, file: FileWeights) -> None:
     """Load the embedding and the output layer, which share one product if they are tied and its rows can be read."""
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -230,7 +231,7 @@ def _scale_of(embedding: nn.Module) -> float:
     return float(getattr(embedding, "scalar_embed_scale", 1.0))
 
 
-def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor | None, file: _File) -> None:
+def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor | None, file: FileWeights) -> None:
     """Load a linear layer with the parameter `source`: as a product if it is quantized, else as a plain layer."""
     product = file.product([source], bias)
     if product is not None:
@@ -247,7 +248,7 @@ def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor |
     setattr(parent, name, layer)
 
 
-def _filled_experts(experts: Any, path: str, file: _File) -> Any:
+def _filled_experts(experts: Any, path: str, file: FileWeights) -> Any:
     """Return the experts of a layer: with products if they are quantized, else with numbers."""
     gate, up, down = (f"{path}.{short}" for short in EXPERTS)
     gate_bias, up_bias, down_bias = (file.dense(f"{one}.bias") for one in (gate, up, down))
@@ -267,7 +268,7 @@ def _filled_experts(experts: Any, path: str, file: _File) -> Any:
     return experts
 
 
-def _fill_joint(parent: Any, path: str, names: Sequence[str], file: _File) -> None:
+def _fill_joint(parent: Any, path: str, names: Sequence[str], file: FileWeights) -> None:
     """Replace layers that read the same input by one product, if all their weights are quantized."""
     layers = [getattr(parent, name, None) for name in names]
     if not all(isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers):

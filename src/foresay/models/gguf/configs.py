@@ -94,8 +94,10 @@ def _usual_scale(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
 def _glm4_moe(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """MTP layers are counted with the others; biases and norms of heads are there if their tensors are."""
     prefix = header.architecture
+    more = int(header.values.get(f"{prefix}.nextn_predict_layers", 0))
     return {
-        "num_hidden_layers": fields["num_hidden_layers"] - int(header.values.get(f"{prefix}.nextn_predict_layers", 0)),
+        "num_hidden_layers": fields["num_hidden_layers"] - more,
+        "num_mtp_layers": more,
         "partial_rotary_factor": header.values[f"{prefix}.rope.dimension_count"] / fields["head_dim"],
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in header.tensors,

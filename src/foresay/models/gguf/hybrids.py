@@ -97,10 +97,13 @@ def qwen35_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
         raise invalid_value(header, f"{prefix}.ssm.inner_size", f"a multiple of the {heads} heads")
     if rotated > size:
         raise invalid_value(header, f"{prefix}.rope.dimension_count", f"at most the {size} numbers of a head")
-    layers = fields["num_hidden_layers"] - int(header.values.get(f"{prefix}.nextn_predict_layers", 0))
+    more = int(header.values.get(f"{prefix}.nextn_predict_layers", 0))
+    layers = fields["num_hidden_layers"] - more
+    of_mtp = {"num_mtp_layers": more, "mtp_layer_types": ["full_attention"] * more} if more else {}
     interval = _integer(header, "full_attention_interval", _MOST_INTERVAL)
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta"), "partial_rotary_factor": rotated / size}
     return {
+        **of_mtp,
         "num_hidden_layers": layers,
         "layer_types": ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)],
         "linear_value_head_dim": inner // heads,

@@ -42,10 +42,10 @@ Parts = dict[str, list[NativeProduct]]
 class PackedWeights:
     """The products of a file: those of an earlier load, or new ones, which `write` keeps."""
 
-    def __init__(self, header: GgufHeader) -> None:
-        """Raises ConfigError for an invalid $FORESAY_PACKED_GB."""
+    def __init__(self, header: GgufHeader, part: str = "") -> None:
+        """part: name of a part of the file that is loaded separately. Raises ConfigError for an invalid $FORESAY_PACKED_GB."""
         self._header, self._limit = header, _limit_bytes()
-        self._path = _root() / f"{_digest(header)}.weights"
+        self._path = _root() / f"{_digest(header)}{part}.weights"
         self._kept = _read(self._path) if self._limit else {}
         self._new: Parts = {}
 

@@ -6,7 +6,6 @@ llama.cpp, it rejects missing tensors, tensors of another shape, and unknown ten
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,8 +22,6 @@ from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.values import invalid_tensor, invalid_value
 from foresay.models.huggingface.experts import expert_weights
-
-logger = logging.getLogger("foresay")
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized."""
@@ -47,7 +44,7 @@ def empty_model(config: Any, dtype: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def gguf_namer(header: GgufHeader, config: Any) -> Name:
+def gguf_namer(header: GgufHeader, num_layers: int) -> Name:
     """Return the name mapping of a file's architecture, which must be one of ARCHITECTURES.
 
     A parameter that is no weight or bias of a module is stored as the weight of its own name, or as a bias without "_bias".
@@ -55,7 +52,7 @@ def gguf_namer(header: GgufHeader, config: Any) -> Name:
     import gguf
 
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known[header.architecture], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(known[header.architecture], num_layers)
 
     def name(parameter: str) -> str:
         stem, _, suffix = parameter.rpartition(".")
@@ -86,8 +83,25 @@ def check_tensors(header: GgufHeader, model: Any, name: Name) -> None:
     """
     check_keys(header, ("general", "model"))
     _check_unread_values(header, model.config)
+    output = model.get_output_embeddings()
+    shapes = shapes_of(header, model, name, output, is_tied=model.config.tie_word_embeddings)
+    unread = (*_mtp_layers(header, model.config), *_shared_keys(model.config))
+    for tensor_name, tensor in header.tensors.items():
+        if tensor_name.startswith(unread):
+            continue
+        if not tensor_name.startswith(_POSITIONS) and not tensor_name.endswith("attn_rot_embd.weight"):
+            check_tensor(header, tensor_name, tensor, shapes)
+
+
+def shapes_of(
+    header: GgufHeader, module: nn.Module, name: Name, output: nn.Module | None = None, *, is_tied: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a module on the meta device. Raises ModelLoadError if the file lacks one.
+
+    output: the output layer in the module, which has no bias, and no tensor if it is tied.
+    """
     shapes, missing = {}, []
-    for parameter, shape, needed in _parameters(model):
+    for parameter, shape, needed in _parameters(module, output, is_tied=is_tied):
         tensor_name = name(parameter)
         shapes[tensor_name] = shape
         if needed and tensor_name not in header.tensors:
@@ -97,20 +111,13 @@ def check_tensors(header: GgufHeader, model: Any, name: Name) -> None:
         raise ModelLoadError(
             f"{str(header.path)!r} lacks {len(missing)} of the model's tensors ({', '.join(missing[:3])}, ...){part}"
         )
-    unread = (*_mtp_layers(header, model.config), *_shared_keys(model.config))
-    for tensor_name, tensor in header.tensors.items():
-        if tensor_name.startswith(unread):
-            continue
-        if not tensor_name.startswith(_POSITIONS) and not tensor_name.endswith("attn_rot_embd.weight"):
-            _check_tensor(header, tensor_name, tensor, shapes)
+    return shapes
 
 
 def _mtp_layers(header: GgufHeader, config: Any) -> tuple[str, ...]:
-    """Return the prefixes of the tensors of MTP layers, which are logged; () without such layers."""
-    first, count = config.num_hidden_layers, int(header.values.get(f"{header.architecture}.block_count", 0))
-    if count > first:
-        logger.info("%s: its %d MTP layer(s) (blk.%d, ...) are not read", header.path, count - first, first)
-    return tuple(f"blk.{i}." for i in range(first, count))
+    """Return the prefixes of the tensors of multi-token-prediction layers, which mtp.py checks; () without such layers."""
+    count = int(header.values.get(f"{header.architecture}.block_count", 0))
+    return tuple(f"blk.{i}." for i in range(config.num_hidden_layers, count))
 
 
 def _shared_keys(config: Any) -> list[str]:
@@ -133,10 +140,10 @@ def check_size(header: GgufHeader, model: Any) -> None:
         )
 
 
-def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
+def _parameters(
+    model: nn.Module, output: nn.Module | None, *, is_tied: bool
+) -> list[tuple[str, tuple[int, ...], bool]]:
     """Return (name, shape, whether it is required) of each parameter and of each linear layer's optional bias."""
-    tied = model.config.tie_word_embeddings
-    output = model.get_output_embeddings()
     found: list[tuple[str, tuple[int, ...], bool]] = []
     for path, module in model.named_modules():
         if (weights := expert_weights(module)) is not None:
@@ -150,7 +157,7 @@ def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
             shape = tuple(one.shape)
             if isinstance(module, nn.Conv1d) and len(shape) == 3:  # of one channel each
                 shape = shape[::2]
-            found.append((f"{path}.{short}", shape, not (tied and module is output)))
+            found.append((f"{path}.{short}", shape, not (is_tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
             # some configurations do not state whether there are biases; the file decides
             found.append((f"{path}.bias", (module.out_features,), False))
@@ -163,9 +170,10 @@ def stored_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in module.named_buffers(recurse=False) if name not in left_out]
 
 
-def _check_tensor(
+def check_tensor(
     header: GgufHeader, tensor_name: str, tensor: StoredTensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
+    """Raise ModelLoadError for a tensor without one of these shapes, by name, or of a type that is not read."""
     import gguf
 
     shape = shapes.get(tensor_name)

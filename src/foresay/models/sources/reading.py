@@ -88,6 +88,7 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
             dtype = torch.bfloat16 if in_blocks else _dtype(location, options, config if for_decoding else None)
             weights = model_of_file(header, config, dtype, in_blocks=in_blocks).to(options.computes_on)
             suppress(weights.generation_config, header)
+            config.name_or_path = str(header.path)
             return weights, tokenizer_of(header), "GGUF" if in_blocks else rounded
         whole = _config(location, options)
         config = language_model_of(whole, location.name) if location.header is None else whole

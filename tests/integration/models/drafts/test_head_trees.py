@@ -10,7 +10,8 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
-from foresay.drafters.hidden_states import BRANCHES, HeadCache
+from foresay.drafters.head_cache import HeadCache
+from foresay.drafters.hidden_states import BRANCHES
 from foresay.lengths import ConstantLength
 from foresay.models.drafts.base import NEXT
 from foresay.models.drafts.head import HeadModel

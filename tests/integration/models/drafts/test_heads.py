@@ -16,7 +16,7 @@ from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, PromptLookup, target_features
-from foresay.drafters.hidden_states import HeadCache
+from foresay.drafters.head_cache import HeadCache
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError

@@ -169,8 +169,15 @@ def test_a_hub_target_reads_its_own_snapshot_and_keeps_its_configuration(
         MtpHead(model, name="tiny")
 
 
+def test_of_layers_that_share_a_projection_the_first_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = target(tmp_path, "qwen3_5", mtp_num_hidden_layers=2)
+    head = MtpHead(model, name="tiny")
+    assert head.num_mtp_layers == 1 and "of 2 multi-token-prediction layers" in caplog.text
+    assert num_mtp_layers(model) == 2
+
+
 def test_options_of_drafts_apply(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """8-bit weights give other draft tokens but the same text; of two layers only the first is kept; nothing is printed."""
+    """8-bit weights give other draft tokens but the same text; nothing is printed."""
     path = save_with_mtp(tmp_path, "qwen3_5", vocab_size=SMALL)
     capfd.readouterr()
     plain = load(str(path), drafter="none", dtype="fp32")

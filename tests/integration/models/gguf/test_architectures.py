@@ -239,9 +239,7 @@ def test_other_kinds_of_yarn_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stated", [1, 0, 4])
-def test_mtp_layers_are_left_out(
-    stated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mtp_layers_are_no_layers_of_the_model(stated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They count as layers of the file; those that it does not state are unknown tensors."""
     add = gguf.GGUFWriter.add_block_count
 
@@ -254,9 +252,7 @@ def test_mtp_layers_are_left_out(
     monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", more)
     path = file_of("glm4moe", tmp_path)
     if stated == 1:
-        caplog.set_level("INFO", "foresay")
         assert error(scores(load_model(path, LoadOptions(dtype="fp32")).model), scores_of("glm4moe")) < 1e-4
-        assert len([one for one in caplog.messages if "its 1 MTP layer(s) (blk.3, ...) are not read" in one]) == 1
     else:
         problem = "less than the 3 layers" if stated else "'blk.3.nextn.eh_proj.weight' is not among"
         with pytest.raises(ModelLoadError, match=problem):

@@ -229,16 +229,16 @@ def test_a_disk_that_refuses(
 
 def test_an_error_or_a_replaced_file_keeps_nothing(cache: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old file's weights must not become the new file's."""
-    fill = blocks._fill
+    fill = blocks.fill
 
     def replaced(*args: Any) -> None:
         fill(*args)
         os.utime(path, ns=(0, 5))
 
-    monkeypatch.setattr(blocks, "_fill", replaced)
+    monkeypatch.setattr(blocks, "fill", replaced)
     scores(path)
     assert files(cache) == []
-    monkeypatch.setattr(blocks, "_fill", lambda *_: (_ for _ in ()).throw(OSError("the file went away")))
+    monkeypatch.setattr(blocks, "fill", lambda *_: (_ for _ in ()).throw(OSError("the file went away")))
     with pytest.raises(Exception, match="the file went away"):
         load_model(path)
     assert files(cache) == []
