@@ -102,7 +102,7 @@ async def generate(
             await chunks.aclose()
             raise
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return _Stream(_events(service, form, first, chunks), media_type="text/event-stream", headers=headers)
+    return _Stream(_events(service, form, first, chunks), media_type=form.media_type, headers=headers)
 
 
 async def _events(

@@ -69,7 +69,8 @@ class Service:
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
         self.acceptance = AcceptanceMonitor(self.names[0])
-        self.metrics.weight_bytes.set(_weight_bytes(generator.target.model))
+        self.weight_bytes = _weight_bytes(generator.target.model)
+        self.metrics.weight_bytes.set(self.weight_bytes)
         digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         """The API's `system_fingerprint`: equal for equal versions, models and drafting methods."""
