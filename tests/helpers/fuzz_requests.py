@@ -87,6 +87,12 @@ ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/api/chat", OLLAMA_CHAT),
     ("/api/generate", {**OLLAMA, "prompt": TEXT, "system": "brief"}),
     ("/api/generate", {**OLLAMA, "prompt": TEXT, "raw": True, "format": "", "stream": True}),
+    ("/api/embed", {"model": "tiny", "input": [TEXT, "and"], "dimensions": 64, "truncate": True}),
+    (
+        "/v1/embeddings",
+        {"model": "tiny", "input": [TEXT, [5, 6]], "encoding_format": "base64", "pooling": "last", "user": "me"},
+    ),
+    ("/v1/embeddings", {"input": [5, 6], "dimensions": 64}),
     ("/api/show", {"model": "tiny", "verbose": True}),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 3, "response_format": SCHEMA}),

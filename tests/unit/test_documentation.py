@@ -25,6 +25,7 @@ from foresay.server import option_fields, requests
 from foresay.server.adapters import ollama_fields
 from foresay.server.adapters.message_fields import MessagesRequest
 from foresay.server.adapters.response_fields import ResponsesRequest
+from foresay.server.embedding import EmbeddingRequest
 from foresay.server.fields import Fields
 from foresay.spec.recipes import DRAFTERS
 from foresay.spec.settings_file import Settings
@@ -350,6 +351,7 @@ OPENAI_KINDS: tuple[type[Fields], ...] = (
 OLLAMA_KINDS: tuple[type[Fields], ...] = (
     ollama_fields.OllamaChatRequest,
     ollama_fields.OllamaGenerateRequest,
+    ollama_fields.OllamaEmbedRequest,
     ollama_fields.OllamaMessage,
     ollama_fields.Options,
     ollama_fields.ShowRequest,
@@ -378,6 +380,12 @@ def test_every_field_of_ollamas_api_is_in_the_reference() -> None:
     text = page("reference/ollama.md")
     assert undocumented_fields(text, OLLAMA_KINDS) == set()
     assert undocumented_fields(text.replace("`num_ctx`", ""), OLLAMA_KINDS) == {"num_ctx"}, "negative control"
+
+
+def test_every_field_of_embeddings_is_in_the_reference() -> None:
+    text = page("reference/embeddings.md")
+    assert undocumented_fields(text, (EmbeddingRequest,)) == set()
+    assert undocumented_fields(text.replace("`pooling`", ""), (EmbeddingRequest,)) == {"pooling"}, "negative control"
 
 
 def routes() -> set[str]:

@@ -146,6 +146,7 @@ INSIDE = {
         {"service"},
         {"message_kind"},
         {"generating"},
+        {"embedding"},
         {"adapters"},
         {"app"},
         {"running"},

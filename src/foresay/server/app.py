@@ -30,14 +30,16 @@ from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
 from foresay.server.adapters.message_format import MessagesFormat
 from foresay.server.adapters.ollama_fields import (
     OllamaChatRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaRequest,
     ShowRequest,
 )
-from foresay.server.adapters.ollama_format import OllamaFormat, loaded
+from foresay.server.adapters.ollama_format import OllamaFormat, embedded, loaded
 from foresay.server.adapters.ollama_models import OllamaModels
 from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.server.adapters.response_format import ResponsesFormat
+from foresay.server.embedding import EmbeddingRequest, embed
 from foresay.server.errors import ApiError, FieldError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.formats import ChatFormat, CompletionFormat
@@ -143,6 +145,10 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
         return await generating.generate(service, request, CompletionFormat, raw_request)
 
+    @app.post("/v1/embeddings")
+    async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
+        return await embed(service, request, raw_request)
+
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
@@ -188,6 +194,12 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
                 return JSONResponse(loaded(model, is_chat=is_chat))
             form = partial(OllamaFormat, model=model, began=began, is_chat=is_chat)
             return await generating.generate(service, await service.prepare(request.chat), form, raw_request)
+
+    @app.post("/api/embed")
+    async def embeddings(request: OllamaEmbedRequest, raw_request: Request) -> Response:
+        model = request.model or service.names[0]
+        own = await service.prepare(lambda: request.embedding(models.served(model)))
+        return await embed(service, own, raw_request, partial(embedded, model, perf_counter()))
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:

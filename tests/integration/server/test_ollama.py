@@ -280,7 +280,7 @@ def test_models_and_their_names(server: Running) -> None:
     for name in ("tiny:8b", "latest", "tin", ":latest"):
         assert "is not served here" in refusal(server.post("/api/chat", model=name, messages=TALK), 404)
     shown = server.post("/api/show", model="tiny", verbose=True).json()
-    assert shown["template"] == TEMPLATE and shown["capabilities"] == ["completion", "tools"]
+    assert shown["template"] == TEMPLATE and shown["capabilities"] == ["completion", "tools", "embedding"]
     config = server.service.generator.target.model.model.config  # type: ignore[attr-defined]
     assert shown["model_info"]["llama.embedding_length"] == config.hidden_size
     assert shown["model_info"]["llama.context_length"] == config.max_position_embeddings
@@ -289,7 +289,28 @@ def test_models_and_their_names(server: Running) -> None:
 
 
 def test_capabilities_of_a_model_that_reasons(chain: Running) -> None:
-    assert chain.post("/api/show", model="tiny").json()["capabilities"] == ["completion", "tools", "thinking"]
+    assert chain.post("/api/show", model="tiny").json()["capabilities"] == [
+        *("completion", "tools", "embedding", "thinking")
+    ]
+
+
+def test_embeddings(server: Running) -> None:
+    """The vectors of OpenAI's route; a text that does not fit is refused, not cut."""
+    texts = ["hello", "and then"]
+    expected = [one["embedding"] for one in server.post("/v1/embeddings", input=texts).json()["data"]]
+    answer = server.post("/api/embed", model="tiny:latest", input=texts, truncate=True, keep_alive="5m", options={})
+    body = answer.json()
+    assert body["embeddings"] == expected and body["model"] == "tiny:latest" and body["total_duration"] > 0
+    assert answer.headers[hints.HEADER.decode()] == "truncate, keep_alive, options"
+    assert body["prompt_eval_count"] == sum(server.post("/tokenize", prompt=one).json()["count"] for one in texts)
+    assert server.post("/api/embed", input="hello", dimensions=len(expected[0])).json()["embeddings"] == expected[:1]
+    for wrong, name in (
+        ({"dimensions": 3}, "dimensions"),
+        ({"input": [1]}, "input"),
+        ({"input": "x " * 9000}, "input"),
+    ):
+        assert refusal(server.post("/api/embed", **{"input": "x", **wrong})).startswith(name)
+    assert "not served here" in refusal(server.post("/api/embed", model="x", input="x"), 404)
 
 
 # Refusals
@@ -375,4 +396,4 @@ def test_suffixes(filler: Running) -> None:
     done = whole(filler, "/api/generate", prompt="def f(", suffix="return", options={**GREEDY, "num_predict": 5})
     same = filler.post("/v1/completions", prompt="def f(", suffix="return", temperature=0, max_tokens=5)
     assert done["response"] == choice_of(same)["text"]
-    assert filler.post("/api/show", model="tiny").json()["capabilities"] == ["completion", "insert"]
+    assert filler.post("/api/show", model="tiny").json()["capabilities"] == ["completion", "insert", "embedding"]

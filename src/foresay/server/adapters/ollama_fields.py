@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
+from foresay.server.embedding import EmbeddingRequest
 from foresay.server.errors import FieldError
 from foresay.server.fields import (
     MAX_MESSAGES,
@@ -267,6 +268,21 @@ class OllamaGenerateRequest(OllamaRequest):
         logprobs = self.top_logprobs if self.logprobs else None
         own = {"prompt": self.prompt, "suffix": self.suffix, "logprobs": logprobs}
         return validated(CompletionRequest, {"max_tokens": UNLIMITED, **fields, **own})
+
+
+class OllamaEmbedRequest(Fields):
+    """POST /api/embed."""
+
+    neutral: ClassVar[Neutral] = {"truncate": (False,)}
+    hints: ClassVar[Mapping[str, str]] = {"truncate": "truncate", "keep_alive": "keep_alive", "options": "options"}
+
+    model: StrictStr | None = None
+    input: StrictStr | Items[StrictStr]
+    dimensions: StrictInt | None = None
+
+    def embedding(self, model: str) -> EmbeddingRequest:
+        """Return the request of OpenAI's API. model: its name there."""
+        return validated(EmbeddingRequest, {**self.model_dump(exclude_none=True), "model": model})
 
 
 class ShowRequest(Fields):

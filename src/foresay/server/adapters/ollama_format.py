@@ -6,10 +6,12 @@ Owns the formats. Knows no engine and no route.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any, ClassVar
+
+import torch
 
 from foresay.server.adapters.blocks import Block, BlockFormat, Kind
 from foresay.server.errors import OLLAMA_ROUTES, ApiError
@@ -26,6 +28,17 @@ def now() -> str:
 def loaded(model: str, *, is_chat: bool) -> dict[str, Any]:
     """Return the body of a request to load the model. is_chat: True for that of /api/chat."""
     return {"model": model, "created_at": now(), **_answer({}, is_chat=is_chat), "done": True, "done_reason": "load"}
+
+
+def embedded(model: str, began: float, vectors: Sequence[torch.Tensor], tokens: int) -> dict[str, Any]:
+    """Return the body of /api/embed. model, began: see OllamaFormat. tokens: those of all texts."""
+    return {
+        "model": model,
+        "embeddings": [one.tolist() for one in vectors],
+        "total_duration": int((perf_counter() - began) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": tokens,
+    }
 
 
 class OllamaFormat(BlockFormat):

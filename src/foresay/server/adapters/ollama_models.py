@@ -78,11 +78,12 @@ class OllamaModels:
         return {"general.architecture": family, **found}
 
     def _capabilities(self) -> list[str]:
-        tokenizer = self._service.generator.tokenizer
+        tokenizer, features = self._service.generator.tokenizer, self._service.generator.target.model.capabilities
         has = {
             "completion": True,
             "tools": tokenizer is not None and describes_tools(tokenizer),
             "insert": tokenizer is not None and fill_in_marks(tokenizer) is not None,
+            "embedding": bool(features.num_layers) and not features.reads_source,
             "thinking": tokenizer is not None and has_reasoning(tokenizer),
         }
         return [name for name, is_there in has.items() if is_there]
