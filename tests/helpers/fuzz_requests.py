@@ -67,11 +67,33 @@ MESSAGES: dict[str, Any] = {
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "1"}]}]},
     ],
 }  # fmt: skip
+OLLAMA: dict[str, Any] = {
+    "model": "tiny:latest", "stream": False, "think": None, "keep_alive": "5m", "format": "json", "logprobs": True,
+    "options": {"temperature": 0.5, "top_k": 4, "num_predict": 3, "stop": ["x"], "num_ctx": 64, "repeat_last_n": 0},
+}  # fmt: skip
+OLLAMA_CHAT: dict[str, Any] = {
+    **OLLAMA, "tools": [{"type": "function", "function": FUNCTION}],
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "tool_name": "f", "content": "1"},
+    ],
+}  # fmt: skip
 ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", TOOLS),
     ("/v1/responses", RESPONSES),
     ("/v1/messages", MESSAGES),
     ("/v1/messages/count_tokens", {key: MESSAGES[key] for key in ("model", "messages", "system", "tools")}),
+    ("/api/chat", OLLAMA_CHAT),
+    ("/api/generate", {**OLLAMA, "prompt": TEXT, "system": "brief"}),
+    ("/api/generate", {**OLLAMA, "prompt": TEXT, "raw": True, "format": "", "stream": True}),
+    ("/api/embed", {"model": "tiny", "input": [TEXT, "and"], "dimensions": 64, "truncate": True}),
+    (
+        "/v1/embeddings",
+        {"model": "tiny", "input": [TEXT, [5, 6]], "encoding_format": "base64", "pooling": "last", "user": "me"},
+    ),
+    ("/v1/embeddings", {"input": [5, 6], "dimensions": 64}),
+    ("/api/show", {"model": "tiny", "verbose": True}),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 3, "response_format": SCHEMA}),
     (
@@ -171,8 +193,8 @@ _BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 )
 
 
-def violation(status: int, content_type: str, body: bytes) -> str | None:
-    """A fault of an answer: a status of 500 or more, or an error that is not in OpenAI's shape. None: nothing."""
+def violation(status: int, content_type: str, body: bytes, path: str = "") -> str | None:
+    """A fault of an answer: a status of 500 or more, or an error that is not in the route's shape. None: nothing."""
     if status >= 500:
         return f"status {status}"
     if status < 400:
@@ -180,6 +202,12 @@ def violation(status: int, content_type: str, body: bytes) -> str | None:
     if not content_type.startswith("application/json"):
         return f"an error of the type {content_type!r}"
     error = json.loads(body).get("error")
+    if path.startswith("/api/"):
+        return (
+            None
+            if isinstance(error, str) and error and len(body) <= 5000
+            else f"an error of another shape: {body[:200]!r}"
+        )
     if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= error.keys():
         return f"an error of another shape: {body[:200]!r}"
     if not error["message"] or not error["type"]:

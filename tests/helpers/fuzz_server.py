@@ -50,7 +50,9 @@ def check(path: Path) -> None:
     runner, client = _client()
     headers = {"content-type": case["type"]}
     answer = runner.run(client.post(case["path"], content=base64.b64decode(case["body"]), headers=headers, timeout=60))
-    wrong = fuzz_requests.violation(answer.status_code, answer.headers.get("content-type", ""), answer.content)
+    wrong = fuzz_requests.violation(
+        answer.status_code, answer.headers.get("content-type", ""), answer.content, case["path"]
+    )
     assert wrong is None, wrong
     if answer.status_code >= 400:
         raise PromptError(f"answered {answer.status_code}")

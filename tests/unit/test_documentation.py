@@ -22,8 +22,11 @@ import foresay
 from foresay.cli.app import app
 from foresay.cli.commands import SUMMARIES, load
 from foresay.server import option_fields, output_fields, requests
+from foresay.server.adapters import ollama_fields
 from foresay.server.adapters.message_fields import MessagesRequest
 from foresay.server.adapters.response_fields import ResponsesRequest
+from foresay.server.embedding import EmbeddingRequest
+from foresay.server.fields import Fields
 from foresay.spec.recipes import DRAFTERS
 from foresay.spec.settings_file import Settings
 
@@ -330,22 +333,38 @@ def model_fields(kind: type[BaseModel]) -> set[str]:
     return {field.alias or name for name, field in kind.model_fields.items()}
 
 
-def undocumented_fields(text: str) -> set[str]:
-    """Fields and accepted values of requests that the page of the server does not name in backticks."""
-    kinds = (
-        requests.ChatRequest,
-        requests.CompletionRequest,
-        requests.ChatMessage,
-        option_fields.TextPart,
-        option_fields.StreamOptions,
-        option_fields.Drafting,
-    )
-    kinds += (output_fields.NamedSchema, output_fields.ResponseFormat, output_fields.StructuredOutputs)
-    kinds += (requests.PredictRequest, requests.TokenizeRequest, requests.DetokenizeRequest)
-    kinds += (ResponsesRequest, MessagesRequest)
+OPENAI_KINDS: tuple[type[Fields], ...] = (
+    requests.ChatRequest,
+    requests.CompletionRequest,
+    requests.ChatMessage,
+    option_fields.TextPart,
+    option_fields.StreamOptions,
+    option_fields.Drafting,
+    output_fields.NamedSchema,
+    output_fields.ResponseFormat,
+    output_fields.StructuredOutputs,
+    requests.PredictRequest,
+    requests.TokenizeRequest,
+    requests.DetokenizeRequest,
+    ResponsesRequest,
+    MessagesRequest,
+)
+OLLAMA_KINDS: tuple[type[Fields], ...] = (
+    ollama_fields.OllamaChatRequest,
+    ollama_fields.OllamaGenerateRequest,
+    ollama_fields.OllamaEmbedRequest,
+    ollama_fields.OllamaMessage,
+    ollama_fields.Options,
+    ollama_fields.ShowRequest,
+)
+
+
+def undocumented_fields(text: str, kinds: tuple[type[Fields], ...]) -> set[str]:
+    """Fields, hints and accepted values of requests that a page does not name in backticks."""
     names = set().union(*(model_fields(kind) for kind in kinds))
+    hints = {name.rpartition(".")[2] for kind in kinds for name in kind.hints.values()}
     neutral = [(name, value) for kind in kinds for name, values in kind.neutral.items() for value in values]
-    missing = {name for name in names if f"`{name}`" not in text}
+    missing = {name for name in names | hints if f"`{name}`" not in text}
     return missing | {
         name for name, value in neutral if not re.search(rf"`{name}`.*`{re.escape(json.dumps(value))}`", text)
     }
@@ -353,9 +372,21 @@ def undocumented_fields(text: str) -> set[str]:
 
 def test_every_field_of_requests_is_in_the_reference() -> None:
     text = re.sub(r"(?<!\|)\n(?=\w|`)", " ", page("reference/server.md"))  # a sentence may span lines
-    assert undocumented_fields(text) == set()
-    assert undocumented_fields(text.replace("`min_p`", "")) == {"min_p"}, "negative control"
-    assert undocumented_fields(re.sub(r"\| `mirostat` .*", "", text)) == {"mirostat"}, "negative control"
+    assert undocumented_fields(text, OPENAI_KINDS) == set()
+    assert undocumented_fields(text.replace("`min_p`", ""), OPENAI_KINDS) == {"min_p"}, "negative control"
+    assert undocumented_fields(re.sub(r"\| `mirostat` .*", "", text), OPENAI_KINDS) == {"mirostat"}, "negative control"
+
+
+def test_every_field_of_ollamas_api_is_in_the_reference() -> None:
+    text = page("reference/ollama.md")
+    assert undocumented_fields(text, OLLAMA_KINDS) == set()
+    assert undocumented_fields(text.replace("`num_ctx`", ""), OLLAMA_KINDS) == {"num_ctx"}, "negative control"
+
+
+def test_every_field_of_embeddings_is_in_the_reference() -> None:
+    text = page("reference/embeddings.md")
+    assert undocumented_fields(text, (EmbeddingRequest,)) == set()
+    assert undocumented_fields(text.replace("`pooling`", ""), (EmbeddingRequest,)) == {"pooling"}, "negative control"
 
 
 def routes() -> set[str]:

@@ -147,6 +147,7 @@ INSIDE = {
         {"service"},
         {"message_kind"},
         {"generating"},
+        {"embedding"},
         {"adapters"},
         {"app"},
         {"running"},

@@ -45,6 +45,11 @@ SERVER = group(
         DEFAULTS.share_prefixes,
     ),
     option(
+        "--pooling NAME",
+        "Embeddings of requests that do not choose: mean (of all tokens' hidden states), or last (that of the last token).",
+        DEFAULTS.pooling,
+    ),
+    option(
         "--memory-limit SIZE",
         "Resident memory, such as 6GB, up to which caches grow and bodies of 64 KiB and more are read. Beyond it "
         "requests wait, or are answered with 503.",
@@ -67,7 +72,7 @@ def _settings(given: Given) -> ServerSettings:
             raise ConfigError(f"--allow-host {name!r} must be a host name such as example.org, without scheme and port")
     same = ("host", "port", "open_to_all", "cors", "tool_format", "control_tokens", "memory_shared", "share_prefixes")
     return ServerSettings(
-        **{name: getattr(given, name) for name in (*same, "max_waiting")},
+        **{name: getattr(given, name) for name in (*same, "pooling", "max_waiting")},
         keys=read_keys(given.keys_file),
         hosts=given.allow_host,
         timeout_s=given.timeout,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,14 +20,25 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from foresay import __version__
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
 from foresay.server import chat_page, generating
-from foresay.server.adapters import message_fields, response_fields
+from foresay.server.adapters import message_fields, ollama_fields, response_fields
 from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
 from foresay.server.adapters.message_format import MessagesFormat
+from foresay.server.adapters.ollama_fields import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+    ShowRequest,
+)
+from foresay.server.adapters.ollama_format import OllamaFormat, embedded, loaded
+from foresay.server.adapters.ollama_models import OllamaModels
 from foresay.server.adapters.response_fields import ResponsesRequest
 from foresay.server.adapters.response_format import ResponsesFormat
+from foresay.server.embedding import EmbeddingRequest, embed
 from foresay.server.errors import ApiError, FieldError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.formats import ChatFormat, CompletionFormat
@@ -62,6 +74,7 @@ def make_app(service: Service, *, warm: bool = False) -> App:
     app.router.route_class = _json_route(service)
     _add_error_handlers(app)
     _add_generation_routes(app, service)
+    _add_ollama_routes(app, service)
     _add_other_routes(app, service)
     chat_page.add_routes(app)
     guarded = Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
@@ -124,6 +137,10 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
         return await generating.generate(service, request, CompletionFormat, raw_request)
 
+    @app.post("/v1/embeddings")
+    async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
+        return await embed(service, request, raw_request)
+
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
@@ -146,6 +163,47 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:
         return {"text": await generating.predict(service, request, raw_request)}
+
+
+def _add_ollama_routes(app: FastAPI, service: Service) -> None:
+    models = OllamaModels(service)
+
+    @app.post("/api/chat")
+    async def chat(request: OllamaChatRequest, raw_request: Request) -> Response:
+        return await respond(request, raw_request, ollama_fields.CHAT_NAMES, is_chat=True)
+
+    @app.post("/api/generate")
+    async def generate(request: OllamaGenerateRequest, raw_request: Request) -> Response:
+        return await respond(request, raw_request, ollama_fields.GENERATE_NAMES, is_chat=False)
+
+    async def respond(
+        request: OllamaRequest, raw_request: Request, names: Mapping[str, str], *, is_chat: bool
+    ) -> Response:
+        began, model = perf_counter(), request.model or service.names[0]
+        request = request.model_copy(update={"model": models.served(model)})
+        with renamed(names):
+            if request.only_loads():
+                return JSONResponse(loaded(model, is_chat=is_chat))
+            form = partial(OllamaFormat, model=model, began=began, is_chat=is_chat)
+            return await generating.generate(service, await service.prepare(request.chat), form, raw_request)
+
+    @app.post("/api/embed")
+    async def embeddings(request: OllamaEmbedRequest, raw_request: Request) -> Response:
+        model = request.model or service.names[0]
+        own = await service.prepare(lambda: request.embedding(models.served(model)))
+        return await embed(service, own, raw_request, partial(embedded, model, perf_counter()))
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return models.tags()
+
+    @app.post("/api/show")
+    async def show(request: ShowRequest) -> dict[str, Any]:
+        return models.shown(request.model or request.name or service.names[0])
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
 
 
 def _add_other_routes(app: FastAPI, service: Service) -> None:

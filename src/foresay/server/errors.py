@@ -31,6 +31,8 @@ MAX_MESSAGE = 1000
 
 MESSAGES_ROUTE = "/v1/messages"
 """Prefix of the routes of Anthropic's API."""
+OLLAMA_ROUTES = "/api/"
+"""Prefix of the routes of Ollama's API."""
 _MESSAGES_KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -70,7 +72,11 @@ class ApiError(Exception):
         return {"error": {"message": _printable(self.message), "type": self.kind, "param": param, "code": self.code}}
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """Return the response body of a route. Anthropic's routes have a shape of their own."""
+        """Return the response body of a route. Anthropic's and Ollama's routes have shapes of their own."""
+        if path.startswith(OLLAMA_ROUTES):
+            error = self.body()["error"]
+            named = error["param"] is None or error["param"].rpartition(".")[2] in error["message"]
+            return {"error": error["message"] if named else f"{error['param']}: {error['message']}"}
         if not path.startswith(MESSAGES_ROUTE):
             return self.body()
         kind = _MESSAGES_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")

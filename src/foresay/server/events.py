@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from uuid import uuid4
 
 from foresay.decoding.outcome import FinishReason, Step
@@ -59,6 +60,8 @@ class Output:
         self.num_tokens = self.num_reasoning_tokens = 0
         """Tokens generated so far, and those of them up to the last one of the reasoning."""
         self.steps: list[Step] = []
+        self.first_at = 0.0
+        """Time of the first step's end, by `perf_counter`."""
         self.generation: Generation | None = None
         """The result at its end; None for a prompt alone."""
 
@@ -68,6 +71,7 @@ class Output:
 
     def take(self, chunk: Chunk) -> Added:
         """Add a step's chunk."""
+        self.first_at = self.first_at or perf_counter()
         self.steps.append(chunk.step)
         self.generation = chunk.generation
         self.num_tokens += len(chunk.step.token_ids)

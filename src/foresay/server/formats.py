@@ -31,6 +31,8 @@ def encode_event(body: Mapping[str, Any] | str, name: str | None = None) -> byte
 class Format:
     """Format of one response. A stream is `begun`, `added` for each event, and `ended` or `failed`."""
 
+    media_type: ClassVar[str] = "text/event-stream"
+
     def __init__(self, reply: Reply) -> None:
         self.reply, self.created = reply, int(time())
 

@@ -85,9 +85,9 @@ async def generate(
     Raises ApiError for a request that is rejected or fails.
     """
     with as_api_errors(*request.error_fields):
-        prepared = await _unless_disconnected(_prepare(service, request), raw_request)
+        prepared = await unless_disconnected(_prepare(service, request), raw_request)
         prepared = replace(prepared, params=service.owned(prepared.params, raw_request.state, request.cache_salt))
-        outputs = await _unless_disconnected(_outputs(service, request, prepared), raw_request)
+        outputs = await unless_disconnected(_outputs(service, request, prepared), raw_request)
         counts, is_predicted = [len(ids) for ids in prepared.prompts], bool(prepared.params.prediction)
         form = make(Reply(service.names[0], service.fingerprint, request, counts, outputs, is_predicted))
         chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
@@ -101,12 +101,12 @@ async def generate(
             return await service.prepare(response) if request.echoes else response()
         # a rejection or an early failure is raised here, while the response can still have its status
         try:
-            first = [] if request.only_prompt else [await _unless_disconnected(anext(chunks), raw_request)]
+            first = [] if request.only_prompt else [await unless_disconnected(anext(chunks), raw_request)]
         except BaseException:
             await chunks.aclose()
             raise
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return _Stream(_events(service, form, first, chunks), media_type="text/event-stream", headers=headers)
+    return _Stream(_events(service, form, first, chunks), media_type=form.media_type, headers=headers)
 
 
 async def _events(
@@ -326,10 +326,10 @@ async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Reque
             outputs[index].take(chunk)
 
     async with aclosing(chunks):
-        await _unless_disconnected(collect(), raw_request)
+        await unless_disconnected(collect(), raw_request)
 
 
-async def _unless_disconnected(work: Awaitable[T], raw_request: Request) -> T:
+async def unless_disconnected(work: Awaitable[T], raw_request: Request) -> T:
     """Return the coroutine's result. If the client disconnects first, cancel the coroutine and raise ApiError."""
     task, disconnect = asyncio.ensure_future(work), asyncio.create_task(_disconnected(raw_request))
     try:

@@ -123,7 +123,7 @@ class ChatMessage(Fields):
         return {"role": self.role, "content": text, **{name: value for name, value in more.items() if value}}
 
 
-def _limit_prompts(prompt: Any) -> Any:
+def limit_prompts(prompt: Any) -> Any:
     """Limit the number of prompts in a list, or of token ids in one prompt."""
     if isinstance(prompt, list) and prompt:
         ids = isinstance(prompt[0], int)
@@ -322,7 +322,7 @@ class CompletionRequest(_Sampled):
 
     prompt: Annotated[
         StrictStr | TokenIds | Annotated[list[StrictStr | TokenIds], Field(min_length=1, fail_fast=True)],
-        BeforeValidator(_limit_prompts),
+        BeforeValidator(limit_prompts),
     ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool = False

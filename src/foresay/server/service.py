@@ -26,7 +26,7 @@ from foresay.errors import ConfigError, ContextLengthError, ForesayError, Reques
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
 from foresay.generation.result import Chunk
-from foresay.generation.scoring import PromptScorer
+from foresay.generation.scoring import PromptScorer, TextEmbedder
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
 from foresay.models.cache.memory import Trimmer, check_limit
@@ -69,7 +69,8 @@ class Service:
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
         self.acceptance = AcceptanceMonitor(self.names[0])
-        self.metrics.weight_bytes.set(_weight_bytes(generator.target.model))
+        self.weight_bytes = _weight_bytes(generator.target.model)
+        self.metrics.weight_bytes.set(self.weight_bytes)
         digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
         """The API's `system_fingerprint`: equal for equal versions, models and drafting methods."""
@@ -78,6 +79,8 @@ class Service:
             self._new_session, idle_s=5.0, max_sessions=settings.max_methods, main=DraftingChoice()
         )
         self.lanes = Lanes(settings.max_waiting + generator.max_batch_size)
+        self._passes = asyncio.Lock()
+        """Held during a pass over a text that generates nothing."""
         self._schema_workers = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
         self._compiler: SchemaCompiler | None = None
         self._open_limits: set[_TimeLimit] = set()
@@ -191,10 +194,28 @@ class Service:
         Raises the errors of PromptScorer, and ApiError as `chunks` does.
         """
         scorer = PromptScorer(self.generator.target.model, ids, top)
-        with self._preparation(), self._time_limit() as limit:
-            while await limit.wait(asyncio.wrap_future(self._thread.call(scorer.step))):
-                pass
+        await self._run_passes(scorer.step)
         return scorer.logprobs
+
+    async def embedded(self, ids: list[int], pooling: str) -> torch.Tensor:
+        """Return the embedding of a text, [H] float32, computed between the steps of running requests.
+
+        Raises the errors of TextEmbedder, and ApiError as `chunks` does.
+        """
+        embedder = TextEmbedder(self.generator.target.model, ids, pooling, self.settings.prefill_wait_s)
+        await self._run_passes(embedder.step)
+        return embedder.embedding()
+
+    async def _run_passes(self, step: Callable[[], bool]) -> None:
+        """Run the passes over a text. Texts take turns, so that running requests wait for one pass between two steps."""
+        with self._preparation(), self._time_limit() as limit:
+            more = True
+            while more:
+                await limit.wait(self._passes.acquire())
+                try:
+                    more = await limit.wait(asyncio.wrap_future(self._thread.call(step)))
+                finally:
+                    self._passes.release()
 
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.

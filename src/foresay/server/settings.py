@@ -16,6 +16,8 @@ from foresay.text.tool_calls.formats import FORMATS
 KEYS_VARIABLE = "FORESAY_API_KEYS"
 """Accepted API keys, separated by commas."""
 SHARE_PREFIXES = ("key", "all", "none")
+POOLINGS = ("mean", "last")
+"""Hidden states of the last layer that are an embedding: the mean of all tokens', or that of the last token."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -41,6 +43,8 @@ class ServerSettings:
     """True if requests of all keys draft from each other's texts."""
     share_prefixes: str = "key"
     """Requests that may reuse the keys and values of a common prefix: those of the same API "key", "all", or "none"."""
+    pooling: str = "mean"
+    """Hidden states that are the embedding of a request without `pooling`, a name in POOLINGS."""
     max_waiting: int = 128
     """Requests that may wait for a row; further requests are answered with status 429."""
     max_body_bytes: int = 4 << 20
@@ -79,6 +83,7 @@ class ServerSettings:
             check_int(name, getattr(self, name), low)
         check_choice("tool_format", self.tool_format, ("auto", *FORMATS))
         check_choice("share_prefixes", self.share_prefixes, SHARE_PREFIXES)
+        check_choice("pooling", self.pooling, POOLINGS)
         if self.hosts and (self.keys or self.host not in LOOPBACK):
             raise ConfigError("host names are checked only on a loopback address without keys; drop --allow-host")
         for name in self.hosts:

@@ -10,6 +10,7 @@ from clients.cases.case import Case, Kind, Suite
 from clients.cases.suites import PROJECTS
 from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
 from foresay.server.adapters.response_fields import ResponsesRequest
+from foresay.server.embedding import EmbeddingRequest
 from foresay.server.fields import Fields
 from foresay.server.requests import ChatRequest, CompletionRequest, TokenizeRequest
 
@@ -19,6 +20,7 @@ _FOLDERS = {"llama.cpp": "`tools/server/tests/unit`", "vLLM": "`tests/entrypoint
 _BODIES: dict[str, type[Fields]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,

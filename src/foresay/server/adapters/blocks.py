@@ -5,7 +5,9 @@ Owns the order of blocks and their accumulated text. Knows no API.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -39,6 +41,15 @@ class Block:
     """Log-probabilities of all tokens of the output; of the first text, at the end."""
     identity: str = field(default_factory=lambda: uuid4().hex[:24])
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a call; those that are no JSON object, because they were cut off, are an empty one."""
+        with suppress(ValueError, RecursionError):
+            found = json.loads(self.text or "{}")
+            json.dumps(found, allow_nan=False)
+            return found if isinstance(found, dict) else {}
+        return {}
+
 
 class BlockFormat(Format):
     """Format of a reply with one output, whose message is a list of blocks."""
@@ -55,8 +66,8 @@ class BlockFormat(Format):
         """Yield the events of a new block, which is empty."""
         raise NotImplementedError
 
-    def block_added(self, block: Block, text: str) -> bytes:
-        """Return the event of a text that was added."""
+    def block_added(self, block: Block, text: str) -> Iterator[bytes]:
+        """Yield the events of a text that was added."""
         raise NotImplementedError
 
     def block_ended(self, block: Block) -> Iterator[bytes]:
@@ -109,7 +120,7 @@ class BlockFormat(Format):
             yield from self._begin(kind)
         assert self._open is not None
         self._open.text += text
-        yield self.block_added(self._open, text)
+        yield from self.block_added(self._open, text)
 
     def _begin(self, kind: Kind, name: str = "", call_id: str = "") -> Iterator[bytes]:
         new = Block(kind, len(self.blocks), name, call_id)

@@ -5,9 +5,7 @@ Owns the formats. Knows no engine and no route.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -59,10 +57,10 @@ class MessagesFormat(BlockFormat):
         """See BlockFormat."""
         yield _event("content_block_start", index=block.index, content_block=_block(block))
 
-    def block_added(self, block: Block, text: str) -> bytes:
+    def block_added(self, block: Block, text: str) -> Iterator[bytes]:
         """See BlockFormat."""
         kind, field = _DELTAS[block.kind]
-        return _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
+        yield _event("content_block_delta", index=block.index, delta={"type": kind, field: text})
 
     def block_ended(self, block: Block) -> Iterator[bytes]:
         """See BlockFormat."""
@@ -97,15 +95,5 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "text", "text": block.text}
     if block.kind is Kind.REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    arguments: Any = {}
-    with suppress(ValueError, RecursionError):
-        found = json.loads(block.text or "{}")
-        json.dumps(found, allow_nan=False)
-        arguments = found
     identity = "toolu_" + block.call_id.removeprefix("call_")
-    return {
-        "type": "tool_use",
-        "id": identity,
-        "name": block.name,
-        "input": arguments if isinstance(arguments, dict) else {},
-    }
+    return {"type": "tool_use", "id": identity, "name": block.name, "input": block.arguments}

@@ -63,10 +63,10 @@ class ResponsesFormat(BlockFormat):
         if block.kind is not Kind.CALL:
             yield self._event("response.content_part.added", **_where(block), part=_part(block))
 
-    def block_added(self, block: Block, text: str) -> bytes:
+    def block_added(self, block: Block, text: str) -> Iterator[bytes]:
         """See BlockFormat."""
         more = {"logprobs": list[Any]()} if block.kind is Kind.TEXT else {}
-        return self._event(f"{_TEXTS[block.kind][0]}.delta", **_where(block), delta=text, **more)
+        yield self._event(f"{_TEXTS[block.kind][0]}.delta", **_where(block), delta=text, **more)
 
     def block_ended(self, block: Block) -> Iterator[bytes]:
         """See BlockFormat."""
