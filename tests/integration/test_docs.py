@@ -194,11 +194,15 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(profile, "measure", measure)
     monkeypatch.setattr(tune, "measure", measure)
-    monkeypatch.setattr(tune, "_ROUNDS", 1)
     monkeypatch.setattr(profile, "profile_path", lambda *_: tmp_path / "kept.json")
 
 
-SHORTER = {"--count 6 -n 32": "--count 2 -n 16", "--count 6 -n 24": "--count 2 -n 8", '." -n 24': '." -n 8'}
+SHORTER = {
+    "tune --recording answers.jsonl": "tune --recording answers.jsonl --minutes 0.1",
+    "--count 6 -n 32": "--count 2 -n 16",
+    "--count 6 -n 24": "--count 2 -n 8",
+    '." -n 24': '." -n 8',
+}
 
 
 @pytest.mark.timeout(1800)

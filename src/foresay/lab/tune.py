@@ -102,7 +102,7 @@ class Tuning:
     confirmed: list[Confirmed] = field(default_factory=list)
     """In order of decreasing measured throughput."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Method that could not be replayed -> error message."""
+    """Method that could not be replayed or run live -> error message."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Part of the search -> its duration in seconds."""
     plain_spread: float = 0.0
@@ -254,7 +254,8 @@ class Tuner:
             plain_s = []
             for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=requests[:1]), between=1):
                 if isinstance(run, Failure):
-                    raise ConfigError(f"{run.cell.method}: {run.error}")
+                    self.tuning.failed[run.cell.method] = run.error
+                    continue
                 if run.identical is False:
                     raise ConfigError(
                         f"{run.cell.method} generated different output than plain decoding; please report this"

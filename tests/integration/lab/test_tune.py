@@ -252,6 +252,14 @@ def test_a_method_without_a_prediction_is_run_live_and_may_win() -> None:
     )
 
 
+def test_a_method_that_cannot_be_run_is_named_and_the_others_go_on() -> None:
+    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
+    tuner.search(methods(["suffix"], ["8"]), (1,), [Method("head(nowhere)", "2")])
+    best, _ = pick(tuner.tuning.candidates)
+    assert [one.candidate.method.name for one in tuner.confirm(best, repeats=1, count=2)] == ["suffix, 8"]
+    assert set(tuner.tuning.failed) == {"head(nowhere), 2"}
+
+
 @pytest.mark.parametrize(("seconds", "runs"), [(math.inf, 7), (3.1 * 960, 7), (2.1 * 960, 5), (1.0, 3)])
 def test_live_runs_fit_the_time(monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int) -> None:
     """Plain decoding writes a token a second: 8 prompts of 60 tokens twice are 960 s for one turn of one candidate."""
