@@ -54,6 +54,8 @@ def load_generator(given: Given, *, later: Sequence[Method] = (), **more: Any) -
     arguments = load_arguments(given, **more)
     if arguments.get("drafter") == "none":
         check_draft_weights(given, later)
+    for method in later:
+        read_drafter(method.drafter).check_files()
     use_threads(given.threads)
     with loading(f"Loading {arguments['target']}") as progress:
         return load(**arguments, progress=progress)

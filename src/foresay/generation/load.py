@@ -134,7 +134,7 @@ class Arguments:
         if not isinstance(target, str | os.PathLike):
             kind = type(target).__name__
             raise ConfigError(f"needs a target that is loaded by name, not a {kind}", param="drafter", value=PUBLISHED)
-        dataclasses.replace(self, drafter="model(x)").chosen()  # checks the other arguments before a request
+        dataclasses.replace(self, drafter="model(org/name)").chosen()  # checks the other arguments before a request
         found = published_drafter(os.fspath(target), options or LoadOptions.of(self.options))
         return dataclasses.replace(self, drafter=found)
 
@@ -234,8 +234,9 @@ class Chosen:
         )
 
     def check_method(self, method: Method) -> None:
-        """Raise ConfigError for a length policy or for options of draft models that this drafter cannot have."""
+        """Raise ConfigError for a length policy or options that this drafter cannot have, ModelNotFoundError for its files."""
         check_length(self.policy, method)
+        method.recipe.check_files()
         if method.recipe.loads_model or method.name == "none":
             return
         for option in ("draft_weights", "draft_device"):

@@ -220,6 +220,8 @@ class Recipe:
     """The draft length if it does not adapt."""
     forget: Callable[[], None] = lambda: None
     """Clears the data that the drafter keeps between requests."""
+    check_files: Callable[[], None] = lambda: None
+    """Raises ModelNotFoundError if the expression names a local file or folder that does not exist; loads nothing."""
     reads_target: bool = False
     """True if the drafter needs the target's layers or tokenizer, not only its tokens."""
     loads_model: bool = False

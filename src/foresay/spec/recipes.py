@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from foresay.checks import check_flag, check_float, check_int
@@ -30,8 +31,10 @@ from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatc
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.sources.catalogue import PUBLISHED
+from foresay.models.sources.drafts import check_draft_exists
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import resolve
+from foresay.models.sources.location import check_exists
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec import ngram_recipes as ngram
 from foresay.spec import third_party
@@ -54,7 +57,8 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
         check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
         return lambda: ModelTreeDrafter(draft.model, resources.vocab_size, branches=branches, width=width)
 
-    return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
+    check = partial(check_exists, name)
+    return Recipe(prepare, 8, check_files=check, reads_target=True, loads_model=True, samples=True)
 
 
 def _head(name: str, sample: bool = True, nodes: int = 0) -> Recipe:
@@ -67,7 +71,8 @@ def _head(name: str, sample: bool = True, nodes: int = 0) -> Recipe:
         made: Any = AssistantDrafter if isinstance(head, UsesTargetCache) else HeadDrafter
         return lambda: made(head, resources.vocab_size, sample=sample, nodes=nodes)
 
-    return Recipe(prepare, max(5, nodes), reads_target=True, loads_model=True, samples=sample)
+    check = partial(check_draft_exists, name, "head")
+    return Recipe(prepare, max(5, nodes), check_files=check, reads_target=True, loads_model=True, samples=sample)
 
 
 def _mtp(sample: bool = True) -> Recipe:
@@ -90,7 +95,8 @@ def _block(name: str, sample: bool = True, confidence: float = 0.0, nodes: int =
         block = resources.block(name)
         return lambda: BlockDrafter(block, resources.vocab_size, sample=sample, confidence=confidence, nodes=nodes)
 
-    return Recipe(prepare, max(7, nodes), reads_target=True, loads_model=True, samples=sample)
+    check = partial(check_draft_exists, name, "block")
+    return Recipe(prepare, max(7, nodes), check_files=check, reads_target=True, loads_model=True, samples=sample)
 
 
 def _model(
@@ -102,7 +108,8 @@ def _model(
     def prepare(resources: Resources) -> DrafterBuilder:
         return _draft_with(resources, resources.model(name), trim)
 
-    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=True)
+    check = partial(check_exists, name)
+    return Recipe(prepare, 5, check_files=check, reads_target=True, loads_model=True, samples=True)
 
 
 def draft_model(model: Any) -> Recipe:
@@ -209,7 +216,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
             recipe.forget()
 
     traits = {name: any(getattr(one, name) for one in recipes) for name in TRAITS}
-    return Recipe(prepare, drafted_at_most(k), forget, fixed=True, **traits)
+    return Recipe(prepare, drafted_at_most(k), forget, _all_files(recipes), fixed=True, **traits)
 
 
 def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int | None = None) -> Recipe:
@@ -234,7 +241,17 @@ def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int | None
             recipe.forget()
 
     traits = {name: any(getattr(one, name) for one in recipes) for name in TRAITS}
-    return Recipe(prepare, max(k, recipes[0].num_draft_tokens), forget, **traits)
+    return Recipe(prepare, max(k, recipes[0].num_draft_tokens), forget, _all_files(recipes), **traits)
+
+
+def _all_files(recipes: Sequence[Recipe]) -> Callable[[], None]:
+    """Return the check of the files of all members."""
+
+    def check() -> None:
+        for recipe in recipes:
+            recipe.check_files()
+
+    return check
 
 
 def _made(builder: DrafterBuilder) -> Drafter:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import foresay
 from foresay import change, load
 from foresay.decoding.acceptance import RULES, Lenience
 from foresay.decoding.protocols import Drafter
@@ -31,7 +32,13 @@ from foresay.drafters import (
     SuffixTreeDrafter,
 )
 from foresay.drafters.ngram_table import NgramTable
-from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
+from foresay.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    UnknownNameError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.drafts.files import write_draft
@@ -281,6 +288,23 @@ def test_a_changed_drafter_takes_its_own_length(generator: Generator) -> None:
         change(generator, num_draft_tokens=3, length="heuristic")
     with pytest.raises(ConfigError, match="drafter='none' drafts nothing, but num_draft_tokens=3 was given; drop one"):
         change(plain, num_draft_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "problem"),
+    [
+        ("head(./nowhere)", "no such folder: './nowhere'; give the folder of a head"),
+        ("head(nowhere.gguf)", "no such file: 'nowhere.gguf'"),
+        ("hybrid(suffix, block(/nowhere))", "no such folder: '/nowhere'; give the folder of a block drafter"),
+        ("model(./nowhere)", "no such file or folder: './nowhere'"),
+        ("cascade(model=./nowhere, max_gram; k=[[4, 2], [0, 3]])", "no such file or folder: './nowhere'"),
+    ],
+)
+def test_missing_files_are_named_before_the_target_is_loaded(drafter: str, problem: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=re.escape(problem)):
+        foresay.load("/no/such/target", drafter=drafter)
+    with pytest.raises(ModelNotFoundError, match="/no/such/target"):
+        foresay.load("/no/such/target", drafter="hybrid(suffix, head(org/name))")
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "suffix_tree", "hybrid(suffix, max_gram)"])

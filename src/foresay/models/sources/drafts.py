@@ -46,6 +46,17 @@ def load_draft(
     return draft
 
 
+def check_draft_exists(name: str, kind: Kind) -> None:
+    """Raise ModelNotFoundError for a draft's file or folder that is not here; names that may be hub ids or aliases pass."""
+    path = Path(name).expanduser()
+    if name in ALIASES or packaged_head(name) is not None or path.is_dir():
+        return
+    if name.endswith(".gguf"):
+        _file(name, _NOUNS[kind])
+    else:
+        _check_hub_id(name, _NOUNS[kind])
+
+
 def assistant_of(name: str, options: LoadOptions) -> Any | None:
     """Return the AssistantModule by folder or hub id; None for another draft. Raises as `load_draft` does."""
     if name in ALIASES or name.endswith(".gguf") or packaged_head(name) is not None:
@@ -68,9 +79,15 @@ def _folder(text: str, noun: str, options: LoadOptions | None) -> Path:
     path = Path(text).expanduser()
     if path.is_dir():
         return path
-    if not text or path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") != 1:
-        raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of {noun}, or org/name of one on the hub")
+    _check_hub_id(text, noun)
     return Path(fetched(text, (options or LoadOptions()).revision))
+
+
+def _check_hub_id(text: str, noun: str) -> None:
+    """Raise ModelNotFoundError for a name that is no folder, if it cannot be a hub id."""
+    is_path = Path(text).expanduser().exists() or text.startswith(("/", "./", "../", "~"))
+    if not text or is_path or text.count("/") != 1:
+        raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of {noun}, or org/name of one on the hub")
 
 
 def fetched(name: str, revision: str | None) -> str:

@@ -99,6 +99,12 @@ def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool 
     return Location(text, text, only_cached=_is_only_cached(text, options))
 
 
+def check_exists(text: str) -> None:
+    """Raise ModelNotFoundError for the name of a model that is neither here nor a hub id; request nothing from the hub."""
+    if text not in ALIASES and not Path(text).expanduser().exists():
+        refuse_missing(text)
+
+
 def refuse_missing(text: str) -> None:
     """Raise ModelNotFoundError for the name of a model that is neither here nor a hub id."""
     if text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text.count("/") > 1:
