@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from foresay.errors import ConfigError
-from foresay.text.grammar_library import one_line
+from foresay.text.grammar_library import lark_of_gbnf, one_line
 
 MAX_RULES, MAX_GBNF_BYTES = 500, 1 << 16
 """Limits on a grammar in GBNF: the library's reader takes time in proportion to rules x bytes."""
@@ -80,8 +80,6 @@ def of_grammar(text: str) -> str:
 
 def _from_gbnf(text: str) -> str:
     """Return a grammar in GBNF as Lark. One without recursion becomes one terminal, so that no token boundary restricts it."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     names: dict[str, str] = {"root": "r0"}
     defined, used = list[str](), list[str]()
     if len(text) > MAX_GBNF_BYTES:
@@ -105,7 +103,7 @@ def _from_gbnf(text: str) -> str:
     if twice := next((name for name in defined if defined.count(name) > 1), None):
         raise ConfigError(f"the grammar defines {twice!r} twice")
     try:
-        return gbnf_to_lark(f"root ::= r0\n{source}")
+        return lark_of_gbnf(f"root ::= r0\n{source}")
     except Exception as error:  # the reader raises errors of several kinds, RecursionError too
         raise ConfigError(f"the grammar cannot be read: {one_line(error)}") from None
 

@@ -45,6 +45,13 @@ def rule_of(source: Mapping[str, Any] | str) -> str:
     return f"%lark {{\n{source}\n}}" if isinstance(source, str) else json_rule(source)
 
 
+def lark_of_gbnf(text: str) -> str:
+    """Return a grammar of llama.cpp (GBNF) in Lark's syntax, as the library reads it. Raises what its reader raises."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return str(gbnf_to_lark(text))
+
+
 def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
     """Compile a schema and compute its first mask. tokenizer: from `vocabulary`. text: JSON, or a grammar in Lark's syntax.
 
