@@ -67,10 +67,13 @@ def is_gguf(name: str | os.PathLike[str]) -> bool:
 
 def _begins_as_gguf(path: Path) -> bool:
     """True for a GGUF file of any name, such as those that Ollama keeps."""
-    if not path.is_file():
+    try:
+        if not path.is_file():  # such as a pipe, which would wait
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:  # it may not be read
         return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool = True) -> Location:

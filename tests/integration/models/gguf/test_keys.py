@@ -22,6 +22,7 @@ from foresay.models.gguf.header import read_header
 from foresay.models.gguf.keys import check_keys
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_tokenizer
+from foresay.models.sources.location import is_gguf
 from helpers import fuzz_gguf, tiny
 from helpers.families import make
 from helpers.gguf_files import write_gguf
@@ -252,7 +253,7 @@ def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
     assert tokenizer.get_chat_template(tools=[{}]) == "with tools"
 
 
-def test_a_file_of_any_name_is_read_by_its_first_bytes(tmp_path: Path) -> None:
+def test_a_file_of_any_name_is_read_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those that Ollama keeps; another file is still refused."""
     named = write_gguf(tmp_path / "tiny.gguf", make("llama", 2, vocab_size=len(tiny.tokenizer())))
     blob = tmp_path / "sha256-0123"
@@ -261,6 +262,10 @@ def test_a_file_of_any_name_is_read_by_its_first_bytes(tmp_path: Path) -> None:
         foresay.load(path, drafter="none", dtype="fp32").generate([5, 9, 3], max_new_tokens=8) for path in (named, blob)
     ]
     assert texts[0].token_ids == texts[1].token_ids
+    with monkeypatch.context() as denied:
+        denied.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(PermissionError()))
+        assert not is_gguf(blob)
+    assert is_gguf(blob) and not is_gguf(tmp_path) and not is_gguf(tmp_path / "none")
     blob.write_bytes(b"GG")
     with pytest.raises(ModelLoadError, match=r"is a file, but not a \.gguf file"):
         foresay.load(blob)
