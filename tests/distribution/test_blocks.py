@@ -76,26 +76,23 @@ class _IgnoresPath(BlockDrafter):
         return dataclasses.replace(proposal, distributions=base.transpose(0, 1).flatten(0, 1).contiguous())
 
 
-class _FirstForAll(HeadDrafter):
-    """Draws from each layer's distribution, and records that of the first layer for every token."""
+class _RecordsFirst:
+    """Draws as the drafter does, and records the first distribution of each row for all of its tokens."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        proposal = super().propose(rows, budget, policy)
+        proposal: Proposal = super().propose(rows, budget, policy)  # type: ignore[misc]
         index = proposal.distribution_index
         if index is None:
             return proposal
         return dataclasses.replace(proposal, distribution_index=torch.where(index >= 0, index[:, :1], index))
 
 
-class _RootsForAll(BlockDrafter):
-    """Draws trees, and records the distribution of the roots for every node."""
+class _FirstForAll(_RecordsFirst, HeadDrafter):
+    """The first layer's distribution for every token."""
 
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        proposal = super().propose(rows, budget, policy)
-        index = proposal.distribution_index
-        if index is None:
-            return proposal
-        return dataclasses.replace(proposal, distribution_index=torch.where(index >= 0, index[:, :1], index))
+
+class _RootsForAll(_RecordsFirst, BlockDrafter):
+    """The distribution of the roots for every node."""
 
 
 DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
