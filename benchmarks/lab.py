@@ -133,6 +133,7 @@ class Sweep:
                 c.expected.tokens_per_pass,
             )
             for c in candidates
+            if c.expected is not None  # None: a replay cannot predict it
         ]
 
     def tune(self) -> dict[int, str]:
