@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import foresay
 from foresay.cli.app import app
-from foresay.cli.commands import SUMMARIES, load
+from foresay.cli.commands import BY_NAME
 from foresay.server import option_fields, output_fields, requests
 from foresay.server.adapters import ollama_fields
 from foresay.server.adapters.message_fields import MessagesRequest
@@ -137,7 +137,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def undocumented_commands(text: str) -> list[str]:
-    return [name for name in SUMMARIES if f"\n## foresay {name}\n" not in text]
+    return [name for name in BY_NAME if f"\n## foresay {name}\n" not in text]
 
 
 def test_every_command_is_in_the_reference() -> None:
@@ -150,7 +150,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 def flags(command: str) -> set[str]:
     """Options of a command; of the whole program for ""."""
-    found = load(command) if command else app
+    found = BY_NAME[command] if command else app
     return {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)} | {"-h", "--help"}
 
 
@@ -164,7 +164,7 @@ def wrong_usage(line: str) -> list[str]:
     if not words or words[0].startswith("-"):
         return [word for word in words if word.startswith("-") and word not in flags("")]
     command = words[0]
-    if command not in SUMMARIES:
+    if command not in BY_NAME:
         return [command]
     options = (word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word))
     return [f"{command} {option}" for option in options if option not in flags(command)]

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from foresay import __version__
 from foresay.cli.command import CONTEXT, write_panels
-from foresay.cli.commands import COMMANDS, REMOVED, SUMMARIES, load
+from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
 
@@ -26,31 +26,33 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class Program(click.Group):
-    """The group of all commands, which imports a command when it is chosen."""
+    """The group of all commands, listed by heading."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help page."""
-        return list(SUMMARIES)
+        return list(BY_NAME)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command. Raises UsageError for an unknown one, and for one of an earlier version, naming its successor."""
-        if cmd_name in SUMMARIES:
-            return load(cmd_name)
+        """Return a command. Raises UsageError for an unknown one, and for one of an earlier version, naming its successor."""
+        if cmd_name in BY_NAME:
+            return BY_NAME[cmd_name]
         if cmd_name in REMOVED:
             raise click.UsageError(f"{cmd_name} is now part of another command: foresay {REMOVED[cmd_name]}", ctx)
         if not ctx.resilient_parsing and not cmd_name.startswith("-"):
-            raise click.NoSuchCommand(cmd_name, possibilities=SUMMARIES, ctx=ctx)
+            raise click.NoSuchCommand(cmd_name, possibilities=BY_NAME, ctx=ctx)
         return None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return commands and options for the shell, without importing a command."""
-        named = [CompletionItem(name, help=text) for name, text in SUMMARIES.items() if name.startswith(incomplete)]
+        """Return commands and options for the shell."""
+        named = [CompletionItem(name, help=one.summary) for name, one in BY_NAME.items() if name.startswith(incomplete)]
         return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands by heading, then the options."""
-        width = max(map(len, SUMMARIES))
-        panels = {title: [(name.ljust(width), text) for name, text in some.items()] for title, some in COMMANDS.items()}
+        width = max(map(len, BY_NAME))
+        panels = {
+            title: [((one.name or "").ljust(width), one.summary) for one in some] for title, some in COMMANDS.items()
+        }
         options = [record for one in self.get_params(ctx) if (record := one.get_help_record(ctx))]
         write_panels({**panels, "Options": options}, formatter)
 

@@ -11,11 +11,10 @@ from typing import Any
 import click
 import torch
 
-from foresay.cli import options as opt
 from foresay.cli import sharing
-from foresay.cli.command import Given, argument, command, group, option
-from foresay.cli.common import PLAIN, check_draft_weights, load_arguments, load_target, own_methods
-from foresay.cli.options import batch_sizes, items, numbers, sampling_params, source_name
+from foresay.cli.command import Given
+from foresay.cli.common import PLAIN, check_draft_weights, load_arguments, load_target, own_methods, sampling_params
+from foresay.cli.options import items, numbers, source_name
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
@@ -37,36 +36,8 @@ from foresay.text.formatting import percent
 from foresay.workers import benching
 
 
-@command(
-    argument("OUTPUT", "The results file to write; one that exists is continued.", Path),
-    opt.MODEL,
-    option(
-        "--against ENGINE...",
-        "Another engine, may be repeated: transformers, or with cache=static, assistant=MODEL or lookup=N.",
-    ),
-    batch_sizes("1"),
-    option("--repeats N", "Runs of each method, in turns; the median is shown.", 3),
-    option("--specdec FILE", "Write SpecDec++'s result record: one method with a draft model, batch size 1."),
-    opt.DRAFTERS,
-    opt.LENGTHS,
-    opt.RULE,
-    opt.DRAFT_WEIGHTS,
-    opt.SOURCES,
-    opt.CHOICE,
-    group(opt.SAMPLING, option("-t --temperature X...", "Run at this temperature; may be repeated.  [default: 0]")),
-    [one for one in opt.BASIC_SAMPLING if one is not opt.TEMPERATURE],
-    opt.WORKERS,
-    opt.BASIC_MACHINE,
-    examples="""
-        foresay bench results.jsonl -m Qwen/Qwen2.5-0.5B-Instruct --drafter suffix --count 12 -n 64
-        foresay bench results.jsonl --batch-size 1,8 --against transformers""",
-)
 def run(given: Given) -> int:
-    """Time methods against plain decoding and other engines.
-
-    Every run is written to the results file (see foresay report). Exit code 1 if an exact method's output differs from plain
-    decoding's, or if nothing could be run.
-    """
+    """Run the command."""
     temperatures, given.temperature = given.temperature or (0.0,), max(given.temperature or (0.0,))
     params = sampling_params(given)
     every = [SamplingParams.of(params, temperature=one) for one in temperatures]

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from foresay.cli import options as opt
-from foresay.cli.command import Given, command, option
-from foresay.cli.common import load_generator, sampled
+from foresay.cli.command import Given
+from foresay.cli.common import load_generator, sampled, sampling_params
 from foresay.cli.console.commands import FLAGS, handle, words
 from foresay.cli.console.input import Reader
 from foresay.cli.console.screen import Screen
 from foresay.cli.console.session import ChatSession
-from foresay.cli.options import sampling_params
 from foresay.cli.typed_errors import as_typed
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError, PromptError
 from foresay.spec.expressions import to_expression
 
 
-@command(
-    opt.WHICH,
-    option("--system TEXT", "The system message."),
-    option("--no-history", "Do not store what is entered."),
-    opt.METHOD,
-    opt.ALL_SAMPLING,
-    opt.ALL_MACHINE,
-    examples="""
-        foresay chat Qwen/Qwen2.5-0.5B-Instruct
-        foresay chat -t 0.7 --system 'Answer in one sentence.'""",
-)
 def run(given: Given) -> int:
-    """Talk with a model; change how it decodes while it runs.
-
-    /help lists the commands of the console.
-    """
+    """Run the command."""
     params = sampling_params(given)
     generator = load_generator(given)
     params = sampled(params, generator)

@@ -9,10 +9,8 @@ from pathlib import Path
 import click
 
 from foresay.checks import check_float
-from foresay.cli import options as opt
-from foresay.cli.command import Given, argument, command, option
+from foresay.cli.command import Given
 from foresay.cli.common import load_generator
-from foresay.cli.options import model
 from foresay.cli.progress import advancing
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
@@ -23,30 +21,8 @@ from foresay.lab.check.result import CheckResult, Counts
 from foresay.records.recording import Recording
 
 
-@command(
-    argument("RECORDING", "The recording, from foresay record.", Path),
-    model("the recording's"),
-    opt.MAX_BATCH,
-    option("--limit N", "Decode the first N prompts only."),
-    option("--save FILE", "Write this run's tokens per pass."),
-    option("--against FILE", "Compare tokens per pass with those of a file from --save."),
-    option("--tolerance X", f"Accept this relative loss of tokens per pass.  [default: {compare.TOLERANCE}]"),
-    opt.JSON,
-    opt.DRAFTER,
-    opt.LENGTH,
-    opt.RULE,
-    opt.BASIC_MACHINE,
-    examples="""
-        foresay check outputs.jsonl --save check.json
-        foresay check outputs.jsonl --drafter suffix --length 8 --against check.json --tolerance 0.1""",
-)
 def run(given: Given) -> int:
-    """Check that outputs and tokens per pass did not change.
-
-    A test for continuous integration. Exit code 1 if an output differs from the recorded one, or if tokens per pass of all
-    prompts, or of a category with at least 500 tokens, fell by more than --tolerance since the file of --against. The draft
-    length is constant by default, and --length throughput is refused: it depends on time.
-    """
+    """Run the command."""
     if given.tolerance is not None and given.against is None:
         raise ConfigError(f"--tolerance {given.tolerance:g} is for --against, which is not given; drop it")
     allowed = check_float("tolerance", compare.TOLERANCE if given.tolerance is None else given.tolerance, 0, 1)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,11 @@ def group(panel: str, *options: Option) -> tuple[Option, ...]:
 class Command(click.Command):
     """A command whose errors name its options as they are typed, and whose help page has panels and examples."""
 
+    @property
+    def summary(self) -> str:
+        """The first line of the help page's text."""
+        return (self.help or "").partition("\n")[0]
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the function. Raises its ForesayError with flags in place of the names of Python arguments."""
         assert self.callback is not None
@@ -108,26 +114,26 @@ class Command(click.Command):
 
 
 def command(
-    *params: click.Parameter | Iterable[click.Parameter], examples: str, variables: str = ""
-) -> Callable[[Callable[[Given], int]], Command]:
-    """Make a function of `Given` a command, named after its module. Its docstring is the text of the help page.
+    name: str, text: str, *params: click.Parameter | Iterable[click.Parameter], examples: str, variables: str = ""
+) -> Command:
+    """Return the command that `run` of the module `foresay.cli.NAME` executes, which is imported when it is.
 
-    examples: command lines, one a line. variables: prefix of the environment variables from which options are also read: this,
-    `_` and the option's name.
+    text: the text of the help page, its summary first. examples: command lines, one a line. variables: prefix of the environment
+    variables from which options are also read: this, `_` and the option's name.
     """
-    flat = [one for some in params for one in ([some] if isinstance(some, click.Parameter) else some)]
 
-    def made(function: Callable[[Given], int]) -> Command:
-        return Command(
-            function.__module__.rpartition(".")[2].replace("_", "-"),
-            callback=function,
-            params=list(flat),
-            help=inspect.cleandoc(function.__doc__ or ""),
-            epilog=inspect.cleandoc(examples),
-            context_settings=CONTEXT | {"auto_envvar_prefix": variables or None},
-        )
+    def run(given: Given) -> int:
+        done: int = import_module(f"foresay.cli.{name.replace('-', '_')}").run(given)
+        return done
 
-    return made
+    return Command(
+        name,
+        callback=run,
+        params=[one for some in params for one in ([some] if isinstance(some, click.Parameter) else some)],
+        help=inspect.cleandoc(text),
+        epilog=inspect.cleandoc(examples),
+        context_settings=CONTEXT | {"auto_envvar_prefix": variables or None},
+    )
 
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

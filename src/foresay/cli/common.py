@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from foresay.cli.command import Given
-from foresay.cli.options import DEFAULT_MODEL, refuse_idle
+from foresay.cli.options import DEFAULT_MODEL
 from foresay.cli.progress import loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
@@ -252,3 +252,35 @@ def _checked(text: str) -> str:
     except UnicodeEncodeError:
         raise PromptError("the prompt is not UTF-8 text") from None
     return text
+
+
+_SAMPLING = tuple(f.name for f in fields(SamplingParams))
+
+
+def sampling_params(given: Given) -> SamplingParams:
+    """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output.
+
+    Under --sampling model, that check is left to `sampled`, which knows the model's own sampling.
+    """
+    values = {name: getattr(given, name, None) for name in _SAMPLING}
+    params = SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    if getattr(given, "sampling", None) != "model":
+        refuse_idle(params)
+    return params
+
+
+def refuse_idle(params: SamplingParams) -> None:
+    """Raise ConfigError for an option that has no effect on greedy output."""
+    for flag, used in idle(params).items() if params.greedy else ():  # a forgotten --temperature
+        if used:
+            raise ConfigError(f"--{flag} has no effect at temperature 0; add --temperature, or drop it")
+
+
+def idle(params: SamplingParams) -> dict[str, bool]:
+    """Parameters without effect on greedy output -> True if set."""
+    return {
+        "seed": params.seed is not None,
+        "top-k": params.top_k > 0,
+        "top-p": params.top_p < 1,
+        "min-p": params.min_p > 0,
+    }

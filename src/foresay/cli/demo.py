@@ -5,10 +5,9 @@ from __future__ import annotations
 from time import perf_counter
 
 from foresay.cli.colours import console, legend
-from foresay.cli.command import Given, command, option
+from foresay.cli.command import Given
 from foresay.cli.common import model_name
 from foresay.cli.generate import stream
-from foresay.cli.options import WHICH
 from foresay.cli.progress import loading
 from foresay.cli.tables import first_difference, show_table
 from foresay.decoding.sampling_params import SamplingParams
@@ -30,16 +29,8 @@ PROMPTS = (
 )
 
 
-@command(
-    WHICH,
-    option("-n --max-new-tokens N", "Generate at most N tokens per prompt.", 128),
-    examples="foresay demo\nforesay demo Qwen/Qwen2.5-0.5B-Instruct -n 64",
-)
 def run(given: Given) -> int:
-    """Decode a few prompts with and without speculation.
-
-    Exit code 1 if an output differs.
-    """
+    """Run the command."""
     params = SamplingParams(max_new_tokens=given.max_new_tokens)
     model = model_name(given.model)
     with loading(f"Loading {model}") as progress:

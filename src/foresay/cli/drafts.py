@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from foresay.cli import options as opt
-from foresay.cli.command import Given, command
+from foresay.cli.command import Given
 from foresay.cli.common import target_options
 from foresay.cli.progress import loading
 from foresay.cli.tables import show_table
@@ -19,23 +18,8 @@ from foresay.spec.recipes import read_drafter
 HEADINGS = ("draft", "kind", "size", "licence", "here", "decoded", "cost")
 
 
-@command(
-    opt.WHICH,
-    opt.JSON,
-    examples="""
-        foresay drafts Qwen/Qwen3-8B
-        foresay drafts model.gguf --json""",
-)
 def run(given: Given) -> int:
-    """List the drafts that exist for a model, and what each costs.
-
-    They are found by the name that the model, or its base model, has on the hub: in a table of this version, in the hub's cache,
-    and in the hub's own list. Without a network, or with HF_HUB_OFFLINE=1, the table and the cache remain, which is reported.
-
-    Cost: bytes of the draft's weights / bytes that one pass of the target reads. Files that are here count with their size,
-    others with 2 bytes a parameter; a mixture of experts with its active parameters. With the unit "token" the draft takes a
-    pass for each draft token, with the unit "block" one for all of them. The best draft that is decoded here comes first.
-    """
+    """Run the command."""
     name, _ = target_options(given)
     with loading(f"Searching drafts for {name}"):
         found = catalogue(name, search_hub=True)

@@ -11,9 +11,8 @@ from typing import Any
 import click
 import torch
 
-from foresay.cli.command import Given, argument, command, option
+from foresay.cli.command import Given
 from foresay.cli.common import load_options, target_name
-from foresay.cli.options import DTYPE, TARGET, TRUST
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.json_files import parse_object, read_limited
@@ -36,31 +35,8 @@ from foresay.training.distil import NOTE, causal
 CARD = "README.md"
 
 
-@command(
-    argument("HEAD", "A draft head or block drafter: folder, hub id or alias."),
-    argument("FOLDER", "The folder to write.", Path),
-    TARGET,
-    option("--layout NAME", f"File format of a head: {' or '.join(LAYOUTS)}.", "speculators"),
-    option("--verifier MODEL", "Name of the target in the other engine.  [default: the model]"),
-    option("--push NAME", "Then publish the folder on the hub as org/name, with a model card."),
-    option("--results FILE", "Results of foresay bench that the card reports; needs --push."),
-    option("--license ID", "Licence of the draft for the card, such as apache-2.0; needs --push."),
-    DTYPE,
-    TRUST,
-    examples="""
-        foresay export head exported -m Qwen/Qwen2.5-0.5B-Instruct
-        foresay export head exported -m Qwen/Qwen2.5-0.5B-Instruct --push org/name --results results.jsonl""",
-)
 def run(given: Given) -> int:
-    """Write a draft in another engine's format.
-
-    The layers that the draft shares with its target are included: the output layer, and a block drafter's embeddings. vLLM reads
-    both formats of heads: speculators, and plain EAGLE-3, which counts layers from 1. Block drafters are written in the layout of
-    DSpark, or of DFlash if they have no Markov head.
-
-    --push uploads the configuration, the weights and a card made from the draft's note (foresay.json) and the results; it takes
-    the hub's token from HF_TOKEN or `hf auth login`.
-    """
+    """Run the command."""
     layout, folder = given.layout, given.folder
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")

@@ -13,14 +13,12 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from foresay.checks import check_int
-from foresay.cli import options as opt
 from foresay.cli import sharing
 from foresay.cli.colours import coloured, console, legend, notes
-from foresay.cli.command import Given, command, option
-from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled
+from foresay.cli.command import Given
+from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled, sampling_params
 from foresay.cli.console import table
 from foresay.cli.drafts import found_draft, suggest
-from foresay.cli.options import raw, sampling_params
 from foresay.cli.progress import loading, progress_bar
 from foresay.cli.tables import sum_up
 from foresay.decoding.sampling_params import SamplingParams
@@ -36,35 +34,8 @@ from foresay.workers.messages import check_sendable
 from foresay.workers.pool import Pool, in_order
 
 
-@command(
-    opt.PROMPT,
-    option("--file FILE", "Read the prompt from a UTF-8 file."),
-    opt.MODEL,
-    opt.LOGPROBS,
-    option("--lines", "Decode each line as a prompt, all in one batch."),
-    opt.MAX_BATCH,
-    raw(),
-    opt.TRACE,
-    option("--compare", "Then decode without speculation and with each drafter; exit code 1 if the outputs differ."),
-    option("--repeats N", "Runs of each method of --compare, in turns; the median is shown.", 1),
-    opt.JSON,
-    opt.DRAFT,
-    opt.DRAFTERS_TO_COMPARE,
-    opt.LENGTH,
-    opt.RULE,
-    opt.ALL_SAMPLING,
-    opt.WORKERS,
-    opt.ALL_MACHINE,
-    examples="""
-        foresay generate "Name three rivers." -m Qwen/Qwen2.5-0.5B-Instruct
-        foresay generate "Name three rivers." --trace --compare --drafter suffix --drafter 'suffix(scale=2)'
-        foresay generate --lines --json < prompts.txt > outputs.jsonl""",
-)
 def run(given: Given) -> int:
-    """Generate a continuation of one prompt.
-
-    The output is the same as without speculation, unless the rule is lossy. A seed reproduces a sampled output.
-    """
+    """Run the command."""
     params = sampling_params(given)
     _refuse_contradictions(given)
     chosen = given.drafter if given.compare and given.drafter not in ((), ("auto",)) else ()

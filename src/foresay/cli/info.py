@@ -12,10 +12,8 @@ import torch
 
 from foresay.checks import check_int
 from foresay.cli import installation, methods, ngram
-from foresay.cli import options as opt
-from foresay.cli.command import Given, argument, choose_model, command, option
+from foresay.cli.command import Given, choose_model
 from foresay.cli.common import target_options
-from foresay.cli.options import model
 from foresay.cli.progress import loading
 from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -34,30 +32,8 @@ from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import LoadedModel
 
 
-@command(
-    argument("[MODEL]", "Alias, hub id, folder, GGUF file or settings file; or an n-gram table.", name="subject"),
-    model("none, show versions and caches"),
-    option("--methods", "List drafters, rules and lengths with their settings."),
-    option("--batch-size N", "Rows of the batch whose memory is estimated.", 32),
-    option("--context N", "Tokens of each of these rows.  [default: 2048, or the model's context]"),
-    opt.DTYPE,
-    opt.WEIGHTS,
-    opt.KV_CACHE,
-    opt.DEVICE,
-    opt.TRUST,
-    opt.BACKEND,
-    examples="""
-        foresay info
-        foresay info --methods
-        foresay info Qwen/Qwen2.5-0.5B-Instruct --batch-size 8 --context 4096
-        foresay info table.safetensors -m Qwen/Qwen2.5-0.5B-Instruct""",
-)
 def run(given: Given) -> int:
-    """Show versions, methods, or what a model or a table is.
-
-    Without a model: versions, processor, kernels, caches and the example models. With a model: whether it is supported, or why
-    not; exit code 2 if it is not. With an n-gram table: what it contains, as text if --model names its tokenizer.
-    """
+    """Run the command."""
     check_int("batch_size", given.batch_size, 1)
     if given.context is not None:
         check_int("context", given.context, 1)

@@ -6,21 +6,13 @@ from pathlib import Path
 
 import click
 
-from foresay.cli.command import Given, argument, command, option
+from foresay.cli.command import Given
 from foresay.drafters import Memory
 from foresay.errors import ConfigError
 
 
-@command(
-    argument("DIR", "Folder of a memory.", Path),
-    option("--add DIR...", "Add the texts of this memory, may be repeated; DIR is created if it is missing."),
-    examples="foresay memory memory\nforesay memory all --add memory-1 --add memory-2",
-)
 def run(given: Given) -> int:
-    """Show the texts that a server keeps; add those of others.
-
-    Texts are added by owner, without those that the memory has already.
-    """
+    """Run the command."""
     if given.add:
         _merge(given.dir, given.add)
     memory = _opened(given.dir)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from foresay.cli.command import Given, argument, group, option
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.lab.data.datasets import FORMATS, SHIPPED, load_items
 from foresay.lab.data.items import PromptItem
@@ -195,37 +193,3 @@ def numbers(text: str, flag: str, low: int = 1) -> list[int]:
     if min(out) < low:
         raise ConfigError(f"{flag} {text!r} must be integers of at least {low}")
     return list(dict.fromkeys(out))
-
-
-# -- sampling parameters
-
-_SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams))
-
-
-def sampling_params(given: Given) -> SamplingParams:
-    """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output.
-
-    Under --sampling model, that check is left to `sampled`, which knows the model's own sampling.
-    """
-    values = {name: getattr(given, name, None) for name in _SAMPLING}
-    params = SamplingParams(**{name: value for name, value in values.items() if value is not None})
-    if getattr(given, "sampling", None) != "model":
-        refuse_idle(params)
-    return params
-
-
-def refuse_idle(params: SamplingParams) -> None:
-    """Raise ConfigError for an option that has no effect on greedy output."""
-    for flag, used in idle(params).items() if params.greedy else ():  # a forgotten --temperature
-        if used:
-            raise ConfigError(f"--{flag} has no effect at temperature 0; add --temperature, or drop it")
-
-
-def idle(params: SamplingParams) -> dict[str, bool]:
-    """Parameters without effect on greedy output -> True if set."""
-    return {
-        "seed": params.seed is not None,
-        "top-k": params.top_k > 0,
-        "top-p": params.top_p < 1,
-        "min-p": params.min_p > 0,
-    }

@@ -7,8 +7,7 @@ from time import perf_counter
 
 import click
 
-from foresay.cli import options as opt
-from foresay.cli.command import Given, command
+from foresay.cli.command import Given
 from foresay.cli.common import target_options
 from foresay.cli.info import passes
 from foresay.cli.progress import loading
@@ -19,18 +18,8 @@ from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.sources.loading import load_model
 
 
-@command(
-    opt.WHICH,
-    opt.DTYPE,
-    opt.WEIGHTS,
-    opt.TRUST,
-    examples="foresay prepare\nforesay prepare model.gguf --weights int4",
-)
 def run(given: Given) -> int:
-    """Compile kernels and convert a model's weights in advance.
-
-    Later commands load from the caches. Exit code 1 if the model's forward passes do not use compiled kernels.
-    """
+    """Run the command."""
     began = perf_counter()
     model, options = target_options(given)
     with loading("Compiling the kernels") as progress:

@@ -7,38 +7,17 @@ from dataclasses import asdict
 
 import click
 
-from foresay.cli import options as opt
-from foresay.cli.command import Given, command, option
+from foresay.cli.command import Given
 from foresay.cli.common import load_target
-from foresay.cli.options import batch_sizes, numbers
+from foresay.cli.options import numbers
 from foresay.cli.progress import advancing
 from foresay.cli.tables import show_table
 from foresay.lab.measure.profile import profile
 from foresay.records.profile import Profile
 
 
-@command(
-    opt.WHICH,
-    batch_sizes("1,2,4,8"),
-    option(
-        "--length N[,N...]", "Draft tokens scored per row; each row is scored for one token more.", "0,1,2,3,4,5,6,8"
-    ),
-    option("--context N[,N...]", "Tokens of a row; only the first with all draft lengths.", "128,512"),
-    option("--repeats N", "Passes of each kind; the median is taken.", 7),
-    option("--fresh", "Measure again what the cache contains."),
-    opt.OUTPUT,
-    opt.JSON,
-    opt.BASIC_MACHINE,
-    examples="""
-        foresay profile Qwen/Qwen2.5-0.5B-Instruct -o profile.json
-        foresay profile --batch-size 1,8 --context 512""",
-)
 def run(given: Given) -> int:
-    """Time a model's forward passes on this machine.
-
-    Prints the duration of a pass by batch size, draft length and context, next to the lower bound that memory bandwidth sets.
-    The profile is cached; --output writes it to a file for foresay replay and simulate.
-    """
+    """Run the command."""
     settings = {
         "batches": numbers(given.batch_size, "--batch-size"),
         "columns": [1 + count for count in numbers(given.length, "--length", 0)],

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from foresay.cli import options as opt
 from foresay.cli import sharing
-from foresay.cli.command import Given, argument, command
-from foresay.cli.common import PLAIN, load_arguments, load_target
-from foresay.cli.options import items, sampling_params
+from foresay.cli.command import Given
+from foresay.cli.common import PLAIN, load_arguments, load_target, sampling_params
+from foresay.cli.options import items
 from foresay.cli.progress import advancing
 from foresay.lab.replay.record import Progress, record
 from foresay.workers import recording
 
 
-@command(
-    argument("OUTPUT", "The recording to write; one that exists is continued.", Path),
-    opt.MODEL,
-    opt.MAX_BATCH,
-    opt.LOGPROBS,
-    opt.DATA,
-    opt.BASIC_SAMPLING,
-    opt.WORKERS,
-    opt.BASIC_MACHINE,
-    examples="foresay record outputs.jsonl -m Qwen/Qwen2.5-0.5B-Instruct --prompts prompts.jsonl -n 128",
-)
 def run(given: Given) -> int:
-    """Record a model's outputs, for replaying drafters.
-
-    `foresay replay`, `simulate`, `tune` and `distill` read the recording.
-    """
+    """Run the command."""
     params, prompts, resumed = sampling_params(given), items(given), 0
     with advancing("Recording") as advance:
 

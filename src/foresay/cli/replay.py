@@ -13,9 +13,9 @@ import click
 
 from foresay.cli import options as opt
 from foresay.cli import sharing
-from foresay.cli.command import Given, argument, command, group, option
+from foresay.cli.command import Given
 from foresay.cli.common import PLAIN, load_arguments, load_target, use_threads
-from foresay.cli.options import items, model, raw
+from foresay.cli.options import items
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
@@ -33,34 +33,8 @@ FORMATS = tuple(one.name for one in opt.READING if one.name != "threads")
 """Options of the model, which has to be loaded for them to have an effect."""
 
 
-@command(
-    argument("RECORDING...", "Recordings; also logs of printed tensors, and CS-Drafting's caches.", Path),
-    model("the recording's"),
-    option("--batch-size N", "Rows decoded at a time.", 1),
-    option("--profile FILE", "A profile of the target: adds predicted speeds; --length throughput needs it."),
-    option(
-        "--costs TABLE=NAME",
-        "Cost table of the standardized walltime improvement (SWI), model_parameters, previous_work or a JSON file, and "
-        "the target's name in it.",
-    ),
-    opt.OUTPUT,
-    opt.JSON,
-    opt.DRAFTERS,
-    opt.LENGTHS,
-    group(opt.PROMPTS, opt.SOURCE, raw()),
-    opt.WORKERS,
-    opt.READING,
-    examples="""
-        foresay replay outputs.jsonl --drafter suffix --drafter max_gram --length 4
-        foresay replay outputs.jsonl --profile profile.json --length throughput""",
-)
 def run(given: Given) -> int:
-    """Measure drafters on a recording, without the model.
-
-    Prints tokens per pass and acceptance of each drafter and length. The model is loaded only for a drafter that needs its
-    tokenizer or layers. --output is extended: results that it contains are not computed again. --prompts are the prompts of a
-    log of tensors.
-    """
+    """Run the command."""
     costs, _, target_cost = (given.costs or "").rpartition("=")
     if given.costs and not (costs and target_cost):
         raise ConfigError(f"--costs {given.costs!r} must be TABLE=NAME, a cost table and the target's name in it")

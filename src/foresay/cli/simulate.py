@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
 from foresay.checks import check_int
-from foresay.cli import options as opt
-from foresay.cli.command import Given, argument, command, group, option
+from foresay.cli.command import Given
 from foresay.cli.common import use_threads
-from foresay.cli.options import model
 from foresay.cli.progress import loading
 from foresay.cli.replay import check_used, is_printed, open_recording
 from foresay.cli.tables import show_table
@@ -32,44 +29,8 @@ _LOWEST = 1e-3
 """Lowest rate of the search for the highest one, as a fraction of a full batch's throughput."""
 
 
-@command(
-    argument("RECORDING", "A greedy recording of the target's outputs.", Path),
-    model("the recording's"),
-    option("--profile FILE", "A profile of the target (foresay profile -o FILE).", required=True),
-    option("--batch-size N", "Rows decoded at a time.", 32),
-    opt.JSON,
-    group(
-        opt.DRAFTING,
-        option(
-            "--drafter EXPRESSION...", "A drafter to compare with plain decoding; may be repeated.  [default: suffix]"
-        ),
-        opt.LENGTH,
-    ),
-    group(
-        "Arrivals",
-        option("--rate X[,X...]", "Requests per second, several separated by commas.", "1,2,4,8"),
-        option("--burst N", "Requests that arrive at once.", 1),
-        option("--requests N", "Requests of each load.", 200),
-        option("--seed N", "Seed of the arrival times.", 0),
-        option("--trace FILE", "Arrival times in seconds, one a line, in place of the options above."),
-    ),
-    group(
-        "Latency targets",
-        option("--first-p99 X", "Seconds to the first token, for 99% of the requests."),
-        option("--gap-p99 X", "Seconds between two events of a stream, for 99% of them."),
-        option("--total-rate X", "Also print how many engines serve this many requests per second within the targets."),
-    ),
-    opt.READING,
-    examples="""
-        foresay simulate outputs.jsonl --profile profile.json --rate 1,2,4 --drafter suffix
-        foresay simulate outputs.jsonl --profile profile.json --first-p99 1 --total-rate 100""",
-)
 def run(given: Given) -> int:
-    """Predict throughput and latency under load.
-
-    The engine's own loop decodes the recorded outputs, with and without speculation, and the profile gives the duration of each
-    pass. A server's own overhead of some milliseconds is not included.
-    """
+    """Run the command."""
     targets = LatencyTargets(given.first_p99, given.gap_p99)
     if given.total_rate is not None and targets == LatencyTargets():
         raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")

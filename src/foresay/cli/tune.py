@@ -16,9 +16,9 @@ import click
 
 from foresay.checks import check_float
 from foresay.cli import options as opt
-from foresay.cli.command import Given, command, group, option
+from foresay.cli.command import Given
 from foresay.cli.common import check_output, load_target, model_expression, own_methods
-from foresay.cli.options import batch_sizes, items, numbers, source_name
+from foresay.cli.options import items, numbers, source_name
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
 from foresay.cli.tune_estimate import Estimate, estimate
@@ -46,35 +46,8 @@ _REPEATS = 5
 """Most live runs of each."""
 
 
-@command(
-    opt.WHICH,
-    batch_sizes("1"),
-    option("--latency X", "Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
-    option("--recording FILE", "A recording of this model, in place of --prompts."),
-    option("-n --max-new-tokens N", "Tokens recorded of each output.", 96),
-    option("-o --output FILE", "The settings file to write.", FILE),
-    opt.FORCE,
-    option("--minutes X", "Time for the search: prompts, passes and live runs are as many as fit.", 3.0),
-    option("--estimate", "Print how long the run would take, and end."),
-    option("-y --yes", "Start a run of more than a minute without confirmation."),
-    opt.DRAFTERS,
-    opt.LENGTHS,
-    group(
-        opt.DRAFTING,
-        option("--draft MODEL", "Also try a draft model: lengths, confidence thresholds, and cascades with max_gram."),
-    ),
-    opt.DATA,
-    opt.BASIC_MACHINE,
-    examples="""
-        foresay tune Qwen/Qwen2.5-0.5B-Instruct --estimate
-        foresay tune --prompts prompts.jsonl --latency 40 --batch-size 1,4,8 --yes""",
-)
 def run(given: Given) -> int:
-    """Find the fastest settings here; write foresay.toml.
-
-    Records outputs, times forward passes, replays every candidate on them, and runs the best candidates live. Other commands
-    read foresay.toml in their folder. How long the run takes is printed first.
-    """
+    """Run the command."""
     sizes, latency, draft = numbers(given.batch_size, "--batch-size"), given.latency, given.draft
     if len(sizes) > 1 and latency is None:
         raise ConfigError(f"--batch-size {given.batch_size} has several sizes, and without --latency it takes one")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from foresay.cli.command import Given, command, option
+from foresay.cli.command import Given
 from foresay.cli.common import model_name
-from foresay.cli.options import JSON, WHICH
 from foresay.errors import ModelNotFoundError
 from foresay.integrations.vllm_arguments import llm_arguments, model_folder, serve_command
 from foresay.models.sources.packaged import ALIASES
@@ -18,24 +17,8 @@ from foresay.spec.expressions import parse
 from foresay.spec.settings_file import Settings, is_settings, read_settings
 
 
-@command(
-    WHICH,
-    option(
-        "--drafter EXPRESSION",
-        "head(FOLDER), block(FOLDER), model(FOLDER), mtp, prompt_lookup or none.  [default: prompt_lookup]",
-    ),
-    option("--length LENGTH", "Draft length: a number."),
-    JSON,
-    examples="""
-        foresay vllm-config Qwen/Qwen2.5-0.5B-Instruct --drafter prompt_lookup
-        foresay vllm-config foresay.toml --json""",
-)
 def run(given: Given) -> int:
-    """Print vLLM's arguments for a drafter or settings file.
-
-    vLLM runs each draft by a method of its own. Write a head or a block drafter with `foresay export` first, and name that
-    folder.
-    """
+    """Run the command."""
     name = model_name(given.model)
     settings = read_settings(name) if is_settings(name) else Settings(target=name)
     settings = dataclasses.replace(

@@ -14,12 +14,17 @@ import pytest
 
 from foresay import __version__
 from foresay.cli.app import _run
-from foresay.cli.commands import COMMANDS, REMOVED, SUMMARIES, load
+from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
+from foresay.cli.distill import KINDS
 from foresay.cli.options import numbers
 from foresay.errors import ConfigError
+from foresay.lab.check.compare import TOLERANCE
+from foresay.models.drafts.files import LAYOUTS
+from foresay.spec.settings_file import FILE
+from foresay.training.prune import LAYER_CHOICES
 
 HEAVY = {"torch", "transformers", "numpy", "rich", "prompt_toolkit", "matplotlib"}
-named = pytest.mark.parametrize("name", SUMMARIES)
+named = pytest.mark.parametrize("name", BY_NAME)
 
 
 def imported_by(*args: str) -> set[str]:
@@ -30,12 +35,24 @@ def imported_by(*args: str) -> set[str]:
     return set(json.loads(out.stderr.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("args", [(), ("--help",), ("--version",), ("ngram",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--help",),
+        ("--version",),
+        ("ngram",),
+        ("genrate",),
+        ("generate", "-h"),
+        ("distill", "-h"),
+        ("serve", "--porrt", "1"),
+    ],
+    ids=" ".join,
+)
 def test_what_needs_nothing_heavy_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     loaded = imported_by(*args)
     assert "foresay.cli.app" in loaded and not loaded & HEAVY
-    own = {name.removeprefix("foresay.cli.") for name in loaded if name.startswith("foresay.cli.")}
-    assert own <= {"app", "command", "commands", "typed_errors"}
+    assert not {f"foresay.cli.{name.replace('-', '_')}" for name in BY_NAME} & loaded
 
 
 @pytest.mark.parametrize(
@@ -96,16 +113,15 @@ def test_the_help_of_the_program_is_grouped(
 ) -> None:
     out = page(capsys, monkeypatch, 80)
     assert headings(out) == [*COMMANDS, "Options"]
-    for name, summary in SUMMARIES.items():
-        assert f"  {name.ljust(11)}  {summary}" in out.splitlines(), "complete, in one line"
+    for name, command in BY_NAME.items():
+        assert command.summary and f"  {name.ljust(11)}  {command.summary}" in out.splitlines(), "complete, in one line"
 
 
 @named
 def test_a_page(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It fits, opens with the summary, names every option once under a heading, and its examples are understood."""
-    command, out = load(name), page(capsys, monkeypatch, 100, name)
+    command, out = BY_NAME[name], page(capsys, monkeypatch, 100, name)
     assert command.name == name and out.startswith(f"Usage: foresay {name} ")
-    assert command.help is not None and command.help.split("\n")[0] == SUMMARIES[name]
     for one in command.params:
         assert isinstance(one, click.Argument) or len(re.findall(rf"^  .*{one.opts[-1]}\b(?!-)", out, re.M)) >= 1
     out = out.replace(" \\\n      ", " ")
@@ -128,8 +144,8 @@ def test_options_are_in_panels(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_one_word_has_one_meaning() -> None:
     """An option has one type wherever it appears, but for those that are several numbers in some commands."""
     kinds: dict[str, set[str]] = {}
-    for name in SUMMARIES:
-        for parameter in load(name).params:
+    for command in BY_NAME.values():
+        for parameter in command.params:
             for flag in parameter.opts:
                 kinds.setdefault(flag, set()).add(parameter.type.name)
     several = {flag for flag, some in kinds.items() if flag.startswith("--") and len(some) > 1}
@@ -138,7 +154,7 @@ def test_one_word_has_one_meaning() -> None:
 
 def test_there_is_one_way_to_name_the_model() -> None:
     """-m everywhere, and the argument unless that is something else."""
-    params = {name: load(name).params for name in SUMMARIES}
+    params = {name: command.params for name, command in BY_NAME.items()}
     flags = {name: {flag for one in some for flag in one.opts} for name, some in params.items()}
     assert {name for name in flags if not {"-m", "--model"} <= flags[name]} == {"report", "memory"}
     arguments = {name: [one.name for one in some if isinstance(one, click.Argument)] for name, some in params.items()}
@@ -148,8 +164,8 @@ def test_there_is_one_way_to_name_the_model() -> None:
 
 def test_there_are_few_commands_and_options() -> None:
     """A new one states what it replaces."""
-    options = sum(isinstance(one, click.Option) for name in SUMMARIES for one in load(name).params)
-    assert len(SUMMARIES) <= 20 and options <= 337
+    options = sum(isinstance(one, click.Option) for command in BY_NAME.values() for one in command.params)
+    assert len(BY_NAME) <= 20 and options <= 337
 
 
 # -- version and completion ----------------------------------------------------------------------------------------------
@@ -178,9 +194,24 @@ def test_the_completion_script_is_shown(shell: str, capsys: pytest.CaptureFixtur
 
 
 def test_every_command_starts_in_a_fresh_interpreter() -> None:
-    """Smoke test outside of pytest's process, and a negative control: a command that is chosen is imported."""
-    code = f"import sys\nfrom foresay.cli.app import _run\nsys.exit(sum(_run([name, '-h']) for name in {[*SUMMARIES]}))"
+    """Smoke test outside of pytest's process: help pages of all commands, then what runs them."""
+    code = (
+        "import sys\nfrom importlib import import_module\nfrom foresay.cli.app import _run\n"
+        f"codes = [_run([name, '-h']) for name in {[*BY_NAME]}]\n"
+        f"ready = [callable(import_module('foresay.cli.' + name.replace('-', '_')).run) for name in {[*BY_NAME]}]\n"
+        "sys.exit(sum(codes) + ready.count(False))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\nExamples:\n") == len(SUMMARIES)
-    assert {"foresay.cli.report", "numpy"} <= imported_by("report", "-h")
+    assert done.stdout.count("\nExamples:\n") == len(BY_NAME)
+    loaded = imported_by("report", "missing.jsonl")
+    assert {"foresay.cli.report", "numpy"} <= loaded, "negative control: a command that runs is imported"
+
+
+def test_defaults_on_help_pages_are_those_of_the_code() -> None:
+    """Help pages are written without the modules that need PyTorch."""
+    pages = {name: " ".join(str(getattr(one, "help", "")) for one in command.params) for name, command in BY_NAME.items()}
+    assert f"[default: {TOLERANCE}]" in pages["check"]
+    assert ", ".join(LAYER_CHOICES) in pages["distill"] and all(kind in pages["distill"] for kind in KINDS)
+    assert set(LAYOUTS) == {"speculators", "plain"} and "speculators or plain" in pages["export"]
+    assert {one.default for one in BY_NAME["tune"].params if one.name == "output"} == {FILE}

@@ -12,14 +12,13 @@ from typing import Any
 from rich.text import Text
 
 from foresay.cli.colours import legend
-from foresay.cli.common import model_expression
+from foresay.cli.common import idle, model_expression
 from foresay.cli.console import saving, table
 from foresay.cli.console.answer import generate
 from foresay.cli.console.input import Entry, Words
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, ChatSession
 from foresay.cli.methods import catalogue
-from foresay.cli.options import idle
 from foresay.cli.progress import loading
 from foresay.decoding.acceptance import RULES
 from foresay.engine import Stats
