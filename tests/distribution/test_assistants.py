@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
@@ -20,22 +18,10 @@ from foresay.models.huggingface.causal import CausalModel
 from helpers.assistants import assistant_model, read
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
-from helpers.reference import joint, p_value
+from helpers.reference import Enumerated, joint, p_value
 from helpers.support import run
 
 SIZE, LENGTH, SAMPLES, PROMPT = 5, 3, 1200, [1, 2, 1]
-
-
-class Target(CausalModel):
-    """A tiny model whose distributions can be enumerated."""
-
-    @cache  # noqa: B019
-    def _after(self, context: tuple[int, ...]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
-
-    def distribution(self, context: Sequence[int]) -> torch.Tensor:
-        return self._after(tuple(context))
 
 
 class _RecordsOthers(AssistantDrafter):
@@ -49,12 +35,18 @@ class _RecordsOthers(AssistantDrafter):
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(make("gemma4", 3, vocab_size=SIZE, vocab_size_per_layer_input=SIZE))
+def target() -> CausalModel:
+    return CausalModel(make("gemma4", 3, vocab_size=SIZE, vocab_size_per_layer_input=SIZE))
 
 
 def value(
-    target: Target, made: type[AssistantDrafter], rule: str, nodes: int = 0, *, ordered: bool = False, gain: float = 2.0
+    target: CausalModel,
+    made: type[AssistantDrafter],
+    rule: str,
+    nodes: int = 0,
+    *,
+    ordered: bool = False,
+    gain: float = 2.0,
 ) -> float:
     assistant = Assistant(read(assistant_model(vocab_size=SIZE, gain=gain, ordered=ordered)), target)
     params = [
@@ -76,16 +68,16 @@ def value(
     assert sum(step.num_accepted for step in steps) > SAMPLES / 4
     assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 8
     written = [output[:LENGTH] for output in outputs]
-    found: Any = joint(target, params[0], PROMPT, LENGTH)  # type: ignore[arg-type]
+    found: Any = joint(Enumerated(target), params[0], PROMPT, LENGTH)
     return p_value(written, found, SIZE)
 
 
 @pytest.mark.parametrize(
     ("rule", "nodes", "ordered"), [("speculative", 0, False), ("block", 0, True), ("speculative", 6, False)]
 )
-def test_drafts_leave_the_distribution(rule: str, nodes: int, ordered: bool, target: Target) -> None:
+def test_drafts_leave_the_distribution(rule: str, nodes: int, ordered: bool, target: CausalModel) -> None:
     assert value(target, AssistantDrafter, rule, nodes, ordered=ordered) > ALPHA
 
 
-def test_distributions_of_other_tokens_would_be_noticed(target: Target) -> None:
+def test_distributions_of_other_tokens_would_be_noticed(target: CausalModel) -> None:
     assert value(target, _RecordsOthers, "speculative", gain=4.0) < ALPHA

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import pytest
@@ -26,34 +25,22 @@ from helpers.distribution_cells import ALPHA
 from helpers.families import make
 from helpers.heads import random_head
 from helpers.mtp import save_with_mtp
-from helpers.reference import joint, p_value
+from helpers.reference import Enumerated, joint, p_value
 from helpers.support import run
 
 SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1500, [1, 2, 1]
 PARAMS = SamplingParams(temperature=2.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 
-class Target(CausalModel):
-    """A tiny model whose distributions can be enumerated."""
-
-    @cache  # noqa: B019
-    def _after(self, context: tuple[int, ...]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
-
-    def distribution(self, context: Sequence[int]) -> torch.Tensor:
-        return self._after(tuple(context))
-
-
 @pytest.fixture(scope="module")
-def target() -> Target:
-    model = Target(make("llama", 3, vocab_size=SIZE, tie_word_embeddings=False))
+def target() -> CausalModel:
+    model = CausalModel(make("llama", 3, vocab_size=SIZE, tie_word_embeddings=False))
     model.use_fused()
     return model
 
 
 @pytest.fixture(scope="module")
-def layered(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def layered(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
     """A model with two multi-token-prediction layers."""
     specials = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     folder = tmp_path_factory.mktemp("layered")
@@ -61,7 +48,7 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> Target:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():  # leaves each next token likely enough
         model.lm_head.weight *= 2.5 / model.lm_head.weight.norm(dim=1).mean()
-    return Target(model)
+    return CausalModel(model)
 
 
 class _IgnoresPath(BlockDrafter):
@@ -123,7 +110,7 @@ PATHS = {
 }
 
 
-def value(target: Target, drafter: str, rule: str, *, nodes: int = 0, path: str = "", **changes: Any) -> float:
+def value(target: CausalModel, drafter: str, rule: str, *, nodes: int = 0, path: str = "", **changes: Any) -> float:
     """nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels. path: one of PATHS.
 
     changes: of the parameters.
@@ -150,12 +137,12 @@ def value(target: Target, drafter: str, rule: str, *, nodes: int = 0, path: str 
     assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 4
     assert not nodes or max(step.num_accepted for step in steps) > 1, "trees of one level"
     written = [output[:LENGTH] for output in outputs]
-    return p_value(written, joint(target, params[0], PROMPT, LENGTH), SIZE)  # type: ignore[arg-type]
+    return p_value(written, joint(Enumerated(target), params[0], PROMPT, LENGTH), SIZE)
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 @pytest.mark.parametrize("drafter", ["chain", "confident", "likeliest"])
-def test_chains(drafter: str, rule: str, target: Target) -> None:
+def test_chains(drafter: str, rule: str, target: CausalModel) -> None:
     assert value(target, drafter, rule) > ALPHA
 
 
@@ -171,29 +158,29 @@ BY_DEFAULT += [("drawn by a head", "coupled"), ("drawn by a head in a hybrid", "
         *(pytest.param(*one, marks=[] if one in BY_DEFAULT else [pytest.mark.long]) for one in TREES),
     ],
 )
-def test_trees(drafter: str, rule: str, target: Target) -> None:
+def test_trees(drafter: str, rule: str, target: CausalModel) -> None:
     assert value(target, drafter, rule, nodes=8) > ALPHA
 
 
-def test_the_distribution_of_the_roots_for_all_nodes(target: Target) -> None:
+def test_the_distribution_of_the_roots_for_all_nodes(target: CausalModel) -> None:
     assert value(target, "roots", "speculative", nodes=8) < ALPHA
 
 
-def test_blocks_without_a_markov_head(target: Target) -> None:
+def test_blocks_without_a_markov_head(target: CausalModel) -> None:
     assert value(target, "chain", "speculative", from_anchor=False) > ALPHA
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
-def test_the_conditioning_ignored(rule: str, target: Target) -> None:
+def test_the_conditioning_ignored(rule: str, target: CausalModel) -> None:
     assert value(target, "ignores", rule) < ALPHA
 
 
 @pytest.mark.parametrize("rule", ["speculative", "coupled"])
-def test_layers_of_multi_token_prediction(rule: str, layered: Target) -> None:
+def test_layers_of_multi_token_prediction(rule: str, layered: CausalModel) -> None:
     assert value(layered, "layers", rule) > ALPHA
 
 
-def test_the_distribution_of_the_first_layer_for_all_tokens(layered: Target) -> None:
+def test_the_distribution_of_the_first_layer_for_all_tokens(layered: CausalModel) -> None:
     assert value(layered, "first layer", "speculative") < ALPHA
 
 
@@ -201,20 +188,20 @@ DRAWN = [pytest.param("drawn", path, marks=[] if path == "selector" else [pytest
 
 
 @pytest.mark.parametrize(("drafter", "path"), [*(("chain", path) for path in PATHS), *DRAWN])
-def test_paths(drafter: str, path: str, target: Target) -> None:
+def test_paths(drafter: str, path: str, target: CausalModel) -> None:
     """Chains and trees of blocks whose tokens depend on those before."""
     assert value(target, drafter, "speculative", path=path, nodes=8 * (drafter == "drawn")) > ALPHA
 
 
 @pytest.mark.parametrize("rule", ["block", "match", "coupled"])
-def test_candidate_selectors(rule: str, target: Target) -> None:
+def test_candidate_selectors(rule: str, target: CausalModel) -> None:
     assert value(target, "chain", rule, path="selector") > ALPHA
 
 
-def test_candidate_selectors_under_truncation(target: Target) -> None:
+def test_candidate_selectors_under_truncation(target: CausalModel) -> None:
     assert value(target, "chain", "speculative", path="selector", temperature=1.3, top_k=4, top_p=0.9) > ALPHA
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_walk_with_probabilities_that_it_was_not_drawn_from(path: str, target: Target) -> None:
+def test_a_walk_with_probabilities_that_it_was_not_drawn_from(path: str, target: CausalModel) -> None:
     assert value(target, "ignores", "speculative", path=path) < ALPHA

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ from foresay.models.huggingface.self_check import use_fused_layers
 from helpers.broken_kernels import Broken
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
-from helpers.reference import joint, p_value
+from helpers.reference import Enumerated, joint, p_value
 from helpers.support import Mixed, run
 
 SIZE, LENGTH, SAMPLES, PROMPT = 3, 4, 1500, [1, 2, 1, 0, 2]
@@ -36,23 +33,6 @@ def model(seed: int) -> RecurrentModel:
     return found
 
 
-class _Enumerated:
-    """The model's distributions by its family's own code, without a cache."""
-
-    vocab_size = SIZE
-
-    def __init__(self, target: RecurrentModel) -> None:
-        self._target = target
-
-    @functools.cache  # noqa: B019 - one object for the whole test
-    def _of(self, context: tuple[int, ...]) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._target.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
-
-    def distribution(self, context: Sequence[int]) -> torch.Tensor:
-        return self._of(tuple(context))
-
-
 def value(rule: str, drafter: str = "model") -> float:
     """The p-value of what the loop generates over states."""
     target = model(1)
@@ -64,7 +44,7 @@ def value(rule: str, drafter: str = "model") -> float:
     assert engine.draft_failures == 0
     assert sum(0 < step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 20
     assert sum(step.num_accepted == step.num_drafted > 0 for step in steps) > SAMPLES / 10
-    return p_value(outputs, joint(_Enumerated(target), params[0], PROMPT, LENGTH), SIZE)  # type: ignore[arg-type]
+    return p_value(outputs, joint(Enumerated(target), params[0], PROMPT, LENGTH), SIZE)
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match"])

@@ -5,16 +5,34 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+import torch
 from scipy import stats
 
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 
 
+class Enumerated:
+    """A tiny model's distributions after all contexts, by its family's own code, without a cache."""
+
+    def __init__(self, target: CausalModel) -> None:
+        self._target, self.vocab_size = target, target.vocab_size
+
+    @cache  # noqa: B019 - one object for a whole test
+    def _after(self, context: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self._target.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
+
+    def distribution(self, context: Sequence[int]) -> torch.Tensor:
+        return self._after(tuple(context))
+
+
 def distribution(
-    target: TableModel, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    target: TableModel | Enumerated, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> np.ndarray:
     """The distribution of the token after prompt + output, [V] float64, by the definitions of the parameters."""
     logits = target.distribution([*prompt, *output]).log().numpy().copy()
@@ -43,7 +61,7 @@ def distribution(
     return probs / probs.sum()
 
 
-def joint(target: TableModel, params: SamplingParams, prompt: Sequence[int], length: int) -> np.ndarray:
+def joint(target: TableModel | Enumerated, params: SamplingParams, prompt: Sequence[int], length: int) -> np.ndarray:
     """The distribution of the first `length` output tokens, flattened, [V ** length]."""
     size = target.vocab_size
     out = np.zeros(size**length)

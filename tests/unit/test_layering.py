@@ -116,7 +116,7 @@ INSIDE = {
         {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
         {"students"},
-        {"evaluation"},
+        {"evaluation", "new_drafts"},
         {"fitting"},
         {"curves", "distil"},
     ],

@@ -32,19 +32,11 @@ from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import (
-    BLOCK_SIZE,
-    NOTE,
-    DraftShape,
-    distil,
-    distil_model,
-    kind_of,
-    new_draft,
-    resumed_draft,
-)
-from foresay.training.distil import KINDS as ON_HIDDEN_STATES
+from foresay.training.distil import NOTE, distil, distil_model
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
+from foresay.training.new_drafts import BLOCK_SIZE, DraftShape, kind_of, new_draft, resumed_draft
+from foresay.training.new_drafts import KINDS as ON_HIDDEN_STATES
 from foresay.training.outputs import Text, coverage, read_outputs, split, texts_of
 from foresay.training.processes import is_first, own_device
 

@@ -30,7 +30,8 @@ from foresay.models.sources.loading import load_model
 from foresay.models.sources.packaged import packaged_head
 from foresay.models.sources.published import LICENSE, REPOSITORY
 from foresay.records.results import Results
-from foresay.training.distil import NOTE, causal
+from foresay.training.distil import NOTE
+from foresay.training.new_drafts import causal
 
 CARD = "README.md"
 

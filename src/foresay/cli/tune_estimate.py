@@ -11,12 +11,16 @@ from time import perf_counter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
+from foresay.lab.measure.profile import prompt_lengths
+from foresay.records.profile import FILLED_TOGETHER
 from foresay.spec.recipes import read_drafter
 
 _PASSES = 4
 """Forward passes that are timed."""
-_ROUNDS, _ROUND_PASSES = 3, 11 * 6
-"""Rounds of a profile, and the passes of each for a batch size: draft lengths, and repeats over contexts."""
+_ROUNDS, _ROUND_PASSES, _WIDER = 3, 11 * 6, 5
+"""Rounds of a profile; passes of each for a batch size (draft lengths, and repeats over contexts); their mean draft length."""
+_FILLED = 4 * FILLED_TOGETHER
+"""Prompts of each length whose prefill a round times."""
 _LEAST = 4
 """Least number of outputs."""
 _BANDWIDTH_S = 3.0
@@ -97,11 +101,14 @@ def estimate(
     count, tokens = size
     timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
     prefill_s, pass_s = timed[rows]
+    token_s = prefill_s / sum(len(ids) for ids in islice(cycle(prompts), rows))
+    filled = _FILLED * sum(prompt_lengths(max(map(len, prompts))))
+    passes = sum(timed[one][1] + _WIDER * one * token_s for one in sizes)
     loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
     candidates = len(methods) * len(sizes)
     return Estimate(
         recording=0.0 if recorded else math.ceil(count / rows) * (prefill_s + tokens * pass_s),
-        timing=_BANDWIDTH_S + _ROUNDS * _ROUND_PASSES * sum(timed[one][1] for one in sizes),
+        timing=_BANDWIDTH_S + _ROUNDS * (_ROUND_PASSES * passes + filled * token_s),
         replaying=count * tokens * (candidates * _REPLAY_S + len(loading) * pass_s / rows),
         live=finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
         count=count,

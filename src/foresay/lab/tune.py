@@ -26,7 +26,7 @@ from foresay.lab.bench.runners import MethodRunner, PromptBlock
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest
-from foresay.lab.measure.profile import measure, measure_drafting, medians
+from foresay.lab.measure.profile import measure, measure_drafting, medians, prompt_lengths
 from foresay.lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
 from foresay.lab.replay.predict import Expected, expect
 from foresay.lab.replay.replay import replay
@@ -152,9 +152,11 @@ class Tuner:
             lengths = sorted(len(r.prompt) + len(r.output) // 2 for r in self.recording.records)
             middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
             contexts = [middle, long] if long > 1.3 * middle else [middle]
+            fills = prompt_lengths(max(len(r.prompt) for r in self.recording.records))
+            sizes_of: dict[str, Any] = {"batches": sizes, "columns": columns, "contexts": contexts, "fills": fills}
             measured, scales = [], []
             for turn in range(self._rounds):
-                measured.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
+                measured.append(measure(self.target, **sizes_of, repeats=3))
                 scales.append(self._fill_scale(measured[-1], turn))
             found, scale = medians(measured), statistics.median(scales)
             self._profile = replace(found, fills=tuple((tokens, s * scale) for tokens, s in found.fills))

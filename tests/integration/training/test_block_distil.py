@@ -20,10 +20,11 @@ from foresay.models.drafts.path import Step
 from foresay.training import fitting
 from foresay.training.batches import batch_of
 from foresay.training.curves import read_log
-from foresay.training.distil import DraftShape, distil, kind_of, new_draft, resumed_draft, usual_block_layers
+from foresay.training.distil import distil
 from foresay.training.evaluation import evaluate
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
+from foresay.training.new_drafts import DraftShape, kind_of, new_draft, resumed_draft, usual_block_layers
 from foresay.training.outputs import split
 from foresay.training.students import BlockStudent
 from foresay.training.teacher import TargetPasses

@@ -26,10 +26,11 @@ from foresay.models.sources.wrapping import LoadedModel
 from foresay.training import fitting
 from foresay.training.batches import batch_of, epoch_batches
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import DraftShape, distil, distil_model, new_draft
+from foresay.training.distil import distil, distil_model
 from foresay.training.evaluation import evaluate
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
+from foresay.training.new_drafts import DraftShape, new_draft
 from foresay.training.outputs import Text, coverage, frequent_tokens, split, texts_of
 from foresay.training.students import HeadStudent, ModelStudent
 from foresay.training.teacher import CachedPasses, TargetPasses, TeacherHead

@@ -210,7 +210,9 @@ def test_every_command_starts_in_a_fresh_interpreter() -> None:
 
 def test_defaults_on_help_pages_are_those_of_the_code() -> None:
     """Help pages are written without the modules that need PyTorch."""
-    pages = {name: " ".join(str(getattr(one, "help", "")) for one in command.params) for name, command in BY_NAME.items()}
+    pages = {
+        name: " ".join(str(getattr(one, "help", "")) for one in command.params) for name, command in BY_NAME.items()
+    }
     assert f"[default: {TOLERANCE}]" in pages["check"]
     assert ", ".join(LAYER_CHOICES) in pages["distill"] and all(kind in pages["distill"] for kind in KINDS)
     assert set(LAYOUTS) == {"speculators", "plain"} and "speculators or plain" in pages["export"]
