@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ),
     ),
     "sums that depend on the rows of their tile": (
-        ("integers.h", "by = x.scales[", "by = (FAULT ? ROWS : 1) * x.scales["),
+        ("integers.h", "x_scale = *by", "x_scale = (FAULT ? ROWS : 1) * *by"),
     ),
     # products by matrix instructions
     "the second block of rows is the first": (("tiles.h", "(more + k,", "((FAULT ? some : more) + k,"),),

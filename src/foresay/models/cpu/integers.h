@@ -41,7 +41,8 @@ inline Ints add_four(Ints sum, Words levels, Words x) {
 #define FORESAY_DOTS(BITS) BITS
 #endif
 
-// Without one: sums of two products in 16 bits, which are then added in pairs.
+// Without one: sums of two products in 16 bits, which are then added in pairs. `in_order` keeps the compiler from interleaving steps,
+// whose numbers would not fit into the registers.
 #if !defined(FORESAY_BYTE_DOTS) && defined(__AVX512BW__)
 #define FORESAY_SHORT_SUMS 1
 typedef __m512i Integers;
@@ -51,6 +52,7 @@ inline Integers two_products_signed(Integers levels, Integers x) {
 }
 inline Integers add_shorts(Integers x, Integers y) { return _mm512_add_epi16(x, y); }
 inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm512_madd_epi16(x, _mm512_set1_epi16(1))); }
+inline void in_order(Integers &x) { asm volatile("" : "+v"(x)); }
 #elif !defined(FORESAY_BYTE_DOTS) && defined(__AVX2__) && !defined(__AVX512F__)
 #define FORESAY_SHORT_SUMS 1
 typedef __m256i Integers;
@@ -60,6 +62,7 @@ inline Integers two_products_signed(Integers levels, Integers x) {
 }
 inline Integers add_shorts(Integers x, Integers y) { return _mm256_add_epi16(x, y); }
 inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
+inline void in_order(Integers &x) { asm volatile("" : "+x"(x)); }
 #endif
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -117,12 +120,11 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
     constexpr int SAFE = BITS == LEVELS_4 ? DEPTH : BITS == FLOATS_4 ? 16 : BITS == LEVELS_6 ? 8 : 4;
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
-        // loops over depths are not unrolled, because the compiler would interleave their steps and run out of registers
-#pragma GCC unroll 1
-    for (int from = 0; from < DEPTH; from += SAFE) {
-        Integers narrow[ROWS][COUNT] = {};
 #pragma GCC unroll 4
-        for (int64_t k = from; k < from + SAFE; k += 4) {
+    for (int from = 0; from < DEPTH; from += SAFE) {
+        Integers narrow[ROWS][COUNT];
+#pragma GCC unroll 8
+        for (int k = from; k < from + SAFE; k += 4) {
             Words words[COUNT];
             levels.template at<FIRST, COUNT>(first + k / 4, words);
             Integers four[COUNT];
@@ -130,10 +132,12 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
                 Integers one = reinterpret_cast<Integers>(repeated(x + r * stride + k));
+                in_order(one);
 #pragma GCC unroll 4
                 for (int v = 0; v < COUNT; v++) {
                     Integers two = BITS == LEVELS_8 ? two_products_signed(four[v], one) : two_products(four[v], one);
-                    narrow[r][v] = add_shorts(narrow[r][v], two);
+                    narrow[r][v] = k == from ? two : add_shorts(narrow[r][v], two);
+                    in_order(narrow[r][v]);
                 }
             }
         }
@@ -162,17 +166,20 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
 // sums [ROWS, 32] += products of ROWS tokens with COUNT vectors of outputs, from vector FIRST on, over `groups` groups of DEPTH.
 // scales: for each group, scales [32] and offsets [32].
 template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
-inline void byte_tile(const L &levels, const float *scales, int64_t groups, const RoundedBlock &x, float *sums) {
+inline void byte_tile(const L &levels, const float *scales, int64_t groups, RoundedBlock x, float *sums) {
+    sums += FIRST * LANES, scales += FIRST * LANES;
     for (int64_t g = 0; g < groups; g++, scales += 2 * PANEL) {
         Ints dots[ROWS][COUNT];
         group_sums<BITS, DEPTH, ROWS, FIRST, COUNT>(levels, g * DEPTH / 4, x.levels + g * DEPTH, x.stride, dots);
-#pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) {
-            Floats scale = load<Floats>(scales + (FIRST + v) * LANES), offset = load<Floats>(scales + PANEL + (FIRST + v) * LANES);
+        const float *by = x.scales + g * DEPTH / GROUP, *plus = x.sums + g;
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) {
-                float by = x.scales[r * x.scale_stride + g * DEPTH / GROUP], plus = x.sums[r * x.sum_stride + g];
-                add_group(sums + r * PANEL + (FIRST + v) * LANES, dots[r][v], scale, offset, by, plus);
+        for (int r = 0; r < ROWS; r++) {
+            float x_scale = *by, x_sum = *plus;
+            by += x.scale_stride, plus += x.sum_stride;
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) {
+                Floats scale = load<Floats>(scales + v * LANES), offset = load<Floats>(scales + PANEL + v * LANES);
+                add_group(sums + r * PANEL + v * LANES, dots[r][v], scale, offset, x_scale, x_sum);
             }
         }
     }
