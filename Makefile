@@ -43,6 +43,7 @@ bench: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "the site: file://$(CURDIR)/build/docs/index.html"
 
 test-browser: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

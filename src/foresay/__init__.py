@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from foresay.decoding.capabilities import Capabilities
     from foresay.decoding.distributions import Distributions
     from foresay.decoding.outcome import FinishReason, Step
+    from foresay.decoding.passes import Logits, ModelInput, ModelOutput
     from foresay.decoding.proposal import Proposal, Verification
     from foresay.decoding.protocols import (
         Drafter,
         KVCache,
         LanguageModel,
         LengthPolicy,
-        Logits,
-        ModelInput,
-        ModelOutput,
         Rule,
     )
     from foresay.decoding.rows import Row, Rows, RuleNeeds
@@ -62,16 +60,8 @@ _WHERE = {
     "foresay.decoding.outcome": ["FinishReason", "Step"],
     "foresay.decoding.proposal": ["Proposal", "Verification"],
     "foresay.decoding.capabilities": ["Capabilities"],
-    "foresay.decoding.protocols": [
-        "Drafter",
-        "KVCache",
-        "LanguageModel",
-        "LengthPolicy",
-        "Logits",
-        "ModelInput",
-        "ModelOutput",
-        "Rule",
-    ],
+    "foresay.decoding.passes": ["Logits", "ModelInput", "ModelOutput"],
+    "foresay.decoding.protocols": ["Drafter", "KVCache", "LanguageModel", "LengthPolicy", "Rule"],
     "foresay.decoding.rows": ["Row", "Rows", "RuleNeeds"],
     "foresay.decoding.sampling_params": ["SamplingParams"],
     "foresay.decoding.stopping": ["Stopping", "StoppingRule"],

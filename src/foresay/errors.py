@@ -28,7 +28,11 @@ class ForesayError(Exception):
     """Subject that `about` has put in front of the message."""
 
     def about(self, subject: str) -> Self:
-        """Return the same error with `subject` in front of its message."""
+        """Return the same error with a subject in front of its message.
+
+        Args:
+            subject: Where the error occurred, such as a file and its line.
+        """
         error = type(self).__new__(type(self))  # the constructors of subclasses take different arguments
         vars(error).update(vars(self))
         error.args, error.subject = (f"{subject}: {self}",), subject
@@ -42,7 +46,13 @@ class ConfigError(ForesayError, ValueError):
     """A parameter has a value that cannot be honoured."""
 
     def __init__(self, problem: str, *, param: str | None = None, value: Any = _NOT_GIVEN) -> None:
-        """problem: the message, which follows `param=value` if both are given."""
+        """Compose the message.
+
+        Args:
+            problem: The message, which follows `param=value` if both are given.
+            param: The parameter.
+            value: Its value.
+        """
         super().__init__(problem if value is _NOT_GIVEN else f"{param}={value!r} {problem}")
         self.param = param
         self.value = None if value is _NOT_GIVEN else value
@@ -66,7 +76,12 @@ class ContextLengthError(ForesayError, ValueError):
     """The prompt, or the prompt and the requested output, do not fit the model's context."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """param: the parameter that is too large; None for the prompt."""
+        """Take the message.
+
+        Args:
+            message: The message.
+            param: The parameter that is too large; None for the prompt.
+        """
         super().__init__(message)
         self.param = param
 
@@ -79,6 +94,12 @@ class RequestError(ForesayError):
     """One request cannot continue because of its own parameters, such as a processor; the others do."""
 
     def __init__(self, request_id: int, reason: str) -> None:
+        """Compose the message.
+
+        Args:
+            request_id: Id of the request.
+            reason: Why it cannot continue.
+        """
         super().__init__(f"request {request_id} ended: {reason}")
         self.request_id = request_id
 

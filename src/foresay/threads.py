@@ -54,7 +54,11 @@ def single_threaded() -> Iterator[None]:
 
 @contextmanager
 def all_threads(elements: int = MIN_ELEMENTS) -> Iterator[None]:
-    """Inside `single_threaded`, use the user's number of threads if an operation has at least MIN_ELEMENTS elements."""
+    """Inside `single_threaded`, use the user's number of threads for a large operation.
+
+    Args:
+        elements: Number of elements of the operation; one thread below MIN_ELEMENTS.
+    """
     before, set_threads = _saved.num_threads, _setter()
     if before is None or elements < MIN_ELEMENTS or set_threads is None:
         yield

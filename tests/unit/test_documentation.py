@@ -130,7 +130,8 @@ def test_missing_files_are_found() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    assert listed == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    own = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert listed == own | {"changelog.md", "results.md", "log.md"}, "docs/theme/pages.py has the last three"
 
 
 # Commands

@@ -39,7 +39,7 @@ INSIDE = {
         {"rows", "proposal_checks"},
         {"processors", "truncation"},
         {"distributions"},
-        {"stopping"},
+        {"stopping", "passes"},
         {"draws", "protocols"},
         {"trees", "prefill"},
         {"acceptance"},

@@ -45,25 +45,28 @@ class VocabularySubset:
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """Distributions of the next token at [B, T] positions.
-
-    greedy_ids: [B, T] int64, the token of each point mass; undefined elsewhere. probs: [N, V] float32, rows sum to 1; None if
-    every distribution is a point mass. probs_row: [B, T] int64, rows of probs, -1 for a point mass. scores: [B, T, V], the raw
-    logits, which length policies and lossy rules read; [B, T, K] by `subset` if all distributions are point masses.
-    """
+    """Distributions of the next token at [B, T] positions."""
 
     greedy_ids: torch.Tensor
+    """[B, T] int64, the token of each point mass; undefined elsewhere."""
     probs: torch.Tensor | None = None
+    """[N, V] float32, rows sum to 1; None if every distribution is a point mass."""
     probs_row: torch.Tensor | None = None
+    """[B, T] int64, rows of `probs`, -1 for a point mass; None if every distribution is one."""
     scores: torch.Tensor | None = None
+    """[B, T, V], the raw logits, which length policies and lossy rules read; [B, T, K] by `subset` if all distributions are point
+    masses."""
     subset: VocabularySubset | None = None
+    """The tokens that have scores; None for the whole vocabulary."""
     failures: Mapping[tuple[int, int], RequestError] = field(default_factory=dict)
     """(row, position) -> why no token can be generated there; the distribution at such a position is undefined."""
 
     def prob_of(self, token_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the probability of each token at its position. token_ids: [B, K] -> [B, K].
+        """Return the probability of each token at its position, [B, K].
 
-        positions: [B, K] int64; None stands for 0, 1, ..., K - 1 (K <= T).
+        Args:
+            token_ids: [B, K] int64.
+            positions: [B, K] int64; None stands for 0, 1, ..., K - 1 (K <= T).
         """
         width = token_ids.shape[1]
         greedy = self.greedy_ids[:, :width] if positions is None else self.greedy_ids.gather(1, positions)
@@ -75,7 +78,11 @@ class Distributions:
         return torch.where(index >= 0, dense, hits.to(dense.dtype))
 
     def confidence(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return softmax probabilities of the raw logits at temperature 1. token_ids: [B, K], K <= T -> [B, K] float32."""
+        """Return softmax probabilities of the raw logits at temperature 1, [B, K] float32.
+
+        Args:
+            token_ids: [B, K] int64, K <= T, the tokens at the first K positions.
+        """
         assert self.scores is not None
         scores, at = self.scores[:, : token_ids.shape[1]].float(), token_ids
         if self.subset is not None:

@@ -12,29 +12,28 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens of each row: a chain or a tree.
-
-    token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K.
-    distributions: [N, V] float32, from which tokens were sampled. distribution_index: [B, K] int64, rows of distributions, -1 for
-    a point mass; None if no token was sampled.
-    confidence: [B, K] float32, the draft model's softmax probability of each token at temperature 1, which no exact rule reads;
-    None without a draft model.
-    parents: [B, K] int64, the node that each token follows, always an earlier one, -1 for the last committed token; None for a
-    chain. Children of one node differ; sampled ones share the distribution of their parent's position and were drawn from it
-    without replacement, in the order of the nodes.
-    failure: the exception that ended drafting after these tokens, or None. A drafter that fails after it has drawn tokens returns
-    them, because dropping drawn tokens for their values would change the output distribution.
-    matched: B ints, length of the n-gram match that each row's draft continues, 0 if unknown; None for other drafters.
-    """
+    """Draft tokens of each row: a chain or a tree."""
 
     token_ids: torch.Tensor
+    """[B, K] int64, right-padded."""
     num_tokens: Sequence[int]
+    """[B] number of draft tokens, 0 <= n <= K."""
     distributions: torch.Tensor | None = None
+    """[N, V] float32, from which tokens were sampled; None if no token was sampled."""
     distribution_index: torch.Tensor | None = None
+    """[B, K] int64, rows of `distributions`, -1 for a point mass; None if no token was sampled."""
     confidence: torch.Tensor | None = None
+    """[B, K] float32, the draft model's softmax probability of each token at temperature 1, which no exact rule reads; None
+    without a draft model."""
     parents: torch.Tensor | None = None
+    """[B, K] int64, the node that each token follows, always an earlier one, -1 for the last committed token; None for a chain.
+    Children of one node differ; sampled ones share the distribution of their parent's position and were drawn from it without
+    replacement, in the order of the nodes."""
     failure: BaseException | None = None
+    """The exception that ended drafting after these tokens, or None. A drafter that fails after it has drawn tokens returns them,
+    because dropping drawn tokens for their values would change the output distribution."""
     matched: Sequence[int] | None = None
+    """[B] length of the n-gram match that each row's draft continues, 0 if unknown; None for other drafters."""
 
     @property
     def width(self) -> int:
@@ -43,7 +42,12 @@ class Proposal:
 
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> Proposal:
-        """Return a proposal without draft tokens: plain decoding."""
+        """Return a proposal without draft tokens: plain decoding.
+
+        Args:
+            batch: Number of rows, B.
+            device: Device of the proposal.
+        """
         return cls(torch.empty(batch, 0, dtype=torch.int64, device=device), [0] * batch)
 
     @classmethod
@@ -59,7 +63,18 @@ class Proposal:
         failure: BaseException | None = None,
         matched: Sequence[int] | None = None,
     ) -> Proposal:
-        """Return B lists of draft tokens, and of what is known of each token, as a proposal; trees of one path become chains."""
+        """Return B lists of draft tokens, and of what is known of each token, as a proposal.
+
+        Args:
+            tokens: Draft tokens of each row.
+            device: Device of the proposal.
+            parents: Nodes that the tokens follow; None for chains. Trees of one path become chains.
+            distributions: As in the field.
+            index: Rows of `distributions`, -1 for a point mass.
+            confidence: As in the field.
+            failure: As in the field.
+            matched: As in the field.
+        """
         counts = list(map(len, tokens))
         if parents is not None and all(above == list(range(-1, len(above) - 1)) for above in parents):
             parents = None
@@ -112,15 +127,15 @@ def _depths_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of verifying a proposal.
-
-    num_accepted: [B] int64. token_ids: [B] int64, the residual token after a rejection, else the bonus token. num_tested: [B]
-    int64, draft tokens that the rule tested. path: [B, D] int64, the accepted nodes of a tree in order, padded with -1; None
-    for a chain. tried: [B, K] bool, the nodes of a tree that were tested; None for a chain, of which the first num_tested were.
-    """
+    """Result of verifying a proposal."""
 
     num_accepted: torch.Tensor
+    """[B] int64, number of accepted draft tokens."""
     token_ids: torch.Tensor
+    """[B] int64, the residual token after a rejection, else the bonus token."""
     num_tested: torch.Tensor
+    """[B] int64, draft tokens that the rule tested."""
     path: torch.Tensor | None = None
+    """[B, D] int64, the accepted nodes of a tree in order, padded with -1; None for a chain."""
     tried: torch.Tensor | None = None
+    """[B, K] bool, the nodes of a tree that were tested; None for a chain, of which the first num_tested were."""

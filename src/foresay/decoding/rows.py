@@ -60,10 +60,18 @@ class Row:
         source: Sequence[int] | IntArray | None = None,
         committed: Row | None = None,
     ) -> None:
-        """prompt: at least one token id. limit: maximum length of the row, prompt included.
+        """Start with the prompt.
 
-        source: input of an encoder-decoder's encoder; the prompt is then the start of its decoder. committed: the engine's row
-        that this one stands for, if it is not the engine's own.
+        Args:
+            request_id: Id of the request.
+            prompt: At least one token id.
+            params: The request's parameters.
+            seed: Seed of the row's random numbers.
+            limit: Maximum length of the row, prompt included.
+            eos: The model's end-of-sequence ids.
+            stop: Ends the output by committed tokens.
+            source: Input of an encoder-decoder's encoder; the prompt is then the start of its decoder.
+            committed: The engine's row that this one stands for, if it is not the engine's own.
         """
         self.request_id, self.params, self.seed, self.limit = request_id, params, seed, limit
         self.stop = stop
@@ -108,11 +116,19 @@ class Row:
         self._hidden = [hidden] if hidden else []
 
     def add_prompt_hidden(self, hidden: Mapping[int, torch.Tensor]) -> None:
-        """Add the hidden states of the prompt's next positions, layer -> [n, H]. All parts are joined when they are read."""
+        """Add the hidden states of the prompt's next positions. All parts are joined when they are read.
+
+        Args:
+            hidden: Layer -> [n, H].
+        """
         self._hidden.append(hidden)
 
     def num_prompt_hidden(self, layer: int) -> int:
-        """Number of positions of the prompt with known hidden states of a layer."""
+        """Number of positions of the prompt with known hidden states of a layer.
+
+        Args:
+            layer: Number of the layer.
+        """
         return sum(len(part[layer]) for part in self._hidden if layer in part)
 
     @property
@@ -126,7 +142,12 @@ class Row:
         return self.limit - self.size
 
     def ends_with(self, token: int, num_new: int) -> bool:
-        """True if the output ends with `token` as its `num_new`-th: an end token after the minimum length."""
+        """True if the output ends with a token: an end token after the minimum length.
+
+        Args:
+            token: The token's id.
+            num_new: Number of output tokens up to and including it.
+        """
         return token in self.eos and num_new > self.params.min_new_tokens
 
     @property
@@ -151,8 +172,11 @@ class Row:
     def with_draft(self, token_ids: Sequence[int], key: int) -> Row:
         """Return this row extended by draft tokens, as input of a further drafter.
 
-        `committed` stays the engine's row; `key` is the key of its random streams. It never stops on strings, which are
-        conditions of committed text.
+        `committed` stays the engine's row. The result never stops on strings, which are conditions of committed text.
+
+        Args:
+            token_ids: Draft tokens.
+            key: Key of the result's random streams.
         """
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
@@ -166,7 +190,11 @@ class Row:
         return out
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append committed tokens."""
+        """Append committed tokens.
+
+        Args:
+            token_ids: The tokens.
+        """
         end = self.size + len(token_ids)
         if end > len(self._buffer):
             grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int64)
@@ -210,9 +238,13 @@ class Rows:
         level: int = 0,
         capabilities: Capabilities = NO_CAPABILITIES,
     ) -> None:
-        """needs: of the rule. level: 0 for the engine's rows, plus one for each drafter that runs the step itself.
+        """Fix the membership.
 
-        capabilities: of the target; without trees if the rule takes none.
+        Args:
+            rows: The rows in cache order.
+            needs: Requirements of the rule.
+            level: 0 for the engine's rows, plus one for each drafter that runs the step itself.
+            capabilities: The target's; without trees if the rule takes none.
         """
         self.rows, self.capabilities = tuple(rows), capabilities
         self.needs, self.level = needs, level
@@ -221,8 +253,11 @@ class Rows:
     def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
         """Return the rows extended by draft tokens, one level deeper, with independent random streams.
 
-        drafted: B lists of tokens. tag: distinguishes drafters that extend the same rows in one step. Keys are derived from
-        (key, level, start, tag), so that no two drafters draw the same numbers.
+        Keys are derived from (key, level, start, tag), so that no two drafters draw the same numbers.
+
+        Args:
+            drafted: B lists of tokens.
+            tag: Distinguishes drafters that extend the same rows in one step.
         """
         rows = [
             row.with_draft(tokens, derive(row.rng_key, self.level, row.size, tag))
@@ -237,7 +272,12 @@ class Rows:
         return self.like([row.as_decoder_only() for row in self.rows])
 
     def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
-        """Return Rows of other rows with the same settings and state; optionally for a rule that needs confidence."""
+        """Return Rows of other rows with the same settings and state.
+
+        Args:
+            rows: The other rows.
+            confidence: True or False for a rule that needs confidence or not; None keeps the need.
+        """
         needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
         out = Rows(rows, needs=needs, level=self.level, capabilities=self.capabilities)
         out.state = self.state
@@ -253,7 +293,11 @@ class Rows:
         return self.rows[index]
 
     def streams(self, device: torch.device) -> Streams:
-        """Return the rows' random streams at their present lengths."""
+        """Return the rows' random streams at their present lengths.
+
+        Args:
+            device: Device of the random numbers.
+        """
         seeds = _SEEDS.of(self)
         if device not in seeds:
             seeds[device] = torch.tensor([row.seed for row in self], device=device)

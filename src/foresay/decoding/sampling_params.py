@@ -54,7 +54,11 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. Raises ConfigError, which names the field, the value and the bound."""
+    """Sampling parameters of one request.
+
+    Raises:
+        ConfigError: A value out of its bounds; the message names the field, the value and the bound.
+    """
 
     max_new_tokens: int = _Int(256)
     """Maximum number of tokens to generate; the context limit may end the request earlier."""
@@ -183,14 +187,24 @@ class SamplingParams:
         )
 
     def given(self, name: str) -> bool:
-        """True unless the field's number is the default, which the model's generation config may replace."""
+        """True unless the field's number is the default, which the model's generation config may replace.
+
+        Args:
+            name: Name of a field that is a number.
+        """
         return not isinstance(getattr(self, name), _Int | _Float)
 
     @classmethod
     def of(cls, params: SamplingParams | None = None, **changes: Any) -> SamplingParams:
-        """Return `params` with some fields changed. max_tokens: another name of max_new_tokens.
+        """Return parameters with some fields changed.
 
-        Raises UnknownNameError, which suggests the nearest name, and ConfigError for both names.
+        Args:
+            params: The parameters to change; None for the defaults.
+            **changes: New values by name; max_tokens is another name of max_new_tokens.
+
+        Raises:
+            UnknownNameError: A name that is no field; the message suggests the nearest one.
+            ConfigError: A value out of its bounds, or max_tokens and max_new_tokens together.
         """
         if "max_tokens" in changes:
             if "max_new_tokens" in changes:

@@ -41,16 +41,21 @@ class StoppingRule:
     """
 
     reads: Reads = Reads.NOTHING
+    """The quantity that decides: nothing, probability, entropy, confidence or hidden."""
     threshold: float = 0.0
+    """Bound of that quantity; for CONFIDENCE the cost that the rows share."""
     low: int = 0
     """Tokens of a draft up to which it continues in any case."""
     probability: tuple[float, ...] = (1.0,)
-    """[B]."""
+    """[B], factor of P; for CONFIDENCE."""
     weights: tuple[float, ...] = (1.0,) * 10
+    """Weight of a token by the tenth of its confidence; for CONFIDENCE."""
     per_row: float = 0.0
+    """Cost of one more token in one row; for CONFIDENCE."""
     always: tuple[bool, ...] = ()
     """[B], rows that continue in any case; () for none."""
     network: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """[B, H] hidden states -> [B] probabilities of acceptance; for HIDDEN."""
 
     def __post_init__(self) -> None:
         """Raise ValueError unless there is a weight for each tenth."""
@@ -67,18 +72,18 @@ def tenth(confidence: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """The token that a draft model has just added to each row's draft.
-
-    index: [B] int64, number of draft tokens before it. token_ids: [B] int64. distributions: [B, 1], which they were drawn from,
-    with the raw scores. hidden: [B, H], the hidden state of the scores, if the rule reads it. able: [B], rows that have room for
-    another token, for chains drawn by a model; None otherwise.
-    """
+    """The token that a draft model has just added to each row's draft."""
 
     index: torch.Tensor
+    """[B] int64, number of draft tokens before it."""
     token_ids: torch.Tensor
+    """[B] int64."""
     distributions: Distributions
+    """[B, 1], which the tokens were drawn from, with the raw scores."""
     hidden: torch.Tensor | None = None
+    """[B, H], the hidden state of the scores, if the rule reads it."""
     able: Sequence[bool] | None = None
+    """[B], rows that have room for another token, for chains drawn by a model; None otherwise."""
 
 
 CONFIDENCES = StateKey[list[list[float]]](list)
@@ -89,6 +94,12 @@ class Stopping:
     """The evaluation of a rule over one draft of each row. A subclass evaluates a rule that numbers do not state."""
 
     def __init__(self, rule: StoppingRule, rows: Rows) -> None:
+        """Start before the first token of a draft.
+
+        Args:
+            rule: The rule of this draft.
+            rows: The rows of the step.
+        """
         self.rule, self._rows = rule, rows
         self._probability = list(rule.probability)
         self._on = [True] * len(rows)
@@ -100,7 +111,11 @@ class Stopping:
         return type(self) is Stopping
 
     def keep(self, step: DraftStep) -> torch.Tensor | None:
-        """Return the rows that continue drafting after a token, [B] bool; None for all."""
+        """Return the rows that continue drafting after a token, [B] bool; None for all.
+
+        Args:
+            step: The token of each row.
+        """
         rule = self.rule
         if rule.reads is Reads.NOTHING:
             return None
@@ -152,7 +167,12 @@ class Stopping:
         )
 
     def after(self, confidences: Sequence[float], able: Sequence[bool]) -> list[bool]:
-        """Return the rows that continue after tokens of these confidences, [B]. able: [B], rows with room for another token."""
+        """Return the rows that continue after a token of each row, [B].
+
+        Args:
+            confidences: [B] confidence of the tokens.
+            able: [B], rows with room for another token.
+        """
         for i, certain in enumerate(confidences):
             CONFIDENCES.of(self._rows)[i].append(certain)
             self._probability[i] *= self.rule.weights[tenth(certain)]

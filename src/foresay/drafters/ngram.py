@@ -28,26 +28,50 @@ class NgramDrafter(Drafter, Generic[State]):
     """
 
     samples = False
+    """All draft tokens are point masses."""
     keeps_requests: bool = False
     """True if the drafter's data outlives a request."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        """Start without rows.
+
+        Args:
+            device: Device of the proposals.
+        """
         self._device = torch.device(device)
         self._states: list[State] = []
 
     @abstractmethod
     def start(self, row: Row) -> State:
-        """Return the state of a new row."""
+        """Return the state of a new row.
+
+        Args:
+            row: The row, with its prompt.
+        """
 
     @abstractmethod
     def draft_tokens(self, row: Row, state: State, count: int) -> list[int]:
-        """Return at most `count` draft tokens for a row. Called with 0 as well, to keep the state up to date."""
+        """Return draft tokens for a row.
+
+        Args:
+            row: The row, with its committed tokens.
+            state: The row's state.
+            count: Maximum number of draft tokens. Also 0, to keep the state up to date.
+        """
 
     def finish(self, state: State) -> None:
-        """Handle a row that has left the batch; the default does nothing."""
+        """Handle a row that has left the batch; the default does nothing.
+
+        Args:
+            state: The row's state.
+        """
 
     def unused(self, index: int) -> None:
-        """Handle a row's last draft that is not used; the default does nothing."""
+        """Handle a row's last draft that is not used; the default does nothing.
+
+        Args:
+            index: Index of the row.
+        """
 
     def admit(self, rows: Rows, first: int) -> None:
         """Create a state for each new row."""

@@ -34,7 +34,12 @@ class ProposalBuilder(Interruptible):
     """Builder of a proposal for B rows, to which parts are appended."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
-        """batch: B. device: device of the proposal."""
+        """Start with no token in any row.
+
+        Args:
+            batch: Number of rows, B.
+            device: Device of the proposal.
+        """
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self._device = device
         self._index: list[list[int]] = [[] for _ in range(batch)]
@@ -44,9 +49,11 @@ class ProposalBuilder(Interruptible):
         self._parents: list[list[int]] = [[] for _ in range(batch)]
 
     def add(self, proposal: Proposal, counts: Sequence[int] | None = None) -> None:
-        """Append the first counts[i] tokens (all by default) of another proposal to row i, and take over its failure.
+        """Append tokens of another proposal to each row, after the last token that it has, and take over its failure.
 
-        They follow the last token that the row has; parts of a row before another one must be chains.
+        Args:
+            proposal: The part to append; parts of a row before another one must be chains.
+            counts: [B] number of tokens to append, the first ones; None for all.
         """
         self.failure = self.failure or proposal.failure
         counts = proposal.num_tokens if counts is None else counts
@@ -72,7 +79,11 @@ class ProposalBuilder(Interruptible):
             self._num_distributions += len(proposal.distributions)
 
     def proposal(self, *, confidence: bool = False) -> Proposal:
-        """Return all tokens so far, with the failure that ended the draft. confidence: include each token's confidence."""
+        """Return all tokens so far, with the failure that ended the draft.
+
+        Args:
+            confidence: Include each token's confidence.
+        """
         return Proposal.of_lists(
             self.tokens,
             self._device,

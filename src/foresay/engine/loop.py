@@ -61,13 +61,23 @@ class Engine:
         observers: Sequence[Observer] = (),
         draw_seed: Callable[[], int] = lambda: secrets.randbelow(MAX_SEED),
     ) -> None:
-        """prefixes: reuses the keys and values of common prefixes; None prefills every prompt completely.
-        prefill_wait_s: approximate time that decoding rows wait for prefill between two steps, in seconds. prefill_clock: see
-        `ChunkedPrefill`.
+        """Start without requests.
 
-        draw_seed: returns the seed of a request without one, and the random numbers of `RequestKeys`. observers: called in each
-        step after verification. Raises ConfigError or UnsupportedModelError if the drafter proposes trees that the rule or the
-        target does not support.
+        Args:
+            target: The model that decides the output.
+            drafter: Proposes tokens; None for plain decoding.
+            rule: Accepts or rejects them.
+            policy: Decides how many tokens are drafted.
+            max_batch_size: Maximum number of rows decoded at once.
+            prefixes: Reuses the keys and values of common prefixes; None prefills every prompt completely.
+            prefill_wait_s: Approximate time that decoding rows wait for prefill between two steps, in seconds.
+            prefill_clock: Returns the time in seconds; None for pieces of prompts that do not depend on time.
+            observers: Called in each step after verification.
+            draw_seed: Returns the seed of a request without one, and the random numbers of `RequestKeys`.
+
+        Raises:
+            ConfigError: The drafter proposes trees that the rule does not support, or max_batch_size is out of its bounds.
+            UnsupportedModelError: The drafter proposes trees that the target does not support.
         """
         self.observers, self._draw_seed = tuple(observers), draw_seed
         check_trees(target, drafter, rule)
@@ -105,11 +115,22 @@ class Engine:
         stop: StopCondition | None = None,
         source: Sequence[int] | IntArray | None = None,
     ) -> int:
-        """Queue a request and return its id.
+        """Queue a request.
 
-        prompt: token ids. eos: the model's end-of-sequence ids. stop: called with the tokens of each step before they are
-        committed. source: input of an encoder-decoder's encoder; the prompt is then the start of its decoder. Raises as
-        `check_request` does, and OutOfMemoryError if the row would not fit in memory.
+        Args:
+            prompt: Token ids.
+            params: The request's parameters.
+            eos: The model's end-of-sequence ids.
+            stop: Called with the tokens of each step before they are committed.
+            source: Input of an encoder-decoder's encoder; the prompt is then the start of its decoder.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ConfigError: Parameters or token ids that the target cannot honour.
+            ContextLengthError: The prompt, or the prompt and the requested output, do not fit the context.
+            OutOfMemoryError: The row would not fit in memory.
         """
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         limit = check_request(self.target, prompt, params, ends, source)
@@ -132,7 +153,11 @@ class Engine:
         return 0 if self._prefixes is None else self._prefixes.nbytes
 
     def cancel(self, request_id: int) -> None:
-        """End a request before its next step; unknown and finished ids are ignored."""
+        """End a request before its next step.
+
+        Args:
+            request_id: Unknown and finished ids are ignored.
+        """
         self._cancelled.add(request_id)
 
     @property
@@ -156,7 +181,11 @@ class Engine:
         return 0 if self.drafter is None else self.drafter.failures
 
     def seed_of(self, request_id: int) -> int | None:
-        """Return the seed of an unfinished request (drawn if none was given)."""
+        """Return the seed of an unfinished request (drawn if none was given).
+
+        Args:
+            request_id: The request's id.
+        """
         return next((r.seed for r in (*self._items, *self._waiting) if r.request_id == request_id), None)
 
     def step(self) -> list[Step]:

@@ -19,30 +19,44 @@ class Stats:
     num_tokens: int = 0
     """Committed tokens."""
     num_drafted: int = 0
+    """Draft tokens proposed."""
     num_tested: int = 0
+    """Draft tokens that the rule tested."""
     num_accepted: int = 0
+    """Draft tokens committed."""
     origins: Counter[Origin] = field(default_factory=Counter)
     """Committed tokens by origin."""
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     """Number of Steps by number of accepted draft tokens."""
     tested_at: Counter[int] = field(default_factory=Counter)
+    """Draft tokens tested, by position in the draft from 0."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Draft tokens tested and accepted, by position in the draft from 0."""
+    """Draft tokens accepted, by position in the draft from 0."""
     draft_s: float = 0.0
+    """Seconds spent drafting; each row counts its share of its steps' time, here and below."""
     target_s: float = 0.0
+    """Seconds spent in the target."""
     total_s: float = 0.0
-    """Seconds; each row counts its share of its steps' time."""
+    """Seconds of the whole steps."""
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Stats:
-        """Return the counts over some Steps."""
+        """Return the counts over some Steps.
+
+        Args:
+            steps: Steps of one or more requests.
+        """
         stats = cls()
         for step in steps:
             stats.add(step)
         return stats
 
     def add(self, step: Step) -> None:
-        """Count one Step. A Step without committed and drafted tokens (a cancellation) is not a pass."""
+        """Count one Step.
+
+        Args:
+            step: The Step; one without committed and drafted tokens (a cancellation) is not a pass.
+        """
         if not step.token_ids and not step.num_drafted:
             return
         self.num_passes += 1
@@ -59,7 +73,11 @@ class Stats:
         self.total_s += step.total_s / step.batch_size
 
     def merge(self, other: Stats) -> None:
-        """Add the counts of another Stats."""
+        """Add the counts of another Stats.
+
+        Args:
+            other: Stats of other Steps.
+        """
         for name in self.__slots__:
             own, added = getattr(self, name), getattr(other, name)
             if isinstance(own, Counter):
@@ -114,7 +132,11 @@ class Stats:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Stats:
-        """Return Stats from the result of `as_dict`."""
+        """Return Stats from plain types.
+
+        Args:
+            values: The result of `as_dict`.
+        """
         stats = cls(**{name: values[name] for name in cls.__slots__ if name not in _COUNTERS})
         stats.origins = Counter({origin: values["origins"].get(origin.value, 0) for origin in Origin})
         for name in ("accepted_lengths", "tested_at", "accepted_at"):

@@ -55,10 +55,19 @@ class Generator:
         forget: Callable[[], None] | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        """length: a policy, or a function from a rule to the drafter's default policy. drafter: its name in the description.
+        """Combine the parts that `foresay.load` makes.
 
-        is_default: True if the caller left the drafter open. resources: needed by `foresay.change`. forget: clears the drafter's
-        state that outlives requests. share_prefixes: copy keys and values of common prefixes instead of prefilling them.
+        Args:
+            target: The loaded model.
+            build_drafter: Returns a drafter for each engine; None for plain decoding.
+            rule: The acceptance rule.
+            length: A policy, or a function from a rule to the drafter's default policy.
+            max_batch_size: Maximum number of rows decoded at once.
+            drafter: The drafter's name in the description.
+            is_default: True if the caller left the drafter open.
+            resources: Needed by `foresay.change`.
+            forget: Clears the drafter's state that outlives requests.
+            share_prefixes: Copy keys and values of common prefixes instead of prefilling them.
         """
         self.share_prefixes = check_flag("share_prefixes", share_prefixes)
         self._own_length = None if hasattr(length, "budget") else length
@@ -89,7 +98,13 @@ class Generator:
     def with_settings(
         self, *, rule: Rule | None = None, policy: LengthPolicy | None = None, max_batch_size: int | None = None
     ) -> Generator:
-        """Return a Generator of the same target and drafter with another rule, length policy or batch size."""
+        """Return a Generator of the same target and drafter with some settings changed; None keeps a setting.
+
+        Args:
+            rule: The acceptance rule.
+            policy: The length policy; None keeps the caller's, or makes the drafter's default one for the rule.
+            max_batch_size: Maximum number of rows decoded at once.
+        """
         same = rule is None and policy is None
         out = Generator(
             self.target,
@@ -138,8 +153,13 @@ class Generator:
     ) -> Engine:
         """Return a new engine over the shared weights.
 
-        prefix_bytes: size limit of its prefix cache for ended rows; None shares no prefixes.
-        prefill_wait_s: approximate time that running requests wait for prefill between two tokens, in seconds.
+        Args:
+            prefix_bytes: Size limit of its prefix cache for ended rows, in bytes; None shares no prefixes.
+            prefill_wait_s: Approximate time that running requests wait for prefill between two tokens, in seconds.
+            observers: Called in each step after verification.
+
+        Raises:
+            ConfigError: The drafter is an object that another call uses.
         """
         drafter = self._build_drafter()
         busy = self._latest() if self._latest is not None else None
@@ -173,9 +193,13 @@ class Generator:
         prefill_wait_s: float = WAIT_S,
         observers: Sequence[Observer] = (),
     ) -> Session:
-        """Return a new session over the shared weights: submit, step, cancel. max_waiting: limit of requests waiting for a row.
+        """Return a new session over the shared weights: submit, step, cancel.
 
-        Other arguments as in `engine`.
+        Args:
+            max_waiting: Limit of requests waiting for a row; None for no limit.
+            prefix_bytes: As in `engine`.
+            prefill_wait_s: As in `engine`.
+            observers: As in `engine`.
         """
         engine = self.engine(prefix_bytes=prefix_bytes, prefill_wait_s=prefill_wait_s, observers=observers)
         return Session(self.target, engine, max_waiting=max_waiting)
@@ -220,11 +244,21 @@ class Generator:
     ) -> Any:
         """Generate one output per prompt.
 
-        prompt: a text, chat messages, token ids, or a list of those, which is decoded as one batch and returns a list.
-        params: for all prompts, or one per prompt. changes: fields of SamplingParams that replace those of `params`. on_chunk:
-        called after every target pass of every prompt. Raises ConfigError, PromptError or ContextLengthError before anything is
-        decoded. A request that fails while running raises RequestError; in a list, only its own Generation has finish_reason
-        "error" and an `error`.
+        Args:
+            prompt: A text, chat messages, token ids, or a list of those, which is decoded as one batch.
+            params: Sampling parameters for all prompts, or one per prompt.
+            on_chunk: Called after every target pass of every prompt.
+            **changes: Fields of SamplingParams that replace those of `params`.
+
+        Returns:
+            A Generation, or a list of one per prompt for a list of prompts.
+
+        Raises:
+            ConfigError: Parameters that cannot be honoured; nothing is decoded.
+            PromptError: A prompt that cannot be decoded as given; nothing is decoded.
+            ContextLengthError: A prompt that is too long; nothing is decoded.
+            RequestError: A request that fails while running. In a list, only its own Generation has finish_reason "error" and
+                an `error`.
         """
         batch = is_batch(prompt)
         done: dict[int, Generation] = {}
@@ -242,9 +276,15 @@ class Generator:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Iterator[Chunk]:
-        """Yield a Chunk per target pass. Arguments as in `generate`; invalid ones raise here, not during iteration.
+        """Return an iterator over a Chunk per target pass, which may be abandoned at any time.
 
-        The iterator may be abandoned at any time.
+        Args:
+            prompt: As in `generate`.
+            params: As in `generate`.
+            **changes: As in `generate`.
+
+        Raises:
+            ForesayError: As in `generate`; wrong arguments raise here, not during iteration.
         """
         return _run(*self._submitted(prompt, params, changes, text=True), single=not is_batch(prompt))
 
@@ -257,6 +297,14 @@ class Generator:
         """`stream` for asyncio, over a session that all calls share: its rows decode as one batch, on a separate thread.
 
         A call that is cancelled, or whose iterator is closed, frees its rows before the next step.
+
+        Args:
+            prompt: As in `generate`.
+            params: As in `generate`.
+            **changes: As in `generate`.
+
+        Raises:
+            ForesayError: As in `generate`, at the first iteration.
         """
         if self._is_shared:
             raise ConfigError(

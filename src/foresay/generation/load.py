@@ -52,23 +52,37 @@ def load(
 ) -> Generator:
     """Load a target model with its drafter.
 
-    target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
-    `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
-    drafter: "auto" (the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any),
-    "published" (the best known draft of the target that others published: docs/how-to/choose-a-drafter.md), an expression like
-    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
-    num_draft_tokens: draft tokens per pass; 0 is plain decoding. length: instead, a policy such as "heuristic". By default
-    lengths adapt to throughput unless that changes the text of a seed, as for rows sampled with a draft model or lossy rules.
-    rule: "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical".
-    max_batch_size: maximum number of rows decoded at once, by default 32. eos_token_ids: by default the model's.
-    share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
-    memory: a folder, created if missing, that keeps outputs, and prompts if memory_prompts; the drafter also copies from them.
-    sampling: defaults of parameters that a request leaves out: "foresay" (greedy, the default) or "model", those of the model's
-    generation config. That config's constraints, such as a repetition penalty, always apply, as in transformers' `generate`.
-    options: fields of LoadOptions, for target and draft alike.
+    Args:
+        target: An alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with `tokenizer`).
+            Also a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
+        draft: A draft model, named like a target.
+        drafter: "auto": the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any.
+            "published": the best known draft of the target that others published (docs/how-to/choose-a-drafter.md). Or an
+            expression like "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes
+            one.
+        num_draft_tokens: Draft tokens per pass; 0 is plain decoding. By default lengths adapt to throughput unless that changes
+            the text of a seed, as for rows sampled with a draft model or lossy rules.
+        length: Instead of `num_draft_tokens`, a length policy such as "heuristic".
+        rule: "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical".
+        max_batch_size: Maximum number of rows decoded at once, by default 32.
+        max_ngram: Length of the longest n-gram that drafter="prompt_lookup" searches for.
+        min_ngram: Length of the shortest n-gram that drafter="prompt_lookup" searches for.
+        tokenizer: The target's tokenizer; by default the one in its files.
+        eos_token_ids: Tokens that end an output; by default the model's.
+        share_prefixes: Copy keys and values of common prefixes instead of prefilling them (the same bits).
+        memory: A folder, created if missing, that keeps outputs; the drafter also copies from them.
+        memory_prompts: Keep prompts in `memory` too.
+        sampling: Defaults of parameters that a request leaves out: "foresay" (greedy, the default) or "model", those of the
+            model's generation config. That config's constraints, such as a repetition penalty, always apply, as in
+            transformers' `generate`.
+        **options: Fields of LoadOptions, for target and draft alike.
 
-    Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
-    models, and VocabularyMismatchError for a draft model with other tokens.
+    Raises:
+        ConfigError: Wrong or contradicting arguments.
+        ModelNotFoundError: No model has that name or path.
+        ModelLoadError: The model's files cannot be read.
+        UnsupportedModelError: The model cannot be decoded exactly.
+        VocabularyMismatchError: The draft model has other tokens.
     """
     asked = Arguments(
         draft=draft,
@@ -256,9 +270,18 @@ def change(
     rule: str | Rule | None = None,
     max_batch_size: int | None = None,
 ) -> Generator:
-    """Return a Generator over the same weights with some settings changed. Arguments as in `load`; None keeps a setting.
+    """Return a Generator over the same weights with some settings changed; None keeps a setting.
 
-    A changed drafter uses its default length unless one is given.
+    Args:
+        generator: A Generator that `load` or `change` returned.
+        drafter: As in `load`. A changed drafter uses its default length unless one is given.
+        num_draft_tokens: As in `load`.
+        length: As in `load`.
+        rule: As in `load`.
+        max_batch_size: As in `load`.
+
+    Raises:
+        ConfigError: Wrong or contradicting arguments, or a Generator that `load` did not make.
     """
     resources = generator.resources
     if resources is None:

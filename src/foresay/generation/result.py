@@ -37,9 +37,11 @@ class Generation:
     prompt_token_ids: list[int]
     """Token ids of the prompt; for an encoder-decoder, the encoder's input."""
     finish_reason: FinishReason
+    """Why the request ended."""
     steps: list[Step]
     """One per target pass."""
     stats: Stats
+    """Counts over the Steps, and the rates derived from them."""
     seed: int | None
     """Seed that reproduces a sampled output; None for a greedy one."""
     exact: bool
@@ -93,7 +95,11 @@ class Generation:
     def pieces(self, tokenizer: Any = None) -> list[Piece]:
         """Return the text token by token, with the origin of each; a stop string is included.
 
-        tokenizer: the target's, by default the one that the output was decoded with. Raises ConfigError without any.
+        Args:
+            tokenizer: The target's; by default the one that the output was decoded with.
+
+        Raises:
+            ConfigError: There is no tokenizer.
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         if tokenizer is None:
@@ -136,10 +142,13 @@ class Chunk:
     index: int
     """Index of the prompt in a batch; in a session, the request's id."""
     text: str
+    """The text that became final; the texts of all chunks make up the output's."""
     pieces: tuple[Piece, ...]
     """The text by origin of its tokens."""
     step: Step
+    """Data of the pass: tokens, origins, drafted and accepted counts, times."""
     finish_reason: FinishReason | None
+    """Why the request ended, in the last chunk; None before."""
     generation: Generation | None = None
     """The complete result, in the last chunk."""
 

@@ -87,7 +87,13 @@ class Session:
     """Requests of texts, messages or token ids over one engine. Not thread-safe."""
 
     def __init__(self, target: LoadedModel, engine: Engine, *, max_waiting: int | None = None) -> None:
-        """engine: over the target's model, used by this session only. max_waiting: limit of requests waiting for a row."""
+        """Open a session over an engine.
+
+        Args:
+            target: The loaded model.
+            engine: An engine over the target's model, used by this session only.
+            max_waiting: Limit of requests waiting for a row; None for no limit.
+        """
         self.target, self.engine = target, engine
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
         self._open: dict[int, _Request] = {}
@@ -108,11 +114,23 @@ class Session:
         stop: StopCondition | None = None,
         **changes: Any,
     ) -> int:
-        """Queue a prompt (a text, chat messages or token ids) and return the request's id.
+        """Queue a prompt.
 
-        changes: fields of SamplingParams that replace those of `params`. text: False leaves the text of chunks empty; the
-        Generation always has it. stop: a condition that replaces the stop strings. Raises ConfigError, PromptError or
-        ContextLengthError for requests that cannot be decoded, and QueueFullError.
+        Args:
+            prompt: A text, chat messages or token ids.
+            params: Sampling parameters; None for the defaults.
+            text: False leaves the text of chunks empty; the Generation always has it.
+            stop: A condition that replaces the stop strings.
+            **changes: Fields of SamplingParams that replace those of `params`.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ConfigError: Parameters that cannot be honoured.
+            PromptError: A prompt that cannot be decoded as given.
+            ContextLengthError: A prompt that is too long.
+            QueueFullError: The session's queue is full.
         """
         free = max(0, self.engine.max_batch_size - self.engine.num_active)  # admitted by the next step
         if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting + free:
@@ -136,7 +154,11 @@ class Session:
         return number
 
     def prepared(self, number: int) -> PreparedPrompt:
-        """Return an unfinished request in its model's terms: prompt, parameters, source."""
+        """Return an unfinished request in its model's terms: prompt, parameters, source.
+
+        Args:
+            number: The request's id.
+        """
         return self._open[number].prepared
 
     def step(self) -> list[Chunk]:
@@ -159,11 +181,22 @@ class Session:
         return None if error is None else f"{type(error).__name__}: {error}"
 
     def cancel(self, number: int) -> None:
-        """End a request before its next step; unknown and finished ids are ignored."""
+        """End a request before its next step.
+
+        Args:
+            number: The request's id; unknown and finished ones are ignored.
+        """
         self.engine.cancel(number)
 
     def fail(self, error: Exception) -> list[Chunk]:
-        """End every unfinished request because of an error of the target; the session continues with empty caches."""
+        """End every unfinished request because of an error of the target; the session continues with empty caches.
+
+        Args:
+            error: The target's exception.
+
+        Returns:
+            The last chunk of each request.
+        """
         return [self._chunk(failed_step(number, error)) for number in self.engine.abandon()]
 
 

@@ -46,9 +46,14 @@ class SessionThread:
     def __init__(
         self, make: Callable[[Any], Session], *, idle_s: float = 1.0, max_sessions: int = 1, main: Hashable = None
     ) -> None:
-        """make: creates the session of a kind, on the thread, at the first request of that kind. idle_s: time that the thread
-        waits for further work before it ends. max_sessions: maximum number in addition to the session of kind `main`, which is
-        never dropped; the least recently used idle session is dropped first, sessions with work are kept.
+        """Prepare a thread, which starts at the first call.
+
+        Args:
+            make: Creates the session of a kind, on the thread, at the first request of that kind.
+            idle_s: Time that the thread waits for further work before it ends, in seconds.
+            max_sessions: Maximum number in addition to the session of kind `main`; the least recently used idle session is
+                dropped first, sessions with work are kept.
+            main: Kind of the session that is never dropped.
         """
         self._make, self._idle_s = make, idle_s
         self._max_sessions, self._main = check_int("max_sessions", max_sessions, 1), main
@@ -67,9 +72,17 @@ class SessionThread:
         kind: Hashable = None,
         text: bool = True,
     ) -> Future[list[Ticket]]:
-        """Queue prompts together, all or none; the future returns their tickets or raises as `Session.submit` does.
+        """Queue prompts together, all or none.
 
-        listener: called with a prompt's index and each of its chunks (see Listener). kind: selects the session.
+        Args:
+            prompts: Each prompt with its parameters.
+            listener: Called with a prompt's index and each of its chunks, on the session's thread; if it raises, the request is
+                cancelled.
+            kind: Selects the session.
+            text: False leaves the text of chunks empty.
+
+        Returns:
+            A future, which returns the requests' tickets or raises as `Session.submit` does.
         """
 
         def submit_all() -> list[Ticket]:
@@ -94,7 +107,12 @@ class SessionThread:
     ) -> AsyncGenerator[tuple[int, Chunk], None]:
         """Queue prompts together and yield (index, chunk); closing the generator frees their rows before the next step.
 
-        Raises as `Session.submit` does, before the first chunk.
+        Args:
+            prompts: Each prompt with its parameters.
+            kind: Selects the session.
+
+        Raises:
+            ForesayError: As in `Session.submit`, before the first chunk.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Chunk]]()
 
@@ -120,7 +138,14 @@ class SessionThread:
             self.cancel(submitted.result())
 
     def cancel(self, tickets: Sequence[Ticket]) -> Future[None]:
-        """End requests before their next step; the future is done when the thread has processed the call."""
+        """End requests before their next step.
+
+        Args:
+            tickets: The requests; finished ones are ignored.
+
+        Returns:
+            A future, which is done when the thread has processed the call.
+        """
 
         def cancel_all() -> None:
             for ticket in tickets:
@@ -135,7 +160,14 @@ class SessionThread:
         return self.call(lambda: list(self._sessions.values()))
 
     def call(self, action: Callable[[], Any]) -> Future[Any]:
-        """Call a function on the thread, between two steps."""
+        """Call a function on the thread, between two steps.
+
+        Args:
+            action: The function, called without arguments.
+
+        Returns:
+            A future of its result.
+        """
         future: Future[Any] = Future()
         with self._condition:
             self._calls.append((action, future))

@@ -76,12 +76,33 @@ def generate(
 ) -> Any:
     """Decode with foresay inside transformers' `generate`; pass this function as `custom_generate`.
 
-    draft, drafter, num_draft_tokens, length, rule and seed: as in `foresay.load` and SamplingParams; without a seed one is drawn
-    from PyTorch's generator, so `torch.manual_seed` works. input_ids: [B, L], left-padded with an attention mask.
-    streamer: receives the prompt, each token of one row once it is fixed, and the end, also after an error. assistant_model:
-    another name of draft. stop_strings, with their tokenizer: end a row. transformers does not pass streamer, assistant_model and
-    tokenizer to a callable, so they are read from its call; elsewhere `functools.partial` binds them.
-    Return [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput if the configuration requests it.
+    transformers does not pass `streamer`, `assistant_model` and `tokenizer` to a callable, so they are read from its call;
+    elsewhere `functools.partial` binds them.
+
+    Args:
+        model: The target, a decoder-only transformers model.
+        input_ids: [B, L] token ids, left-padded with an attention mask.
+        logits_processor: Processors that transformers made of its settings; applied in their order.
+        stopping_criteria: Criteria that transformers made of its settings; evaluated after every committed token.
+        generation_config: Generation settings; by default the model's.
+        draft: As in `foresay.load`.
+        drafter: As in `foresay.load`.
+        num_draft_tokens: As in `foresay.load`.
+        length: As in `foresay.load`.
+        rule: As in `foresay.load`.
+        seed: As in SamplingParams; without one, a seed is drawn from PyTorch's generator, so `torch.manual_seed` works.
+        streamer: Receives the prompt, each token of one row once it is fixed, and the end, also after an error.
+        assistant_model: Another name of `draft`.
+        stop_strings: Strings that end a row.
+        tokenizer: The model's tokenizer, needed by `stop_strings`.
+        **model_kwargs: Arguments of the model's forward, of which `attention_mask` is honoured.
+
+    Returns:
+        [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput if the configuration requests it.
+
+    Raises:
+        ConfigError: A setting or argument that is not supported, named.
+        UnsupportedModelError: An encoder-decoder model.
     """
     unseen = _unseen()
     own_streamer, streamer = streamer, unseen.get("streamer") if streamer is None else streamer

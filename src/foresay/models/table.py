@@ -51,16 +51,21 @@ class TableCache:
 
 
 class TableModel(LanguageModel):
-    """p(next | last two tokens), read from a table.
-
-    table: [V, V, V] float; table[a, b] is the distribution after ... a b, up to normalization. A context of one token counts as
-    preceded by token 0. Raises ConfigError for another shape, for weights that are negative or not finite, and for a
-    distribution whose weights are all zero.
-    """
+    """p(next | last two tokens), read from a table. A context of one token counts as preceded by token 0."""
 
     capabilities = Capabilities(trees=True)
+    """The table scores trees."""
 
     def __init__(self, table: torch.Tensor, *, max_length: int = 4096) -> None:
+        """Normalize the table.
+
+        Args:
+            table: [V, V, V] float; table[a, b] is the distribution after ... a b, up to normalization.
+            max_length: Maximum length of a row.
+
+        Raises:
+            ConfigError: Another shape, weights that are negative or not finite, or a distribution whose weights are all zero.
+        """
         if table.dim() != 3 or len(set(table.shape)) != 1:
             raise ConfigError(f"table has shape {tuple(table.shape)}; it must be [V, V, V]")
         if bool((table < 0).any()) or not bool(torch.isfinite(table).all()) or bool((table.sum(-1) <= 0).any()):
@@ -75,13 +80,24 @@ class TableModel(LanguageModel):
 
     @classmethod
     def random(cls, vocab_size: int, *, seed: int, concentration: float = 1.0, max_length: int = 4096) -> TableModel:
-        """Draw each distribution from a symmetric Dirichlet; a small concentration makes them peaked."""
+        """Draw each distribution from a symmetric Dirichlet.
+
+        Args:
+            vocab_size: V.
+            seed: Seed of the table.
+            concentration: A small one makes the distributions peaked.
+            max_length: Maximum length of a row.
+        """
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(vocab_size, vocab_size, vocab_size, generator=generator, dtype=torch.float64)
         return cls((-uniform.log()) ** (1 / concentration) + 1e-9, max_length=max_length)
 
     def distribution(self, context: Sequence[int]) -> torch.Tensor:
-        """Return the distribution after a context of at least one token, [V] float64."""
+        """Return the distribution after a context, [V] float64.
+
+        Args:
+            context: At least one token id.
+        """
         previous = context[-2] if len(context) > 1 else 0
         return self.table[previous, context[-1]]
 

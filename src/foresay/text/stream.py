@@ -21,10 +21,12 @@ _specials: WeakKeyDictionary[Any, frozenset[int]] = WeakKeyDictionary()
 
 
 class Piece(NamedTuple):
-    """A piece of text, and the origin of the token that completed it: draft, residual or bonus."""
+    """A piece of text, and the origin of the token that completed it."""
 
     text: str
+    """The text."""
     origin: Origin
+    """Draft, residual or bonus."""
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

@@ -30,9 +30,10 @@ TRANSFORMERS, LLAMA_CPP = BACKENDS = ("transformers", "llama.cpp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Options of loading a model; each field but dtype, device and weights is passed to transformers unchanged.
+    """Options of loading a model.
 
-    Raises ConfigError for values that are unknown, contradict each other or need a device that is not available.
+    Raises:
+        ConfigError: Values that are unknown, contradict each other or need a device that is not available.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -61,9 +62,13 @@ class LoadOptions:
     draft_device: str | torch.device | None = None
     """Device of draft models loaded by name; None: as the target's."""
     quantization_config: Any = None
+    """A configuration with which transformers quantizes the weights; passed on unchanged."""
     tp_plan: str | None = None
+    """Tensor parallelism over the processes that torchrun started: "auto"; passed to transformers unchanged."""
     revision: str | None = None
+    """Branch, tag or commit of a hub id; passed to transformers unchanged."""
     trust_remote_code: bool = False
+    """Run a model's own Python code; passed to transformers unchanged."""
     backend: str = TRANSFORMERS
     """"llama.cpp" computes a GGUF file, or an alias, by llama.cpp's kernels in its stored blocks."""
     gpu_layers: int | None = None
@@ -73,7 +78,15 @@ class LoadOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], others: Iterable[str] = ()) -> LoadOptions:
-        """Return options by name. Raises UnknownNameError for a name that is none of them; others: names it may suggest."""
+        """Return options by name.
+
+        Args:
+            given: Values by name.
+            others: Further names that the error may suggest.
+
+        Raises:
+            UnknownNameError: A name that is no option.
+        """
         for name in given:
             if name not in cls.__dataclass_fields__:
                 raise UnknownNameError("option", name, [*cls.__dataclass_fields__, *others])
@@ -211,7 +224,11 @@ class LoadOptions:
         return self.backend == TRANSFORMERS and self.tp_plan is None
 
     def for_draft(self, *, gguf: bool = True) -> LoadOptions:
-        """Return the options of a draft model. gguf: True if llama.cpp can read it; otherwise transformers computes it."""
+        """Return the options of a draft model.
+
+        Args:
+            gguf: True if llama.cpp can read it; otherwise transformers computes it.
+        """
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None, "activations": "auto"}
         changes["kv_cache_dtype"] = "auto"
         if self.draft_device is not None:
