@@ -53,7 +53,9 @@ def test_calls_of_a_whole_answer_and_of_a_stream(chain: Running) -> None:
 def test_the_page_of_the_docs(chain: Running, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "tools.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    block = block.replace("http://127.0.0.1:8000", chain.url).replace("qwen2.5-0.5b", "tiny")
+    [served] = re.findall(r"^foresay serve (\S+)$", page, re.MULTILINE)
+    assert f'model = "{served}"' in block, "the server knows the model by the name of the command"
+    block = block.replace("http://127.0.0.1:8000", chain.url).replace(served, "tiny")
     exec(compile(block, "docs/how-to/tools.md", "exec"), {})
     assert capsys.readouterr().out.startswith('weather {"city": "Rome"}\n')
 
