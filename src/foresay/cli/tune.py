@@ -5,9 +5,11 @@ Unless drafters are named, the model's own default and the best draft for it tha
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
+from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,13 +26,12 @@ from foresay.cli.tables import gain, show_table
 from foresay.cli.tune_estimate import Estimate, estimate
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
-from foresay.files import work_folder
+from foresay.files import cache_dir
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
-from foresay.lab.data.datasets import subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.record import record
+from foresay.lab.replay.record import header, record
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.lab.tune import LENGTHS as TRIED
 from foresay.lab.tune import Tuner, Tuning, pick, with_draft
@@ -66,6 +67,7 @@ def run(given: Given) -> int:
             f"--recording and {of_prompts[0]} contradict: a recording has its own prompts and outputs; drop one"
         )
     recorded = None if given.recording is None else Recording.load(given.recording)
+    kept: Path | None = None
     prompts, chat = items(given) if recorded is None else [], not given.raw
     size = max(16, *sizes)
     target = load_target(given, named, max_batch_size=size)
@@ -87,14 +89,17 @@ def run(given: Given) -> int:
     _agree(expected, yes=given.yes)
     end = monotonic() + 60 * minutes
     if recorded is None:
-        recorded = _recorded(target, subset(prompts, expected.count), params, chat=chat)
+        recorded, kept = _recorded(target, prompts, expected.count, params, chat=chat)
     tuner = Tuner(target, recorded, rounds=expected.rounds, count=expected.count)
     with loading("Timing passes, replaying candidates"):
         tuner.search(named, sizes, own)
     size = _finish(tuner, latency, end)
     _show(tuner.tuning)
     name = source_name(given, given.prompts) if given.recording is None else given.recording.name
-    return _write(tuner.tuning, size, target, name, given)
+    code = _write(tuner.tuning, size, target, name, given)
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    return code
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
@@ -104,16 +109,25 @@ def _agree(expected: Estimate, *, yes: bool) -> None:
         click.confirm("Start?", default=True, abort=True, err=True)
 
 
-def _recorded(target: Generator, prompts: list[PromptItem], params: SamplingParams, *, chat: bool) -> Recording:
-    with work_folder("foresay-tune") as folder, advancing("Recording") as advance:
-        return record(
+def _recorded(
+    target: Generator, prompts: list[PromptItem], count: int, params: SamplingParams, *, chat: bool
+) -> tuple[Recording, Path]:
+    """Record `count` of the prompts, and return the recording and its file, which an interrupted run leaves for the next one."""
+    begun = header(target, RequestBuilder(target, chat=chat).first(prompts), params, chat)
+    same = json.dumps({name: value for name, value in begun.items() if name != "provenance"}, sort_keys=True)
+    path = cache_dir() / "tune" / f"{sha256(same.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with advancing("Recording") as advance:
+        recorded = record(
             target,
             prompts,
-            folder / "recording.jsonl",
+            path,
             params,
             chat=chat,
+            count=count,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
+    return recorded, path
 
 
 def _finish(tuner: Tuner, latency: float | None, end: float) -> int:

@@ -19,6 +19,7 @@ from foresay.cli.tune_estimate import Estimate
 from foresay.engine.stats import Stats
 from foresay.generation.method import PLAIN
 from foresay.lab.measure import roofline as floors
+from foresay.lab.replay import record as recording
 from foresay.lengths import ThroughputLength
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Recording
@@ -490,6 +491,36 @@ def test_a_run_of_tune_fits_its_minutes() -> None:
     assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
     least = whole.within(0.001)
     assert (least.count, least.rounds) == (4, 1)
+
+
+def test_an_interrupted_tune_goes_on_with_its_outputs(
+    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run with the same prompts and model records the rest; a complete run removes the file."""
+    profiled(monkeypatch, 9.0)
+    command = [*TUNE, *which, "-n", "12", "--length", "4", "--force"]
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def performed() -> int:
+        """Number of outputs that a run records."""
+        found: list[int] = []
+        submit = recording.Recorder.submit
+        with monkeypatch.context() as patch:
+            patch.setattr(recording.Recorder, "submit", lambda self, *args: (found.append(1), submit(self, *args)))
+            shell(*command)
+        return len(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("foresay.lab.tune.Tuner.search", interrupted)
+        assert performed() == len(TEXTS) and shell(*command)[0] == 130
+        assert len(list(here.rglob("tune/*.jsonl"))) == 1 and performed() == 0
+        command[command.index("-n") + 1] = "11"
+        assert performed() == len(TEXTS), "outputs of another length"
+        command[command.index("-n") + 1] = "12"
+    assert performed() == 0 and len(list(here.rglob("tune/*.jsonl"))) == 1, "that of the other length is left"
+    assert performed() == len(TEXTS)
 
 
 def test_tune_runs_the_model_s_own_default(

@@ -22,6 +22,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
+from foresay.lab.data.datasets import subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest
 from foresay.records.lines import Line
@@ -106,9 +107,12 @@ def record(
     params: SamplingParams,
     *,
     chat: bool = True,
+    count: int | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Recording:
     """Record the target's outputs for `items` in `path` and return the recording.
+
+    count: record these many of them, which `subset` chooses; a later call may record more of the same items.
 
     The target uses plain decoding with `generator.max_batch_size` prompts at a time. The seed of a sampled output is derived
     from params.seed (0 if None) and the item's index, so that a resumed run generates the same outputs as an uninterrupted
@@ -125,7 +129,8 @@ def record(
         while recorder.has_work:
             yield [line for _, line, _ in recorder.step()]
 
-    return write_recording(path, header(generator, requests, params, chat), items, perform, on_progress)
+    chosen = items if count is None else subset(items, count)
+    return write_recording(path, header(generator, requests, params, chat), items, perform, on_progress, chosen)
 
 
 def write_recording(
@@ -134,11 +139,13 @@ def write_recording(
     items: Sequence[PromptItem],
     perform: Perform,
     on_progress: OnProgress = lambda progress: None,
+    chosen: Sequence[PromptItem] | None = None,
 ) -> Recording:
-    """Perform the items that a recording does not contain yet, append each output, and return the recording.
+    """Perform the chosen items that a recording does not contain yet, append each output, and return the recording.
 
-    Raises ConfigError as `record` does.
+    chosen: some of the items; None for all. Raises ConfigError as `record` does.
     """
+    ids = {item.id for item in (items if chosen is None else chosen)}
     check_unique([item.id for item in items])
     with recording_writer(path, header) as writer:
         existing = {str(line["id"]): line["output"] for line in writer.lines}
@@ -146,9 +153,10 @@ def write_recording(
         tasks = {
             index: {name: existing[name] for name in names if name in existing}
             for index, names in enumerate(turns)
-            if not existing.keys() >= set(names)
+            if names[0] in ids and not existing.keys() >= set(names)
         }
-        progress = Progress(len(existing), sum(map(len, turns)), len(existing), 0)
+        done = sum(name in existing for names in turns for name in names if names[0] in ids)
+        progress = Progress(done, sum(len(names) for names in turns if names[0] in ids), done, 0)
         on_progress(progress)
         for lines in perform(tasks) if tasks else ():
             for line in lines:
