@@ -25,7 +25,7 @@ from foresay.models.sources.published import read_table
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
-from foresay.spec.settings_file import Settings, read_settings, write_settings
+from foresay.spec.settings_file import Settings, read_models, read_settings, write_settings
 from helpers import fuzz_tensors
 from helpers.fuzz_mutators import mutate_bytes, mutate_json, mutate_lines
 from helpers.fuzzing import Format, files, one_file, working_folder
@@ -180,6 +180,8 @@ def _settings(rng: random.Random) -> bytes:
         given = Settings(target="tiny", drafter="suffix", length=4, max_batch_size=8, dtype="float32")
         write_settings(folder / "s.toml", given, {"speed_up": 1.5})
         text = (folder / "s.toml").read_text()
+    if rng.random() < 0.3:
+        text = f"[models.a]\n{text}"
     if rng.random() < 0.6:
         odd = (
             "[" * 5000,
@@ -293,7 +295,9 @@ FORMATS: dict[str, Format] = {
     "replays": Format(one_file("file", lambda rng: mutate_lines(_lines("replays"), rng)), _read_replays),
     "profile": Format(one_file("file", lambda rng: mutate_json(_profile(), rng)), _read_profile),
     "memory": Format(one_file("memory.db", lambda rng: mutate_bytes(_memory(), rng)), _read_memory),
-    "settings": Format(one_file("s.toml", _settings), lambda path: read_settings(path / "s.toml")),
+    "settings": Format(
+        one_file("s.toml", _settings), lambda path: read_models(path / "s.toml") or read_settings(path / "s.toml")
+    ),
     "data": Format(files(_write_data), _read_data),
     "arrivals": Format(one_file("file", _arrivals), _read_arrivals),
     "published": Format(one_file("file", lambda rng: mutate_json(PUBLISHED, rng)), _read_published),

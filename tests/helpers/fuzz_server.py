@@ -39,7 +39,7 @@ def _client() -> tuple[asyncio.Runner, httpx.AsyncClient]:
     """The application over a tiny model, and a client of it, in this process."""
     with tempfile.TemporaryDirectory() as folder:
         model = foresay.load(str(tiny.save(Path(folder), tiny.llama(context=96), chat=True)), num_draft_tokens=3)
-    app: Any = make_app(Service(model, ServerSettings(max_body_bytes=1 << 20), ["tiny"]))
+    app: Any = make_app(Service.of(model, ServerSettings(max_body_bytes=1 << 20), ["tiny"]))
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
     return asyncio.Runner(), client
 

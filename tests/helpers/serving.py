@@ -15,6 +15,7 @@ import openai
 import foresay
 from foresay.server.app import make_app
 from foresay.server.running import _Server, configuration
+from foresay.server.served import Served
 from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 
@@ -25,9 +26,14 @@ TALK: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "
 class Running:
     """A server on a thread of its own."""
 
-    def __init__(self, generator: foresay.Generator, *, send_buffer: int | None = None, **settings: Any) -> None:
-        """send_buffer: bytes that may be on their way to a reader."""
-        self.service = Service(generator, ServerSettings(**settings), ["tiny", "other-name"])
+    def __init__(
+        self, generator: foresay.Generator | Service, *, send_buffer: int | None = None, **settings: Any
+    ) -> None:
+        """generator: a model, or a service with settings of its own. send_buffer: bytes that may be on their way to a reader."""
+        if isinstance(generator, Service):
+            self.service = generator
+        else:
+            self.service = Service.of(generator, ServerSettings(**settings), ["tiny", "other-name"])
         held = socket.create_server(("127.0.0.1", 0))
         if send_buffer is not None:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -46,6 +52,11 @@ class Running:
             await self._server.serve(sockets)
 
         asyncio.run(serve())
+
+    @property
+    def model(self) -> Served:
+        """The model that was loaded first."""
+        return self.service.loaded[0]
 
     def count(self, name: str) -> float:
         """Its metrics; 0 for those it does not name."""

@@ -19,10 +19,10 @@ from foresay.generation.session import Session
 from foresay.lengths import ConstantLength
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.server.app import make_app
-from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.guards import App
 from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
+from foresay.server.shared import Kind, is_main
 from helpers import tiny
 from simulation.bodies import BODIES, error_of, outputs
 from simulation.client import Call, Manner
@@ -107,17 +107,18 @@ class Simulation:
         self.generator = Generator(
             target, draft, make_rule("coupled"), ConstantLength(3), max_batch_size=ROWS, drafter="suffix"
         )
-        self.service = Service(self.generator, SETTINGS, ["simulated"])
-        self.service._thread = SimulatedThread(
-            self.loop, self._check_turn, self._session, idle_s=0.0, max_sessions=2, main=DraftingChoice()
+        self.service = Service.of(self.generator, SETTINGS, ["simulated"])
+        self.service.shared.thread = SimulatedThread(
+            self.loop, self._check_turn, self._session, idle_s=0.0, max_sessions=2, is_main=is_main
         )
-        self.service.grammar = self._grammar  # type: ignore[method-assign, assignment]
+        (model,) = self.service.loaded
+        model.grammar = self._grammar  # type: ignore[method-assign, assignment]
         _current.service = self.service
         self.app = _application()
         self.service.ready = True
         self.sessions: list[Session] = []
 
-    def _session(self, drafting: DraftingChoice) -> Session:
+    def _session(self, kind: Kind) -> Session:
         session = self.generator.session(max_waiting=WAITING, prefix_bytes=PREFIX_BYTES)
         session.engine._prefiller._clock = None  # type: ignore[attr-defined]
         self.sessions.append(session)
@@ -195,10 +196,10 @@ class Simulation:
         for call in self.calls:
             self._check_call(call)
         self.problems += self.loop.failures
-        service = self.service
-        if service._open_limits or service.lanes.open:
-            self.problems.append(f"{len(service._open_limits)} open requests, {service.lanes.open} being prepared")
-        thread = service._thread
+        shared = self.service.shared
+        if not shared.is_idle:
+            self.problems.append(f"{len(shared._open_limits)} open requests, {shared.lanes.open} being prepared")
+        thread = shared.thread
         if thread._listeners or thread._calls:
             self.problems.append(f"{len(thread._listeners)} listeners and {len(thread._calls)} calls are left")
         for session in thread._sessions.values():

@@ -12,7 +12,7 @@ from foresay.engine import Engine
 from foresay.engine.admission import MemoryLimit
 from foresay.engine.guard import GuardedDrafter
 from foresay.generation.session_thread import SessionThread
-from foresay.server import generating, service
+from foresay.server import generating, shared
 from simulation import run
 from simulation.bodies import BODIES
 from simulation.model import HashCache
@@ -109,7 +109,7 @@ def _never_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wait(self: Any, chunk: Any) -> Any:
         return await chunk
 
-    monkeypatch.setattr(service._TimeLimit, "wait", wait)
+    monkeypatch.setattr(shared.TimeLimit, "wait", wait)
 
 
 def _admits_all(monkeypatch: pytest.MonkeyPatch) -> None:

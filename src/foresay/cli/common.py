@@ -92,7 +92,7 @@ PLAIN: dict[str, Any] = {"draft": None, "drafter": "none", "length": None, "rule
 
 def load_arguments(given: Given, **more: Any) -> dict[str, Any]:
     """Return the arguments of `foresay.load` for these options, as plain data. What is not given is left to a settings file."""
-    found: dict[str, Any] = {"target": model_name(given.model)}
+    found: dict[str, Any] = {} if "target" in more else {"target": model_name(given.model)}
     found |= {name: getattr(given, name, None) for name in _ARGUMENTS} | more
     if found["draft"] is not None and found["drafter"] in ("auto", "model"):
         found |= {"drafter": model_expression(found["draft"]), "draft": None}

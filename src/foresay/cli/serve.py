@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
 from foresay.cli.command import Given
-from foresay.cli.common import load_generator, memory_size
+from foresay.cli.common import load_arguments, load_generator, memory_size, use_threads
 from foresay.cli.drafts import suggest
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, ForesayError
+from foresay.generation.load import check_model, load
 from foresay.models.cache.memory import limit_memory
 from foresay.server.settings import ServerSettings, read_keys
+from foresay.spec.settings_file import FILE, Settings, is_settings, read_models
+
+if TYPE_CHECKING:  # needs the extra server
+    from foresay.server.service import Entry
 
 
 def _settings(given: Given) -> ServerSettings:
@@ -28,12 +37,39 @@ def _settings(given: Given) -> ServerSettings:
             raise ConfigError(f"--allow-host {name!r} must be a host name such as example.org, without scheme and port")
     same = ("host", "port", "open_to_all", "cors", "tool_format", "control_tokens", "memory_shared", "share_prefixes")
     return ServerSettings(
-        **{name: getattr(given, name) for name in (*same, "pooling", "max_waiting")},
+        **{name: getattr(given, name) for name in (*same, "pooling", "max_waiting", "max_loaded")},
         keys=read_keys(given.keys_file),
         hosts=given.allow_host,
         timeout_s=given.timeout,
         drain_s=given.drain,
     )
+
+
+def _models(given: Given, source: str | None) -> dict[str, Settings]:
+    """Return the models of a settings file that names several, or none. Raises ConfigError for options of a single model."""
+    found = read_models(source) if source is not None and is_settings(source) else {}
+    for flag, value in (("--name", given.name), ("--draft", given.draft)):
+        if found and value:
+            text = f"{flag} is for one model, and {source} has a table of models; set name and drafter of each there"
+            raise ConfigError(text)
+    if not found and "max_loaded" in given.typed:
+        raise ConfigError("--max-loaded needs a settings file with a table of models")
+    return found
+
+
+def _entry(given: Given, source: str, name: str, settings: Settings, kept: Mapping[str, Any]) -> Entry:
+    """Return a model of a settings file, which is not loaded yet. Raises the error of its options or files, with its name."""
+    from foresay.server.service import Entry
+
+    if kept["memory"] is not None:  # the texts of a folder belong to one vocabulary
+        kept = {**kept, "memory": str(Path(kept["memory"]) / quote(name, safe=""))}
+    arguments = load_arguments(given, target=settings, max_batch_size=given.batch_size, **kept)
+    del arguments["target"]
+    try:
+        batch_size, num_bytes = check_model(settings, arguments)
+    except ForesayError as error:
+        raise error.about(f"{source}: models.{name}") from None
+    return Entry([name], lambda: load(settings, **arguments), batch_size, num_bytes)
 
 
 def run(given: Given) -> int:
@@ -44,22 +80,31 @@ def run(given: Given) -> int:
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
     settings = _settings(given)
+    source = FILE if given.model is None and Path(FILE).is_file() else given.model
+    models = _models(given, source)
     limit = None if given.memory_limit is None else memory_size("--memory-limit", given.memory_limit)
     kept = {name: getattr(given, name) for name in ("memory", "memory_prompts")}
     sockets = bind(settings)  # fail before the model is loaded, which takes longer
     with contextlib.ExitStack() as opened:
         for one in sockets:
             opened.callback(one.close)
-        generator = load_generator(given, max_batch_size=given.batch_size, **kept)
+        if models:
+            use_threads(given.threads)
+            entries = [_entry(given, str(source), name, one, kept) for name, one in models.items()]
+            click.echo("\n".join(f"{name}: {one}" for name, one in models.items()), err=True)
+            service = Service(entries, settings)
+        else:
+            generator = load_generator(given, max_batch_size=given.batch_size, **kept)
+            service = Service.of(generator, settings, list(given.name) or [served_name(generator.target.name)])
         if limit is not None:
             limit_memory(limit)
         opened.pop_all()  # from here on the server closes them
-    service = Service(generator, settings, list(given.name) or [served_name(generator.target.name)])
     if given.log_requests:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)
-    click.echo(generator.description, err=True)
-    suggest(generator)
+    if not models:
+        click.echo(generator.description, err=True)
+        suggest(generator)
     listening = "listening at {}/v1".format
     serve(service, sockets, warm=given.warmup, on_listening=lambda address: click.echo(listening(address), err=True))
     return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -18,8 +18,10 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.models.sources.catalogue import PUBLISHED, published_drafter
+from foresay.models.sources.generation_settings import GenerationSettings
 from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.loading import resolve
+from foresay.models.sources.location import check_files
 from foresay.models.sources.packaged import default_drafter
 from foresay.spec.expressions import Call, parse, to_expression
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
@@ -54,7 +56,8 @@ def load(
 
     Args:
         target: An alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with `tokenizer`).
-            Also a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
+            Also a settings file (foresay.toml of `foresay tune`), or what one contains as Settings; arguments given here
+            replace its values.
         draft: A draft model, named like a target.
         drafter: "auto": the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any.
             "published": the best known draft of the target that others published (docs/how-to/choose-a-drafter.md). Or an
@@ -96,13 +99,32 @@ def load(
         memory_prompts=check_flag("memory_prompts", memory_prompts),
         options=dict(options),
     )
-    if is_settings(target):
+    if isinstance(target, Settings):
+        target, asked = target.target, asked.filled(target)
+    elif is_settings(target):
         stored = read_settings(target)
         target, asked = stored.target_from(target), asked.filled(stored)
     chosen = asked.with_published(target).chosen()
     loaded = resolve(target, chosen.options, tokenizer, eos_token_ids, sampling=sampling)
     loaded.generation.check(loaded.name)
     return chosen.generator(Resources(loaded, chosen.options), share_prefixes)
+
+
+def check_model(settings: Settings, arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Check arguments of `load` and the files that they name, and load nothing.
+
+    Returns the batch size, and the bytes of the target's weight files if they are on this machine and computed by its processor.
+    Raises as `load`, but finds only what can be known before.
+    """
+    given, own = dict(arguments), {f.name for f in dataclasses.fields(Arguments)} - {"options"}
+    GenerationSettings().with_sampling(given.pop("sampling", None))
+    values = {name: given.pop(name) for name in own & given.keys()}
+    asked = Arguments(**values, options=given).filled(settings)
+    if asked.drafter == PUBLISHED:  # found, and perhaps downloaded, when the model is loaded
+        asked = dataclasses.replace(asked, drafter="model(org/name)")
+    chosen = asked.chosen()
+    stored = check_files(settings.target, chosen.options)
+    return chosen.max_batch_size, stored if chosen.options.computes_on.type == "cpu" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

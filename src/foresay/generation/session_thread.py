@@ -44,19 +44,24 @@ class SessionThread:
     """
 
     def __init__(
-        self, make: Callable[[Any], Session], *, idle_s: float = 1.0, max_sessions: int = 1, main: Hashable = None
+        self,
+        make: Callable[[Any], Session],
+        *,
+        idle_s: float = 1.0,
+        max_sessions: int = 1,
+        is_main: Callable[[Any], bool] = lambda kind: kind is None,
     ) -> None:
         """Prepare a thread, which starts at the first call.
 
         Args:
             make: Creates the session of a kind, on the thread, at the first request of that kind.
             idle_s: Time that the thread waits for further work before it ends, in seconds.
-            max_sessions: Maximum number in addition to the session of kind `main`; the least recently used idle session is
-                dropped first, sessions with work are kept.
-            main: Kind of the session that is never dropped.
+            max_sessions: Maximum number in addition to those of main kinds; the least recently used idle session is dropped
+                first, sessions with work are kept.
+            is_main: Returns True for a kind whose sessions are never dropped for others.
         """
         self._make, self._idle_s = make, idle_s
-        self._max_sessions, self._main = check_int("max_sessions", max_sessions, 1), main
+        self._max_sessions, self._is_main = check_int("max_sessions", max_sessions, 1), is_main
         self._condition = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._listeners: dict[Ticket, Listener] = {}
@@ -159,6 +164,15 @@ class SessionThread:
         """Return the present sessions, for reading statistics only: they belong to the thread."""
         return self.call(lambda: list(self._sessions.values()))
 
+    def present(self) -> list[Session]:
+        """Return the present sessions without waiting for the thread, which may carry out a long call."""
+        return list(self._sessions.values())
+
+    def drop(self, belongs: Callable[[Hashable], bool]) -> None:
+        """Drop the sessions of kinds that `belongs` accepts, whose requests have ended. Called on the thread."""
+        self._sessions = {kind: one for kind, one in self._sessions.items() if not belongs(kind)}
+        self._listeners = {ticket: one for ticket, one in self._listeners.items() if not belongs(ticket.kind)}
+
     def call(self, action: Callable[[], Any]) -> Future[Any]:
         """Call a function on the thread, between two steps.
 
@@ -189,13 +203,13 @@ class SessionThread:
         found = self._sessions.pop(kind, None)
         if found is None:
             found = self._make(kind)  # first: if this fails, no other session is dropped
-            if kind != self._main:
+            if not self._is_main(kind):
                 self._make_room()
         self._sessions[kind] = found
         return found
 
     def _make_room(self) -> None:
-        while len(others := [kind for kind in self._sessions if kind != self._main]) >= self._max_sessions:
+        while len(others := [kind for kind in self._sessions if not self._is_main(kind)]) >= self._max_sessions:
             idle = next((kind for kind in others if not self._sessions[kind].has_work), None)
             if idle is None:
                 raise QueueFullError(

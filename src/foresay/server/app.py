@@ -42,7 +42,7 @@ from foresay.server.embedding import EmbeddingRequest, embed
 from foresay.server.errors import ApiError, FieldError, as_api_error, as_api_errors, renamed
 from foresay.server.fields import read
 from foresay.server.formats import ChatFormat, CompletionFormat
-from foresay.server.guards import App, Guards
+from foresay.server.guards import App, Guards, Receive, Scope, Send
 from foresay.server.lanes import LONG
 from foresay.server.message_kind import MessageKind
 from foresay.server.requests import (
@@ -53,6 +53,7 @@ from foresay.server.requests import (
     PredictRequest,
     TokenizeRequest,
 )
+from foresay.server.served import Served
 from foresay.server.service import Service
 
 
@@ -77,11 +78,22 @@ def make_app(service: Service, *, warm: bool = False) -> App:
     _add_ollama_routes(app, service)
     _add_other_routes(app, service)
     chat_page.add_routes(app)
-    guarded = Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
+
+    async def leased(scope: Scope, receive: Receive, send: Send) -> None:
+        with service.request():
+            await app(scope, receive, send)
+
+    guarded = Guards(leased, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
     if not service.settings.cors:
         return guarded
     origins = list(service.settings.cors)  # outermost, so that a page can read the reason of a refusal
     return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+
+async def used(service: Service, name: str | None, raw_request: Request) -> Served:
+    """Return the model that a request names, which stays loaded until the request has ended. Raises as `Service.wait`."""
+    found = service.take(name)
+    return await generating.unless_disconnected(service.wait(name), raw_request) if found is None else found
 
 
 def _json_route(service: Service) -> type[APIRoute]:
@@ -98,7 +110,9 @@ def _json_route(service: Service) -> type[APIRoute]:
                 _check_type(raw_request.headers.get("content-type"))
                 body = await raw_request.body()
                 is_long = len(body) >= LONG
-                raw_request._json = await service.prepare(lambda: read(kind, body)) if is_long else read(kind, body)
+                raw_request._json = (
+                    await service.shared.prepare(lambda: read(kind, body)) if is_long else read(kind, body)
+                )
                 return await handler(raw_request)
 
             return handle
@@ -131,38 +145,45 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, raw_request: Request) -> Response:
-        return await generating.generate(service, request, ChatFormat, raw_request)
+        return await generating.generate(
+            await used(service, request.model, raw_request), request, ChatFormat, raw_request
+        )
 
     @app.post("/v1/completions")
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
-        return await generating.generate(service, request, CompletionFormat, raw_request)
+        model = await used(service, request.model, raw_request)
+        return await generating.generate(model, request, CompletionFormat, raw_request)
 
     @app.post("/v1/embeddings")
     async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
-        return await embed(service, request, raw_request)
+        return await embed(await used(service, request.model, raw_request), request, raw_request)
 
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
-            chat = await service.prepare(request.chat)  # validates the whole conversation
-            default = service.generator.target.generation.sampled(SamplingParams(temperature=DEFAULT_TEMPERATURE))
+            chat = await service.shared.prepare(request.chat)  # validates the whole conversation
+            model = await used(service, request.model, raw_request)
+            default = model.generator.target.generation.sampled(SamplingParams(temperature=DEFAULT_TEMPERATURE))
             form = partial(ResponsesFormat, echoed=request.echoed(chat, default))
-            return await generating.generate(service, chat, form, raw_request)
+            return await generating.generate(model, chat, form, raw_request)
 
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
         with renamed(message_fields.CHAT_NAMES):
-            chat = await service.prepare(request.chat)
-            return await generating.generate(service, chat, MessagesFormat, raw_request)
+            chat = await service.shared.prepare(request.chat)
+            model = await used(service, request.model, raw_request)
+            return await generating.generate(model, chat, MessagesFormat, raw_request)
 
     @app.post("/v1/messages/count_tokens")
-    async def count(request: CountRequest) -> dict[str, int]:
+    async def count(request: CountRequest, raw_request: Request) -> dict[str, int]:
         with renamed(message_fields.CHAT_NAMES):
-            return {"input_tokens": await generating.count_tokens(service, await service.prepare(request.chat))}
+            chat = await service.shared.prepare(request.chat)
+            model = await used(service, request.model, raw_request)
+            return {"input_tokens": await generating.count_tokens(model, chat)}
 
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:
-        return {"text": await generating.predict(service, request, raw_request)}
+        return {"text": await generating.predict(await used(service, None, raw_request), request, raw_request)}
 
 
 def _add_ollama_routes(app: FastAPI, service: Service) -> None:
@@ -179,27 +200,32 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
     async def respond(
         request: OllamaRequest, raw_request: Request, names: Mapping[str, str], *, is_chat: bool
     ) -> Response:
-        began, model = perf_counter(), request.model or service.names[0]
-        request = request.model_copy(update={"model": models.served(model)})
+        began, name = perf_counter(), request.model or models.first
+        request = request.model_copy(update={"model": models.served(name)})
         with renamed(names):
-            if request.only_loads():
-                return JSONResponse(loaded(model, is_chat=is_chat))
-            form = partial(OllamaFormat, model=model, began=began, is_chat=is_chat)
-            return await generating.generate(service, await service.prepare(request.chat), form, raw_request)
+            only_loads = request.only_loads()
+            chat = None if only_loads else await service.shared.prepare(request.chat)
+            model = await used(service, request.model, raw_request)
+            if chat is None:
+                return JSONResponse(loaded(name, is_chat=is_chat))
+            form = partial(OllamaFormat, model=name, began=began, is_chat=is_chat)
+            return await generating.generate(model, chat, form, raw_request)
 
     @app.post("/api/embed")
     async def embeddings(request: OllamaEmbedRequest, raw_request: Request) -> Response:
-        model = request.model or service.names[0]
-        own = await service.prepare(lambda: request.embedding(models.served(model)))
-        return await embed(service, own, raw_request, partial(embedded, model, perf_counter()))
+        name, began = request.model or models.first, perf_counter()
+        own = await service.shared.prepare(lambda: request.embedding(models.served(name)))
+        model = await used(service, own.model, raw_request)
+        return await embed(model, own, raw_request, partial(embedded, name, began))
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
         return models.tags()
 
     @app.post("/api/show")
-    async def show(request: ShowRequest) -> dict[str, Any]:
-        return models.shown(request.model or request.name or service.names[0])
+    async def show(request: ShowRequest, raw_request: Request) -> dict[str, Any]:
+        name = models.served(request.model or request.name or models.first)
+        return models.known(name) or models.shown(await used(service, name, raw_request))
 
     @app.get("/api/version")
     async def version() -> dict[str, str]:
@@ -209,13 +235,12 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
 def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        length = service.generator.target.model.max_length
-        return {"object": "list", "data": [_model(name, length) for name in service.names]}
+        data = [_model(name, one.length) for one in service.entries for name in one.names]
+        return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _model(name, service.generator.target.model.max_length)
+        return _model(name, service.entry(name).length)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -228,30 +253,27 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(
-            service.metrics.text(await service.sessions(), service.memory, service.acceptance),
-            media_type=CONTENT_TYPE_LATEST,
-        )
+        return Response(await service.metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/tokenize")
-    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        service.check_model(request.model)
+    async def tokenize(request: TokenizeRequest, raw_request: Request) -> dict[str, Any]:
+        model = await used(service, request.model, raw_request)
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "prompt and messages: give exactly one of them")
         prompt: Any = request.prompt
         options = None
         if request.messages is not None:
-            prompt, options = [one.plain() for one in request.messages], MessageKind.of(service, request).options
+            prompt, options = [one.plain() for one in request.messages], MessageKind.of(model, request).options
         elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
             raise FieldError(min(fields), f"{min(fields)} needs messages")
         with as_api_errors("prompt" if request.messages is None else "messages"):
-            (ids,) = await service.encoded([prompt], options)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
+            (ids,) = await model.encoded([prompt], options)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.generator.target.model.max_length}
 
     @app.post("/detokenize")
-    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
-        service.check_model(request.model)
-        tokenizer = service.tokenizer
+    async def detokenize(request: DetokenizeRequest, raw_request: Request) -> dict[str, str]:
+        model = await used(service, request.model, raw_request)
+        tokenizer = model.tokenizer
 
         def decoded() -> str:
             vocab_size = len(tokenizer)
@@ -261,8 +283,9 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
                 )
             return str(tokenizer.decode(request.tokens))
 
-        return {"prompt": await service.prepare(decoded)}
+        return {"prompt": await model.prepare(decoded)}
 
 
-def _model(name: str, length: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "foresay", "max_model_len": length}
+def _model(name: str, length: int | None) -> dict[str, Any]:
+    known = {} if length is None else {"max_model_len": length}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "foresay", **known}

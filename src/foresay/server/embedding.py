@@ -18,7 +18,7 @@ from foresay.server.errors import FieldError, as_api_errors
 from foresay.server.fields import Fields, Neutral
 from foresay.server.generating import unless_disconnected
 from foresay.server.requests import TokenIds, limit_prompts
-from foresay.server.service import Service
+from foresay.server.served import Served
 
 
 class EmbeddingRequest(Fields):
@@ -47,7 +47,7 @@ class EmbeddingRequest(Fields):
 
 
 async def embed(
-    service: Service,
+    model: Served,
     request: EmbeddingRequest,
     raw_request: Request,
     make: Callable[[list[torch.Tensor], int], dict[str, Any]] | None = None,
@@ -56,25 +56,24 @@ async def embed(
 
     Raises ApiError for a request that is rejected or fails.
     """
-    service.check_model(request.model)
-    features = service.generator.target.model.capabilities
+    features = model.generator.target.model.capabilities
     if features.reads_source or not features.num_layers:
         raise FieldError("model", "this model has no embeddings: they need a decoder whose hidden states can be read")
-    pooling = request.pooling or service.settings.pooling
-    vectors, tokens = await unless_disconnected(_vectors(service, request, pooling), raw_request)
+    pooling = request.pooling or model.settings.pooling
+    vectors, tokens = await unless_disconnected(_vectors(model, request, pooling), raw_request)
 
     def response() -> Response:
-        return JSONResponse(make(vectors, tokens) if make else _body(service, request, pooling, vectors, tokens))
+        return JSONResponse(make(vectors, tokens) if make else _body(model, request, pooling, vectors, tokens))
 
-    return await service.prepare(response)
+    return await model.prepare(response)
 
 
-async def _vectors(service: Service, request: EmbeddingRequest, pooling: str) -> tuple[list[torch.Tensor], int]:
+async def _vectors(model: Served, request: EmbeddingRequest, pooling: str) -> tuple[list[torch.Tensor], int]:
     vectors = list[torch.Tensor]()
     with as_api_errors("input"):
-        texts = await service.encoded(request.texts())
+        texts = await model.encoded(request.texts())
         for ids in texts:
-            vectors.append(await service.embedded(ids, pooling))
+            vectors.append(await model.embedded(ids, pooling))
             width = len(vectors[0])
             if request.dimensions not in (None, width):
                 text = f"dimensions={request.dimensions}: the vectors of this model have {width} numbers"
@@ -83,12 +82,12 @@ async def _vectors(service: Service, request: EmbeddingRequest, pooling: str) ->
 
 
 def _body(
-    service: Service, request: EmbeddingRequest, pooling: str, vectors: list[torch.Tensor], tokens: int
+    model: Served, request: EmbeddingRequest, pooling: str, vectors: list[torch.Tensor], tokens: int
 ) -> dict[str, Any]:
     encode = _base64 if request.encoding_format == "base64" else torch.Tensor.tolist
     data = [{"object": "embedding", "index": i, "embedding": encode(one)} for i, one in enumerate(vectors)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": service.names[0], "pooling": pooling, "usage": usage}
+    return {"object": "list", "data": data, "model": model.names[0], "pooling": pooling, "usage": usage}
 
 
 def _base64(vector: torch.Tensor) -> str:

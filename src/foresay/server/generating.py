@@ -31,7 +31,7 @@ from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.message_kind import MessageKind
 from foresay.server.option_fields import StreamOptions
 from foresay.server.requests import OFF, ChatRequest, CompletionRequest, PredictRequest
-from foresay.server.service import Service
+from foresay.server.served import Served
 from foresay.text.grammar import Source
 from foresay.text.prompts import fill_in_marks
 from foresay.text.stream import Detokenizer
@@ -75,7 +75,7 @@ class PreparedRequest:
 
 
 async def generate(
-    service: Service,
+    model: Served,
     request: ChatRequest | CompletionRequest,
     make: Callable[[Reply], Format],
     raw_request: Request,
@@ -85,12 +85,12 @@ async def generate(
     Raises ApiError for a request that is rejected or fails.
     """
     with as_api_errors(*request.error_fields):
-        prepared = await unless_disconnected(_prepare(service, request), raw_request)
-        prepared = replace(prepared, params=service.owned(prepared.params, raw_request.state, request.cache_salt))
-        outputs = await unless_disconnected(_outputs(service, request, prepared), raw_request)
+        prepared = await unless_disconnected(_prepare(model, request), raw_request)
+        prepared = replace(prepared, params=model.owned(prepared.params, raw_request.state, request.cache_salt))
+        outputs = await unless_disconnected(_outputs(model, request, prepared), raw_request)
         counts, is_predicted = [len(ids) for ids in prepared.prompts], bool(prepared.params.prediction)
-        form = make(Reply(service.names[0], service.fingerprint, request, counts, outputs, is_predicted))
-        chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
+        form = make(Reply(model.names[0], model.fingerprint, request, counts, outputs, is_predicted))
+        chunks = _none() if request.only_prompt else model.chunks(prepared.pairs(), prepared.drafting)
         if not request.stream:
             await _collect(chunks, outputs, raw_request)
 
@@ -98,7 +98,7 @@ async def generate(
                 return JSONResponse(form.whole())
 
             # a response that repeats its prompts may be long
-            return await service.prepare(response) if request.echoes else response()
+            return await model.prepare(response) if request.echoes else response()
         # a rejection or an early failure is raised here, while the response can still have its status
         try:
             first = [] if request.only_prompt else [await unless_disconnected(anext(chunks), raw_request)]
@@ -106,11 +106,11 @@ async def generate(
             await chunks.aclose()
             raise
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return _Stream(_events(service, form, first, chunks), media_type=form.media_type, headers=headers)
+    return _Stream(_events(model, form, first, chunks), media_type=form.media_type, headers=headers)
 
 
 async def _events(
-    service: Service, form: Format, first: Sequence[tuple[int, Chunk]], chunks: Chunks
+    model: Served, form: Format, first: Sequence[tuple[int, Chunk]], chunks: Chunks
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream. An error is one of them, since the status has been sent. first: chunks before the others."""
 
@@ -128,7 +128,7 @@ async def _events(
             yield event
     except Exception as error:
         api_error = as_api_error(error, *form.reply.request.error_fields)
-        service.metrics.failed.labels(str(api_error.status)).inc()
+        model.metrics.failed.labels(str(api_error.status)).inc()
         yield form.failed(api_error)
 
 
@@ -146,18 +146,16 @@ class _Stream(StreamingResponse):
                 await self.body_iterator.aclose()
 
 
-async def _outputs(
-    service: Service, request: ChatRequest | CompletionRequest, prepared: PreparedRequest
-) -> list[Output]:
+async def _outputs(model: Served, request: ChatRequest | CompletionRequest, prepared: PreparedRequest) -> list[Output]:
     """Return the outputs before their first token, each with its prompt if the response repeats it."""
-    top, tokenizer, echoes = prepared.params.logprobs, service.generator.tokenizer, list[Echo | None]()
+    top, tokenizer, echoes = prepared.params.logprobs, model.generator.tokenizer, list[Echo | None]()
     if request.echoes and top is not None:
         _check_scores(sum(map(len, prepared.prompts)) * prepared.n, top)
     for prompt, ids in zip(request.prompts(), prepared.prompts, strict=True):
-        scored = await service.scored(ids, top) if request.echoes and top is not None else None
-        echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if request.echoes else None)
+        scored = await model.scored(ids, top) if request.echoes and top is not None else None
+        echoes.append(await model.prepare(partial(_echo, model, prompt, ids, scored)) if request.echoes else None)
     # the output of an encoder-decoder does not continue its prompt
-    before = [[] if service.generator.target.model.capabilities.reads_source else ids for ids in prepared.prompts]
+    before = [[] if model.generator.target.model.capabilities.reads_source else ids for ids in prepared.prompts]
     visible = prepared.params.visible_token_ids
 
     def output(index: int) -> Output:
@@ -177,9 +175,9 @@ def _check_scores(tokens: int, top: int) -> None:
         raise FieldError("prompt", text)
 
 
-def _echo(service: Service, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
-    text = prompt if isinstance(prompt, str) else Detokenizer(service.tokenizer).all(ids)
-    return Echo(text, () if scored is None else of_prompt(service.tokenizer, ids, scored))
+def _echo(model: Served, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
+    text = prompt if isinstance(prompt, str) else Detokenizer(model.tokenizer).all(ids)
+    return Echo(text, () if scored is None else of_prompt(model.tokenizer, ids, scored))
 
 
 async def _none() -> Chunks:
@@ -188,77 +186,76 @@ async def _none() -> Chunks:
     yield
 
 
-async def count_tokens(service: Service, request: ChatRequest) -> int:
+async def count_tokens(model: Served, request: ChatRequest) -> int:
     """Return the number of a chat's prompt tokens. Raises ApiError for a request that is rejected."""
-    service.check_model(request.model)
     with as_api_errors(*request.error_fields):
-        (ids,) = await service.encoded(request.prompts(), MessageKind.of(service, request).options)
+        (ids,) = await model.encoded(request.prompts(), MessageKind.of(model, request).options)
     return len(ids)
 
 
-async def predict(service: Service, request: PredictRequest, raw_request: Request) -> str:
+async def predict(model: Served, request: PredictRequest, raw_request: Request) -> str:
     """Handle POST /predict: return the continuation of a prompt."""
-    (ids,) = await service.encoded([request.prompt])
-    params = service.owned(SamplingParams(max_new_tokens=request.max_tokens, temperature=0.0), raw_request.state)
+    (ids,) = await model.encoded([request.prompt])
+    params = model.owned(SamplingParams(max_new_tokens=request.max_tokens, temperature=0.0), raw_request.state)
     prepared = PreparedRequest([ids], params)
     output = Output(0)
-    await _collect(service.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)
+    await _collect(model.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)
     assert output.generation is not None
     return output.generation.text
 
 
-async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -> PreparedRequest:
+async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> PreparedRequest:
     """Validate and tokenize a request before it is queued."""
     prompts, n = request.prompts(), request.candidates
-    _check(service, request, len(prompts))
+    _check(model, request, len(prompts))
     drafting = DraftingChoice.of(request.foresay)
     # a grammar may take a second to translate
-    constraint = await service.prepare(request.constraint) if request.constraint_field else request.constraint()
+    constraint = await model.prepare(request.constraint) if request.constraint_field else request.constraint()
     if isinstance(request, CompletionRequest):
-        if request.suffix and fill_in_marks(service.tokenizer) is None:
+        if request.suffix and fill_in_marks(model.tokenizer) is None:
             text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
             raise FieldError("suffix", text)
-        ids = await service.encoded(prompts)
-        params = _params(service, request, ids)
-        params, processors = await _constrained(service, request, params, *(constraint or ("", None)))
+        ids = await model.encoded(prompts)
+        params = _params(model, request, ids)
+        params, processors = await _constrained(model, request, params, *(constraint or ("", None)))
         return PreparedRequest(ids, params, n, request.returned, drafting, processors)
-    message = MessageKind.of(service, request, constraint)
-    ids = await service.encoded(prompts, message.options)
-    predicted = await service.encoded_prediction(request.prediction.text) if request.prediction else ()
-    params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
+    message = MessageKind.of(model, request, constraint)
+    ids = await model.encoded(prompts, message.options)
+    predicted = await model.encoded_prediction(request.prediction.text) if request.prediction else ()
+    params = replace(_params(model, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
     if request.must_call:
         params = replace(params, stop=())  # stop strings end content, which such an output does not have
-    drafting = service.with_lookup(drafting) if predicted else drafting
+    drafting = model.with_lookup(drafting) if predicted else drafting
     before = message
-    message = await service.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
+    message = await model.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
     field = "tools" if constraint is None or request.must_call else constraint.field
-    params, processors = await _constrained(service, request, params, field, message.grammar_source())
+    params, processors = await _constrained(model, request, params, field, message.grammar_source())
     return PreparedRequest(ids, params, n, n, drafting, processors, message.parser)
 
 
 async def _constrained(
-    service: Service,
+    model: Served,
     request: ChatRequest | CompletionRequest,
     params: SamplingParams,
     field: str,
     source: Source | None,
 ) -> tuple[SamplingParams, tuple[Processor, ...]]:
     """Return parameters, and the processors of a budget and of a schema or grammar. field: the one that requests the grammar."""
-    budget = _thinking_budget(service, request, params)
+    budget = _thinking_budget(model, request, params)
     processors: tuple[Processor, ...] = () if budget is None else (budget.after,)
     if source is None:
         return params, processors
-    grammar = await service.grammar(source, param=field)
+    grammar = await model.grammar(source, param=field)
     if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
         params = replace(params, min_new_tokens=0)
     return params, (*processors, lambda prompt: grammar.mask_after(len(prompt)))
 
 
 def _thinking_budget(
-    service: Service, request: ChatRequest | CompletionRequest, params: SamplingParams
+    model: Served, request: ChatRequest | CompletionRequest, params: SamplingParams
 ) -> ThinkingBudget | None:
     """Return the limit on reasoning. One for a model without marks of reasoning is a hint, which is ignored."""
-    budget, target, tokenizer = request.thinking_budget, service.generator.target, service.generator.tokenizer
+    budget, target, tokenizer = request.thinking_budget, model.generator.target, model.generator.tokenizer
     if budget is None:
         return None
     field = "thinking_budget_tokens" if request.thinking_token_budget is None else "thinking_token_budget"
@@ -271,14 +268,13 @@ def _thinking_budget(
         raise FieldError(field, str(error)) from None
 
 
-def _params(service: Service, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:
-    return request.params(service.generator.target.model.max_length - max(len(one) for one in ids))
+def _params(model: Served, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:
+    return request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
 
 
-def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: int) -> None:
-    settings = service.settings
-    service.check_model(request.model)
-    _check_off(service, request)
+def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int) -> None:
+    settings = model.settings
+    _check_off(model, request)
     n, candidates, stops = request.returned, request.candidates, len(request.stops)
     outputs, options = prompts * candidates, request.stream_options or StreamOptions()
     running_usage = "stream_options.continuous_usage_stats"
@@ -307,13 +303,13 @@ def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: 
             raise FieldError(param, text)
 
 
-def _check_off(service: Service, request: ChatRequest | CompletionRequest) -> None:
+def _check_off(model: Served, request: ChatRequest | CompletionRequest) -> None:
     """Raise ApiError for a field that is only known by the value that turns it off, where that cannot be done."""
     for name, off in OFF.items():
         value = getattr(request, name)
         if value is not None and value != off:
             raise FieldError(name, f"{name}={value} is not supported; leave it out, or send {off}")
-        if value is not None and service.generator.target.generation.applies(name):
+        if value is not None and model.generator.target.generation.applies(name):
             text = f"{name}={value}: the model's generation config sets another value, which a request cannot turn off"
             raise FieldError(name, text)
 

@@ -13,7 +13,7 @@ from foresay.errors import ConfigError
 from foresay.server.errors import FieldError
 from foresay.server.output_fields import Constraint
 from foresay.server.requests import ChatRequest, TokenizeRequest
-from foresay.server.service import Service
+from foresay.server.served import Served
 from foresay.text.grammar import Source, checked
 from foresay.text.prompts import ChatOptions
 from foresay.text.tool_calls.calls import Limited, Parser, Tool
@@ -56,33 +56,33 @@ class MessageKind:
     """Text of the prompt, for a response template."""
 
     @staticmethod
-    def of(service: Service, request: ChatRequest | TokenizeRequest, answer: Constraint | None = None) -> MessageKind:
+    def of(model: Served, request: ChatRequest | TokenizeRequest, answer: Constraint | None = None) -> MessageKind:
         """Return the kind of a request's messages. answer: see MessageKind.
 
         Raises ApiError for tools that the model or the server does not support."""
-        tools, tokenizer = request.used_tools, service.generator.tokenizer
-        control_tokens = service.settings.control_tokens
+        tools, tokenizer = request.used_tools, model.generator.tokenizer
+        control_tokens = model.settings.control_tokens
         assert request.messages is not None
         chosen = message_format(tokenizer)
-        templated = service.settings.tool_format == "auto" and has_response_template(tokenizer)
+        templated = model.settings.tool_format == "auto" and has_response_template(tokenizer)
         if tools:
             try:
                 for one in tools:
                     checked(one.function.parameters or {})
                 if not (templated and describes_tools(tokenizer) and not has_format(tokenizer)):
-                    chosen = format_of(service.tokenizer, service.settings.tool_format)
+                    chosen = format_of(model.tokenizer, model.settings.tool_format)
             except ConfigError as error:
                 raise FieldError("tools", str(error)) from None
         return MessageKind(
             tokenizer,
-            replace(request.chat_options(service.tokenizer, request.messages[-1].role), control_tokens=control_tokens),
+            replace(request.chat_options(model.tokenizer, request.messages[-1].role), control_tokens=control_tokens),
             request.callable_tools(),
             chosen,
             request.must_call,
             request.parallel_tool_calls,
             has_reasoning(tokenizer),
             answer,
-            template_ids=_special_ids(tokenizer, service.generator.target.eos_token_ids) if templated else None,
+            template_ids=_special_ids(tokenizer, model.generator.target.eos_token_ids) if templated else None,
         )
 
     def after(self, prompt: list[int]) -> MessageKind:

@@ -5,7 +5,7 @@ Owns the metric names, which match other engines' apart from the prefix. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -99,18 +99,29 @@ class Metrics:
             for position in range(step.num_accepted):
                 self._accepted_at[position].inc()
 
-    def text(self, sessions: Iterable[Session], memory: Memory | None, monitor: AcceptanceMonitor) -> bytes:
-        """Return the metrics in Prometheus's text format. sessions: the open ones. memory: kept texts."""
-        for method, found in monitor.methods.items():
-            self.acceptance.labels(str(method)).set(found.average)
-            self.acceptance_ratio.labels(str(method)).set(found.ratio)
-        if memory is not None:
-            self.memory_writes.set(memory.writes and memory.problem is None)
-            for name, (attribute, _) in _MEMORY_GAUGES.items():
-                self._gauges[name].set(getattr(memory, attribute))
+    def text(
+        self,
+        sessions: Iterable[Session],
+        memories: Sequence[Memory],
+        monitors: Mapping[str, AcceptanceMonitor],
+        waiting: int = 0,
+    ) -> bytes:
+        """Return the metrics in Prometheus's text format.
+
+        sessions: the open ones. memories: kept texts. monitors: by the prefix of their methods' names. waiting: requests that
+        wait for a model to be loaded.
+        """
+        for prefix, monitor in monitors.items():
+            for method, found in monitor.methods.items():
+                self.acceptance.labels(f"{prefix}{method}").set(found.average)
+                self.acceptance_ratio.labels(f"{prefix}{method}").set(found.ratio)
+        self.memory_writes.set(bool(memories) and all(one.writes and one.problem is None for one in memories))
+        for name, (attribute, _) in _MEMORY_GAUGES.items():
+            self._gauges[name].set(sum(getattr(one, attribute) for one in memories))
         engines = [session.engine for session in sessions]
         for name, (attribute, _) in _ENGINE_GAUGES.items():
             self._gauges[name].set(sum(getattr(engine, attribute) for engine in engines))
+        self._gauges["num_requests_waiting"].inc(waiting)
         self.slack_bytes.set(slack_bytes())
         self.resident_bytes.set(resident_bytes())
         return generate_latest(self.registry)

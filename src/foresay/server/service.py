@@ -1,56 +1,39 @@
-"""The engine as the routes use it: requests go in, chunks come out, and a client's disconnection frees its rows.
+"""The models of a server: which of them are loaded, and the requests that wait for one.
 
-Owns the decoding thread, the open sessions and the queue's limit. Knows no HTTP.
+Owns loading and unloading, which happen on the thread of the sessions, between two steps. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
-from dataclasses import replace
+import gc
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from time import perf_counter
 
 import torch
 
-from foresay import __version__
-from foresay.decoding.outcome import FinishReason, TokenLogprob
-from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Memory
-from foresay.engine.admission import check_prompt_ids
-from foresay.errors import ConfigError, ContextLengthError, ForesayError, RequestError
-from foresay.generation.generator import PREFIX_BYTES, Generator
-from foresay.generation.load import change
-from foresay.generation.result import Chunk
-from foresay.generation.scoring import PromptScorer, TextEmbedder
+from foresay.errors import OutOfMemoryError
+from foresay.generation.generator import Generator
 from foresay.generation.session import Session
-from foresay.generation.session_thread import SessionThread
-from foresay.models.cache.memory import Trimmer, check_limit
-from foresay.models.huggingface.linears import resident_bytes
+from foresay.models.cache.memory import Trimmer, left_bytes, trim
 from foresay.server.acceptance import AcceptanceMonitor
-from foresay.server.drafting_choice import DraftingChoice
-from foresay.server.errors import ApiError, FieldError
-from foresay.server.lanes import LONG, SENDER, Lanes
-from foresay.server.metrics import Clock, Metrics
+from foresay.server.errors import ApiError
+from foresay.server.metrics import Metrics
+from foresay.server.residency import Action, Residency, Waiting
+from foresay.server.served import Served
 from foresay.server.settings import ServerSettings
-from foresay.spec.expressions import parse
-from foresay.spec.recipes import named
-from foresay.text.excess import beginning
-from foresay.text.grammar import Grammar, Source
-from foresay.text.prompts import ChatOptions, encode
-from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
+from foresay.server.shared import Shared
 
-T = TypeVar("T")
-FLUSH_S = 10.0
-"""Longest wait for kept texts to be written at the end."""
+logger = logging.getLogger("foresay.server")
 TRIM_S = 1.0
 """Time between two measurements of the allocator's slack."""
-TEXT_BYTES = 32
-"""Memory that reading a long body takes, for each of its bytes."""
+_LEASES: ContextVar[list[str]] = ContextVar("leases")
+"""Models that the current request uses."""
 
 
 def served_name(name: str) -> str:
@@ -61,295 +44,249 @@ def served_name(name: str) -> str:
     return path.resolve().name.removesuffix(".gguf") or "model"
 
 
+@dataclass(slots=True)
+class Entry:
+    """A model of the server, loaded or not."""
+
+    names: list[str]
+    """Names in the API, of which responses use the first."""
+    load: Callable[[], Generator]
+    max_batch_size: int
+    num_bytes: int = 0
+    """Estimated or measured memory of the weights on the processor."""
+    served: Served | None = None
+    """None while it is not loaded."""
+    length: int | None = None
+    """Length of the context; None before it was first loaded."""
+    is_too_large: bool = False
+    """True if it was loaded alone and exceeds the memory limit."""
+    name: str = field(init=False)
+    """The first name."""
+    acceptance: AcceptanceMonitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.names[0]
+        self.acceptance = AcceptanceMonitor(self.name)
+
+
 class Service:
-    """One target model and its sessions, shared by all requests."""
+    """The models of one server. A single one is loaded at once, several when a request names them."""
 
-    def __init__(self, generator: Generator, settings: ServerSettings, names: Sequence[str]) -> None:
-        """names: the model's names in the API; responses use the first."""
-        self.generator, self.settings, self.names = generator, settings, list(names)
-        self.metrics = Metrics()
-        self.acceptance = AcceptanceMonitor(self.names[0])
-        self.weight_bytes = _weight_bytes(generator.target.model)
-        self.metrics.weight_bytes.set(self.weight_bytes)
-        digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
-        self.fingerprint = f"fp_{digest[:12]}"
-        """The API's `system_fingerprint`: equal for equal versions, models and drafting methods."""
-        self.ready = self.draining = False
-        self._thread = SessionThread(
-            self._new_session, idle_s=5.0, max_sessions=settings.max_methods, main=DraftingChoice()
-        )
-        self.lanes = Lanes(settings.max_waiting + generator.max_batch_size)
-        self._passes = asyncio.Lock()
-        """Held during a pass over a text that generates nothing."""
-        self._schema_workers = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
-        self._compiler: SchemaCompiler | None = None
-        self._open_limits: set[_TimeLimit] = set()
+    def __init__(self, entries: Sequence[Entry], settings: ServerSettings) -> None:
+        """entries: a request that names no model uses the first."""
+        self.entries, self.settings, self.ready = list(entries), settings, False
+        self.shared = Shared(settings, max(one.max_batch_size for one in entries))
+        self._residency = Residency(settings.max_loaded)
+        self._by_name = {one.name: one for one in entries}
+        self._change: asyncio.Task[None] | None = None
+        """The model that is being loaded or unloaded."""
+        if len(self.entries) == 1:
+            self._add(self.entries[0], self.entries[0].load())
 
-    def _new_session(self, drafting: DraftingChoice) -> Session:
-        return self._generator(drafting).session(
-            max_waiting=self.settings.max_waiting,
-            prefix_bytes=None if self.settings.share_prefixes == "none" else PREFIX_BYTES,
-            prefill_wait_s=self.settings.prefill_wait_s,
-        )
-
-    def _generator(self, drafting: DraftingChoice) -> Generator:
-        if drafting == DraftingChoice():
-            return self.generator
-        return change(self.generator, drafter=drafting.drafter, length=drafting.length, rule=drafting.rule)
+    @classmethod
+    def of(cls, generator: Generator, settings: ServerSettings, names: Sequence[str]) -> Service:
+        """Return the service of one model that is loaded."""
+        return cls([Entry(list(names), lambda: generator, generator.max_batch_size)], settings)
 
     @property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer. Raises ApiError without one."""
-        if self.generator.tokenizer is None:
-            raise FieldError("prompt", "this model was loaded without a tokenizer; send token ids")
-        return self.generator.tokenizer
-
-    def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
-        """Return parameters with the owner of a request's texts and the salt of its prefixes.
-
-        state: of the request, with its API key. salt: sent by the client.
-        """
-        key = str(getattr(state, "owner", ""))
-        own = key if self.settings.share_prefixes == "key" else ""
-        salted = hashlib.sha256(f"{len(own)} {own}{salt or ''}".encode()).hexdigest() if own or salt else ""
-        return replace(params, owner="" if self.settings.memory_shared else key, cache_salt=salted)
+    def metrics(self) -> Metrics:
+        """Metrics of the server."""
+        return self.shared.metrics
 
     @property
-    def memory(self) -> Memory | None:
-        """Texts that the server keeps."""
-        resources = self.generator.resources
-        return None if resources is None else next(iter(resources.memories.values()), None)
+    def draining(self) -> bool:
+        """True from the beginning of the shutdown."""
+        return self.shared.draining
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for a model that is not served here."""
-        if name is not None and name not in self.names:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not served here; this server serves {self.names[0]!r}",
-                param="model",
-                code="model_not_found",
-            )
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self.shared.draining = value
 
-    async def encoded(self, prompts: Sequence[Any], options: ChatOptions | None = None) -> list[list[int]]:
-        """Return the token ids of each prompt. options: see `encode`.
+    @property
+    def loaded(self) -> list[Served]:
+        """The loaded models."""
+        return [one.served for one in self.entries if one.served is not None]
 
-        Raises PromptError, and ContextLengthError for a prompt that fills the context.
-        """
-        return await self.prepare(lambda: [self._encoded(one, options) for one in prompts])
-
-    def _encoded(self, prompt: Any, options: ChatOptions | None) -> list[int]:
-        context_length = self.generator.target.model.max_length
-        ids = encode(prompt, self.generator.tokenizer, options, most=context_length - 1)
-        if ids:
-            check_prompt_ids(ids, self.generator.target.model.vocab_size)
-        if len(ids) >= context_length:
-            raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
-        return ids
-
-    async def encoded_prediction(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a predicted text, at most as many as the context holds."""
-        tokenizer, most = self.tokenizer, self.generator.target.model.max_length
-
-        def encoded() -> tuple[int, ...]:
-            ids = beginning(tokenizer, text, most) or tokenizer(text, add_special_tokens=False).input_ids
-            return tuple(ids[:most])
-
-        return await self.prepare(encoded)
-
-    def with_lookup(self, drafting: DraftingChoice) -> DraftingChoice:
-        """Return a drafting method that drafts known tokens: this one, or "suffix" if it has no n-gram drafter."""
-        name = parse(drafting.drafter or self.generator.drafter_name).name
-        return drafting if name == "hybrid" or name in named("lookup") else replace(drafting, drafter="suffix")
-
-    async def grammar(self, source: Source, *, param: str) -> Grammar:
-        """Compile a schema or grammar within limits. Cancelling the coroutine cancels the compilation.
-
-        param: the field that requests it. Raises ApiError for a rejected schema, and for a model that does not support structured
-        output.
-        """
-        target = self.generator.target
-        if target.model.capabilities.reads_source:
-            raise FieldError(param, "structured output needs a decoder-only model")
-        if self._compiler is None:
-            self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
-        compiler, cancelled = self._compiler, threading.Event()
-        try:
-            loop = asyncio.get_running_loop()
-            with self._preparation():
-                return await self._in_time(
-                    loop.run_in_executor(self._schema_workers, lambda: compiler.compile(source, cancelled))
-                )
-        except ConfigError as error:
-            raise FieldError(param, str(error)) from None
-        except ForesayError:
-            if self.draining:
-                raise _shutdown_error() from None
-            raise
-        finally:
-            cancelled.set()
-
-    async def scored(self, ids: list[int], top: int) -> list[TokenLogprob | None]:
-        """Return the log-probabilities of a prompt's tokens, computed between the steps of running requests.
-
-        Raises the errors of PromptScorer, and ApiError as `chunks` does.
-        """
-        scorer = PromptScorer(self.generator.target.model, ids, top)
-        await self._run_passes(scorer.step)
-        return scorer.logprobs
-
-    async def embedded(self, ids: list[int], pooling: str) -> torch.Tensor:
-        """Return the embedding of a text, [H] float32, computed between the steps of running requests.
-
-        Raises the errors of TextEmbedder, and ApiError as `chunks` does.
-        """
-        embedder = TextEmbedder(self.generator.target.model, ids, pooling, self.settings.prefill_wait_s)
-        await self._run_passes(embedder.step)
-        return embedder.embedding()
-
-    async def _run_passes(self, step: Callable[[], bool]) -> None:
-        """Run the passes over a text. Texts take turns, so that running requests wait for one pass between two steps."""
-        with self._preparation(), self._time_limit() as limit:
-            more = True
-            while more:
-                await limit.wait(self._passes.acquire())
-                try:
-                    more = await limit.wait(asyncio.wrap_future(self._thread.call(step)))
-                finally:
-                    self._passes.release()
-
-    async def prepare(self, work: Callable[[], T]) -> T:
-        """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.
-
-        Raises ApiError if too many requests wait, and after the request's time limit; OutOfMemoryError for a long text that would
-        pass the memory limit.
-        """
-        sender = SENDER.get()
-        if sender.size >= LONG:
-            check_limit(TEXT_BYTES * sender.size)
-        with self._preparation():
-            return await self._in_time(self.lanes.of(sender).run(sender.client, work))
-
-    async def _in_time(self, result: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                return await result
-        except TimeoutError:
-            raise self._timeout_error() from None
-
-    def _preparation(self) -> AbstractContextManager[None]:
-        """Count a request that is not yet in the engine's queue. Raises ApiError if there are too many."""
-        sender = SENDER.get()
-        return self.lanes.of(sender).admitted(sender.client)
+    def entry(self, name: str | None) -> Entry:
+        """Return a model by one of its names, the first model without one. Raises ApiError for one that is not served here."""
+        found = next((one for one in self.entries if name is None or name in one.names), None)
+        if found is None:
+            names = ", ".join(repr(one.names[0]) for one in self.entries)
+            text = f"the model {name!r} is not served here; this server serves {names}"
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return found
 
     @contextmanager
-    def _time_limit(self) -> Iterator[_TimeLimit]:
-        """Apply the time limit of a request in the engine. Server shutdown ends the request earlier."""
-        if self.draining:
-            raise _shutdown_error()
-        limit = _TimeLimit(self.settings.timeout_s)
-        self._open_limits.add(limit)
+    def request(self) -> Iterator[None]:
+        """Keep the models that a request uses loaded until it has ended."""
+        leases: list[str] = []
+        before = _LEASES.set(leases)
         try:
-            yield limit
-        except TimeoutError:
-            if limit.ended:
-                raise ApiError(503, "the server has shut down", code="shutting_down", retry_after=5) from None
-            raise self._timeout_error() from None
+            yield
         finally:
-            self._open_limits.discard(limit)
+            _LEASES.reset(before)
+            for name in leases:
+                self._residency.release(name)
+            if leases and len(self.entries) > 1:
+                self._advance()
 
-    def _timeout_error(self) -> ApiError:
-        return ApiError(504, f"the request took more than {self.settings.timeout_s:g} seconds", code="timeout")
+    def take(self, name: str | None) -> Served | None:
+        """Return a model for the current request; None if the request has to wait. Raises ApiError as `entry` does."""
+        entry = self.entry(name)
+        if not self._residency.take(entry.name):
+            return None
+        _LEASES.get().append(entry.name)
+        return entry.served
 
-    async def chunks(
-        self, prompts: Sequence[tuple[list[int], SamplingParams]], drafting: DraftingChoice
-    ) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Yield (output index, chunk) as chunks arrive. Closing the generator frees the rows before the next step.
+    async def wait(self, name: str | None) -> Served:
+        """Return a model for the current request once it is loaded and earlier requests for others had their turn.
 
-        Raises the first error of any output, and ApiError after the request's time limit and when the server shuts down first.
+        Raises ApiError if too many requests wait, after the time limit, at the server's shutdown, and if it cannot be loaded.
         """
-        # a client's settings are left out, so that there are few names
-        method = parse(drafting.drafter).name if drafting.drafter else self.generator.drafter_name
-        with self._time_limit() as limit:
-            clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
+        entry, leases, ready = self.entry(name), _LEASES.get(), asyncio.get_running_loop().create_future()
+        if entry.is_too_large:
+            raise _too_large(entry)
+        if (count := len(self._residency.waiting)) >= self.settings.max_waiting:
+            text = f"{count} requests wait for a model to be loaded; try again later"
+            raise ApiError(429, text, code="queue_full", retry_after=1)
+
+        def admitted() -> None:
+            leases.append(entry.name)
+            if not ready.done():
+                ready.set_result(None)
+
+        waiting = Waiting(entry.name, admitted, lambda error: None if ready.done() else ready.set_exception(error))
+        with self.shared.time_limit(f": the model {entry.name!r} had to wait for requests of others") as limit:
+            self._residency.waiting.append(waiting)
+            self._advance()
             try:
-                async with aclosing(self._thread.chunks(prompts, kind=drafting)) as chunks:
-                    while waiting:
-                        index, chunk = await limit.wait(anext(chunks))
-                        clocks[index].take(chunk.step, len(prompts[index][0]))
-                        self.acceptance.take(method, chunk.step)
-                        if chunk.finish_reason is not None:
-                            waiting.discard(index)
-                            clocks[index].ended(chunk.finish_reason)
-                        if chunk.error is not None:
-                            raise chunk.error
-                        yield index, chunk
+                await limit.wait(ready)
             finally:
-                for index in waiting:
-                    clocks[index].ended(FinishReason.CANCELLED)
+                self._residency.leave(waiting)
+                self._advance()
+        assert entry.served is not None
+        return entry.served
+
+    def _advance(self) -> None:
+        """Do what the waiting requests need next, if it can be done now."""
+        while self._change is None and (due := self._residency.next(self._fits)) is not None:
+            action, name = due
+            if action is Action.ADMIT:
+                self._residency.admit(name)
+            else:
+                change = self._load if action is Action.LOAD else self._unload
+                self._change = asyncio.ensure_future(self._changed(change(self._by_name[name])))
+
+    async def _changed(self, change: Coroutine[None, None, None]) -> None:
+        try:
+            await change
+        finally:
+            self._change = None
+        self._advance()
+
+    def _fits(self, name: str) -> bool:
+        left = left_bytes()
+        return left is None or self._by_name[name].num_bytes < left
+
+    def _add(self, entry: Entry, generator: Generator) -> None:
+        entry.served = Served(generator, entry.names, self.shared, entry.acceptance)
+        entry.length = generator.target.model.max_length
+        if generator.target.model.device.type == "cpu":
+            entry.num_bytes = max(entry.num_bytes, entry.served.weight_bytes)
+        self._residency.loaded(entry.name)
+        self._count_weights()
+
+    def _count_weights(self) -> None:
+        self.metrics.weight_bytes.set(sum(one.weight_bytes for one in self.loaded))
+
+    async def _load(self, entry: Entry) -> None:
+        began = perf_counter()
+        try:
+            self._add(entry, await asyncio.wrap_future(self.shared.thread.call(entry.load)))
+            logger.info("loaded %s in %.1f s", entry.name, perf_counter() - began)
+        except Exception as error:
+            logger.error("the model %s cannot be loaded", entry.name, exc_info=error)
+            self._residency.refuse(entry.name, _load_error(entry, error))
+        if entry.served is None:  # after the block, in which the error keeps its parts alive
+            await asyncio.wrap_future(self.shared.thread.call(_free_memory))
+            return
+        if (left := left_bytes()) is not None and left <= 0:
+            await self._undo(entry)
+
+    async def _undo(self, entry: Entry) -> None:
+        """Unload a model that exceeds the memory limit; it is loaded again once it is alone, if it was not."""
+        entry.num_bytes = 1 << 62
+        await self._unload(entry)
+        if not self._residency.users:
+            entry.is_too_large = True
+            self._residency.refuse(entry.name, _too_large(entry))
+
+    async def _unload(self, entry: Entry) -> None:
+        served, entry.served = entry.served, None
+        assert served is not None
+        try:
+            await asyncio.to_thread(served.closing())
+            await asyncio.wrap_future(self.shared.thread.call(served.end_sessions))
+        except Exception:
+            logger.exception("the model %s was not unloaded cleanly", entry.name)
+        del served
+        self._residency.unloaded(entry.name)
+        self._count_weights()
+        await asyncio.wrap_future(self.shared.thread.call(_free_memory))
+        logger.info("unloaded %s", entry.name)
 
     async def sessions(self) -> list[Session]:
         """Return the open sessions."""
-        return await asyncio.wrap_future(self._thread.sessions())
+        if self._change is not None:  # the thread may be loading a model
+            return self.shared.thread.present()
+        return await asyncio.wrap_future(self.shared.thread.sessions())
+
+    async def metrics_text(self) -> bytes:
+        """Return the metrics in Prometheus's text format."""
+        several = len(self.entries) > 1
+        monitors = {f"{one.name}: " if several else "": one.acceptance for one in self.entries}
+        memories = [memory for one in self.loaded for memory in one.memories]
+        return self.metrics.text(await self.sessions(), memories, monitors, len(self._residency.waiting))
 
     async def warm(self) -> None:
-        """Decode a few tokens, so that buffers and caches are allocated before the first request."""
-        first = [self.generator.target.model.vocab_size // 2] * 8
-        with suppress(RequestError):  # as of a request: the server starts
-            async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
-                pass
+        """Load the first model, if it is not, and decode a few tokens with it. One that cannot be loaded is in the log."""
+        with self.request(), suppress(ApiError):
+            served = self.take(None) or await self.wait(None)
+            await served.warm()
 
     async def trim_memory(self) -> None:
         """Return freed memory to the system for as long as the server runs."""
         trimmer = Trimmer()
         while True:
             await asyncio.sleep(TRIM_S)
-            idle = not self._open_limits and not self.lanes.open
-            await asyncio.to_thread(trimmer.check, idle=idle)
+            await asyncio.to_thread(trimmer.check, idle=self.shared.is_idle)
 
     async def drain(self) -> None:
         """Accept no more requests; wait for the open ones up to the drain limit, then end them."""
         self.draining = True
-        if self._compiler is not None:
-            self._compiler.close()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.settings.drain_s
-        while self._open_limits and loop.time() < deadline:
-            await asyncio.sleep(0.02)
-        for limit in self._open_limits:
-            limit.end()
-        if self.memory is not None:
-            await asyncio.to_thread(self.memory.flush, FLUSH_S)
+        for one in self.loaded:
+            one.stop_compiling()
+        await self.shared.end_requests()
+        for one in self.loaded:
+            if one.memories:
+                await asyncio.to_thread(one.flush)
 
 
-def _weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights; 0 if it does not report them."""
-    module = getattr(model, "model", None)
-    if isinstance(module, torch.nn.Module):
-        return resident_bytes(module)
-    return int(getattr(getattr(model, "weights", None), "nbytes", 0))
+def _load_error(entry: Entry, error: Exception) -> ApiError:
+    if isinstance(error, OutOfMemoryError):
+        return ApiError(503, f"the model {entry.name!r}: {error}", code="out_of_memory", retry_after=5)
+    text = f"the model {entry.name!r} cannot be loaded; the server's log has the details"
+    return ApiError(500, text, param="model", code="model_not_loaded")
 
 
-def _shutdown_error() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+def _too_large(entry: Entry) -> ApiError:
+    text = f"the model {entry.name!r} does not fit into the memory limit of this server, even alone"
+    return ApiError(503, text, param="model", code="out_of_memory")
 
 
-class _TimeLimit:
-    """Time limit of one request, over all its waits."""
-
-    def __init__(self, seconds: float) -> None:
-        self._deadline = asyncio.get_running_loop().time() + seconds
-        self._timeout: asyncio.Timeout | None = None
-        self.ended = False
-        """True if the request was ended before its limit."""
-
-    async def wait(self, chunk: Awaitable[T]) -> T:
-        """Wait for a chunk. Raises TimeoutError after the limit."""
-        async with asyncio.timeout_at(self._deadline) as self._timeout:
-            return await chunk
-
-    def end(self) -> None:
-        """End the request now."""
-        self.ended, self._deadline = True, 0.0
-        if self._timeout is not None and not self._timeout.expired():
-            with suppress(RuntimeError):  # no task waits
-                self._timeout.reschedule(0.0)
+def _free_memory() -> None:
+    """Return the memory of an unloaded model to the system."""
+    gc.collect()
+    trim()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

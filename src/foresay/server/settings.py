@@ -54,6 +54,8 @@ class ServerSettings:
     max_stops: int = 16
     max_methods: int = 4
     """Sessions with different drafting methods that are kept open."""
+    max_loaded: int = 1
+    """Models of a server with several that are loaded at a time."""
     max_connections: int = 1024
     """Open connections; fewer if the process may open fewer files."""
     head_s: float = 15.0
@@ -78,6 +80,7 @@ class ServerSettings:
             "max_n": 1,
             "max_stops": 0,
             "max_methods": 1,
+            "max_loaded": 1,
         }
         for name, low in {**lowest, "max_connections": 1}.items():
             check_int(name, getattr(self, name), low)

@@ -1,4 +1,4 @@
-"""The settings file `foresay.toml`: a target and how to decode it, written by `foresay tune`.
+"""The settings file `foresay.toml`: a target and how to decode it, written by `foresay tune`; or several, each with a name.
 
 Owns the file's keys and their checks. Loads no model.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ _LOADED = ("dtype", "weights", "activations", "kv_cache_dtype", "backend")
 """Settings that are options of loading a model, where "auto" means not given."""
 MAX_BYTES = 1 << 20
 """Size of the largest file that is read."""
+MAX_MODELS = 64
+"""Limit on the models of a file."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,99}", re.ASCII)
+"""Names of models in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +96,71 @@ def is_settings(source: object) -> bool:
 
 
 def read_settings(path: str | os.PathLike[str]) -> Settings:
-    """Read a settings file; the table `measured`, which reports what the choice gained, is ignored.
+    """Read a settings file of one model; the table `measured`, which reports what the choice gained, is ignored.
 
-    Raises ConfigError naming the file for an unknown key, a wrong value or a file that is not TOML.
+    Raises ConfigError naming the file for an unknown key, a wrong value, several models or a file that is not TOML.
     """
+    with _naming(path):
+        values = _values(path)
+        if "models" in values:
+            raise ConfigError("it names several models, which only `foresay serve` loads; give a target by name")
+        return _settings(values)
+
+
+def read_models(path: str | os.PathLike[str]) -> dict[str, Settings]:
+    """Read a settings file with a table `models`: return the settings of each of its models by name; none for other files.
+
+    A relative path of a target is resolved from the file's folder if it exists there. Raises ConfigError as `read_settings`.
+    """
+    with _naming(path):
+        values = _values(path)
+        if "models" not in values:
+            return {}
+        models = values.pop("models")
+        for key in values:
+            raise ConfigError(f"the key {key} belongs into the table of a model, such as [models.NAME]")
+        if not isinstance(models, dict) or not 1 <= len(models) <= MAX_MODELS:
+            raise ConfigError(f"models must be 1 to {MAX_MODELS} tables [models.NAME]")
+        found = {name: _model(name, one) for name, one in models.items()}
+        return {name: replace(one, target=one.target_from(path)) for name, one in found.items()}
+
+
+def _model(name: str, values: object) -> Settings:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"the name of a model has 1 to 100 letters, digits and ._:/@-, the first a letter or digit, not {name!r}"
+        )
+    if not isinstance(values, dict):
+        raise ConfigError(f"models.{name} must be a table [models.{name}]")
+    values.pop("measured", None)
+    try:
+        return _settings(values)
+    except ConfigError as error:
+        raise ConfigError(f"models.{name}: {error}") from None
+
+
+def _values(path: str | os.PathLike[str]) -> dict[str, Any]:
+    values = tomllib.loads(read_limited(path, MAX_BYTES).decode("utf-8-sig"))
+    values.pop("measured", None)
+    return values
+
+
+def _settings(values: Mapping[str, Any]) -> Settings:
+    known = {f.name for f in fields(Settings)}
+    for key in values:
+        if key not in known:
+            raise UnknownNameError("setting", key, known)
+    if "target" not in values:
+        raise ConfigError("the key target is missing; it must name a model")
+    return Settings(**values)
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ConfigError with the file's name for every error of reading it."""
     name = os.fspath(path)
     try:
-        values = tomllib.loads(read_limited(path, MAX_BYTES).decode("utf-8-sig"))
-        values.pop("measured", None)
-        known = {f.name for f in fields(Settings)}
-        for key in values:
-            if key not in known:
-                raise UnknownNameError("setting", key, known)
-        if "target" not in values:
-            raise ConfigError("the key target is missing; it must name a model")
-        return Settings(**values)
+        yield
     except OSError as error:
         raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
     except ConfigError as error:

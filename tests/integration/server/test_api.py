@@ -252,7 +252,7 @@ class TestManyAtOnce:
 def test_the_page_of_the_docs(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "start" / "serve.md").read_text(encoding="utf-8")
     running = serve()
-    running.service.names[:] = ["smollm2-135m"]
+    running.service.entries[0].names[:] = ["smollm2-135m"]
     page = page.replace("http://127.0.0.1:8000", running.url)
     (command,) = re.findall(r"^curl .*$", page, re.MULTILINE)
     url, body = (shlex.split(command)[i] for i in (2, -1))

@@ -212,7 +212,7 @@ class TestWhereItListens:
                 socket.create_connection(ours.getsockname(), timeout=5)
             other.listen()
             with pytest.raises(foresay.ConfigError, match="in use"):
-                running.serve(Service(model, settings, ["x"]), [ours])
+                running.serve(Service.of(model, settings, ["x"]), [ours])
 
     def test_a_model_is_named_without_its_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "own-model").mkdir()

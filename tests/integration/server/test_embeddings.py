@@ -158,7 +158,7 @@ def test_models_without_hidden_states_are_refused(running: Running, monkeypatch:
     monkeypatch.setattr(CausalModel, "capabilities", closed)
     assert_refused(running.post(PATH, input="x"), "model", "hidden states")
     with pytest.raises(foresay.ConfigError, match="hidden states"):
-        TextEmbedder(running.service.generator.target.model, [3])
+        TextEmbedder(running.model.generator.target.model, [3])
 
 
 def test_decoding_goes_on(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

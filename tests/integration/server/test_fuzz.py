@@ -64,7 +64,7 @@ def test_no_request_is_the_servers_error(running: Running, mode: GenerationMode)
 
 def test_mutated_bodies(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     """Through the application in this process, one after the other; `scripts/fuzz` runs more of them."""
-    service = Service(running.service.generator, ServerSettings(max_body_bytes=1 << 20), ["tiny"])
+    service = Service.of(running.model.generator, ServerSettings(max_body_bytes=1 << 20), ["tiny"])
     app: Any = make_app(service)
     statuses: Counter[int] = Counter()
 

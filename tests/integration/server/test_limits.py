@@ -19,7 +19,7 @@ import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
 from foresay.drafters import SuffixDrafter
 from foresay.models.cache import memory
-from foresay.server import service
+from foresay.server import served, service
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
@@ -119,7 +119,7 @@ class TestBeforeTheQueue:
         """2 rows and 4 that wait: of 10 requests that come at once, 6 are answered."""
         running = serve(narrow, max_waiting=4)
         go_on = threading.Event()
-        monkeypatch.setattr(service, "encode", after(go_on, service.encode))
+        monkeypatch.setattr(served, "encode", after(go_on, served.encode))
         said: list[httpx.Response] = []
         body = {"prompt": TEXT, "max_tokens": 2}
         threads = begun(lambda: said.append(post(running, body)), [()] * 10)
@@ -137,7 +137,7 @@ class TestBeforeTheQueue:
         self, path: str, serve: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Nor does one client's second long text keep that of another out."""
-        running, go_on, honest = serve(keys=frozenset({"a", "b"})), threading.Event(), service.encode
+        running, go_on, honest = serve(keys=frozenset({"a", "b"})), threading.Event(), served.encode
         order: list[str] = []
 
         def slowly(prompt: Any, *given: Any, **named: Any) -> Any:
@@ -147,7 +147,7 @@ class TestBeforeTheQueue:
                 assert go_on.wait(60)
             return honest(prompt, *given, **named)
 
-        monkeypatch.setattr(service, "encode", slowly)
+        monkeypatch.setattr(served, "encode", slowly)
         said: list[httpx.Response] = []
 
         def ask(content: str, key: str) -> None:
@@ -158,7 +158,7 @@ class TestBeforeTheQueue:
         longs = [threading.Thread(target=ask, args=(name * 70_000, key)) for name, key in ("1a", "2a", "3a", "4b")]
         for one, waiting in zip(longs, (1, 2, 3, 4), strict=True):
             one.start()
-            wait_until(lambda waiting=waiting: running.service.lanes.open == waiting, "it is being prepared")
+            wait_until(lambda waiting=waiting: running.service.shared.lanes.open == waiting, "it is being prepared")
         ask("hello", "a")
         assert said[0].status_code == 200 and order == ["1"]
         go_on.set()
@@ -170,7 +170,7 @@ class TestBeforeTheQueue:
         self, serve: Any, narrow: foresay.Generator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         running, go_on = serve(narrow, max_waiting=2, keys=frozenset({"a", "b"})), threading.Event()
-        monkeypatch.setattr(service, "encode", after(go_on, service.encode))
+        monkeypatch.setattr(served, "encode", after(go_on, served.encode))
         said: dict[str, list[int]] = {"a": [], "b": []}
 
         def ask(key: str) -> None:
@@ -185,7 +185,7 @@ class TestBeforeTheQueue:
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         running, go_on = serve(timeout_s=0.2), threading.Event()
-        monkeypatch.setattr(service, "encode", lambda *_, **__: go_on.wait(30))
+        monkeypatch.setattr(served, "encode", lambda *_, **__: go_on.wait(30))
         answer = post(running, {"prompt": TEXT})
         go_on.set()
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"

@@ -37,8 +37,8 @@ def started(folder: Path) -> Iterator[Any]:
     yield start
     for one in begun:
         one.close()
-        assert one.service.memory is not None
-        one.service.memory.close()
+        assert one.model.memories
+        one.model.memories[0].close()
 
 
 def passes(running: Running, key: str = "", **more: Any) -> tuple[int, str]:
@@ -47,7 +47,7 @@ def passes(running: Running, key: str = "", **more: Any) -> tuple[int, str]:
     answer = running.post("/v1/completions", headers={"Authorization": f"Bearer {key}"} if key else None, **body)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
-    memory = running.service.memory
+    memory = running.model.memories[0]
     assert memory is not None
     memory.flush()
     return choice["foresay"]["passes"], choice["text"]
@@ -62,10 +62,10 @@ def test_a_repeated_request_takes_fewer_passes_also_after_a_restart(started: Any
     assert first.count("memory_writes") == 1 and first.count("memory_dropped_texts") == 0
     assert first.count("memory_accepted_tokens") > 20 and first.count("memory_drafts") > 0
     first.close()
-    first.service.memory.close()
+    first.model.memories[0].close()
     again = started(tmp_path / "m")
-    again.service.memory.prepare("")
-    again.service.memory.flush()
+    again.model.memories[0].prepare("")
+    again.model.memories[0].flush()
     assert passes(again) == after
 
 
@@ -79,14 +79,14 @@ def test_requests_of_another_key_draft_from_nothing(shared: bool, started: Any, 
     assert other[1] == before[1] and (other[0] < before[0] / 2) == shared
     assert passes(running, "one")[0] < before[0] / 2
     assert alone[0] > 0
-    names = list(running.service.memory.owners())
+    names = list(running.model.memories[0].owners())
     assert len(names) == (1 if shared else 2) and not any(key in name for name in names for key in ("one", "two"))
 
 
 def test_prompts_are_left_out_on_demand(started: Any, tmp_path: Path) -> None:
     running = started(tmp_path / "m", prompts=False)
     _, text = passes(running, echo=True)
-    memory = running.service.memory
+    memory = running.model.memories[0]
     kept = [one.tolist() for texts in memory.owners().values() for one in texts]
     assert len(kept) == 1 and len(kept[0]) == 30 and kept[0] != PROMPT[: len(kept[0])]
     assert text

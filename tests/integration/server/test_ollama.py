@@ -281,7 +281,7 @@ def test_models_and_their_names(server: Running) -> None:
         assert "is not served here" in refusal(server.post("/api/chat", model=name, messages=TALK), 404)
     shown = server.post("/api/show", model="tiny", verbose=True).json()
     assert shown["template"] == TEMPLATE and shown["capabilities"] == ["completion", "tools", "embedding"]
-    config = server.service.generator.target.model.model.config  # type: ignore[attr-defined]
+    config = server.model.generator.target.model.model.config  # type: ignore[attr-defined]
     assert shown["model_info"]["llama.embedding_length"] == config.hidden_size
     assert shown["model_info"]["llama.context_length"] == config.max_position_embeddings
     assert "is not served here" in refusal(server.post("/api/show", model="x"), 404)

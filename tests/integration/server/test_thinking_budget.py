@@ -131,7 +131,7 @@ def chat_of(running: Running, **body: Any) -> dict[str, Any]:
 def test_every_api_has_it(thinks: Running) -> None:
     wanted = chat_of(thinks, thinking_token_budget=5, foresay={"drafter": "none"})["choices"][0]["message"]
     reasoning, content = wanted["reasoning_content"], wanted["content"]
-    assert 1 <= len(thinks.service.tokenizer(reasoning).input_ids) <= 5 and content
+    assert 1 <= len(thinks.model.tokenizer(reasoning).input_ids) <= 5 and content
     for fields in ({"thinking_token_budget": 5}, {"thinking_budget_tokens": 5}):
         assert chat_of(thinks, **fields)["choices"][0]["message"] == wanted
     several = chat_of(thinks, thinking_token_budget=5, n=3)["choices"]
@@ -163,7 +163,7 @@ def test_several_budgets_at_once_and_a_stream(thinks: Running) -> None:
 
 
 def test_an_answer_by_a_grammar_follows(thinks: Running) -> None:
-    (line,) = thinks.service.tokenizer("\n").input_ids
+    (line,) = thinks.model.tokenizer("\n").input_ids
     sampled = {"temperature": 1.5, "seed": 3, "logit_bias": {str(line): -100}}
     for fields in (
         {"guided_choice": ["yes", "no"]},

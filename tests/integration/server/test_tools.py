@@ -104,7 +104,7 @@ def test_each_output_has_its_own_calls(chain: Running) -> None:
 )
 def test_required_calls_follow_their_schemas(tool_format: str, temperature: float, server: Running) -> None:
     """By a model that writes noise, with drafts: without the grammar, no output is a call."""
-    with Running(server.service.generator, tool_format=tool_format) as running:
+    with Running(server.model.generator, tool_format=tool_format) as running:
         for seed in range(2 if temperature else 1):
             body = {"tools": [WEATHER, TIME], "temperature": temperature, "seed": seed, "max_tokens": 400}
             named = {"type": "function", "function": {"name": "weather"}}
@@ -227,7 +227,7 @@ def test_reasoning_whose_beginning_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool_format", ["auto", "llama3_json", "mistral", "pythonic", "qwen3_coder"])
 def test_noise_is_a_call_or_an_answer(tool_format: str, server: Running) -> None:
-    with Running(server.service.generator, tool_format=tool_format) as running:
+    with Running(server.model.generator, tool_format=tool_format) as running:
         form = {"type": "json_schema", "json_schema": {"schema": ANSWER}}
         tools = [TIME] if tool_format == "qwen3_coder" else [WEATHER, TIME]
         body = {"tools": tools, "response_format": form, "max_tokens": 300, "parallel_tool_calls": False}
@@ -290,9 +290,9 @@ def test_a_history_of_calls_without_content(tmp_path: Path) -> None:
     """The template finds None in all three APIs, and the object of arguments that were cut off; other arguments are named."""
     with Running(foresay.load(str(chains.save(tmp_path, ["ok"], NEEDS_NONE)))) as running:
         prompts = list[str]()
-        encode = running.service._encoded
-        decode = running.service.tokenizer.decode
-        running.service._encoded = lambda *given: [prompts.append(decode(ids := encode(*given))), ids][1]  # type: ignore[method-assign]
+        encode = running.model._encoded
+        decode = running.model.tokenizer.decode
+        running.model._encoded = lambda *given: [prompts.append(decode(ids := encode(*given))), ids][1]  # type: ignore[method-assign]
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome'}}
         talk: list[Any] = [*TALK, {"role": "assistant", "content": None, "tool_calls": [call]}]
         result = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
@@ -419,6 +419,6 @@ def test_a_response_template_of_the_tokenizer(tmp_path: Path) -> None:
             deep = {"properties": {"a": deep}}
         nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
         assert running.chat(tools=[nested]).json()["error"]["param"] == "tools", "the schema is checked here, too"
-        running.service.generator.tokenizer.response_template = {"version": 7}  # type: ignore[union-attr]
+        running.model.generator.tokenizer.response_template = {"version": 7}  # type: ignore[union-attr]
         wrong = running.chat(temperature=0)
         assert wrong.status_code == 400 and "Unsupported response_template version" in wrong.json()["error"]["message"]

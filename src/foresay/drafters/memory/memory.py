@@ -119,6 +119,10 @@ class Memory:
     def close(self) -> None:
         """Wait until added texts are kept, and close the folder."""
         self.flush()
+        if self._worker is not None:
+            self._queue.put(None)
+            self._worker.join()
+            self._worker = None
         self._retry()
         self._segments = {}
         if self._database is not None:
@@ -169,6 +173,8 @@ class Memory:
         while True:
             try:
                 item = self._queue.get(timeout=None if self.problem is None else RETRY_S)
+                if item is None:
+                    return
                 if isinstance(item, threading.Event):
                     item.set()
                 else:

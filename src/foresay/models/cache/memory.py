@@ -58,6 +58,11 @@ def limit_memory(limit: int | None) -> None:
 _limit: int | None = None
 
 
+def left_bytes() -> int | None:
+    """Return the bytes that are left below the limit of `limit_memory`, negative above it; None without a limit."""
+    return None if _limit is None else _limit - resident_bytes()
+
+
 def check_limit(needed: int) -> None:
     """Raise OutOfMemoryError if less than `needed` bytes are left below the limit of `limit_memory`."""
     if _limit is not None and (used := resident_bytes()) + needed > _limit:

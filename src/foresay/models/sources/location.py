@@ -13,6 +13,7 @@ from typing import Any
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import DRAFTS, checked_header
+from foresay.models.sources.hub import cached_folder, is_offline
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
 
@@ -106,6 +107,33 @@ def check_exists(text: str) -> None:
     """Raise ModelNotFoundError for the name of a model that is neither here nor a hub id; request nothing from the hub."""
     if text not in ALIASES and not Path(text).expanduser().exists():
         refuse_missing(text)
+
+
+def check_files(text: str, options: LoadOptions) -> int:
+    """Return the bytes of a model's weight files; 0 for a hub id whose files are not here yet.
+
+    Reads no weights and requests nothing from the hub. Raises as `locate`, ModelLoadError for a folder without weights, and
+    ModelNotFoundError for a hub id that is not in the cache if requests are switched off.
+    """
+    if text in ALIASES:
+        return packaged_file(text).stat().st_size
+    path = Path(text).expanduser()
+    if path.exists():
+        if locate(text, options).header is not None:
+            return path.stat().st_size
+        folder, is_complete = path, True
+    else:
+        refuse_missing(text)
+        cached, is_complete = cached_folder(text), is_offline()
+        if cached is None and is_complete:
+            raise ModelNotFoundError(f"{text!r} is not in the hub's cache, and requests are off (HF_HUB_OFFLINE)")
+        if cached is None:
+            return 0
+        folder = cached
+    stored = sum(one.stat().st_size for one in folder.iterdir() if one.name.endswith((".safetensors", ".bin")))
+    if not stored and is_complete:
+        raise ModelLoadError(f"{text!r} has no weights: it needs files that end in .safetensors")
+    return stored
 
 
 def refuse_missing(text: str) -> None:
