@@ -25,7 +25,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 """OpenAI's names of functions, and dots."""
 
 
-class TextPart(Fields):
+class Labelled(Fields):
+    """A part of a request that clients may mark for a cache."""
+
+    cache_control: dict[str, Any] | None = None
+    """Accepted and ignored: the beginnings of prompts are always cached."""
+
+
+class TextPart(Labelled):
     """A part of a message."""
 
     type: Literal["text"]
@@ -87,7 +94,7 @@ class Function(Fields):
     _named = field_validator("name")(_name)
 
 
-class OfferedTool(Fields):
+class OfferedTool(Labelled):
     """An entry of `tools`."""
 
     type: Literal["function"]

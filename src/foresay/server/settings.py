@@ -51,7 +51,7 @@ class ServerSettings:
     max_prompts: int = 128
     """Limit on the outputs of one request: its prompts times its `n`."""
     max_n: int = 16
-    max_stops: int = 16
+    max_stops: int = 32
     max_methods: int = 4
     """Sessions with different drafting methods that are kept open."""
     max_loaded: int = 1

@@ -16,6 +16,7 @@ from foresay.server.adapters.history import History
 from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_MESSAGES, Fields, Items, Neutral, Object, Parts, Tools, joined, limit_parts, typed
 from foresay.server.hints import ignore
+from foresay.server.option_fields import Labelled
 from foresay.server.requests import ChatRequest, Common, as_chat
 
 CHAT_NAMES = {
@@ -35,12 +36,7 @@ _BLOCKS = {
 """Blocks of a turn by its role."""
 
 
-class _Label(Fields):
-    cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: the beginnings of prompts are always cached."""
-
-
-class _Text(_Label):
+class _Text(Labelled):
     neutral: ClassVar[Neutral] = {"citations": ([],)}
 
     type: Literal["text"]
@@ -61,14 +57,14 @@ class _RedactedThinking(Fields):
     data: StrictStr
 
 
-class _ToolUse(_Label):
+class _ToolUse(Labelled):
     type: Literal["tool_use"]
     id: Annotated[StrictStr, Field(min_length=1)]
     name: Annotated[StrictStr, Field(min_length=1)]
     input: dict[str, Any]
 
 
-class _ToolResult(_Label):
+class _ToolResult(Labelled):
     type: Literal["tool_result"]
     tool_use_id: StrictStr
     content: StrictStr | Parts[_Text] | None = None
@@ -114,7 +110,7 @@ class _Turn(Fields):
                     history.add_result(block.tool_use_id, joined(block.content))
 
 
-class _Tool(_Label):
+class _Tool(Labelled):
     neutral: ClassVar[Neutral] = {"eager_input_streaming": (True, False), "defer_loading": (False,)}
 
     type: Literal["custom"] = "custom"
@@ -178,7 +174,7 @@ class _ThinkingOptions(Fields):
         return self.budget_tokens
 
 
-class CountRequest(_Label):
+class CountRequest(Labelled):
     """POST /v1/messages/count_tokens."""
 
     hints: ClassVar[Mapping[str, str]] = {name: name for name in ("context_management", "speed", "inference_geo")}

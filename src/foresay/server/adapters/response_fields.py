@@ -97,6 +97,8 @@ class _ReasoningPart(Fields):
 
 class _Reasoning(_Stored):
     type: Literal["reasoning"]
+    hints: ClassVar[Mapping[str, str]] = {"encrypted_content": "input.reasoning.encrypted_content"}
+
     summary: Annotated[list[_ReasoningPart], at_most(MAX_ITEMS)] | None = None
     content: Annotated[list[_ReasoningPart], at_most(MAX_ITEMS)] | None = None
 
