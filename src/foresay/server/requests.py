@@ -309,7 +309,7 @@ def as_chat(request: Fields, **own: Any) -> ChatRequest:
     drafting: Drafting | None = getattr(request, "foresay", None)
     if drafting is not None and drafting.origins:
         raise FieldError("foresay.origins", "foresay.origins is for chat completions and completions")
-    return validated(ChatRequest, {**request.model_dump(include=same, exclude_none=True), **own})
+    return validated(ChatRequest, {**request.model_dump(include=same, exclude_none=True, by_alias=True), **own})
 
 
 class CompletionRequest(_Sampled):

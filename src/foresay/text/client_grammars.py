@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 
 from foresay.errors import ConfigError
-from foresay.text.grammar_library import lark_of_gbnf, one_line
+from foresay.text.gbnf_terminals import Ranges, losing_texts
+from foresay.text.grammar_library import gbnf_rules, lark_of_gbnf, one_line
 
 MAX_RULES, MAX_GBNF_BYTES = 500, 1 << 16
 """Limits on a grammar in GBNF: the library's reader takes time in proportion to rules x bytes."""
@@ -79,47 +81,110 @@ def of_grammar(text: str) -> str:
 
 
 def _from_gbnf(text: str) -> str:
-    """Return a grammar in GBNF as Lark. One without recursion becomes one terminal, so that no token boundary restricts it."""
-    names: dict[str, str] = {"root": "r0"}
-    defined, used = list[str](), list[str]()
+    """Return a grammar in GBNF as Lark, which matches the same texts.
+
+    Rules without recursion are terminals, which are fast: a grammar without any recursion is one terminal, and no token boundary
+    restricts it. Of those that would lose texts, the characters are the terminals.
+    """
     if len(text) > MAX_GBNF_BYTES:
         raise ConfigError(f"the grammar has {len(text)} bytes; at most {MAX_GBNF_BYTES} bytes are allowed")
-
-    def part(found: re.Match[str]) -> str:
-        if found["open"] is not None:
-            raise ConfigError(f"the grammar's {found[0][:20]!r} has no end")
-        if found["name"] is not None:
-            (defined if found["rule"] else used).append(found["name"])
-            return names.setdefault(found["name"], f"r{len(names)}") + (found["rule"] or "")
-        if found["text"] is not None:
-            return '"' + "".join(map(_in_text, _characters(found[0][1:-1]))) + '"'
-        return _ANY if found["any"] else _set(found[0]) if found["set"] else found[0]
-
-    source = _GBNF_PARTS.sub(part, text)
-    if len(defined) > MAX_RULES:
-        raise ConfigError(f"the grammar has {len(defined)} rules; at most {MAX_RULES} are allowed")
-    if missing := next((name for name in dict.fromkeys(("root", *used)) if name not in defined), None):
-        raise ConfigError(f"the grammar has no rule {missing!r}")
-    if twice := next((name for name in defined if defined.count(name) > 1), None):
-        raise ConfigError(f"the grammar defines {twice!r} twice")
+    gbnf = _Gbnf(text)
     try:
-        return lark_of_gbnf(f"root ::= r0\n{source}")
+        fast = lark_of_gbnf(gbnf.source)
+        if gbnf_rules(gbnf.source)["start"].alternatives.is_terminal():
+            return fast
+        split = gbnf.split()
+        if not (rules := losing_texts(gbnf_rules(split), gbnf.sets)):
+            return fast
+        return re.sub(r"\b[RL]\d+\b", lambda at: at[0].lower() if at[0] in rules else at[0], lark_of_gbnf(split))
+    except ConfigError:
+        raise
     except Exception as error:  # the reader raises errors of several kinds, RecursionError too
         raise ConfigError(f"the grammar cannot be read: {one_line(error)}") from None
 
 
-def _set(text: str) -> str:
-    """Return a set of characters, such as [^a-z], whose characters are no operators of regular expressions."""
+class _Gbnf:
+    """A grammar in GBNF in two forms: with rules renamed, and also with a rule for each text, character and set."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ConfigError for a text without end, unknown escapes, and rules that are missing, double or too many."""
+        self._text = text
+        self._names: dict[str, str] = {"root": "r0"}
+        self._defined, self._used = list[str](), list[str]()
+        self.sets: dict[str, Ranges] = {}
+        """Characters of the rules of characters and sets, by name."""
+        self._rules: dict[str, str] = {}
+        """Texts, characters and sets -> names of their rules."""
+        self.source = "root ::= r0\n" + _GBNF_PARTS.sub(lambda found: self._part(found)[0], text)
+        self._check()
+
+    def split(self) -> str:
+        """Return the form with a rule for each text, character and set. Raises ConfigError for too many of them."""
+        if len(self._rules) > 2 * MAX_RULES:
+            text = f"the grammar has {len(self._rules)} different texts, characters and sets; at most {2 * MAX_RULES} are allowed"
+            raise ConfigError(text)
+        split = _GBNF_PARTS.sub(lambda found: self._part(found)[1], self._text)
+        # first the rules that are terminals, which the reader then knows as such in its first turn
+        return "\n".join([*(f"{name} ::= {rule}" for rule, name in self._rules.items()), "root ::= r0", split])
+
+    def _part(self, found: re.Match[str]) -> tuple[str, str]:
+        """Return a part of the grammar in both forms."""
+        if found["open"] is not None:
+            raise ConfigError(f"the grammar's {found[0][:20]!r} has no end")
+        if found["name"] is not None:
+            (self._defined if found["rule"] else self._used).append(found["name"])
+            name = self._names.setdefault(found["name"], f"r{len(self._names)}") + (found["rule"] or "")
+            return name, name
+        if found["text"] is not None:
+            characters = _characters(found[0][1:-1])
+            letters = [self._letter(f'"{_in_text(one)}"', [(ord(one), ord(one))]) for one in characters]
+            whole = '"' + "".join(map(_in_text, characters)) + '"'
+            return whole, f" {self._rule('l', ' '.join(letters))} " if letters else whole
+        if found["set"] or found["any"]:
+            source, ranges = (_ANY, [(0, sys.maxunicode)]) if found["any"] else _set(found[0])
+            return source, f" {self._letter(source, ranges)} "
+        return found[0], "" if found[0].startswith("#") else found[0]
+
+    def _letter(self, source: str, ranges: Ranges) -> str:
+        name = self._rule("c", source)
+        self.sets[name] = ranges
+        return name
+
+    def _rule(self, kind: str, source: str) -> str:
+        return self._rules.setdefault(source, f"{kind}{len(self._rules)}")
+
+    def _check(self) -> None:
+        defined = self._defined
+        if len(defined) > MAX_RULES:
+            raise ConfigError(f"the grammar has {len(defined)} rules; at most {MAX_RULES} are allowed")
+        if missing := next((name for name in dict.fromkeys(("root", *self._used)) if name not in defined), None):
+            raise ConfigError(f"the grammar has no rule {missing!r}")
+        if twice := next((name for name in defined if defined.count(name) > 1), None):
+            raise ConfigError(f"the grammar defines {twice!r} twice")
+
+
+def _set(text: str) -> tuple[str, Ranges]:
+    """Return a set of characters, such as [^a-z], whose characters are no operators of regular expressions, and its ranges."""
     inside = text[1:-1]
     negated = inside.startswith("^")
-    found, out, i = _characters(inside[negated:]), "", 0
+    found, ranges, i = _characters(inside[negated:]), list[tuple[int, int]](), 0
     while i < len(found):
         is_range = i + 2 < len(found) and found[i + 1] == "-"
-        out += _in_set(found[i]) + (f"-{_in_set(found[i + 2])}" if is_range else "")
+        ranges.append((ord(found[i]), ord(found[i + 2 * is_range])))
         i += 3 if is_range else 1
-    if not out:
+    if not ranges or any(low > high for low, high in ranges):
         raise ConfigError(f"the grammar's set {text} has no characters")
-    return f"[{'^' if negated else ''}{out}]"
+    ends = (_in_set(chr(low)) + (f"-{_in_set(chr(high))}" if high > low else "") for low, high in ranges)
+    return f"[{'^' if negated else ''}{''.join(ends)}]", _complement(ranges) if negated else ranges
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    out, low = list[tuple[int, int]](), 0
+    for first, last in sorted(ranges):
+        if first > low:
+            out.append((low, first - 1))
+        low = max(low, last + 1)
+    return [*out, (low, sys.maxunicode)] if low <= sys.maxunicode else out
 
 
 def _characters(text: str) -> list[str]:

@@ -52,6 +52,15 @@ def lark_of_gbnf(text: str) -> str:
     return str(gbnf_to_lark(text))
 
 
+def gbnf_rules(text: str) -> Mapping[str, Any]:
+    """Return the rules of a grammar of llama.cpp by name, as the library reads them. Raises what its reader raises."""
+    from llguidance.gbnf_to_lark import GrammarParser, resolve
+
+    rules = GrammarParser().parse(text)
+    resolve(rules)
+    return rules
+
+
 def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
     """Compile a schema and compute its first mask. tokenizer: from `vocabulary`. text: JSON, or a grammar in Lark's syntax.
 

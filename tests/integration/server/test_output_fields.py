@@ -63,6 +63,43 @@ def test_the_text_matches_and_is_that_of_plain_decoding(
             assert pattern != NESTED or len(match[1]) == len(match[2])
 
 
+@pytest.mark.parametrize(
+    ("value", "pattern"),
+    [(one["structured_outputs"], pattern) for one, pattern in SPELLINGS if "structured_outputs" in one],
+)
+def test_the_responses_api_takes_the_same_object(value: dict[str, Any], pattern: str, server: Running) -> None:
+    """Its text is that of a chat, with and without drafts."""
+    for params in ({"temperature": 0}, {"temperature": 1.2}):
+        texts = []
+        for one in DRAFTERS:
+            body = {"input": TALK[1:], "foresay": one, "structured_outputs": value, **params}
+            answer = server.post("/v1/responses", **body)
+            assert answer.status_code == 200 and answer.json()["status"] == "completed", answer.text
+            texts.append(answer.json()["output"][0]["content"][0]["text"])
+        assert all(re.fullmatch(pattern, text) for text in texts), texts
+        if not params["temperature"]:
+            chat = server.chat(messages=TALK[1:], structured_outputs=value, **params).json()["choices"][0]["message"]
+            assert texts == [chat["content"]] * len(DRAFTERS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs", "needs json"),
+        ({"structured_outputs": {"regex": "[.*"}}, "structured_outputs.regex", "regex parse error"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
+        ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+         "structured_outputs", "text.format"),
+        ({"structured_outputs": {"regex": "a"}, "tool_choice": "required",
+          "tools": [{"type": "function", "name": "time"}]}, "structured_outputs.regex", "requires calls"),
+        ({"guided_regex": "a"}, "guided_regex", "not supported"),
+    ],
+)  # fmt: skip
+def test_contradictions_in_the_responses_api(fields: dict[str, Any], param: str, message: str, server: Running) -> None:
+    assert_refused(server.post("/v1/responses", input="hello", **fields), param, message)
+
+
 def test_forced_tokens_of_a_choice_are_drafted(server: Running) -> None:
     plain, drafted = (
         outputs(server, "completions", guided_choice=CHOICES, temperature=0, foresay={"stats": True, **one})[1]

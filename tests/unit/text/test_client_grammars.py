@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from foresay.errors import ConfigError
+from foresay.text import client_grammars
 from foresay.text.client_grammars import of_choices, of_grammar, of_regex
 from foresay.text.grammar import Grammar
 from foresay.text.grammar_library import rule_of
@@ -46,10 +52,21 @@ MATCHES: list[tuple[str, list[str], list[str]]] = [
 ]  # fmt: skip
 
 
+@cache
+def compiled(source: str) -> tuple[Any, Grammar]:
+    tokenizer = cached_tokenizer()
+    return tokenizer, Grammar(source, tokenizer, len(tokenizer), [0])
+
+
+@cache
+def cached_tokenizer() -> Any:
+    return tiny.tokenizer()
+
+
 def matches(source: str, text: str) -> bool:
     """Whether a grammar allows each token of a text, and its end."""
-    tokenizer = tiny.tokenizer()
-    mask, ids = Grammar(source, tokenizer, len(tokenizer), [0]).mask_after(0), tokenizer(text).input_ids
+    tokenizer, grammar = compiled(source)
+    mask, ids = grammar.mask_after(0), tokenizer(text).input_ids
     scores = torch.zeros(1, len(tokenizer))
     return all(bool(mask(torch.tensor([ids[:i]]), scores)[0, one] == 0) for i, one in enumerate([*ids, 0]))
 
@@ -61,6 +78,160 @@ def test_texts_that_match_alone_and_within_another_grammar(source: str, texts: l
         assert matches(source, text) and matches(inner, f"<{text}"), text
     for text in others:
         assert not matches(source, text) and not matches(inner, f"<{text}"), text
+
+
+ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+"""A grammar of llama.cpp's examples: white space may contain the line's end, which follows it."""
+LOST: list[tuple[str, list[str], list[str]]] = [
+    (ARITHMETIC, ["a=1\n", "(a +12) *b = x1 \n", "a=b\n\nc=2\n"], ["a=1", "a=(\n"]),
+    ('root ::= word root | "z"\nword ::= [a-z]+', ["az", "zz", "azbz"], ["z1", ""]),
+    ('root ::= x | "(" root ")"\nx ::= "a" y | "ab"\ny ::= "bc" | "[" root "]"', ["abc", "(ab)", "((abc))"], ["abb"]),
+    ('root ::= "x" root | ("a" | "ab") "b"', ["ab", "abb", "xxabb"], ["a"]),
+    ('root ::= s "a" s | "<" root ">"\ns ::= [ ]{0,3} | " a"', ["a", "  a ", " aa", " a a"], ["b", "    a"]),
+]
+"""Grammars with recursion, whose texts a lexer of the rules without it would lose."""
+KEPT: list[str] = [
+    JSON,
+    'root ::= "(" root ")" | word\nword ::= [a-c]{2,4} "!"',
+    'root ::= "(" root ")" | "x" # "lone\n',
+    'root ::= item ("," item)*\nitem ::= [0-9]+ | "[" root "]"',
+]
+"""Grammars with recursion whose terminals lose nothing."""
+
+
+@pytest.mark.parametrize(("text", "texts", "others"), LOST)
+def test_no_text_of_a_grammar_with_recursion_is_lost(text: str, texts: list[str], others: list[str]) -> None:
+    """With the control that terminals alone lose one."""
+    source = of_grammar(text)
+    inner = f'start: "<" answer ">"\nanswer: {rule_of(source)}\n'
+    for one in texts:
+        assert matches(source, one) and matches(inner, f"<{one}>"), one
+    for one in others:
+        assert not matches(source, one) and not matches(inner, f"<{one}>"), one
+    fast = client_grammars.lark_of_gbnf(client_grammars._Gbnf(text).source)
+    assert not all(matches(fast, one) for one in texts)
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_terminals_stay_where_they_lose_nothing(text: str) -> None:
+    assert of_grammar(text) == client_grammars.lark_of_gbnf(client_grammars._Gbnf(text).source)
+
+
+def test_only_terminals_that_lose_texts_are_read_by_characters() -> None:
+    """A string stays a terminal next to numbers that end in white space: masks of characters take a thousand times longer."""
+    text = 'root ::= item ("\\n" root)?\nitem ::= string | num\nstring ::= "\\"" [^"]* "\\""\nnum ::= [0-9]+ [ \\n]*'
+    source = of_grammar(text)
+    assert all(matches(source, one) for one in ('1 \n\n"a b"', '"\n"\n12'))
+    lines = [line for line in source.splitlines() if ":" in line]
+    assert any(line.startswith("r3:") for line in lines) and any(line.startswith("R2:") for line in lines), source
+
+
+class RandomGrammar:
+    """A small grammar over three letters, and whether it matches a text, by its definition."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.rules = {name: self._alternatives(name, 2) for name in ("root", "x", "y", "z")}
+
+    def _alternatives(self, name: str, depth: int) -> Any:
+        return ("|", [self._sequence(name, depth) for _ in range(self.dice.randrange(1, 4))])
+
+    def _sequence(self, name: str, depth: int) -> Any:
+        parts: list[Any] = []
+        for _ in range(self.dice.randrange(1, 4)):
+            one = self._part(name, depth, any(part[0] == "text" for part in parts))
+            low, high = self.dice.choice([(1, 1)] * 4 + [(0, 1), (0, 3), (1, 3), (2, 2)])
+            parts.append(one if (low, high) == (1, 1) or one[0] in ("rule", "|") else ("{", one, low, high))
+        return (",", parts)
+
+    def _part(self, name: str, depth: int, is_after_text: bool) -> Any:
+        """A part; a rule may be named after a text only, so that no rule begins with itself, or a later one."""
+        later = [one for one in ("x", "y", "z") if one > name or name == "root"]
+        kind = self.dice.random()
+        if kind < 0.35 and (is_after_text or later):
+            return ("rule", self.dice.choice(["root", "x", "y", "z"] if is_after_text else later))
+        if kind < 0.45 and depth:
+            return self._alternatives(name, depth - 1)
+        if kind < 0.7:
+            return ("set", self.dice.choice(["ab", "bc", "abc"]))
+        return ("text", self.dice.choice(["a", "b", "ab", "ba", "c", "abc"]))
+
+    def source(self) -> str:
+        return "\n".join(f"{name} ::= {self._written(rule)[2:-2]}" for name, rule in self.rules.items())
+
+    def _written(self, node: Any) -> str:
+        match node:
+            case ("|", nodes):
+                return f"( {' | '.join(map(self._written, nodes))} )"
+            case (",", nodes):
+                return " ".join(map(self._written, nodes))
+            case ("{", one, low, high):
+                return f"{self._written(one)}{{{low},{high}}}"
+            case ("set", letters):
+                return f"[{letters}]"
+            case ("text", letters):
+                return f'"{letters}"'
+        return str(node[1])
+
+    def matches(self, text: str) -> bool:
+        return len(text) in self._ends(self.rules["root"], text, 0)
+
+    def _ends(self, node: Any, text: str, at: int) -> set[int]:
+        match node:
+            case ("|", nodes):
+                return {end for one in nodes for end in self._ends(one, text, at)}
+            case (",", nodes):
+                ends = {at}
+                for one in nodes:
+                    ends = {end for start in ends for end in self._ends(one, text, start)}
+                return ends
+            case ("{", one, low, high):
+                ends, found = {at}, {at} if not low else set()
+                for count in range(1, high + 1):
+                    ends = {end for start in ends for end in self._ends(one, text, start)}
+                    found |= ends if count >= low else set()
+                return found
+            case ("set", letters):
+                return {at + 1} if text[at : at + 1] and text[at] in letters else set()
+            case ("text", letters):
+                return {at + len(letters)} if text.startswith(letters, at) else set()
+        return self._ends(self.rules[node[1]], text, at)
+
+
+TEXTS = ["".join(one) for count in range(5) for one in itertools.product("abc", repeat=count)]
+
+
+def test_random_grammars_match_what_their_definition_matches() -> None:
+    """With the control that the library's reader alone loses texts of some, and that both forms occur."""
+    lost, forms = 0, set()
+    for seed in range(30):
+        grammar = RandomGrammar(seed)
+        source, text = of_grammar(grammar.source()), grammar.source()
+        fast = client_grammars.lark_of_gbnf(client_grammars._Gbnf(text).source)
+        wanted = {one for one in TEXTS if grammar.matches(one)}
+        if not wanted:  # the library refuses what matches no text, and there are texts of five letters and more
+            continue
+        assert {one for one in TEXTS if matches(source, one)} == wanted, text
+        forms.add(source == fast)
+        lost += source != fast and any(not matches(fast, one) for one in wanted)
+    assert lost > 3 and forms == {True, False}
+
+
+def test_a_grammar_that_is_too_large_to_be_examined_keeps_its_texts() -> None:
+    names = [f"w{i}" for i in range(300)]
+    rules = [f'{name} ::= "{i:03d}" [a-z]* | "{i:03d}x" root' for i, name in enumerate(names)]
+    source = of_grammar("\n".join([f"root ::= {' | '.join(names)}", *rules]))
+    assert matches(source, "007x000x008") and not matches(source, "007x009!")
+    many = "\n".join(f'w{i} ::= "{i}-" [{chr(256 + i)}] "{i}+"' for i in range(400))
+    with pytest.raises(ConfigError, match="different texts, characters and sets"):
+        of_grammar('root ::= "(" root ")" | ' + " | ".join(f"w{i}" for i in range(400)) + "\n" + many)
 
 
 def test_the_librarys_reader_alone_restricts_a_grammar() -> None:

@@ -26,6 +26,7 @@ from foresay.server.fields import (
     limit_parts,
     typed,
 )
+from foresay.server.output_fields import StructuredOutputs
 from foresay.server.requests import ChatRequest, OpenAIFields, as_chat
 
 LOGPROBS = "message.output_text.logprobs"
@@ -96,9 +97,9 @@ class _ReasoningPart(Fields):
 
 
 class _Reasoning(_Stored):
-    type: Literal["reasoning"]
     hints: ClassVar[Mapping[str, str]] = {"encrypted_content": "input.reasoning.encrypted_content"}
 
+    type: Literal["reasoning"]
     summary: Annotated[list[_ReasoningPart], at_most(MAX_ITEMS)] | None = None
     content: Annotated[list[_ReasoningPart], at_most(MAX_ITEMS)] | None = None
 
@@ -173,6 +174,8 @@ class ResponsesRequest(OpenAIFields):
     tool_choice: Literal["none", "auto", "required"] | _ChosenTool | None = None
     parallel_tool_calls: StrictBool | None = None
     text: _TextOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's constraints, as in chat completions."""
     reasoning: _ReasoningOptions | None = None
     include: (
         Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], at_most(8)] | None
@@ -201,6 +204,9 @@ class ResponsesRequest(OpenAIFields):
         choice, has_logprobs = self.tool_choice, LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             raise FieldError("top_logprobs", f"top_logprobs requires include=[{LOGPROBS!r}]")
+        if self.structured_outputs and self.text and self.text.format and self.text.format.type != "text":
+            text = "structured_outputs cannot be combined with text.format: an output follows one of them"
+            raise FieldError("structured_outputs", text)
         return as_chat(
             self,
             messages=self.messages(),

@@ -157,8 +157,12 @@ SAMPLING = [
             ("seed", 42),
             ("stop", ["END"]),
             ("vllm_xargs", {"a": "b"}),
-            ("structured_outputs", {"grammar": "a"}),
         )
+    ),
+    Case(
+        "the field structured_outputs",
+        respond(structured_outputs={"grammar": 'root ::= "a"'}, **SHORT),
+        ok(equals("output.0.content.0.text", "a")),
     ),
     Case(
         "the field ignore_eos",
