@@ -182,7 +182,7 @@ class Service:
             await change
         finally:
             self._change = None
-        self._advance()
+            self._advance()
 
     def _fits(self, name: str) -> bool:
         left = left_bytes()
@@ -224,13 +224,13 @@ class Service:
     async def _unload(self, entry: Entry) -> None:
         served, entry.served = entry.served, None
         assert served is not None
+        self._residency.unloaded(entry.name)  # first: from here on, requests for it wait
         try:
             await asyncio.to_thread(served.closing())
             await asyncio.wrap_future(self.shared.thread.call(served.end_sessions))
         except Exception:
             logger.exception("the model %s was not unloaded cleanly", entry.name)
         del served
-        self._residency.unloaded(entry.name)
         self._count_weights()
         await asyncio.wrap_future(self.shared.thread.call(_free_memory))
         logger.info("unloaded %s", entry.name)

@@ -228,6 +228,22 @@ def test_a_client_that_leaves_while_it_waits(several: Callable[..., Several], te
     assert server.text("a") == texts["a"] and server.loads == ["a"]
 
 
+def test_a_client_that_leaves_while_room_is_made(several: Callable[..., Several], texts: dict[str, str]) -> None:
+    """The model that is being unloaded is loaded again for a request that comes meanwhile."""
+    server, go_on = several(), threading.Event()
+    server.text("a")
+    server.running.model.closing = lambda: lambda: go_on.wait(20)  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.running.url}/v1/completions", json={"model": "b", "prompt": "x"}, timeout=0.5)
+    wait_until(lambda: server.waiting == 0 and server.service._change is not None, "it has left the queue")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.text, "a")
+        wait_until(lambda: server.waiting == 1, "the request waits")
+        go_on.set()
+        assert answer.result(60) == texts["a"]
+    assert server.loads == ["a", "a"] and server.text("b") == texts["b"]
+
+
 def test_a_shutdown_ends_those_that_wait(several: Callable[..., Several]) -> None:
     server = several(drain_s=0.2)
     with server.using("a"), ThreadPoolExecutor(1) as pool:
