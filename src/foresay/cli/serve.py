@@ -19,14 +19,14 @@ from foresay.errors import ConfigError, ForesayError
 from foresay.generation.load import check_model, load
 from foresay.models.cache.memory import limit_memory
 from foresay.server.settings import ServerSettings, read_keys
-from foresay.spec.settings_file import FILE, Settings, is_settings, read_models
+from foresay.spec.settings_file import FILE, Models, Settings, is_settings, read_models
 
 if TYPE_CHECKING:  # needs the extra server
     from foresay.server.service import Entry
 
 
-def _settings(given: Given) -> ServerSettings:
-    """Return the server's settings. Raises ConfigError for values that it cannot honour."""
+def _settings(given: Given, max_loaded: int) -> ServerSettings:
+    """Return the server's settings. max_loaded: see ServerSettings. Raises ConfigError for values that it cannot honour."""
     for origin in given.cors:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
             raise ConfigError(f"--cors {origin!r} must be an origin such as https://example.org, without a path, or *")
@@ -37,7 +37,8 @@ def _settings(given: Given) -> ServerSettings:
             raise ConfigError(f"--allow-host {name!r} must be a host name such as example.org, without scheme and port")
     same = ("host", "port", "open_to_all", "cors", "tool_format", "control_tokens", "memory_shared", "share_prefixes")
     return ServerSettings(
-        **{name: getattr(given, name) for name in (*same, "pooling", "max_waiting", "max_loaded")},
+        **{name: getattr(given, name) for name in (*same, "pooling", "max_waiting")},
+        max_loaded=max_loaded,
         keys=read_keys(given.keys_file),
         hosts=given.allow_host,
         timeout_s=given.timeout,
@@ -45,15 +46,13 @@ def _settings(given: Given) -> ServerSettings:
     )
 
 
-def _models(given: Given, source: str | None) -> dict[str, Settings]:
-    """Return the models of a settings file that names several, or none. Raises ConfigError for options of a single model."""
-    found = read_models(source) if source is not None and is_settings(source) else {}
+def _models(given: Given, source: str | None) -> Models | None:
+    """Return the models of a settings file that names several, or None. Raises ConfigError for options of a single model."""
+    found = read_models(source) if source is not None and is_settings(source) else None
     for flag, value in (("--name", given.name), ("--draft", given.draft)):
         if found and value:
             text = f"{flag} is for one model, and {source} has a table of models; set name and drafter of each there"
             raise ConfigError(text)
-    if not found and "max_loaded" in given.typed:
-        raise ConfigError("--max-loaded needs a settings file with a table of models")
     return found
 
 
@@ -79,9 +78,9 @@ def run(given: Given) -> int:
         from foresay.server.service import Service, served_name
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
-    settings = _settings(given)
     source = FILE if given.model is None and Path(FILE).is_file() else given.model
     models = _models(given, source)
+    settings = _settings(given, 1 if models is None else models.max_loaded)
     limit = None if given.memory_limit is None else memory_size("--memory-limit", given.memory_limit)
     kept = {name: getattr(given, name) for name in ("memory", "memory_prompts")}
     sockets = bind(settings)  # fail before the model is loaded, which takes longer
@@ -90,8 +89,8 @@ def run(given: Given) -> int:
             opened.callback(one.close)
         if models:
             use_threads(given.threads)
-            entries = [_entry(given, str(source), name, one, kept) for name, one in models.items()]
-            click.echo("\n".join(f"{name}: {one}" for name, one in models.items()), err=True)
+            entries = [_entry(given, str(source), name, one, kept) for name, one in models.models.items()]
+            click.echo("\n".join(f"{name}: {one}" for name, one in models.models.items()), err=True)
             service = Service(entries, settings)
         else:
             generator = load_generator(given, max_batch_size=given.batch_size, **kept)

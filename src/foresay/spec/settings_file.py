@@ -90,6 +90,19 @@ class Settings:
         return ", ".join([f"target {self.target}", f"drafter {self.drafter or 'auto'}", *length])
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Several models of a server."""
+
+    models: Mapping[str, Settings]
+    """Settings by the names in the API."""
+    max_loaded: int = 1
+    """Models that are loaded at a time."""
+
+    def __post_init__(self) -> None:
+        check_int("max_loaded", self.max_loaded, 1)
+
+
 def is_settings(source: object) -> bool:
     """Return True if a target is given by a settings file (a path that ends in .toml)."""
     return isinstance(source, str | os.PathLike) and os.fspath(source).endswith(".toml")
@@ -107,22 +120,22 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         return _settings(values)
 
 
-def read_models(path: str | os.PathLike[str]) -> dict[str, Settings]:
-    """Read a settings file with a table `models`: return the settings of each of its models by name; none for other files.
+def read_models(path: str | os.PathLike[str]) -> Models | None:
+    """Read a settings file with a table `models`; return None for other files.
 
     A relative path of a target is resolved from the file's folder if it exists there. Raises ConfigError as `read_settings`.
     """
     with _naming(path):
         values = _values(path)
         if "models" not in values:
-            return {}
-        models = values.pop("models")
+            return None
+        models, most = values.pop("models"), values.pop("max_loaded", 1)
         for key in values:
             raise ConfigError(f"the key {key} belongs into the table of a model, such as [models.NAME]")
         if not isinstance(models, dict) or not 1 <= len(models) <= MAX_MODELS:
             raise ConfigError(f"models must be 1 to {MAX_MODELS} tables [models.NAME]")
         found = {name: _model(name, one) for name, one in models.items()}
-        return {name: replace(one, target=one.target_from(path)) for name, one in found.items()}
+        return Models({name: replace(one, target=one.target_from(path)) for name, one in found.items()}, most)
 
 
 def _model(name: str, values: object) -> Settings:

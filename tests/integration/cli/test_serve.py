@@ -41,7 +41,7 @@ def test_models_of_a_file(
     (tmp_path / "near").symlink_to(chat_folder)
     text = '[models.one]\ntarget = "near"\ndrafter = "max_gram"\nlength = 2\ndtype = "fp32"\nmax_batch_size = 3\n'
     text += f'[models."org/two:x"]\ntarget = "{chat_folder}"\nmeasured = {{ speed_up = 1.5 }}\n'
-    path, loaded = written(tmp_path, text), list[dict[str, Any]]()
+    path, loaded = written(tmp_path, f"max_loaded = 2\n{text}"), list[dict[str, Any]]()
     honest = command.load
 
     def load(target: Any, **given: Any) -> Any:
@@ -49,7 +49,7 @@ def test_models_of_a_file(
         return honest(target, **given)
 
     monkeypatch.setattr(command, "load", load)
-    code, _, err = shell("serve", path, "--port", "0", "--max-loaded", "2")
+    code, _, err = shell("serve", path, "--port", "0")
     assert code == 0 and f"one: target {tmp_path / 'near'}, drafter max_gram, length 2\n" in err and loaded == []
     one, two = served[-1].entries
     assert served[-1].settings.max_loaded == 2 and [one.names, two.names] == [["one"], ["org/two:x"]]
@@ -62,7 +62,7 @@ def test_models_of_a_file(
     more = ["--drafter", "suffix", "--batch-size", "5", "--memory", str(tmp_path / "texts"), "--sampling", "foresay"]
     assert shell("serve", path, "--port", "0", *more)[0] == 0
     kept = str(tmp_path / "texts" / "org%2Ftwo%3Ax")
-    assert [one.max_batch_size for one in served[-1].entries] == [5, 5] and served[-1].settings.max_loaded == 1
+    assert [one.max_batch_size for one in served[-1].entries] == [5, 5] and served[-1].settings.max_loaded == 2
     second = served[-1].entries[1].load()
     assert second.resources is not None and list(second.resources.memories) == [kept]
     assert second.target.generation.sampling == "foresay"
@@ -108,8 +108,7 @@ NAMED = "models.toml: models.b: "
         ("[models]", [], "models must be 1 to 64 tables"),
         ("[models]\nb = 3", [], "models.b must be a table"),
         ('[models."../b"]\ntarget = "{folder}"', [], "the name of a model has 1 to 100 letters"),
-        ('target = "{folder}"', ["--max-loaded", "2"], "--max-loaded needs a settings file with a table of models"),
-        (WHOLE + 'target = "{folder}"', ["--max-loaded", "0"], "--max-loaded 0 must be"),
+        ("max_loaded = 0\n" + WHOLE + 'target = "{folder}"', [], "models.toml: max_loaded=0 must be"),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(

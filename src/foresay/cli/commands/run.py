@@ -90,11 +90,6 @@ _SERVER = group(
         "Resident memory, such as 6GB, up to which caches grow and bodies of 64 KiB and more are read. Beyond it "
         "requests wait, or are answered with 503.",
     ),
-    option(
-        "--max-loaded N",
-        "Models of a settings file with several that are loaded at a time, within --memory-limit.",
-        _DEFAULTS.max_loaded,
-    ),
     option("--max-waiting N", "Requests that may wait; further ones are answered with 429.", _DEFAULTS.max_waiting),
     option("--timeout X", "Longest duration of a request, in seconds.", _DEFAULTS.timeout_s),
     option("--drain X", "Seconds that running requests get to finish when the server stops.", _DEFAULTS.drain_s),
@@ -120,6 +115,7 @@ SERVE = command(
     opt.ALL_MACHINE,
     examples="""
         foresay serve Qwen/Qwen2.5-0.5B-Instruct --port 8000
+        foresay serve models.toml --memory-limit 24GB
         foresay serve --host 0.0.0.0 --keys-file keys.txt""",
     variables="FORESAY_SERVE",
 )
