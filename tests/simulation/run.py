@@ -93,6 +93,8 @@ class Simulation:
     calls: list[Call] = field(default_factory=list)
     fault_times: list[float] = field(default_factory=list)
     """When faults of the target happened."""
+    most_limits: int = 2
+    """Time limits that a request may reach one after the other."""
     turns_left: int | None = None
     """Turns that the session may take until it has no work, once every client has left."""
 
@@ -217,7 +219,7 @@ class Simulation:
         if call.starts > 1 or call.ends > 1:
             self.problems.append(f"{name}: {call.starts} starts, {call.ends} ends")
         assert call.began is not None and call.ended is not None
-        if call.ended - call.began > 2 * LIMIT_S:
+        if call.ended - call.began > self.most_limits * LIMIT_S:
             self.problems.append(f"{name}: {call.ended - call.began:.1f} s")
         if call.manner is not Manner.READS:
             return
@@ -226,12 +228,15 @@ class Simulation:
             return
         error = error_of(call)
         if error is None:
-            expected = reference(call.path, key_of(call.body))
-            found = outputs(call)
+            expected, found = self.expected(call), outputs(call)
             if found != expected:
                 self.problems.append(f"{name}: {found} instead of {expected}")
         elif not self._is_explained(call, error):
             self.problems.append(f"{name}: the error {error}, status {call.status}")
+
+    def expected(self, call: Call) -> Any:
+        """The outputs of a call alone, without faults."""
+        return reference(call.path, key_of(call.body))
 
     def _is_explained(self, call: Call, error: str) -> bool:
         """True if an error has a cause: a fault of the target while the request was open, a full queue, a limit, the end."""
