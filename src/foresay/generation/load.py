@@ -113,8 +113,15 @@ def load(
 def check_model(settings: Settings, arguments: Mapping[str, Any]) -> tuple[int, int]:
     """Check arguments of `load` and the files that they name, and load nothing.
 
-    Returns the batch size, and the bytes of the target's weight files if they are on this machine and computed by its processor.
-    Raises as `load`, but finds only what can be known before.
+    Args:
+        settings: A target and how to decode it.
+        arguments: Arguments of `load` that replace values of the settings.
+
+    Returns:
+        The batch size, and the bytes of the target's weight files if they are on this machine and computed by its processor.
+
+    Raises:
+        ForesayError: What `load` would raise, as far as it is known before anything is loaded.
     """
     given, own = dict(arguments), {f.name for f in dataclasses.fields(Arguments)} - {"options"}
     GenerationSettings().with_sampling(given.pop("sampling", None))

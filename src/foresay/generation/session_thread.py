@@ -169,7 +169,11 @@ class SessionThread:
         return list(self._sessions.values())
 
     def drop(self, belongs: Callable[[Hashable], bool]) -> None:
-        """Drop the sessions of kinds that `belongs` accepts, whose requests have ended. Called on the thread."""
+        """Drop sessions whose requests have ended. Called on the thread.
+
+        Args:
+            belongs: Returns True for the kinds of these sessions.
+        """
         self._sessions = {kind: one for kind, one in self._sessions.items() if not belongs(kind)}
         self._listeners = {ticket: one for ticket, one in self._listeners.items() if not belongs(ticket.kind)}
 
