@@ -51,6 +51,15 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "rotate_heads(key.data(), a.keys, a, n); if (FAULT && a.source == EQUAL) value = key;",
         ),
     ),
+    "experts without factors of their own": (
+        ("experts.h", "j < e.active && scales != nullptr;", "j < e.active && scales != nullptr && !FAULT;"),
+    ),
+    "a router that reads what experts read": (
+        ("experts.h", "multiply(e.router, by.x == nullptr ?", "multiply(e.router, FAULT || by.x == nullptr ?"),
+    ),
+    "a dense output with the norm of experts": (
+        ("kernels.cpp", "out + n * hidden, dense, 1.0f", "out + n * hidden, FAULT ? after : dense, 1.0f"),
+    ),
     "inputs of the first layer for all": (
         ("kernels.cpp", "one.index * width, width *", "(FAULT ? 0 : one.index) * width, width *"),
     ),

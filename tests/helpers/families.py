@@ -92,6 +92,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "phi": ("phi", _base(num_key_value_heads=4)),
     "phi3": ("phi3", _base(sliding_window=8)),
     "phi3_longrope": (
@@ -127,7 +142,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("falcon", _base(new_decoder_architecture=True, num_kv_heads=2)),
     "falcon_alibi": ("falcon", _base(alibi=True, new_decoder_architecture=False, multi_query=False)),
+    "ministral": (
+        "ministral",
+        _base(head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
     "olmo2": ("olmo2", _base()),
+    "olmo3": ("olmo3", _base(sliding_window=8, num_hidden_layers=4)),
+    "exaone4": ("exaone4", _base(head_dim=8, sliding_window=8, num_hidden_layers=4)),
     "granite": ("granite", _base(logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.3)),
     "smollm3": ("smollm3", _base(no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
     "starcoder2": ("starcoder2", _base(sliding_window=8)),
@@ -385,6 +406,8 @@ def _round_robin(model: PreTrainedModel, seed: int) -> None:
                     else weight.shape[-1] ** -0.5
                 )
                 weight.copy_(noise * scale)
+            elif name.endswith(("router.scale", "router.per_expert_scale", "layernorm_1.weight", "layernorm_2.weight")):
+                weight.copy_(0.5 + torch.rand(weight.shape, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))

@@ -106,8 +106,12 @@ def bases() -> dict[str, Image]:
         "gpt-oss": ("gpt_oss", {**eights, **dict.fromkeys(EXPERTS, "MXFP4")}),
         "glm4moe": ("glm4_moe", {**eights, **dict.fromkeys(EXPERTS, "Q4_0")}),
         "gemma4": ("gemma4", {**eights, "per_layer_token_embd": "Q8_0"}),
+        "gemma4-moe": ("gemma4_moe", {**eights, "ffn_gate_up_exps": "Q4_0"}),
+        "olmo3": ("olmo3", fours),
+        "exaone4": ("exaone4", eights),
         "lfm2": ("lfm2", {**fours, "in_proj": "Q4_0"}),
         "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),
+        "qwen3next": ("qwen3_next", {**fours, "attn_qkv": "Q8_0", "attn_gate": "Q4_1", "ffn_up_exps": "Q4_0"}),
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sound.gguf"
@@ -133,8 +137,10 @@ def model(family: str, **changes: object) -> torch.nn.Module:
         "gpt_oss": {"swiglu_limit": 7.0},
         "glm4_moe": {"moe_intermediate_size": 32},
         "gemma4": {**layers, **inputs},
+        "gemma4_moe": {"layer_types": layers["layer_types"][:2], "moe_intermediate_size": 32},
         "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
         "qwen3_5": {"num_hidden_layers": 4},
+        "qwen3_next": {"num_hidden_layers": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     }
     return make(family, 0, **{**sizes, "num_hidden_layers": 2, **own.get(family, {}), **changes})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,26 @@ from transformers import PreTrainedModel
 from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
 from helpers import gguf_hybrids, tiny
 
-_NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {"mixtral": "llama"}
+_NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {"mixtral": "llama", "olmo3": "olmo2"}
 _SCALES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
     "attention_scale": "attention_multiplier",
 }
+_SHARED = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _VALUES: dict[str, dict[str, str]] = {
+    "qwen3_next": _SHARED,
+    "qwen3_5_moe_text": _SHARED,
     "qwen3_moe": {
         "expert_count": "num_experts",
         "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
-    },
-    "qwen3_5_moe_text": {
-        "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     },
     "lfm2_moe": {
         "expert_count": "num_experts",
@@ -64,17 +66,27 @@ _VALUES: dict[str, dict[str, str]] = {
         "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         "final_logit_softcapping": "final_logit_softcapping",
     },
+    "olmo3": {"sliding_window": "sliding_window"},
+    "exaone4": {"sliding_window": "sliding_window"},
     "gemma2": {"sliding_window": "sliding_window"},
     "gemma3_text": {"sliding_window": "sliding_window"},
 }
 """Methods of the writer without "add_" -> fields of the configuration, by family."""
+_GEMMA4_MOE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GEMMA4_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 
 
 def architecture_of(model: PreTrainedModel) -> tuple[str, Architecture]:
     """llama.cpp's name of a model's architecture, and how its files are stored."""
     name = _NAMES[model.config.model_type]
     one = ARCHITECTURES[name]
-    return name, (one.with_experts or one) if model.config.model_type == "mixtral" else one
+    if getattr(model.config, "enable_moe_block", False):
+        return name, one.with_experts or one
+    return name, {"mixtral": one.with_experts, "olmo3": one.with_window}.get(model.config.model_type) or one
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -89,11 +101,13 @@ def write_gguf(
     *,
     kind: str | None = None,
     mtp: Mapping[str, torch.Tensor] | None = None,
+    joint: Collection[str] = (),
 ) -> Path:
     """A tiny model of a family that foresay reads from GGUF files, and its tokenizer, as such a file.
 
     kinds: by the last word of a tensor's name ("attn_q", "output"), the type its weights are rounded to; otherwise `kind`
     for matrices, or float32 without it. mtp: weights of multi-token-prediction layers, as layers that follow the model's.
+    joint: tensors that join several: "gate_up_exps" of experts; "ssm_in" of Qwen3-Next's layers, by key heads.
     """
     writer = gguf.GGUFWriter(path, architecture_of(model)[0])
     depth = model.config.num_hidden_layers
@@ -101,7 +115,7 @@ def write_gguf(
     if more:
         writer.add_nextn_predict_layers(more)
     _add_values(writer, model, depth + more)
-    for name, weight in _tensors(model, mtp or {}, depth + more).items():
+    for name, weight in _tensors(model, mtp or {}, depth + more, joint).items():
         values = np.ascontiguousarray(weight.detach().float().numpy())
         own = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
         if (
@@ -144,20 +158,27 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel, blocks: int) ->
     if head_dim != config.hidden_size // heads or config.model_type in ("gemma4_text", *gguf_hybrids.QWEN):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    for name, field in _VALUES.get(config.model_type, {}).items():
-        getattr(writer, f"add_{name}")(getattr(config, field))
+    mixture = _GEMMA4_MOE if getattr(config, "enable_moe_block", False) else {}
+    for name, field in {**_VALUES.get(config.model_type, {}), **mixture}.items():
+        if (value := getattr(config, field)) is not None:
+            getattr(writer, f"add_{name}")(value)
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head_dim)
     if config.model_type in ("glm4_moe", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type in ("olmo3", "exaone4") and config.sliding_window is not None:
+        writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
     rope = config.rope_parameters
     if (share := rope.get("partial_rotary_factor")) is not None:
         writer.add_rope_dimension_count(int(share * head_dim))
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -192,7 +213,9 @@ def _add_layers(writer: gguf.GGUFWriter, config: Any) -> int:
     return int(full)
 
 
-def _tensors(model: PreTrainedModel, mtp: Mapping[str, torch.Tensor], blocks: int) -> dict[str, torch.Tensor]:
+def _tensors(
+    model: PreTrainedModel, mtp: Mapping[str, torch.Tensor], blocks: int, joint: Collection[str]
+) -> dict[str, torch.Tensor]:
     """The weights by llama.cpp's names, in its order of rows."""
     config, (family, one) = model.config, architecture_of(model)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -202,8 +225,16 @@ def _tensors(model: PreTrainedModel, mtp: Mapping[str, torch.Tensor], blocks: in
     )  # older packages know the names in GLM-4's files alone
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if one.interleaved else {}
     tensors = {}
-    split = _alternating_experts if config.model_type == "gpt_oss" else _split_experts
-    for name, weight in split({**model.state_dict(), **mtp}).items():
+    weights = {**model.state_dict(), **mtp}
+    if config.model_type == gguf_hybrids.NEXT and "ssm_in" not in joint:
+        weights = gguf_hybrids.by_kind(config, weights)
+    if "gate_up_exps" not in joint and config.model_type != "gemma4_text":  # whose experts are always joint
+        weights = (_alternating_experts if config.model_type == "gpt_oss" else _split_experts)(weights)
+    for name, weight in weights.items():
+        layer, _, short = name.removeprefix("model.layers.").partition(".")
+        if (scale := _GEMMA4_SCALES.get(short)) is not None:
+            tensors[f"blk.{layer}.{scale}"] = weight
+            continue
         stem, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             stem, suffix = (name[:-5], "bias") if name.endswith("_bias") else (name, "weight")

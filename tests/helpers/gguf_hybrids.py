@@ -1,14 +1,16 @@
-"""Values and tensors of LFM2's and Qwen3.5's GGUF files, as llama.cpp's converter writes them."""
+"""Values and tensors of LFM2's, Qwen3-Next's and Qwen3.5's GGUF files, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import gguf
 import torch
 
 LFM2 = ("lfm2", "lfm2_moe")
-QWEN = ("qwen3_5_text", "qwen3_5_moe_text")
+NEXT = "qwen3_next"
+QWEN = ("qwen3_5_text", "qwen3_5_moe_text", NEXT)
 
 
 def key_heads(config: Any) -> int | list[int]:
@@ -33,7 +35,22 @@ def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
         writer.add_full_attention_interval(4)
-        writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
+        if config.model_type != NEXT:
+            writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
+
+
+def by_kind(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights with Qwen3-Next's queries, keys and values of a layer, and its gates, as two tensors, each in order of heads."""
+    keys, values, found = config.linear_num_key_heads, config.linear_num_value_heads, {}
+    wide = values // keys * config.linear_value_head_dim
+    for name, weight in weights.items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            found[name] = weight
+            continue
+        heads = weight.view(keys, -1, weight.shape[-1])
+        parts = [part.flatten(0, 1) for part in heads.split([config.linear_key_head_dim] * 2 + [wide] * 2, 1)]
+        found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = torch.cat(parts[:3]), parts[3]
+    return found
 
 
 def converted(config: Any, name: str, weight: torch.Tensor) -> tuple[str | None, torch.Tensor] | None:
@@ -50,6 +67,9 @@ def converted(config: Any, name: str, weight: torch.Tensor) -> tuple[str | None,
     if not stem:
         return (None, weight + 1) if name.endswith("norm.weight") else None
     layer = f"blk.{stem.rpartition('.')[2]}"
+    if config.model_type == NEXT:
+        own = {"A_log": (f"{layer}.ssm_a", -weight.exp()), "dt_bias": (f"{layer}.ssm_dt.bias", weight)}
+        return own.get(kind, (None, weight.squeeze(1) if kind.startswith("conv1d") else weight))
     keys, values, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
     first = 2 * keys * config.linear_key_head_dim
     if kind in ("in_proj_qkv.weight", "conv1d.weight"):

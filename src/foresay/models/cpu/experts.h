@@ -103,9 +103,14 @@ inline const float *sigmoids(const Experts &e, float *scores, std::vector<float>
     return choice;
 }
 
+// What the router reads instead of the experts' inputs, [tokens, hidden], and a factor of each expert's weights; null for neither.
+struct Routing {
+    const float *x = nullptr, *scales = nullptr;
+};
+
 // Selects the experts of a token, `active` of them in ascending order, and their weights: the softmax of all scores, of the highest ones,
-// or sigmoids. Scores are overwritten.
-inline void route(const Experts &e, float *scores, int64_t *chosen, float *weights) {
+// or sigmoids, times `scales` if given. Scores are overwritten.
+inline void route(const Experts &e, float *scores, const float *scales, int64_t *chosen, float *weights) {
     static thread_local std::vector<float> room;
     static thread_local std::vector<int64_t> groups;
     greatest(e.sigmoid ? sigmoids(e, scores, room, groups) : scores, e.count, e.active, chosen);
@@ -120,6 +125,7 @@ inline void route(const Experts &e, float *scores, int64_t *chosen, float *weigh
         if (e.sigmoid) sum = 1.0f;
     }
     for (int64_t j = 0; j < e.active; j++) weights[j] = weight_of(chosen[j]) / sum * e.scale;
+    for (int64_t j = 0; j < e.active && scales != nullptr; j++) weights[j] *= scales[chosen[j]];
 }
 
 // The rows of a few tokens, each repeated for each of its experts, sorted by expert.
@@ -173,13 +179,14 @@ inline void add_shared(const Experts &e, const float *x, int64_t hidden, int64_t
 }
 
 // out [tokens, hidden] = the weighted sum of the experts' outputs for x [tokens, hidden]; at most ROUTED_ROWS rows.
-inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int64_t tokens, float *out, Routed &at, int threads) {
+inline void multiply_some(const Experts &e, const Routing &by, const float *x, int64_t hidden, int64_t tokens, float *out, Routed &at,
+                          int threads) {
     int64_t assigned = tokens * e.active;
     at.scores.resize(tokens * e.count);
     at.chosen.resize(assigned), at.weights.resize(assigned);
-    multiply(e.router, x, hidden, tokens, at.scores.data(), threads);
+    multiply(e.router, by.x == nullptr ? x : by.x, hidden, tokens, at.scores.data(), threads);
     each_token(tokens, threads, [&](int64_t n) {
-        route(e, at.scores.data() + n * e.count, at.chosen.data() + n * e.active, at.weights.data() + n * e.active);
+        route(e, at.scores.data() + n * e.count, by.scales, at.chosen.data() + n * e.active, at.weights.data() + n * e.active);
     });
     sort_by_expert(e, e.gate_up, assigned, at);
     at.rows.resize(assigned * hidden), at.out.resize(assigned * hidden);
@@ -207,13 +214,15 @@ inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int6
 }
 
 // The same for any number of tokens.
-inline void multiply_experts(const Experts &e, const float *x, int64_t hidden, int64_t tokens, float *out, int threads) {
+inline void multiply_experts(const Experts &e, const float *x, int64_t hidden, int64_t tokens, float *out, int threads,
+                             const Routing &by = {}) {
     static thread_local Routed kept;
     Routed &at = kept; // the caller's, not a worker's
     int64_t most = std::max<int64_t>(1, ROUTED_ROWS / e.active);
     for (int64_t first = 0; first < tokens; first += most) {
         int64_t some = std::min(most, tokens - first);
-        multiply_some(e, x + first * hidden, hidden, some, out + first * hidden, at, threads);
+        Routing own{by.x == nullptr ? nullptr : by.x + first * hidden, by.scales};
+        multiply_some(e, own, x + first * hidden, hidden, some, out + first * hidden, at, threads);
     }
 }
 

@@ -104,8 +104,24 @@ class Sigmoids:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """Norms of experts next to a gated feed-forward (Gemma 4), which reads what `before_mlp` returns, as it does without them.
+
+    The output of both is dense(feed-forward) + after(experts). Experts read before(x), and their router reads router(x) * factor.
+    """
+
+    before: Norm
+    router: Norm
+    after: Norm
+    dense: Norm
+    scales: torch.Tensor
+    """[experts] factors of their weights."""
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of one gated feed-forward.
+    """A mixture of experts in place of one gated feed-forward, or next to it.
 
     The router's scores [N, experts] select the `active` highest of a token; their weights are the softmax of all scores, divided
     by the sum over the selected ones if `renormalized`.
@@ -124,6 +140,8 @@ class Experts:
     """The products of an expert that every token passes through, as those of gate_up and down."""
     shared_gate: Product | None = None
     """[..., 1], whose sigmoid multiplies that expert's output; None for a factor of 1."""
+    norms: ExpertNorms | None = None
+    """None for experts in place of the feed-forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +219,7 @@ class GatedLayer:
     after_attention: Norm | None
     before_mlp: Norm | None
     gate_up: Product | None
-    """None, as `activation` and `down`, for a layer of experts."""
+    """None, as `activation` and `down`, for a layer of experts alone."""
     activation: Callable[[torch.Tensor], torch.Tensor] | None
     down: Product | None
     after_mlp: Norm | None
@@ -243,4 +261,6 @@ class GatedLayer:
         """The norms of this layer, without the missing ones."""
         names = ("before_attention", "q_norm", "k_norm", "after_attention", "before_mlp", "after_mlp")
         found = [*(getattr(self, name) for name in names), None if self.input is None else self.input.norm]
+        if self.experts is not None and (own := self.experts.norms) is not None:
+            found += [own.before, own.router, own.after, own.dense]
         return tuple(one for one in found if one is not None)

@@ -80,6 +80,33 @@ void add_input(const Model &model, const LayerInput &one, const Pass &pass, floa
     });
 }
 
+// out [N, H], a dense feed-forward's output, becomes the sum of that and the output of experts, each normalized; see ExpertNorms.
+void add_experts(const Model &model, const Layer &layer, const Pass &pass, float *out) {
+    static thread_local std::vector<float> room;
+    const ExpertNorms &own = *layer.expert_norms;
+    int64_t tokens = pass.tokens, hidden = model.hidden;
+    int threads = static_cast<int>(pass.threads);
+    room.resize(3 * tokens * hidden + 4 * hidden + layer.experts->count);
+    float *read = room.data(), *routed = read + tokens * hidden, *sums = routed + tokens * hidden, *weights = sums + tokens * hidden;
+    const float *before = Norms::widened(own.before, weights), *after = Norms::widened(own.after, weights + 2 * hidden);
+    const float *dense = Norms::widened(own.dense, weights + 3 * hidden), *scales = Norms::widened(own.scales, weights + 4 * hidden);
+    float *router = weights + hidden;
+    Norms::widened(own.router, router);
+    for (int64_t i = 0; i < hidden; i++) router[i] *= own.factor;
+    each_token(tokens, threads, [&](int64_t n) {
+        float *x = pass.x + n * hidden;
+        add_norm(x, nullptr, nullptr, 1.0f, before, read + n * hidden, hidden, model.eps);
+        add_norm(x, nullptr, nullptr, 1.0f, router, routed + n * hidden, hidden, model.eps);
+    });
+    multiply_experts(*layer.experts, read, hidden, tokens, sums, threads, {routed, scales});
+    each_token(tokens, threads, [&](int64_t n) {
+        float *sum = read + n * hidden;
+        std::memset(sum, 0, hidden * sizeof(float));
+        add_norm(sum, out + n * hidden, dense, 1.0f, nullptr, routed + n * hidden, hidden, model.eps);
+        add_norm(sum, sums + n * hidden, after, 1.0f, nullptr, out + n * hidden, hidden, model.eps);
+    });
+}
+
 void run(const Model &model, const Pass &pass) {
     int64_t tokens = pass.tokens, hidden = model.hidden, wide = 2 * model.inner, heads = 0;
     int threads = static_cast<int>(pass.threads);
@@ -144,13 +171,14 @@ void run(const Model &model, const Pass &pass) {
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(after(layer.attention_conv), norms.after_attention, norms.before_mlp);
         const float *read = before(layer.mlp_conv, normed);
-        if (layer.experts != nullptr) {
+        if (layer.experts != nullptr && layer.expert_norms == nullptr) {
             multiply_experts(*layer.experts, read, hidden, tokens, more, threads);
         } else {
             multiply(layer.gate_up, read, hidden, tokens, joint, threads);
             int64_t inner = layer.down.depth;
             each_token(tokens, threads, [&](int64_t n) { apply(model.gate, joint + n * 2 * inner, gated + n * inner, inner); });
             multiply(layer.down, gated, inner, tokens, more, threads);
+            if (layer.expert_norms != nullptr) add_experts(model, layer, pass, more);
         }
         bool is_last = layer.input == nullptr && layer.scale == 1.0f; // of the changes of x
         norm(after(layer.mlp_conv), norms.after_mlp, is_last ? next : nullptr);
@@ -277,10 +305,10 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
 
 // Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
-    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate), sizeof(Experts), sizeof(Convolution), sizeof(Attention), sizeof(Vector),
+    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate), sizeof(Experts), sizeof(ExpertNorms), sizeof(Convolution), sizeof(Attention), sizeof(Vector),
                                  sizeof(LayerInput), sizeof(Layer), sizeof(Model), sizeof(Pass), sizeof(Chain),
                                  sizeof(Mixer), sizeof(StateRow), sizeof(StateRows)};
-    return index >= 0 && index < 14 ? sizes[index] : 0;
+    return index >= 0 && index < 15 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.

@@ -223,7 +223,7 @@ class NativeLayers:
 
     def _struct(self, layer: GatedLayer, eps: float, offset: int, index: int) -> structs.Layer:
         """Return the struct of a layer. offset: numbers of a slot of the cache before its keys. index: among all layers."""
-        names = ("qkv", "output") if layer.experts is not None else ("qkv", "output", "gate_up", "down")
+        names = ("qkv", "output") if layer.gate_up is None else ("qkv", "output", "gate_up", "down")
         products = {name: _native(getattr(layer, name)) for name in names}
         self._referenced.extend(products.values())
         sizes = dict.fromkeys(_NORMS, self._hidden)
@@ -262,6 +262,7 @@ class NativeLayers:
             experts=experts,
             causal=int(layer.causal),
             input=None if layer.input is None else ctypes.pointer(self._input(layer.input)),
+            expert_norms=None if layer.experts is None else self._expert_norms(layer.experts, eps),
             scale=layer.scale,
             **{
                 name: None if one is None else ctypes.pointer(self._convolution(one))
@@ -313,6 +314,13 @@ class NativeLayers:
             down=arrays[1],
         )
 
+    def _expert_norms(self, experts: Experts, eps: float) -> Any:
+        if (own := experts.norms) is None:
+            return None
+        norms = [self._vector(one, self._hidden) for one in (own.before, own.router, own.after, own.dense)]
+        scales = self._vector(Norm(own.scales, eps), len(experts.gate_up))
+        return ctypes.pointer(structs.ExpertNorms(*norms, scales, own.factor))
+
     def _vector(self, norm: Norm | None, size: int) -> structs.Vector:
         """Return a struct that points to a norm's weight."""
         if norm is None:
@@ -329,7 +337,7 @@ class NativeLayers:
 
 def _inner(layers: Sequence[GatedLayer]) -> int:
     """Return the largest width between the two products of a feed-forward, or that of experts if all layers consist of them."""
-    found = [layer.gate_up for layer in layers if layer.experts is None]
+    found = [layer.gate_up for layer in layers if layer.gate_up is not None]
     found = found or [layer.experts.gate_up[0] for layer in layers if layer.experts is not None]
     return max(_native(product).out_features // 2 for product in found)
 

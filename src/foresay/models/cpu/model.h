@@ -23,16 +23,25 @@ struct LayerInput {
     int64_t width, index; // of an input, and of this layer's among those of a token
 };
 
+// Experts next to a dense feed-forward (Gemma 4): the norms of what experts and the router read, of the experts' sum, and of the dense
+// output, which are added.
+struct ExpertNorms {
+    Vector before, router, after, dense;
+    Vector scales; // [experts] factors of their weights
+    float factor;  // of what the router reads
+};
+
 struct Layer {
     Product qkv, output, gate_up, down;
     Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm, sinks;
     Attention attention; // fields that are the same in all passes
     int64_t turn;        // index of its cosines and sines; -1 for none
-    const Experts *experts; // instead of gate_up and down; null for none
+    const Experts *experts; // instead of gate_up and down, or next to them; null for none
     int64_t causal;         // 0 if a token attends up to its end; see Attention
     const Convolution *attention_conv, *mlp_conv; // around both halves; null for none
     const Mixer *mixer;     // instead of attention, see states.h; null for attention
     const LayerInput *input; // null for none
+    const ExpertNorms *expert_norms; // null unless experts are next to gate_up and down
     float scale;             // of its output
 };
 
@@ -138,13 +147,19 @@ inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t rea
         check_shape("output", layer.output, hidden, outputs_of(*layer.mixer));
         for (const Vector *one : {&layer.query_norm, &layer.key_norm, &layer.sinks}) check_norm("norm of heads", *one, 0);
     }
-    if (layer.experts == nullptr) {
+    if (layer.experts == nullptr || layer.expert_norms != nullptr) {
         int64_t own = all_outputs(layer.gate_up) / 2;
         require(own > 0 && own <= inner, "inner", own, "at most that of the model");
         check_shape("gate_up", layer.gate_up, 2 * own, hidden);
         check_shape("down", layer.down, hidden, own);
-    } else {
-        check(*layer.experts, hidden);
+    }
+    if (layer.experts != nullptr) check(*layer.experts, hidden);
+    if (const ExpertNorms *norms = layer.expert_norms) {
+        check_pointer("experts", layer.experts);
+        for (const Vector *one : {&norms->before, &norms->router, &norms->after, &norms->dense, &norms->scales}) {
+            check_pointer("expert_norms", one->values);
+            check_norm("expert_norms", *one, one == &norms->scales ? layer.experts->count : hidden);
+        }
     }
     for (const Vector *one : {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp}) {
         check_norm("norm", *one, hidden);

@@ -81,6 +81,12 @@ class LayerInput(ctypes.Structure):
     _fields_ = [*_fields(Product, "gate projection"), ("norm", Vector), *_fields(_NUMBER, "width index")]
 
 
+class ExpertNorms(ctypes.Structure):
+    """The struct of the same name in model.h."""
+
+    _fields_ = [*_fields(Vector, "before router after dense scales"), ("factor", _REAL)]
+
+
 class Mixer(ctypes.Structure):
     """The struct of the same name in states.h."""
 
@@ -121,6 +127,7 @@ class Layer(ctypes.Structure):
         *_fields(ctypes.POINTER(Convolution), "attention_conv mlp_conv"),
         ("mixer", ctypes.POINTER(Mixer)),
         ("input", ctypes.POINTER(LayerInput)),
+        ("expert_norms", ctypes.POINTER(ExpertNorms)),
         ("scale", _REAL),
     ]
 
@@ -169,7 +176,7 @@ class Chain(ctypes.Structure):
 
 
 STRUCTS = (
-    *(Product, Gate, Experts, Convolution, Attention, Vector, LayerInput, Layer, Model, Pass, Chain),
+    *(Product, Gate, Experts, ExpertNorms, Convolution, Attention, Vector, LayerInput, Layer, Model, Pass, Chain),
     *(Mixer, StateRow, StateRows),
 )
 """All structs, in the order of `foresay_struct_size`."""

@@ -58,6 +58,8 @@ class Architecture:
     """Parameters of YaRN scaling that no key states; None if it is refused."""
     with_experts: Architecture | None = None
     """The family of files with experts; None if it is this one."""
+    with_window: Architecture | None = None
+    """The family of files with layers of sliding windows; None if it is this one."""
 
 
 _QWEN3_MOE = {
@@ -84,7 +86,12 @@ _GLM4_MOE = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
-_GEMMA4 = (
+_GEMMA4_MOE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_OF_GEMMA4 = (
     "attention.key_length",
     "attention.value_length",
     "attention.key_length_swa",
@@ -110,6 +117,29 @@ _USUAL_YARN = {
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
+_GEMMA4 = Architecture(
+    "gemma4_text",
+    {
+        **_WINDOW,
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    required=(*_OF_GEMMA4[:5], "attention.sliding_window"),
+    derived=_OF_GEMMA4,
+    by_layer=("feed_forward_length", "attention.head_count_kv"),
+)
+YARN_FACTORS = ("rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor")
+"""Keys under which converters have stored OLMo-3's factor of the attention."""
+_YARN_OF_OLMO3 = {name: one for name, one in _USUAL_YARN.items() if name not in YARN_FACTORS}
+_OF_DELTA = ("full_attention_interval", "attention.recurrent_layers", "nextn_predict_layers")
+_DELTA_MOE = Architecture(
+    "qwen3_next",
+    {**_DELTA, **_QWEN3_MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    required=(*_DELTA, *_QWEN3_MOE, *_QWEN35, "expert_shared_feed_forward_length"),
+    lacking=("feed_forward_length",),
+    derived=_OF_DELTA,
+    norms_from_one=True,
+)
 _LLAMA = Architecture("llama", interleaved=True, scaled_by_tensor=True, scaled_linearly="")
 ARCHITECTURES = {
     "llama": replace(
@@ -123,20 +153,21 @@ ARCHITECTURES = {
     "gemma": Architecture("gemma", norms_from_one=True),
     "gemma2": Architecture("gemma2", _WINDOW, norms_from_one=True),
     "gemma3": Architecture("gemma3_text", _WINDOW, norms_from_one=True, scaled_linearly="full_attention_"),
-    "gemma4": Architecture(
-        "gemma4_text",
-        {
-            **_WINDOW,
-            "attention.shared_kv_layers": "num_kv_shared_layers",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        required=(*_GEMMA4[:5], "attention.sliding_window"),
-        derived=_GEMMA4,
-        by_layer=("feed_forward_length", "attention.head_count_kv"),
+    "gemma4": replace(
+        _GEMMA4,
         neutral={"expert_count": (0,), "expert_used_count": (0,)},
+        with_experts=replace(
+            _GEMMA4,
+            fields={**_GEMMA4.fields, **_GEMMA4_MOE},
+            fixed={"enable_moe_block": True},
+            required=(*_GEMMA4.required, *_GEMMA4_MOE),
+        ),
     ),
     "phi3": Architecture("phi3", _WINDOW),
-    "olmo2": Architecture("olmo2", neutral={"attention.sliding_window": (0,)}),
+    "olmo2": Architecture(
+        "olmo2", with_window=Architecture("olmo3", _WINDOW, neutral=_YARN_OF_OLMO3, derived=YARN_FACTORS, yarn={})
+    ),
+    "exaone4": Architecture("exaone4", _WINDOW, scaled_by_tensor=True),
     "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
     "smollm3": replace(_LLAMA, model_type="smollm3"),
     "glm4moe": Architecture(
@@ -161,21 +192,15 @@ ARCHITECTURES = {
         by_layer=("attention.head_count_kv",),
         neutral={"expert_gating_func": (2,)},
     ),
+    "qwen3next": _DELTA_MOE,
     "qwen35": Architecture(
         "qwen3_5_text",
         _DELTA,
         required=(*_DELTA, *_QWEN35),
-        derived=("full_attention_interval", "rope.dimension_sections", "nextn_predict_layers"),
+        derived=(*_OF_DELTA, "rope.dimension_sections"),
         norms_from_one=True,
     ),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        {**_DELTA, **_QWEN3_MOE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        required=(*_DELTA, *_QWEN3_MOE, *_QWEN35, "expert_shared_feed_forward_length"),
-        lacking=("feed_forward_length",),
-        derived=("full_attention_interval", "rope.dimension_sections", "nextn_predict_layers"),
-        norms_from_one=True,
-    ),
+    "qwen35moe": replace(_DELTA_MOE, model_type="qwen3_5_moe_text", derived=(*_OF_DELTA, "rope.dimension_sections")),
     "gpt-oss": Architecture(
         "gpt_oss", _GPT_OSS, required=tuple(_GPT_OSS), neutral=_USUAL_YARN, yarn={"truncate": False}
     ),
@@ -186,5 +211,7 @@ ARCHITECTURES = {
 def architecture_of(header: GgufHeader) -> Architecture:
     """Return the entry of a file, whose architecture must be one of ARCHITECTURES."""
     one = ARCHITECTURES[header.architecture]
-    has_experts = bool(header.values.get(f"{header.architecture}.expert_count"))
-    return one.with_experts if has_experts and one.with_experts is not None else one
+    for key, other in (("expert_count", one.with_experts), ("attention.sliding_window", one.with_window)):
+        if other is not None and header.values.get(f"{header.architecture}.{key}"):
+            return other
+    return one

@@ -16,10 +16,10 @@ from torch import nn
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
-from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order
+from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order, split_by_kind
 from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
-from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model, gguf_namer, stored_buffers
+from foresay.models.gguf.shapes import Name, check_tensors, empty_model, expert_parts, gguf_namer, stored_buffers
 from foresay.models.gguf.types import (
     BlockWeight,
     DenseWeight,
@@ -45,6 +45,7 @@ def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blo
     if in_blocks:
         check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
     model, name = empty_model(config, dtype), gguf_namer(header, config.num_hidden_layers)
+    split_by_kind(model, header)
     check_tensors(header, model, name)
     packed = PackedWeights(header) if in_blocks else None
     file = FileWeights(header, config, dtype, name, packed)
@@ -250,21 +251,20 @@ def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor |
 
 def _filled_experts(experts: Any, path: str, file: FileWeights) -> Any:
     """Return the experts of a layer: with products if they are quantized, else with numbers."""
-    gate, up, down = (f"{path}.{short}" for short in EXPERTS)
-    gate_bias, up_bias, down_bias = (file.dense(f"{one}.bias") for one in (gate, up, down))
-    bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias], 1)
-    gate_up = file.expert_products([f"{gate}.weight", f"{up}.weight"], experts.num_experts, bias)
+    *ups, down = (f"{path}.{short}" for short in expert_parts(path, file.contains))
+    biases = [one for name in ups if (one := file.dense(f"{name}.bias")) is not None]
+    bias, down_bias = torch.cat(biases, 1) if biases else None, file.dense(f"{down}.bias")
+    gate_up = file.expert_products([f"{name}.weight" for name in ups], experts.num_experts, bias)
     products = file.expert_products([f"{down}.weight"], experts.num_experts, down_bias)
     weights = expert_weights(experts)
     assert weights is not None
     if gate_up is not None and products is not None:
         return FrozenExperts(gate_up, products, weights.gate)
     hidden = weights.down(0)[0].shape[0]
-    gate_weight, up_weight, down_weight = (file.dense(f"{one}.weight") for one in (gate, up, down))
-    assert gate_weight is not None and up_weight is not None and down_weight is not None
-    joint = torch.cat([one.view(weights.count, -1, hidden) for one in (gate_weight, up_weight)], 1)
-    biases = [one for one in (bias, down_bias) if one is not None]
-    set_expert_weights(experts, joint, down_weight.view(weights.count, hidden, -1), *biases)
+    *up_weights, down_weight = (one for name in (*ups, down) if (one := file.dense(f"{name}.weight")) is not None)
+    joint = torch.cat([one.view(weights.count, -1, hidden) for one in up_weights], 1)
+    both = [one for one in (bias, down_bias) if one is not None]
+    set_expert_weights(experts, joint, down_weight.view(weights.count, hidden, -1), *both)
     return experts
 
 

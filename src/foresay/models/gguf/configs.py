@@ -5,12 +5,13 @@ Made of the file's values by the tables of architectures.py, and of what llama.c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from foresay.models.gguf.architectures import COMMON, architecture_of
+from foresay.models.gguf.architectures import COMMON, YARN_FACTORS, architecture_of
 from foresay.models.gguf.header import STRING, GgufHeader
-from foresay.models.gguf.hybrids import lfm2_fields, qwen35_fields
+from foresay.models.gguf.hybrids import delta_fields, lfm2_fields
 from foresay.models.gguf.positions import rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
@@ -28,6 +29,9 @@ _THETA = 10_000.0
 """Base of rotary positions of files that do not state it, as in llama.cpp."""
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "unk_token_id": "unknown", "pad_token_id": "padding"}
 """Fields of the configuration -> roles of special tokens."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_USUAL_PERIOD, _MOST_PERIOD = 4, 1024
+"""Period of layers without a window: of files that do not state it, as in llama.cpp, and the longest."""
 _LARGEST_MODEL_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of each family's 27-billion-parameter model, whose queries are not scaled by the attention head size."""
 
@@ -104,6 +108,36 @@ def _glm4_moe(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _windows(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Types of the layers of a family in which each fourth one has no window, unless a file states another period or a list."""
+    layers = int(fields["num_hidden_layers"])
+    if "sliding_window" not in fields:
+        return {"sliding_window": None, "layer_types": [_FULL] * layers}
+    key = f"{header.architecture}.attention.sliding_window_pattern"
+    stored, period = header.lists.get(key), header.values.get(key, _USUAL_PERIOD)
+    slides = [] if stored is None or stored.kind == STRING else [bool(one) for one in stored.numbers()]
+    if stored is None and type(period) is int and 0 < period <= _MOST_PERIOD:
+        slides = [bool((i + 1) % period) for i in range(layers)]
+    if len(slides) != layers:
+        raise invalid_value(header, key, f"an integer from 1 to {_MOST_PERIOD}, or a list of {layers} flags")
+    return {"layer_types": [_SLIDING if one else _FULL for one in slides]}
+
+
+def _olmo3(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Layers with windows have unscaled positions. YaRN's factor of the attention is the usual one, which may be stated."""
+    if "sliding_window" not in fields:
+        return {}
+    full: dict[str, Any] = fields.pop("rope_parameters")
+    theta = float(header.values.get(f"{header.architecture}.rope.freq_base_swa", full["rope_theta"]))
+    usual = 1.0 + 0.1 * math.log(max(1.0, float(full.get("factor", 1.0))))
+    for name in YARN_FACTORS:
+        stated = header.values.get(key := f"{header.architecture}.{name}", usual)
+        if type(stated) is not float or not math.isclose(stated, usual, rel_tol=1e-6):
+            raise invalid_value(header, key, f"{usual}; no other value is supported for this architecture")
+    rope = {_SLIDING: {"rope_type": "default", "rope_theta": theta}, _FULL: full}
+    return {**_windows(header, fields), "rope_parameters": rope}
+
+
 def _gemma4(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """Sizes of layers with windows and of those without; see Gemma 4's description in transformers for the names."""
     prefix, layers = header.architecture, int(fields["num_hidden_layers"])
@@ -131,7 +165,7 @@ def _gemma4(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     theta = float(header.values.get(f"{prefix}.rope.freq_base_swa", _THETA))
     proportional = {"rope_type": "proportional", "partial_rotary_factor": rotated_share(header)}
     return {
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "layer_types": [_SLIDING if one else _FULL for one in slides],
         "head_dim": sizes["_swa"],
         "global_head_dim": sizes[""],
         "num_key_value_heads": heads[slides.index(True)] if True in slides else heads[0],
@@ -142,8 +176,8 @@ def _gemma4(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
         "hidden_size_per_layer_input": int(header.values.get(f"{prefix}.embedding_length_per_layer_input", 0)),
         "vocab_size_per_layer_input": fields["vocab_size"] if table is None else table.shape[0],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-            "full_attention": {**proportional, "rope_theta": fields.pop("rope_theta")},
+            _SLIDING: {"rope_type": "default", "rope_theta": theta},
+            _FULL: {**proportional, "rope_theta": fields.pop("rope_theta")},
         },
     }
 
@@ -159,10 +193,13 @@ _DERIVED: dict[str, Derive] = {
     "gemma2": _scaled_queries,
     "gemma3": _scaled_queries,
     "granite": _usual_scale,
+    "olmo2": _olmo3,
+    "exaone4": _windows,
     "gemma4": _gemma4,
     "glm4moe": _glm4_moe,
     "lfm2": lfm2_fields,
     "lfm2moe": lfm2_fields,
-    "qwen35": qwen35_fields,
-    "qwen35moe": qwen35_fields,
+    "qwen3next": delta_fields,
+    "qwen35": delta_fields,
+    "qwen35moe": delta_fields,
 }

@@ -1,25 +1,41 @@
-"""GGUF files of models with recurrent layers, LFM2 and Qwen3.5: their sizes, names and order of rows.
+"""GGUF files of models with recurrent layers, LFM2, Qwen3-Next and Qwen3.5: their sizes, names and order of rows.
 
-llama.cpp's converter stores the decays of a layer as -exp(A_log), convolutions without their middle dimension, and value heads
-in tiles: the first of each key head, then the second ones. Owns these facts; configs.py and blocks.py apply them.
+llama.cpp's converter stores the decays of a layer as -exp(A_log) and convolutions without their middle dimension; Qwen3.5's value
+heads in tiles, the first of each key head, then the second ones; and Qwen3-Next's queries, keys, values and gates one after the
+other, where transformers has those of each key head together. Owns these facts; configs.py and blocks.py apply them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from foresay.models.gguf.header import INTEGERS, GgufHeader
+from foresay.models.gguf.header import INTEGERS, STRING, GgufHeader
 from foresay.models.gguf.values import invalid_value
+from foresay.models.huggingface.frozen import ReorderedOutput
 
-HYBRIDS = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe"})
+HYBRIDS = frozenset({"lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe"})
 """Architectures with such layers."""
 PRECISE = ("ssm_a", "ssm_dt", "ssm_conv1d", "ssm_norm", "shortconv")
 """Parts of a layer that stay in float32 whatever the model's dtype, as llama.cpp computes them."""
-_LAYER_PARAMETERS = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "expert_bias": "exp_probs_b.bias"}
+_LAYER_PARAMETERS = {
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "scale": "ffn_gate_inp.scale",
+    "per_expert_scale": "ffn_down_exps.scale",
+}
 """transformers' parameters without a module -> the last part of llama.cpp's name."""
+_BY_KEY_HEAD = "qwen3_next"
+"""Family whose layers have their inputs ordered by key heads."""
+_SPLIT = re.compile(r"\.in_proj_(?:qkvz|ba)(?=\.in_proj_)")
+"""Names of the modules that `split_by_kind` adds, which are no part of a tensor's name."""
+_INTERVAL, _USUAL_INTERVAL = "full_attention_interval", 4
+"""Interval of layers with attention of Qwen3-Next's files that do not state it, as in llama.cpp."""
 _MOST_INTERVAL, _MOST_GROUPS, _MOST_INNER = 1024, 1 << 16, 1 << 24
 
 
@@ -27,11 +43,40 @@ def parameter_namer(name: Callable[[str], str]) -> Callable[[str], str]:
     """Return the mapping of transformers' names to llama.cpp's. name: that of modules and their parameters."""
 
     def of(parameter: str) -> str:
+        parameter = _SPLIT.sub("", parameter)
         words = parameter.split(".")  # model, layers, index, part, ...
         stored = _LAYER_PARAMETERS.get(words[-1])
         return name(parameter) if stored is None else f"blk.{words[2]}.{stored}"
 
     return of
+
+
+def split_by_kind(model: Any, header: GgufHeader) -> None:
+    """Replace the inputs of Qwen3-Next's layers, on the meta device, by layers with a file's tensors, in order of kind.
+
+    The kernels read their outputs as they are; transformers reads them by key heads. Older files have one tensor for all kinds.
+    """
+    config = model.config
+    for i, layer in enumerate(model.model.layers if config.model_type == _BY_KEY_HEAD else ()):
+        if (mixer := getattr(layer, "linear_attn", None)) is None:
+            continue
+        rows = {"in_proj_qkv": int(mixer.conv_dim), "in_proj_z": int(mixer.value_dim)}
+        if f"blk.{i}.ssm_in.weight" in header.tensors:
+            rows = {"in_proj_qkvz": sum(rows.values())}
+        parts = {name: nn.Linear(config.hidden_size, n, bias=False, device="meta") for name, n in rows.items()}
+        mixer.in_proj_qkvz = ReorderedOutput(parts, torch.argsort(_by_kind(config, "ssm_in")))
+        mixer.in_proj_ba = ReorderedOutput({"in_proj_ba": mixer.in_proj_ba}, torch.argsort(_by_kind(config, "ssm_ba")))
+
+
+def _by_kind(config: Any, part: str) -> torch.Tensor:
+    """Return the index among rows by key heads of each row by kind. part: ssm_in, or ssm_ba for betas and alphas."""
+    keys = config.linear_num_key_heads
+    own = config.linear_num_value_heads // keys
+    sizes = [own] * 2
+    if part == "ssm_in":
+        sizes = [config.linear_key_head_dim] * 2 + [own * config.linear_value_head_dim] * 2
+    kinds = torch.split(torch.arange(keys * sum(sizes)).view(keys, -1), sizes, 1)
+    return torch.cat([one.reshape(-1) for one in kinds])
 
 
 def part_of(tensor_name: str) -> str:
@@ -43,9 +88,12 @@ def part_of(tensor_name: str) -> str:
 def row_order(config: Any, tensor_name: str) -> torch.Tensor | None:
     """Return the file's row index of each of transformers' rows; None if they are in the same order."""
     keys, values = (getattr(config, f"linear_num_{kind}_heads", 0) for kind in ("key", "value"))
+    part = part_of(tensor_name)
+    if config.model_type == _BY_KEY_HEAD:
+        return _by_kind(config, part) if part in ("ssm_in", "ssm_ba") else None
     if keys == values:
         return None
-    part, size = part_of(tensor_name), config.linear_value_head_dim
+    size = config.linear_value_head_dim
     if part in ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
         return _rows(keys, values, 1)
     if part == "attn_gate":
@@ -59,7 +107,8 @@ def row_order(config: Any, tensor_name: str) -> torch.Tensor | None:
 def column_order(config: Any) -> torch.Tensor | None:
     """Return transformers' column index of each of the file's columns of ssm_out; None if they are in the same order."""
     keys, values = (getattr(config, f"linear_num_{kind}_heads", 0) for kind in ("key", "value"))
-    return None if keys == values else _rows(values // keys, values, config.linear_value_head_dim)
+    is_same = keys == values or config.model_type == _BY_KEY_HEAD
+    return None if is_same else _rows(values // keys, values, config.linear_value_head_dim)
 
 
 def _rows(groups: int, heads: int, size: int) -> torch.Tensor:
@@ -83,7 +132,7 @@ def lfm2_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def qwen35_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+def delta_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that several values state together. MTP layers are counted with the others."""
     keys = _integer(header, "ssm.group_count", _MOST_GROUPS)
     prefix, size = header.architecture, fields["head_dim"]
@@ -100,15 +149,35 @@ def qwen35_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     more = int(header.values.get(f"{prefix}.nextn_predict_layers", 0))
     layers = fields["num_hidden_layers"] - more
     of_mtp = {"num_mtp_layers": more, "mtp_layer_types": ["full_attention"] * more} if more else {}
-    interval = _integer(header, "full_attention_interval", _MOST_INTERVAL)
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta"), "partial_rotary_factor": rotated / size}
+    if prefix != "qwen3next":
+        rope["mrope_section"] = _sections(header, rotated // 2)
     return {
         **of_mtp,
         "num_hidden_layers": layers,
-        "layer_types": ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)],
+        "layer_types": [
+            "linear_attention" if one else "full_attention" for one in _are_recurrent(header, layers, more)
+        ],
         "linear_value_head_dim": inner // heads,
-        "rope_parameters": {**rope, "mrope_section": _sections(header, rotated // 2)},
+        "rope_parameters": rope,
     }
+
+
+def _are_recurrent(header: GgufHeader, layers: int, more: int) -> list[bool]:
+    """Return which layers have no attention: those of a list of all layers, or all but those of an interval.
+
+    more: MTP layers, which the list includes.
+    """
+    key = f"{header.architecture}.attention.recurrent_layers"
+    stored = header.lists.get(key)
+    if stored is None and key not in header.values:
+        known = header.architecture != "qwen3next" or f"{header.architecture}.{_INTERVAL}" in header.values
+        interval = _integer(header, _INTERVAL, _MOST_INTERVAL) if known else _USUAL_INTERVAL
+        return [bool((i + 1) % interval) for i in range(layers)]
+    found = [] if stored is None or stored.kind == STRING else [bool(one) for one in stored.numbers()]
+    if len(found) != layers + more or all(found[:layers]) or any(found[layers:]):
+        raise invalid_value(header, key, f"a list of {layers + more} flags, some of them false, and the last {more}")
+    return found[:layers]
 
 
 def _integer(header: GgufHeader, name: str, most: int) -> int:

@@ -45,7 +45,6 @@ READ = {
             *FACTORS,
             "rope.scaling.type",
             "attention.sliding_window_pattern",
-            "rope.freq_base_swa",
             "attention.scale",
         }
     ),

@@ -25,9 +25,8 @@ from foresay.models.huggingface.experts import expert_weights
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized."""
-EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-EXPERTS = ("gate_proj", "up_proj", "down_proj")
-"""Parts of the experts of a layer, each a tensor [experts, out, in] of a file."""
+_EXPERTS, _JOINT = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+"""Parts of the experts of a layer, each a tensor [experts, out, in] of a file: of most files, and of those that join two."""
 _POSITIONS = ("rope_freqs", "rope_factors")
 """Prefixes of tensors that positions.py reads or rejects."""
 Name = Callable[[str], str]
@@ -62,6 +61,14 @@ def gguf_namer(header: GgufHeader, num_layers: int) -> Name:
         return f"{names.get_name(whole)}.{'weight' if whole == parameter else 'bias'}"
 
     return parameter_namer(name)
+
+
+def expert_parts(path: str, is_stored: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the parts of a layer's experts in a file, the last of which is that of down projections.
+
+    is_stored: whether the file has a parameter of transformers' name.
+    """
+    return _JOINT if is_stored(f"{path}.{_JOINT[0]}.weight") else _EXPERTS
 
 
 def dense_config(header: GgufHeader) -> Any:
@@ -101,7 +108,9 @@ def shapes_of(
     output: the output layer in the module, which has no bias, and no tensor if it is tied.
     """
     shapes, missing = {}, []
-    for parameter, shape, needed in _parameters(module, output, is_tied=is_tied):
+    for parameter, shape, needed in _parameters(
+        module, lambda one: name(one) in header.tensors, output, is_tied=is_tied
+    ):
         tensor_name = name(parameter)
         shapes[tensor_name] = shape
         if needed and tensor_name not in header.tensors:
@@ -141,14 +150,16 @@ def check_size(header: GgufHeader, model: Any) -> None:
 
 
 def _parameters(
-    model: nn.Module, output: nn.Module | None, *, is_tied: bool
+    model: nn.Module, is_stored: Callable[[str], bool], output: nn.Module | None, *, is_tied: bool
 ) -> list[tuple[str, tuple[int, ...], bool]]:
     """Return (name, shape, whether it is required) of each parameter and of each linear layer's optional bias."""
     found: list[tuple[str, tuple[int, ...], bool]] = []
     for path, module in model.named_modules():
         if (weights := expert_weights(module)) is not None:
             hidden, inner = weights.down(0)[0].shape
-            for short, shape in zip(EXPERTS, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            *ups, down = expert_parts(path, is_stored)
+            rows = (2 * inner // len(ups), hidden)
+            for short, shape in (*((one, rows) for one in ups), (down, (hidden, inner))):
                 found.append((f"{path}.{short}.weight", (weights.count, *shape), True))
                 if weights.down(0)[1] is not None:
                     found.append((f"{path}.{short}.bias", (weights.count, shape[0]), True))

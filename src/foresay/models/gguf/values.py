@@ -58,6 +58,7 @@ FACTORS = {
     "attention.layer_norm_rms_epsilon": (1e-20, 1.0),
     "attention.layer_norm_epsilon": (1e-20, 1.0),
     "rope.freq_base": (1.0, 1e15),
+    "rope.freq_base_swa": (1.0, 1e15),
     "rope.scaling.factor": (1e-3, 1e6),
     "rope.scale_linear": (1e-3, 1e6),
     "rope.scaling.yarn_beta_fast": (1e-3, 1e6),

@@ -25,6 +25,7 @@ _SIZES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "num_kv_heads"), _HEADS),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "head_dim", "d_kv"), _HEADS),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"), (0, 1 << 16)),
+    "top_k_experts": (0, 1 << 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "vocab_size"), _LENGTH),
     "sliding_window": (0, (1 << 31) - 1),
 }

@@ -108,8 +108,14 @@ def _alternating(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
 
 
+def active_experts(config: Any) -> int:
+    """Return the number of experts that a token selects; 0 for a configuration that does not state it."""
+    found = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)  # Gemma 4's name
+    return int(found or 0)
+
+
 def active_share(model: Any) -> float:
     """Return the share of a layer's experts that one token selects."""
     config = model.config.get_text_config(decoder=True)
     count = max(int(part.num_experts) for part in model.modules() if is_experts(part))
-    return min(1.0, int(getattr(config, "num_experts_per_tok", 0) or count) / count)
+    return min(1.0, (active_experts(config) or count) / count)

@@ -12,6 +12,7 @@ import torch
 
 from foresay.models.cpu.gated_layer import (
     ClampedGate,
+    ExpertNorms,
     Experts,
     GatedLayer,
     LayerInput,
@@ -20,11 +21,14 @@ from foresay.models.cpu.gated_layer import (
     Sigmoids,
 )
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.experts import active_experts
 from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, ZERO_CENTRED, usual_names
 from foresay.models.huggingface.linears import expert_products, product_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "smollm3", "gpt_oss"})
+_BY_LAYER = frozenset(
+    {"qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "smollm3", "gpt_oss", "olmo3", "exaone4", "ministral"}
+)
 _ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
 OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
@@ -59,7 +63,9 @@ def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
     """Read a layer of a model. kind: name of its type. Raises AttributeError for a part that is missing, and NotFusedError."""
     layer = usual_names(layer)
     attn, mlp = layer.self_attn, layer.mlp
-    experts = _experts(mlp, config)
+    both = bool(getattr(layer, "enable_moe_block", False))  # experts next to a feed-forward
+    experts = _experts(layer if both else mlp, config)
+    is_dense = both or experts is None
     four_norms = hasattr(layer, "pre_feedforward_layernorm")
     first = getattr(layer, "input_layernorm", None)
     after = four_norms or first is None  # norms after attention and feed-forward
@@ -74,8 +80,8 @@ def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
         dim=int(attn.head_dim),
         q_norm=norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None,
         k_norm=norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None,
-        wide_norm=config.model_type == "olmo2",
-        rotates=bool(getattr(attn, "use_rope", True)),
+        wide_norm=config.model_type in ("olmo2", "olmo3"),
+        rotates=_rotates(attn, config),
         window=config.sliding_window if kind == SLIDING else None,
         scaling=float(attn.scaling),
         softcap=getattr(attn, "attn_logit_softcapping", None),
@@ -84,9 +90,9 @@ def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
         before_mlp=norm_of(layer.pre_feedforward_layernorm if four_norms else layer.post_attention_layernorm)
         if four_norms or not after
         else None,
-        gate_up=None if experts is not None else _joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
+        gate_up=None if not is_dense else _joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
         activation=_activation(mlp),
-        down=None if experts is not None else product_of(mlp.down_proj),
+        down=None if not is_dense else product_of(mlp.down_proj),
         after_mlp=norm_of(layer.post_feedforward_layernorm) if after else None,
         experts=experts,
         sinks=attn.sinks.detach() if hasattr(attn, "sinks") else None,
@@ -104,6 +110,13 @@ def _heads(attn: Any, config: Any) -> tuple[int, int]:
     """Return the number of query heads and of key heads."""
     heads, groups = int(config.num_attention_heads), getattr(attn, "num_key_value_groups", None)
     return heads, int(config.num_key_value_heads) if groups is None else heads // int(groups)
+
+
+def _rotates(attn: Any, config: Any) -> bool:
+    """Return True if queries and keys of a layer are rotated."""
+    if config.model_type == "exaone4":  # next to layers with a window those without one have no positions
+        return config.sliding_window is None or bool(attn.is_sliding)
+    return bool(getattr(attn, "use_rope", True))
 
 
 def _shared_layer(attn: Any, config: Any) -> int | None:
@@ -135,8 +148,13 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
         raise NotFusedError(f"the kernels do not read {type(mlp.experts).__name__} in their current layout")
     gate_up, down, gate = parts
     router = getattr(mlp, "router", None) or mlp.gate
+    is_apart = hasattr(router, "proj")  # Gemma 4's
     try:
-        scores = NativeProduct.in_place([router.weight], [getattr(router, "bias", None)])
+        scores = (
+            product_of(router.proj)
+            if is_apart
+            else NativeProduct.in_place([router.weight], [getattr(router, "bias", None)])
+        )
     except LookupError as error:
         raise NotFusedError(str(error)) from None
     # Mixtral and gpt-oss always normalize the weights
@@ -144,9 +162,22 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     clamped = gate if isinstance(gate, ClampedGate) else None
     common = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
     shared = None if common is None else (_joint(common, "", ("gate_proj", "up_proj")), product_of(common.down_proj))
-    active = int(config.num_experts_per_tok)
+    active = active_experts(config)
     gated = product_of(mlp.shared_expert_gate) if hasattr(mlp, "shared_expert_gate") else None
-    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(mlp, router), shared, gated)
+    norms = _expert_norms(mlp, router) if is_apart else None
+    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(mlp, router), shared, gated, norms)
+
+
+def _expert_norms(layer: Any, router: Any) -> ExpertNorms:
+    """Read the norms of experts next to a feed-forward, and of their router."""
+    return ExpertNorms(
+        before=norm_of(layer.pre_feedforward_layernorm_2),
+        router=Norm(router.scale.detach(), float(router.eps)),
+        after=norm_of(layer.post_feedforward_layernorm_2),
+        dense=norm_of(layer.post_feedforward_layernorm_1),
+        scales=router.per_expert_scale.detach(),
+        factor=float(router.scalar_root_size),
+    )
 
 
 def _sigmoids(mlp: Any, router: Any) -> Sigmoids | None:

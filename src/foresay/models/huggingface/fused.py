@@ -61,10 +61,7 @@ class FusedDecoder:
         self._embed = model.get_input_embeddings()
         self._rotary = body.pos_emb if hasattr(body, "pos_emb") else body.rotary_emb
         self._head = product_of(model.get_output_embeddings())
-        self._by_kind = config.model_type in (
-            "gemma3_text",
-            "gemma4_text",
-        )  # their rotary embedding depends on the layer type
+        self._by_kind = isinstance(getattr(self._rotary, "rope_type", None), dict)  # one for each kind of layer
         self._windows = {layer.kind: layer.window for layer in self._layers}
         self._half_turns = config.model_type == "gpt_oss"  # its rotary embedding gives each angle once
         self._tables = {

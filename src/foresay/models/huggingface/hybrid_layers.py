@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution
-from foresay.models.huggingface.frozen import ReorderedInput
+from foresay.models.huggingface.frozen import ReorderedInput, ReorderedOutput
 from foresay.models.huggingface.linears import product_of
 
 HYBRID = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
@@ -50,24 +50,32 @@ def _attention(module: Any) -> SimpleNamespace:
     return SimpleNamespace(**own, **{name: getattr(module, theirs) for name, theirs in _LFM2.items()})
 
 
-def _mixing(module: Any, inputs: tuple[str, ...], mixer: GatedDelta | ShortConvolution) -> SimpleNamespace:
-    """Return a mixer under the names of attention. inputs: names of the layers that read its input, in the kernels' order."""
-    layers = {name: getattr(module, name) for name in inputs}
+def _mixing(module: Any, layers: dict[str, Any], mixer: GatedDelta | ShortConvolution) -> SimpleNamespace:
+    """Return a mixer under the names of attention. layers: those that read its input, in the kernels' order."""
     out = module.out_proj.inner if isinstance(module.out_proj, ReorderedInput) else module.out_proj
-    return SimpleNamespace(**layers, inputs=inputs, o_proj=out, head_dim=0, scaling=1.0, use_rope=False, mixer=mixer)
+    own = {"inputs": tuple(layers), "o_proj": out, "head_dim": 0, "scaling": 1.0, "use_rope": False, "mixer": mixer}
+    return SimpleNamespace(**layers, **own)
 
 
 def _short(module: Any) -> SimpleNamespace:
     bias = None if module.conv.bias is None else module.conv.bias.detach()
-    return _mixing(module, ("in_proj",), ShortConvolution(module.conv.weight.detach(), bias))
+    return _mixing(module, {"in_proj": module.in_proj}, ShortConvolution(module.conv.weight.detach(), bias))
 
 
 def _delta(module: Any) -> SimpleNamespace:
     if module.activation not in _SILU or module.conv1d.bias is not None:
         raise AttributeError(f"a gated delta rule has SiLU and no bias, not {module.activation!r}")
-    by_key_head = hasattr(module, "in_proj_qkvz")
-    inputs = ("in_proj_qkvz",) if by_key_head else ("in_proj_qkv", "in_proj_z")
-    side = (module.in_proj_ba,) if by_key_head else (module.in_proj_b, module.in_proj_a)
+    joint = getattr(module, "in_proj_qkvz", None)
+    by_key_head = joint is not None and not isinstance(joint, ReorderedOutput)
+    inputs: dict[str, Any]
+    side: tuple[Any, ...]
+    if by_key_head:
+        inputs, side = {"in_proj_qkvz": joint}, (module.in_proj_ba,)
+    elif joint is not None:  # of a GGUF file
+        inputs, side = dict(joint.named_children()), tuple(module.in_proj_ba.children())
+    else:
+        inputs = {"in_proj_qkv": module.in_proj_qkv, "in_proj_z": module.in_proj_z}
+        side = (module.in_proj_b, module.in_proj_a)
     mixer = GatedDelta(
         heads=(int(module.num_k_heads), int(module.num_v_heads)),
         dims=(int(module.head_k_dim), int(module.head_v_dim)),

@@ -229,6 +229,8 @@ def quantizer(bits: int) -> MakeProduct:
 _READ_DIRECTLY = ("dt_proj",)
 """Names of linear layers whose weights a family's code reads without calling the layer (Mamba's time steps)."""
 
+_ROUTER = "per_expert_scale"
+"""Parameter of a router whose weights are a linear layer (Gemma 4); those of others are no layers and stay as they are, too."""
 _READ_FOR_DTYPE = ("lm_head",)
 """Names of linear layers from whose weights a family's code reads the dtype (Mamba, xLSTM)."""
 
@@ -255,7 +257,7 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
                 gate_up, down = ([make(*of(i)) for i in range(weights.count)] for of in (weights.gate_up, weights.down))
                 setattr(parent, name, FrozenExperts(gate_up, down, weights.gate))
                 count += 2 * weights.count
-            elif replaceable(child) and name not in _READ_DIRECTLY:
+            elif replaceable(child) and name not in _READ_DIRECTLY and not hasattr(parent, _ROUTER):
                 bias = None if child.bias is None else child.bias.detach().clone()
                 frozen = FrozenLinear(make(child.weight.detach(), bias))
                 if name in _READ_FOR_DTYPE:

@@ -38,6 +38,10 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 128,
 }
+OLMO3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {**YARN, "truncate": True, "factor": 8.0, "attention_factor": 1.2079441541679836},
+}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 264}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -50,8 +54,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"num_hidden_layers": 6}),
     "gemma4": ("gemma4", GEMMA4),
     "gemma4-equal": ("gemma4_equal", {**GEMMA4, "hidden_size_per_layer_input": 0}),
+    "gemma4-moe": ("gemma4_moe", {**GEMMA4, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 32}),
     "phi3": ("phi3", {"sliding_window": None}),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"max_position_embeddings": 4096, "rope_parameters": OLMO3}),
+    "exaone4": ("exaone4", {"head_dim": 16}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "granite": ("granite", {"embedding_multiplier": 3.0}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
     "glm4moe": (
@@ -78,6 +86,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen35moe": (
         "qwen3_5_moe",
+        {
+            "head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen3next": (
+        "qwen3_next",
         {
             "head_dim": 16,
             "linear_value_head_dim": 16,

@@ -1,4 +1,4 @@
-"""GGUF files of LFM2 and Qwen3.5: what they hold is what was written, on the kernels and dequantized; what is refused."""
+"""GGUF files of LFM2, Qwen3-Next and Qwen3.5: on the kernels and dequantized what was written; what is refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import foresay
+from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.models.gguf import blocks
 from foresay.models.gguf.configs import config_of
@@ -28,6 +29,7 @@ OF_FAMILY = {
     "lfm2": ("in_proj", "out_proj"),
     "qwen3_5": ("attn_qkv", "attn_gate", "ssm_out"),
     "qwen3_5, all small products": ("attn_qkv", "attn_gate", "ssm_out", "ssm_alpha", "ssm_beta"),
+    "qwen3_next": ("attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_out", "ffn_up_exps", "ffn_down_exps"),
 }
 
 
@@ -39,8 +41,10 @@ def hybrid(name: str, **changes: Any) -> PreTrainedModel:
         sizes |= {"block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     else:
         sizes |= {"head_dim": 16, "linear_value_head_dim": 16, "linear_key_head_dim": 16}
-        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 0, 0]}
-        sizes |= {"rope_parameters": rope}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        sections = {"mrope_section": [4, 0, 0]} if family == "qwen3_5" else {}
+        sizes |= {"rope_parameters": {**rope, **sections}, "moe_intermediate_size": 32}
+        sizes |= {"shared_expert_intermediate_size": 32} if family == "qwen3_next" else {}
     model = make(family, 4, **{**sizes, **changes})
     for path, weight in model.named_parameters():
         if weight.dim() == 2 and "linear_attn.in_proj" not in path:
@@ -86,14 +90,19 @@ def test_blocks_score_what_the_dequantized_file_scores(tmp_path: Path, name: str
     assert kept.weights == "GGUF" and whole.weights == ""
     assert kept.model.batch_invariant  # type: ignore[attr-defined]
     a, b = scores(kept, IDS), scores(whole, IDS)
-    assert float((a - b).square().mean().sqrt() / b.std()) < 0.1
+    assert error(a, b) < 0.1
     other = load_model(
         write_gguf(tmp_path / "other.gguf", hybrid(name, num_attention_heads=2)), LoadOptions(dtype="fp32")
     )
-    assert float((scores(other, IDS) - b).square().mean().sqrt() / b.std()) > 0.3
+    assert error(scores(other, IDS), b) > 0.3
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Root mean square of a token's differences as a share of the deviation; the median, as rounding may select other experts."""
+    return float((found - wanted).square().mean(-1).sqrt().median() / wanted.std())
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "qwen3_next"])
 def test_any_draft_and_any_batch_write_the_same(tmp_path: Path, name: str) -> None:
     kinds = dict.fromkeys((*PRODUCTS, *OF_FAMILY[name]), "Q4_0") | {"ffn_down": "Q8_0"}
     path = write_gguf(tmp_path / "tiny.gguf", hybrid(name), kinds)
@@ -107,7 +116,7 @@ def test_any_draft_and_any_batch_write_the_same(tmp_path: Path, name: str) -> No
     assert again.generate(prompts[0], max_new_tokens=24, ignore_eos=True).token_ids == alone[0]
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "qwen3_next"])
 def test_the_configuration_is_the_models(tmp_path: Path, name: str) -> None:
     model = hybrid(name, tie_word_embeddings=True)
     found = config_of(read_header(write_gguf(tmp_path / "tiny.gguf", model)))
@@ -118,6 +127,98 @@ def test_the_configuration_is_the_models(tmp_path: Path, name: str) -> None:
     assert gguf_hybrids.eps(found) == pytest.approx(gguf_hybrids.eps(model.config))
     for key in ("rope_theta", "partial_rotary_factor"):
         assert found.rope_parameters.get(key) == model.config.rope_parameters.get(key)
+
+
+LAYOUTS = [("ssm_in",), ("gate_up_exps",), ("ssm_in", "gate_up_exps")]
+
+
+@pytest.mark.parametrize("joint", LAYOUTS)
+@pytest.mark.parametrize("kind", [None, "Q8_0"])
+def test_tensors_that_join_several_are_read_as_these(tmp_path: Path, kind: str | None, joint: tuple[str, ...]) -> None:
+    """In older files, and in newer ones: the same bits, from numbers and from blocks."""
+    model, options = hybrid("qwen3_next"), LoadOptions(dtype="auto" if kind else "fp32")
+    split = load_model(write_gguf(tmp_path / "split.gguf", model, kind=kind), options)
+    path = write_gguf(tmp_path / "joint.gguf", model, kind=kind, joint=joint)
+    names = {one.name.split(".")[-2] for one in gguf.GGUFReader(path).tensors}
+    assert ("ssm_in" in joint) == ("ssm_in" in names) == ("attn_gate" not in names)
+    assert ("gate_up_exps" in joint) == ("ffn_gate_up_exps" in names) == ("ffn_up_exps" not in names)
+    found = load_model(path, options)
+    assert found.weights == split.weights and found.model.batch_invariant  # type: ignore[attr-defined]
+    tokens = torch.tensor([IDS])
+    ours = [one.model.forward(ModelInput(tokens, [len(IDS)]), started(one)).scores() for one in (split, found)]
+    assert torch.equal(*ours)
+
+
+def started(loaded: LoadedModel) -> Any:
+    cache = loaded.model.new_cache()
+    cache.add_rows(1)
+    return cache
+
+
+@pytest.mark.parametrize("joint", [(), ("ssm_in",)])
+def test_kinds_are_told_from_key_heads(tmp_path: Path, joint: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: betas and alphas, or all inputs, read in the file's order; queries, keys, values and gates written in another."""
+    model = hybrid("qwen3_next")
+    path = write_gguf(tmp_path / "tiny.gguf", model, joint=joint)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([IDS])).logits[0]
+
+    def difference(path: Path) -> float:
+        found = scores(load_model(path, LoadOptions(dtype="fp32")), IDS)
+        return float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
+
+    assert difference(path) < 1e-5
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "row_order", lambda *given: None)
+        assert difference(path) > 1e-2
+    if not joint:
+        cut, intact = 2 * 2 * 16 + 4 * 16, gguf_hybrids.by_kind  # queries and keys of 2 heads, values of 4
+
+        def wrong(config: Any, weights: Any) -> dict[str, torch.Tensor]:
+            own = intact(config, weights)
+            for name in [one for one in weights if one.endswith("in_proj_qkvz.weight")]:
+                own[name.replace("qkvz", "qkv")], own[name.replace("qkvz", "z")] = weights[name].tensor_split([cut])
+            return own
+
+        monkeypatch.setattr(gguf_hybrids, "by_kind", wrong)
+        assert difference(write_gguf(tmp_path / "other.gguf", model)) > 1e-2
+
+
+def stating(monkeypatch: pytest.MonkeyPatch, architecture: str, interval: int | None, flags: list[bool] | None) -> None:
+    """Files with another interval of layers with attention, or a list of the others."""
+    intact = gguf.GGUFWriter.add_full_attention_interval
+
+    def add(self: gguf.GGUFWriter, usual: int) -> None:
+        if interval is not None:
+            intact(self, interval)
+        if flags is not None:
+            self.add_array(f"{architecture}.attention.recurrent_layers", flags)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_full_attention_interval", add)
+
+
+@pytest.mark.parametrize(
+    ("name", "interval", "flags"),
+    [
+        ("qwen3_next", None, None),
+        ("qwen3_next", None, [True, True, True, False]),
+        ("qwen3_5", 2, [True, True, True, False]),
+    ],
+)
+def test_kinds_of_layers(
+    tmp_path: Path, name: str, interval: int | None, flags: list[bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older files of Qwen3-Next do not state the interval, which is 4; a list comes first."""
+    stating(monkeypatch, name.replace("_5", "5").replace("_", ""), interval, flags)
+    found = config_of(read_header(write_gguf(tmp_path / "tiny.gguf", hybrid(name))))
+    assert found.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+
+
+@pytest.mark.parametrize("flags", [[True] * 4, [True, False], [True, True, True, False, False]])
+def test_other_lists_of_kinds_are_refused(tmp_path: Path, flags: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    stating(monkeypatch, "qwen3next", 4, flags)
+    with pytest.raises(ModelLoadError, match=r"qwen3next\.attention\.recurrent_layers"):
+        load_model(write_gguf(tmp_path / "tiny.gguf", hybrid("qwen3_next")))
 
 
 def test_tiles_are_told_from_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

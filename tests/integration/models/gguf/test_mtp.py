@@ -31,6 +31,7 @@ QWEN = {"head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3
 MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 32, "moe_intermediate_size": 32, "num_nextn_predict_layers": 2},
     "qwen3_5": QWEN,
+    "qwen3_next": {**QWEN, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "qwen3_5_moe": {**QWEN, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
 }
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2, 9, 40], [6] * 9]

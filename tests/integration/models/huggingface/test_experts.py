@@ -30,7 +30,11 @@ from foresay.models.sources.wrapping import wrap
 from helpers.broken_kernels import Broken
 from helpers.families import make
 
-MOE = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss"])
+MOE = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss", "gemma4_moe"])
+
+
+def experts_of(layer: Any) -> Any:
+    return getattr(layer, "experts", None) or layer.mlp.experts
 
 
 def passes(model: CausalModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -62,13 +66,13 @@ def test_frozen_experts_compute_what_the_model_computes(family: str) -> None:
 def test_experts_are_rounded_as_all_weights_are(family: str, bits: int) -> None:
     """And a token keeps its bits whatever else a pass holds, with rounded inputs and without."""
     changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    if family.startswith("qwen3"):
+    if family.startswith(("qwen3", "gemma4")):
         changes["moe_intermediate_size"] = 32
     weights = make(family, **changes)
-    before = expert_weights(weights.model.layers[0].mlp.experts)
+    before = expert_weights(experts_of(weights.model.layers[0]))
     assert before is not None
     freeze_linears(weights, quantizer(bits), all_dtypes=True)
-    experts = weights.model.layers[0].mlp.experts
+    experts = experts_of(weights.model.layers[0])
     for i, one in enumerate(experts.gate_up):
         wanted, bias = before.gate_up(i)
         assert (one.bias is None and bias is None) or torch.equal(one.bias, bias)
@@ -103,7 +107,19 @@ FAULTS = {
     "values that are rotated as keys are": ["gemma4_equal"],
     "inputs of the first layer for all": ["gemma4"],
     "outputs without their scale": ["gemma4"],
-    "": ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss", "glm4_moe", "gemma4", "gemma4_equal"],
+    "experts without factors of their own": ["gemma4_moe"],
+    "a router that reads what experts read": ["gemma4_moe"],
+    "a dense output with the norm of experts": ["gemma4_moe"],
+    "": [
+        "gemma4_moe",
+        "mixtral",
+        "qwen3_moe",
+        "qwen3_moe_unnormalized",
+        "gpt_oss",
+        "glm4_moe",
+        "gemma4",
+        "gemma4_equal",
+    ],
 }
 
 
@@ -274,4 +290,20 @@ def test_sizes_of_experts_are_checked(name: str, value: Any, monkeypatch: pytest
         return made
 
     monkeypatch.setattr(NativeLayers, "_experts", wrong)
+    assert "by the compiled kernels only" in str(use_fused_layers(CausalModel(weights)))
+
+
+@pytest.mark.parametrize("name", ["before", "router", "after", "dense", "scales"])
+@pytest.mark.parametrize("damage", ["size", "values"])
+def test_sizes_of_norms_next_to_experts_are_checked(name: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = make("gemma4_moe")
+    freeze_linears(weights)
+    build = NativeLayers._expert_norms
+
+    def wrong(self: NativeLayers, *given: Any) -> Any:
+        made = build(self, *given)
+        setattr(getattr(made.contents, name), damage, None if damage == "values" else 7)
+        return made
+
+    monkeypatch.setattr(NativeLayers, "_expert_norms", wrong)
     assert "by the compiled kernels only" in str(use_fused_layers(CausalModel(weights)))

@@ -20,6 +20,7 @@ ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mr
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gemma4": ("gemma4", {"tie_word_embeddings": True}),
+    "gemma4, experts": ("gemma4_moe", {"tie_word_embeddings": True}),
     "internvl": ("qwen2", {}),
     "lfm2_vl": ("lfm2", {}),
     "llava": ("llama", {}),
@@ -30,7 +31,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", {}),
     "smolvlm": ("llama", {}),
 }
-"""model_type -> the family of its text, and fields that differ there."""
+"""model_type, and what is special about it -> the family of its text, and fields that differ there."""
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -51,7 +52,7 @@ def whole(kind: str) -> Any:
     fields = {**(FAMILIES | RECURRENT)[family][1], **changes, "vocab_size": len(tiny.tokenizer())}
     if "vocab_size_per_layer_input" in fields:
         fields["vocab_size_per_layer_input"] = fields["vocab_size"]
-    cls = CONFIG_MAPPING[kind]
+    cls = CONFIG_MAPPING[kind.partition(",")[0]]
     parts = cls.sub_configs
     text = CONFIG_MAPPING[cls().text_config.model_type](**fields)
     seen = getattr(cls(), "vision_config", None)

@@ -1,0 +1,172 @@
+"""GGUF files of families whose layers with windows are listed: OLMo-3 (in files of OLMo-2) and EXAONE-4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.errors import ModelLoadError
+from foresay.models.gguf import configs
+from foresay.models.gguf.configs import config_of
+from foresay.models.gguf.header import read_header
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from helpers import tiny
+from helpers.comparing import prompts
+from helpers.families import make
+from helpers.gguf_files import write_gguf
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 128}
+ROPE = {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: YARN}
+NAMES = {"olmo3": "olmo2", "exaone4": "exaone4"}
+Write = Callable[[gguf.GGUFWriter], object]
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    sizes = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96, "sliding_window": 8}
+    own = {"rope_parameters": ROPE, "max_position_embeddings": 4096} if family == "olmo3" else {"head_dim": 16}
+    return make(family, 3, **{**sizes, "num_hidden_layers": 4, **own, **changes})
+
+
+def file_of(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, **instead: Write) -> Path:
+    """instead: what methods of the writer do without "add_", in place of what they write."""
+    with monkeypatch.context() as patch:
+        for method, write in instead.items():
+            patch.setattr(gguf.GGUFWriter, f"add_{method}", lambda self, *given, write=write: write(self))
+        return write_gguf(path, model)
+
+
+def scores(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        out: torch.Tensor = model(torch.tensor([prompts()[3]])).logits[0]
+    return out
+
+
+def difference(path: Path, wanted: torch.Tensor) -> float:
+    """Between the kernels' scores and others, as a share of their range."""
+    model: Any = load_model(path, LoadOptions(dtype="fp32")).model
+    assert model.fused.compiled
+    cache, ids = model.new_cache(), torch.tensor([prompts()[3]])
+    cache.add_rows(1)
+    found = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0]
+    return float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    ("stated", "wanted"),
+    [(None, "SSSF"), (4, "SSSF"), (2, "SFSF"), ([True, False, False, True], "SFFS"), ([False] * 4, "FFFF")],
+)
+def test_layers_with_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, stated: Any, wanted: str
+) -> None:
+    """A list, a period, or each fourth layer without a window."""
+    key = f"{NAMES[family]}.attention.sliding_window_pattern"
+    add: dict[type, Write] = {
+        type(None): lambda writer: None,
+        int: lambda writer: writer.add_uint32(key, stated),
+        list: lambda writer: writer.add_array(key, stated),
+    }
+    path = file_of(tmp_path / "tiny.gguf", model_of(family), monkeypatch, sliding_window_pattern=add[type(stated)])
+    kinds = [SLIDING if one == "S" else FULL for one in wanted]
+    assert config_of(read_header(path)).layer_types == kinds
+    reference = model_of(family, layer_types=kinds)
+    assert difference(path, scores(reference)) < 1e-5
+    other = model_of(family, layer_types=[FULL, SLIDING, SLIDING, FULL])
+    assert difference(path, scores(other)) > 1e-3, "control"
+
+
+def test_positions_of_windows_are_not_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And may have a base of their own. Control: YaRN in all layers."""
+    model = model_of("olmo3", rope_parameters={SLIDING: {"rope_type": "default", "rope_theta": 500.0}, FULL: YARN})
+    intact = gguf.GGUFWriter.add_sliding_window
+
+    def window(writer: gguf.GGUFWriter) -> None:
+        intact(writer, 8)
+        writer.add_rope_freq_base_swa(500.0)
+
+    path = file_of(tmp_path / "tiny.gguf", model, monkeypatch, sliding_window=window)
+    assert difference(path, scores(model)) < 1e-5
+    derive = configs._DERIVED["olmo2"]
+
+    def scaled(header: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        found = derive(header, fields)
+        full = found["rope_parameters"][FULL]
+        return {**found, "rope_parameters": {FULL: full, SLIDING: {**full, "rope_theta": 500.0}}}
+
+    monkeypatch.setitem(configs._DERIVED, "olmo2", scaled)
+    assert difference(path, scores(model)) > 1e-3
+
+
+def add(name: str, value: Any, kind: str = "uint32") -> Write:
+    return lambda writer: getattr(writer, f"add_{kind}")(f"olmo2.{name}", value)
+
+
+@pytest.mark.parametrize(
+    ("method", "write", "named"),
+    [
+        ("sliding_window_pattern", add("attention.sliding_window_pattern", 0), "sliding_window_pattern is 0"),
+        ("sliding_window_pattern", add("attention.sliding_window_pattern", 5000), "sliding_window_pattern is 5000"),
+        (
+            "sliding_window_pattern",
+            add("attention.sliding_window_pattern", "SF", "string"),
+            "sliding_window_pattern is",
+        ),
+        ("sliding_window_pattern", add("attention.sliding_window_pattern", [True] * 3, "array"), "is a list of 3"),
+        ("rope_scaling_factor", add("rope.scaling.factor", 4.0, "float32"), None),
+        ("rope_freq_base", add("rope.freq_base_swa", 0.5, "float32"), "rope.freq_base_swa is 0.5"),
+        ("rope_scaling_factor", lambda writer: None, "rope.scaling.factor is 'missing'"),
+        ("rope_freq_base", add("rope.scaling.yarn_attn_factor", 1.1, "float32"), "yarn_attn_factor is 1.1"),
+        ("rope_freq_base", add("rope.scaling.yarn_attn_factor", 1, "uint32"), "yarn_attn_factor is 1;"),
+        ("rope_freq_base", add("rope.scaling.attn_factor", 1.459, "float32"), "scaling.attn_factor is 1.45"),
+        ("rope_freq_base", add("rope.scaling.yarn_log_multiplier", 0.1, "float32"), "yarn_log_multiplier is 0.1"),
+        ("rope_freq_base", add("rope.scaling.yarn_ext_factor", 0.5, "float32"), "yarn_ext_factor is 0.5"),
+        ("rope_freq_base", add("attention.sliding_window", 1 << 31), "sliding_window is 2147483648"),
+    ],
+)
+def test_values_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, write: Write, named: str | None
+) -> None:
+    """Another factor of the positions alone is honoured."""
+    changes = {"sliding_window": lambda writer: None} if named and "is 2147483648" in named else {}
+    path = file_of(tmp_path / "tiny.gguf", model_of("olmo3"), monkeypatch, **{method: write}, **changes)
+    if named is None:
+        assert config_of(read_header(path)).rope_parameters[FULL]["factor"] == 4.0
+        return
+    with pytest.raises(ModelLoadError, match=named.replace(".", r"\.")):
+        load_model(path)
+
+
+@pytest.mark.parametrize("name", ["rope.scaling.yarn_attn_factor", "rope.scaling.attn_factor"])
+def test_the_usual_factor_of_yarn_may_be_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As converters copy it from OLMo-3's configuration."""
+    model = model_of("olmo3", rope_parameters={**ROPE, FULL: {**YARN, "attention_factor": 1.2079441541679836}})
+    path = file_of(
+        tmp_path / "tiny.gguf",
+        model,
+        monkeypatch,
+        rope_scaling_yarn_attn_factor=add(name, 1.2079441541679836, "float32"),
+    )
+    assert difference(path, scores(model)) < 1e-5
+
+
+def test_positions_of_exaone_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Llama 3's scaling, as a tensor. Control: the model without it."""
+    model, divisors = model_of("exaone4"), np.linspace(1, 8, 8, dtype=np.float32)
+    intact = gguf.GGUFWriter.add_sliding_window
+
+    def window(writer: gguf.GGUFWriter) -> None:
+        intact(writer, 8)
+        writer.add_tensor("rope_freqs.weight", divisors)
+
+    path, plain = file_of(tmp_path / "tiny.gguf", model, monkeypatch, sliding_window=window), scores(model)
+    model.model.rotary_emb.inv_freq /= torch.from_numpy(divisors)
+    assert difference(path, scores(model)) < 1e-5 < 1e-3 < difference(path, plain)
