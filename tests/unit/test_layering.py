@@ -104,7 +104,7 @@ INSIDE = {
     ],
     "models/sources": [
         {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "multimodal"},
-        {"packaged", "config_checks", "llama_cpp", "hub"},
+        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4"},
         {"location", "wrapping"},
         {"reading", "base_models"},
         {"loading", "assistants"},
@@ -160,7 +160,7 @@ INSIDE = {
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_TRANSFORMERS = {
     *(f"models/huggingface/{name}.py" for name in ("causal", "seq2seq", "attention")),
-    *(f"models/sources/{name}.py" for name in ("reading", "packaged", "transformers_errors")),
+    *(f"models/sources/{name}.py" for name in ("reading", "packaged", "transformers_errors", "mxfp4")),
     *(f"models/gguf/{name}.py" for name in ("blocks", "configs", "tokenizer")),
     "training/prune.py",
     *(f"models/drafts/{name}.py" for name in ("layers", "head", "block", "mtp")),

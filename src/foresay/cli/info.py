@@ -135,7 +135,8 @@ def _of_transformers(
     loaded: LoadedModel, model: CausalModel | Seq2SeqModel, rows: int, length: int | None
 ) -> dict[str, str]:
     difference, module = probe(model), model.model
-    weights = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
+    kept = {"": "in that dtype", "GGUF": "in the file's blocks", "MXFP4": "in that dtype, experts in MXFP4 as stored"}
+    weights = kept.get(loaded.weights, f"rounded to {loaded.weights}")
     tested = "tested" if verified(model) else "self-checked, not in the tests"
     recurrent = isinstance(model, RecurrentModel)
     limits = "; no trees and no self-speculation" if recurrent else " except heads" * model.reads_source

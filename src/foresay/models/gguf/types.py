@@ -24,7 +24,7 @@ logger = logging.getLogger("foresay")
 
 _SCALES = {"Q4_0": (0, 2), "Q5_0": (0, 2), "Q8_0": (0, 2), "Q6_K": (208, 210)}
 """Bytes of a block that are float16 numbers, for types with other than the first four; the other bytes are integers."""
-_MOST_EXPONENT = 252
+MOST_EXPONENT = 252
 """Largest exponent of a block of MXFP4 of which no weight is infinite in float32: 12 * 2^(252 - 128)."""
 _PIECE_NUMBERS = 1 << 21
 """Most weights that are dequantized at a time."""
@@ -153,7 +153,7 @@ def _scales_are_finite(tensor: StoredTensor) -> bool:
     first, end = _SCALES.get(tensor.kind, (0, 4))
     blocks = tensor.data.reshape(len(tensor.data), -1, BLOCKS[tensor.kind][1])
     if tensor.kind == "MXFP4":
-        return not bool((blocks[..., 0] > _MOST_EXPONENT).any())
+        return not bool((blocks[..., 0] > MOST_EXPONENT).any())
     bits = np.ascontiguousarray(blocks[..., first:end]).view(np.uint16)
     return not bool((bits & 0x7C00 == 0x7C00).any())  # the exponent of infinite numbers and NaN
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,10 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
         whole = _config(location, options)
         config = language_model_of(whole, location.name) if location.header is None else whole
         dtype = _dtype(location, options, config if for_decoding else None)
-        found = _read_weights(location, options, config, dtype, is_part=config is not whole)
-        return *found, rounded
+        changes = {} if config is whole else {"config": config, "key_mapping": dict(PREFIXES)}
+        if for_decoding and (own := _with_kept_experts(location, options, config)) is not None:
+            config, dtype, rounded, changes = own, torch.bfloat16, "MXFP4", {"config": own}
+        return *_read_weights(location, options, config, dtype, changes), rounded
 
 
 def _config(location: Location, options: LoadOptions) -> Any:
@@ -120,8 +123,18 @@ def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
 
 
 def _keeps_blocks(options: LoadOptions) -> bool:
-    """Return True if a GGUF file that is read by foresay is decoded in its stored blocks."""
+    """Return True if weights that are stored in blocks are decoded in these."""
     return options.computes_on.type == "cpu" and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+
+
+def _with_kept_experts(location: Location, options: LoadOptions, config: Any) -> Any | None:
+    """Return the configuration that keeps the experts of a folder in MXFP4 as they are; None for other folders and options."""
+    is_given = any(getattr(options, name) is not None for name in _OF_TRANSFORMERS)
+    if location.header is not None or is_given or not _keeps_blocks(options):
+        return None
+    from foresay.models.sources import mxfp4
+
+    return mxfp4.kept(config) if mxfp4.is_stored(config) else None
 
 
 def suppress(config: Any, header: GgufHeader) -> Any:
@@ -169,11 +182,12 @@ def _tokenizer(location: Location, options: LoadOptions, *, required: bool) -> A
 
 
 def _read_weights(
-    location: Location, options: LoadOptions, config: Any, dtype: torch.dtype, *, is_part: bool
+    location: Location, options: LoadOptions, config: Any, dtype: torch.dtype, changes: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape.
 
-    is_part: True if `config` is that of the language model of a multimodal checkpoint.
+    changes: arguments for a `config` other than the folder's: that of the language model of a multimodal checkpoint, with the
+    mapping of its names, or one that keeps experts as they are stored.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
@@ -186,8 +200,7 @@ def _read_weights(
         if options.quantization_config is None:
             arguments.update(dequantize())
     else:
-        if is_part:
-            arguments.update(config=config, key_mapping=dict(PREFIXES))
+        arguments.update(changes)
         if location.is_local:
             check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **arguments)
@@ -195,7 +208,9 @@ def _read_weights(
         suppress(model.generation_config, location.header)
     else:
         values = PreTrainedConfig.get_config_dict(folder, **common)[0]
-        report_unread(location.name, values.get("text_config", values) if is_part else values, model.config)
+        report_unread(
+            location.name, values.get("text_config", values) if "key_mapping" in changes else values, model.config
+        )
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if absent:
         raise ModelLoadError(

@@ -35,7 +35,8 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     weights: str = ""
-    """"int8" or "int4" for rounded weights, "GGUF" for weights in the blocks of such a file, "llama.cpp" for that backend."""
+    """"int8" or "int4" for rounded weights, "GGUF" for weights in the blocks of such a file, "MXFP4" for experts in those of
+    a folder, "llama.cpp" for that backend."""
     generation: GenerationSettings = UNCHANGED
     """The model's generation config."""
 

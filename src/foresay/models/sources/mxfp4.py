@@ -1,0 +1,151 @@
+"""Folders whose experts are stored in MXFP4 (gpt-oss): read by transformers, but with the experts in their 4.25 bits.
+
+A folder has blocks [experts, out, in / 32, 16] of two neighbouring 4-bit floats in a byte, and exponents [experts, out, in / 32].
+Rows of gates and ups alternate. The kernels read the blocks of GGUF files: an exponent, then bytes with a float of each half.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from foresay.errors import ModelLoadError
+from foresay.models.cpu.gated_layer import ClampedGate
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.gguf.types import MOST_EXPONENT
+from foresay.models.huggingface.frozen import FrozenExperts
+from foresay.models.huggingface.linears import compiled
+
+_FORMAT = "MXFP4"
+_FAMILY, _METHOD, _OURS = "gpt_oss", "mxfp4", "foresay_mxfp4"
+_GROUP = 32
+_LOW, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
+_PARTS = ("gate_up_proj", "down_proj")
+
+
+def is_stored(config: Any) -> bool:
+    """Return True for a folder whose experts are in MXFP4, if there are kernels for them. config: transformers'."""
+    found = getattr(config, "quantization_config", None)
+    return (
+        config.model_type == _FAMILY
+        and isinstance(found, Mapping)
+        and found.get("quant_method") == _METHOD
+        and compiled()
+    )
+
+
+def kept(config: Any) -> Any:
+    """Return a copy of such a configuration with which transformers leaves the experts in their blocks."""
+    own = copy.deepcopy(config)
+    own.quantization_config = {"quant_method": _OURS}
+    return own
+
+
+@register_quantization_config(_OURS)
+class _Config(QuantizationConfigMixin):  # type: ignore[misc]
+    """A configuration without values."""
+
+    def __init__(self, **given: Any) -> None:
+        self.quant_method = _OURS
+
+
+@register_quantizer(_OURS)
+class _Blocks(HfQuantizer):  # type: ignore[misc]
+    """A reader of such folders instead of transformers' own: it packs a tensor when it is read."""
+
+    serialized_names: ClassVar[dict[str, list[str]]] = {part: [f"{part}_blocks", f"{part}_scales"] for part in _PARTS}
+
+    def __init__(self, quantization_config: Any, **given: Any) -> None:
+        super().__init__(quantization_config, **given)
+        self._products: dict[str, list[NativeProduct]] = {}
+        self._problem = ""
+        """The first that was found; transformers would log an exception of an operation, and go on."""
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """Return the operation for the tensors of `serialized_names`."""
+        return {"deserialize": _Pack}
+
+    def is_serializable(self) -> bool:
+        """Return False: such models are decoded only."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """See `is_serializable`."""
+        return False
+
+    def pack(self, model: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the products of a parameter's experts from its tensors, by their last names. A problem is raised after loading."""
+        path, _, part = name.rpartition(".")
+        module = model.get_submodule(path)
+        count, depth, rows = getattr(module, part).shape
+        delattr(module, part)  # it has no memory yet
+        module._is_hf_initialized = True  # transformers initializes no weights of it
+        groups, found = depth // _GROUP, [tensors.get(stored) for stored in self.serialized_names[part]]
+        for one, wanted in zip(found, ((count, rows, groups, _GROUP // 2), (count, rows, groups)), strict=True):
+            if one is None or one.dtype != torch.uint8 or one.shape != wanted or depth % _GROUP:
+                stored = "are missing" if one is None else f"are of {one.dtype} in the shape {[*one.shape]}"
+                self._problem = f"the blocks or scales of {name} {stored}; allowed is torch.uint8 {[*wanted]}"
+                return
+        blocks, scales = (one for one in found if one is not None)
+        if int(scales.max()) > MOST_EXPONENT:
+            self._problem = f"the scales of {name} contain {int(scales.max())}; allowed is at most {MOST_EXPONENT}"
+            return
+        alternates = part == _PARTS[0]
+        self._products[name] = [_product(*one, alternates=alternates) for one in zip(blocks, scales, strict=True)]
+
+    def _process_model_after_weight_loading(self, model: Any, **given: Any) -> None:
+        """Replace the experts of all layers by those of the products."""
+        for path, module in list(model.named_modules()):
+            gate_up, down = (self._products.pop(f"{path}.{part}", None) for part in _PARTS)
+            if (gate_up is None) != (down is None):
+                self._problem = self._problem or f"only a part of {path} is in {_FORMAT}"
+            if self._problem:
+                raise ModelLoadError(f"{str(model.config.name_or_path)!r} cannot be read: {self._problem}")
+            if gate_up is None or down is None:
+                continue
+            biases = module.gate_up_proj_bias.detach().unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+            gate_up = [one.with_bias(bias) for one, bias in zip(gate_up, biases, strict=True)]
+            down = [one.with_bias(bias) for one, bias in zip(down, module.down_proj_bias.detach(), strict=True)]
+            parent, _, short = path.rpartition(".")
+            gate = ClampedGate(float(module.alpha), float(module.limit))
+            setattr(model.get_submodule(parent), short, FrozenExperts(gate_up, down, gate))
+        self.remove_quantization_config(model)
+
+
+class _Pack(ConversionOps):  # type: ignore[misc]
+    """transformers' name of what happens to the tensors of a parameter."""
+
+    def __init__(self, hf_quantizer: _Blocks) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def __deepcopy__(self, memo: Any) -> _Pack:
+        """Return itself: transformers copies an operation for each parameter, and all of them share one reader."""
+        return self
+
+    def convert(self, input_dict: Mapping[str, Any], **given: Any) -> dict[str, torch.Tensor]:
+        """Pack tensors, by their last names. Returns no parameter."""
+        tensors = {name: one[0] if isinstance(one, list) else one for name, one in input_dict.items()}
+        self.hf_quantizer.pack(given["model"], given["full_layer_name"], tensors)
+        given["missing_keys"].discard(given["full_layer_name"])
+        return {}
+
+
+def _product(blocks: torch.Tensor, scales: torch.Tensor, *, alternates: bool) -> NativeProduct:
+    """Return the product of blocks [out, groups, 16] and scales [out, groups]. alternates: True if rows of gates and ups do."""
+    words = blocks.numpy().view(np.uint64)  # eight bytes at a time
+    first, last = words[..., 0], words[..., 1]
+    data = np.empty((*scales.shape, 1 + _GROUP // 2), np.uint8)
+    data[..., 0] = scales.numpy()
+    for at, both in ((1, first & _LOW | (last & _LOW) << _FOUR), (2, (first & ~_LOW) >> _FOUR | last & ~_LOW)):
+        data[..., at::2] = both.view(np.uint8).reshape(*scales.shape, -1)
+    rows = data.reshape(len(data), -1)
+    return NativeProduct.of_blocks(_FORMAT, [rows[::2], rows[1::2]] if alternates else [rows])

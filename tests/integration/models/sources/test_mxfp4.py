@@ -1,0 +1,199 @@
+"""Folders of gpt-oss whose experts are stored in MXFP4: decoded in their 4.25 bits, with the text of the dequantized model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from foresay.decoding.protocols import ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ModelLoadError
+from foresay.models.huggingface.frozen import FrozenExperts
+from foresay.models.sources import mxfp4
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model, load_weights
+from helpers import tiny
+from helpers.comparing import NEW, assert_same, plain, prompts
+from helpers.families import make
+from helpers.support import Sometimes, run
+
+VOCAB = len(tiny.tokenizer())
+PARAMS = SamplingParams(max_new_tokens=NEW)
+FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+Change = Callable[[dict[str, torch.Tensor]], Any]
+LAST = "model.layers.2.mlp.experts."
+
+
+def folder_of(path: Path, change: Change = lambda weights: None) -> tuple[Path, PreTrainedModel]:
+    """A folder with random blocks, and the model of their numbers in float32. change: of the tensors of the folder."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "swiglu_limit": 7.0}
+    model = make("gpt_oss", 3, **sizes)
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16).float()
+    generator, stored = torch.Generator().manual_seed(1), {}
+    for layer, block in enumerate(model.model.layers):
+        for part in ("gate_up_proj", "down_proj"):
+            weight = getattr(block.mlp.experts, part)
+            count, depth, rows = weight.shape
+            blocks = torch.randint(0, 256, (count, rows, depth // 32, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 125, (count, rows, depth // 32), generator=generator, dtype=torch.uint8)
+            fours = torch.stack([blocks & 15, blocks >> 4], -1).flatten(3).long()
+            numbers = FLOATS[fours & 7] * torch.where(fours > 7, -1.0, 1.0) * 2.0 ** (scales.float() - 127)[..., None]
+            weight.data = numbers.flatten(2).transpose(1, 2).contiguous()
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    tiny.save(path, model)
+    found = load_file(path / "model.safetensors")
+    weights = {name: one.to(torch.bfloat16) for name, one in found.items() if not name.endswith("_proj")} | stored
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized, "dtype": "bfloat16"}))
+    return path, model
+
+
+def in_float32(path: Path) -> Any:
+    """The kernels without the rounding of inputs, keys and values."""
+    loaded: Any = load_model(path, LoadOptions(activations="float32")).model
+    loaded.use_fused(torch.float32)
+    return loaded
+
+
+def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
+    """Each number is the stored one; no layer is expanded."""
+    path, reference = folder_of(tmp_path / "tiny")
+    loaded: Any = load_model(path)
+    assert loaded.precision == "bfloat16, MXFP4 weights" and loaded.model.fused.compiled
+    for own, wanted in zip(loaded.model.model.model.layers, reference.model.layers, strict=True):
+        experts, dense = own.mlp.experts, wanted.mlp.experts
+        assert isinstance(experts, FrozenExperts)
+        assert {one.product.bits for one in (*experts.gate_up, *experts.down)} == {4.25}
+        for i, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            rows = dense.gate_up_proj[i].T
+            assert torch.equal(gate_up.product.dense().float(), torch.cat([rows[::2], rows[1::2]]))
+            assert torch.equal(down.product.dense().float(), dense.down_proj[i].T)
+            assert torch.equal(gate_up.bias.float(), dense.gate_up_proj_bias[i].view(-1, 2).T.flatten())
+    assert all(one.dim() < 3 for one in loaded.model.model.parameters())
+
+
+def test_texts_are_those_of_transformers(tmp_path: Path) -> None:
+    """In float32, with rejected and with accepted drafts. Control: neighbours read as the two halves of a block."""
+    path, reference = folder_of(tmp_path / "tiny")
+    dense, _ = load_weights(path, LoadOptions(dtype="fp32"))
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(dense.state_dict()[name], weight), name
+    wanted = [plain(reference, prompt) for prompt in prompts()]
+    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
+    drafter = Sometimes(wanted, VOCAB)
+    ours, steps, engine = run(in_float32(path), prompts(), PARAMS, drafter=drafter, gamma=4, join_later=3)
+    assert engine.draft_failures == 0
+    assert any(step.num_accepted < step.num_drafted for step in steps)
+    assert any(step.num_accepted == step.num_drafted == 4 for step in steps)
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+
+
+def scores(model: Any) -> torch.Tensor:
+    cache, ids = model.new_cache(), torch.tensor([prompts()[3]])
+    cache.add_rows(1)
+    out: torch.Tensor = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0].float()
+    return out
+
+
+def test_scores_are_those_of_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: neighbours read as the halves of a block, and gates as ups."""
+    path, reference = folder_of(tmp_path / "tiny")
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([prompts()[3]])).logits[0]
+
+    def difference() -> float:
+        return float((scores(in_float32(path)) - wanted).abs().max() / (wanted.max() - wanted.min()))
+
+    assert difference() < 1e-4
+    intact = mxfp4._product
+    with monkeypatch.context() as patch:
+
+        def halved(blocks: torch.Tensor, scales: torch.Tensor, **given: Any) -> Any:
+            fours = torch.cat([blocks & 15, blocks >> 4], -1)
+            return intact(fours[..., ::2] | fours[..., 1::2] << 4, scales, **given)
+
+        patch.setattr(mxfp4, "_product", halved)
+        assert difference() > 1e-2
+    monkeypatch.setattr(mxfp4, "_product", lambda blocks, scales, **given: intact(blocks, scales, alternates=False))
+    assert difference() > 1e-2
+
+
+def test_any_draft_and_any_batch_write_the_same(tmp_path: Path) -> None:
+    path, _ = folder_of(tmp_path / "tiny")
+    model = load_model(path).model
+    alone = [run(model, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
+    for gamma, batch in ((1, 6), (4, 3)):
+        drafter = Sometimes(alone, VOCAB)
+        assert run(model, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
+
+
+@pytest.mark.parametrize("options", [LoadOptions(dtype="fp32"), LoadOptions(weights="int8")])
+def test_other_formats_are_made_of_the_numbers(tmp_path: Path, options: LoadOptions) -> None:
+    path, reference = folder_of(tmp_path / "tiny")
+    loaded = load_model(path, options)
+    assert loaded.weights == ("int8" if options.bits else "")
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([prompts()[3]])).logits[0]
+    error = (scores(loaded.model) - wanted).square().mean(-1).sqrt().median() / wanted.std()
+    assert float(error) < (0.2 if options.bits else 1e-4), "the median, as rounding may select other experts"
+
+
+def test_info_names_the_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = folder_of(tmp_path / "tiny")
+    code, out, _ = tiny.Shell(monkeypatch, capsys)("info", str(path))
+    assert code == 0 and "experts in MXFP4 as stored" in out
+    assert "fused layers, kernels compiled for this machine" in out and "same bits: yes" in out
+
+
+def cut(name: str, **index: Any) -> Change:
+    return lambda weights: weights.update(
+        {LAST + name: weights[LAST + name][index.get("at", slice(None))].contiguous()}
+    )
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "no scales": (lambda weights: weights.pop(LAST + "down_proj_scales"), r"experts\.down_proj are missing"),
+    "no blocks": (lambda weights: weights.pop(LAST + "gate_up_proj_blocks"), r"experts\.gate_up_proj are missing"),
+    "fewer experts": (
+        cut("down_proj_blocks", at=slice(2)),
+        r"down_proj are of torch\.uint8 in the shape \[2, 64, 3, 16\]",
+    ),
+    "fewer rows": (cut("gate_up_proj_scales", at=(slice(None), slice(8))), r"in the shape \[4, 8, 2\]"),
+    "numbers": (
+        lambda weights: weights.update({LAST + "down_proj_scales": weights[LAST + "down_proj_scales"].float()}),
+        r"are of torch\.float32",
+    ),
+    "an exponent that is no number": (
+        lambda weights: weights[LAST + "down_proj_scales"].view(-1)[7:8].fill_(255),
+        "contain 255; allowed is at most 252",
+    ),
+    "no biases": (lambda weights: weights.pop(LAST + "down_proj_bias"), "1 weights are missing"),
+    "no layer's": (
+        lambda weights: [weights.pop(LAST + f"down_proj_{one}") for one in ("blocks", "scales")],
+        r"1 weights are missing|only a part of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_refused(tmp_path: Path, name: str) -> None:
+    change, problem = CHANGES[name]
+    path, _ = folder_of(tmp_path / "tiny", change)
+    with pytest.raises(ModelLoadError, match=problem) as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
