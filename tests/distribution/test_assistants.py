@@ -18,7 +18,7 @@ from foresay.models.huggingface.causal import CausalModel
 from helpers.assistants import assistant_model, read
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
-from helpers.reference import Enumerated, joint, p_value
+from helpers.reference import enumerated, joint, p_value
 from helpers.support import run
 
 SIZE, LENGTH, SAMPLES, PROMPT = 5, 3, 1200, [1, 2, 1]
@@ -68,7 +68,7 @@ def value(
     assert sum(step.num_accepted for step in steps) > SAMPLES / 4
     assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 8
     written = [output[:LENGTH] for output in outputs]
-    found: Any = joint(Enumerated(target), params[0], PROMPT, LENGTH)
+    found: Any = joint(enumerated(target), params[0], PROMPT, LENGTH)
     return p_value(written, found, SIZE)
 
 

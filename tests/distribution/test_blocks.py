@@ -25,7 +25,7 @@ from helpers.distribution_cells import ALPHA
 from helpers.families import make
 from helpers.heads import random_head
 from helpers.mtp import save_with_mtp
-from helpers.reference import Enumerated, joint, p_value
+from helpers.reference import enumerated, joint, p_value
 from helpers.support import run
 
 SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1500, [1, 2, 1]
@@ -137,7 +137,7 @@ def value(target: CausalModel, drafter: str, rule: str, *, nodes: int = 0, path:
     assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 4
     assert not nodes or max(step.num_accepted for step in steps) > 1, "trees of one level"
     written = [output[:LENGTH] for output in outputs]
-    return p_value(written, joint(Enumerated(target), params[0], PROMPT, LENGTH), SIZE)
+    return p_value(written, joint(enumerated(target), params[0], PROMPT, LENGTH), SIZE)
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])

@@ -16,7 +16,7 @@ from foresay.models.huggingface.self_check import use_fused_layers
 from helpers.broken_kernels import Broken
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
-from helpers.reference import Enumerated, joint, p_value
+from helpers.reference import enumerated, joint, p_value
 from helpers.support import Mixed, run
 
 SIZE, LENGTH, SAMPLES, PROMPT = 3, 4, 1500, [1, 2, 1, 0, 2]
@@ -44,7 +44,7 @@ def value(rule: str, drafter: str = "model") -> float:
     assert engine.draft_failures == 0
     assert sum(0 < step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 20
     assert sum(step.num_accepted == step.num_drafted > 0 for step in steps) > SAMPLES / 10
-    return p_value(outputs, joint(Enumerated(target), params[0], PROMPT, LENGTH), SIZE)
+    return p_value(outputs, joint(enumerated(target), params[0], PROMPT, LENGTH), SIZE)
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match"])

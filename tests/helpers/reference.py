@@ -17,18 +17,24 @@ from foresay.models.table import TableModel
 
 
 class Enumerated:
-    """A tiny model's distributions after all contexts, by its family's own code, without a cache."""
+    """A tiny model's distributions after all contexts, by its family's own code, without a cache of keys and values."""
 
     def __init__(self, target: CausalModel) -> None:
         self._target, self.vocab_size = target, target.vocab_size
 
-    @cache  # noqa: B019 - one object for a whole test
+    @cache  # noqa: B019 - one object for all tests of a model
     def _after(self, context: tuple[int, ...]) -> torch.Tensor:
         with torch.inference_mode():
             return self._target.uncached(torch.tensor([context]))[0, -1].double().softmax(-1)
 
     def distribution(self, context: Sequence[int]) -> torch.Tensor:
         return self._after(tuple(context))
+
+
+@cache
+def enumerated(target: CausalModel) -> Enumerated:
+    """The distributions of a model, which are computed once."""
+    return Enumerated(target)
 
 
 def distribution(
