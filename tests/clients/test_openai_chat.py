@@ -162,9 +162,21 @@ def test_refusals(more: dict[str, Any], field: str, client: openai.OpenAI) -> No
 
 def test_other_endpoints_do_not_exist(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=NAME, input="The sea")
+        client.moderations.create(input="The sea")
     with pytest.raises(openai.NotFoundError):
         client.files.list()
+
+
+def test_embeddings_are_those_of_plain_requests(client: openai.OpenAI) -> None:
+    """The client requests base64, and decodes it."""
+    texts = ["The sea", "One two three"]
+    found = client.embeddings.create(model=NAME, input=texts)
+    plain = client.embeddings.create(model=NAME, input=texts, encoding_format="float")
+    assert [one.index for one in found.data] == [0, 1] and found.usage.prompt_tokens > 0
+    for one, other in zip(found.data, plain.data, strict=True):
+        assert len(one.embedding) == len(other.embedding) > 0
+        assert one.embedding == pytest.approx(other.embedding, rel=1e-6)
+    assert found.data[0].embedding != found.data[1].embedding
 
 
 def test_images_are_refused(client: openai.OpenAI) -> None:

@@ -24,6 +24,7 @@ OTHERS = {
     "lm-evaluation-harness": "test_lm_eval.py",
     "guidellm": "test_guidellm.py",
     "Open WebUI": "test_open_webui.py",
+    "Clients of Ollama": "../integration/server/test_ollama.py",
 }
 """Sections whose recipes are executed there."""
 
