@@ -114,7 +114,7 @@ def _recorded(
 ) -> tuple[Recording, Path]:
     """Record `count` of the prompts, and return the recording and its file, which an interrupted run leaves for the next one."""
     begun = header(target, RequestBuilder(target, chat=chat).first(prompts), params, chat)
-    same = json.dumps({name: value for name, value in begun.items() if name != "provenance"}, sort_keys=True)
+    same = json.dumps({**begun, "provenance": _files(Path(target.target.name).expanduser())}, sort_keys=True)
     path = cache_dir() / "tune" / f"{sha256(same.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with advancing("Recording") as advance:
@@ -128,6 +128,12 @@ def _recorded(
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
     return recorded, path
+
+
+def _files(model: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of a local model's files, so that outputs of another model of this name are not used."""
+    found = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
+    return [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found]
 
 
 def _finish(tuner: Tuner, latency: float | None, end: float) -> int:

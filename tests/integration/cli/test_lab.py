@@ -494,7 +494,7 @@ def test_a_run_of_tune_fits_its_minutes() -> None:
 
 
 def test_an_interrupted_tune_goes_on_with_its_outputs(
-    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
+    shell: tiny.Shell, here: Path, folder: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next run with the same prompts and model records the rest; a complete run removes the file."""
     profiled(monkeypatch, 9.0)
@@ -519,7 +519,12 @@ def test_an_interrupted_tune_goes_on_with_its_outputs(
         command[command.index("-n") + 1] = "11"
         assert performed() == len(TEXTS), "outputs of another length"
         command[command.index("-n") + 1] = "12"
-    assert performed() == 0 and len(list(here.rglob("tune/*.jsonl"))) == 1, "that of the other length is left"
+        later = folder / "later.json"
+        later.write_text("{}")
+        assert performed() == len(TEXTS), "outputs of another model with this name"
+        later.unlink()
+    assert performed() == 0, "the unchanged folder"
+    assert len(list(here.rglob("tune/*.jsonl"))) == 2, "those of the other length and the other model are left"
     assert performed() == len(TEXTS)
 
 
