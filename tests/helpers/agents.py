@@ -20,7 +20,7 @@ READ: dict[str, Any] = {
     "additionalProperties": False,
 }
 """The dialect of Claude Code's tools: a schema with its draft, bounds, formats and defaults."""
-TODO: dict[str, Any] = {
+TASKS: dict[str, Any] = {
     "$schema": SCHEMA,
     "type": "object",
     "properties": {
@@ -49,7 +49,7 @@ CLAUDE_HEADERS = {
 _CLAUDE_TOOLS: list[dict[str, Any]] = [
     {"name": "weather", "description": "The weather.", "input_schema": {"$schema": SCHEMA, **WEATHER}},
     {"name": "Read", "description": "Read a file.", "input_schema": READ, "eager_input_streaming": True},
-    {"name": "TodoWrite", "description": "Update the list.", "input_schema": TODO, **CACHED},
+    {"name": "TodoWrite", "description": "Update the list.", "input_schema": TASKS, **CACHED},
 ]
 _CLAUDE_TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": [

@@ -61,6 +61,15 @@ def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool = Fal
     return folder
 
 
+def save_filling(folder: Path) -> Path:
+    """A model in a folder, whose tokenizer has the tokens for filling in."""
+    names = tokenizer()
+    names.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], special_tokens=True)
+    save(folder, make("llama", vocab_size=len(names)))
+    names.save_pretrained(folder)
+    return folder
+
+
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a child: offline, quiet threads, and what a test requests."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,6 @@ import pytest
 
 import foresay
 from helpers import agents, chains, tiny
-from helpers.families import make
 from helpers.serving import Running, choice_of, events_of, named_events
 from helpers.tool_chats import PIECES, TEMPLATE
 
@@ -145,11 +144,7 @@ def test_labels_of_caching_change_nothing(agent: Running) -> None:
 
 def test_continue_fills_in(tmp_path_factory: pytest.TempPathFactory) -> None:
     """With the stop strings of a language, of which there are many."""
-    folder = tmp_path_factory.mktemp("filling")
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], special_tokens=True)
-    make("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = tiny.save_filling(tmp_path_factory.mktemp("filling"))
     with Running(foresay.load(str(folder))) as running:
         answer = running.post("/v1/completions", **agents.FILL_IN)
         assert answer.status_code == 200, answer.text

@@ -10,17 +10,12 @@ import pytest
 
 import foresay
 from helpers import tiny
-from helpers.families import make
 from helpers.serving import TEXT, Running
 
 
 @pytest.fixture(scope="module")
 def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("filling")
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], special_tokens=True)
-    make("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = tiny.save_filling(tmp_path_factory.mktemp("filling"))
     with Running(foresay.load(str(folder))) as running:
         yield running
 

@@ -15,7 +15,6 @@ import foresay
 from foresay.server import hints
 from foresay.server.events import Output
 from helpers import tiny
-from helpers.families import make
 from helpers.serving import Running, choice_of
 from helpers.tool_chats import TALK, TEMPLATE, TIME, WEATHER
 
@@ -384,10 +383,7 @@ def test_drafting_can_be_chosen_and_reported(server: Running) -> None:
 @pytest.fixture(scope="module")
 def filler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model whose tokenizer has tokens for filling in."""
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], special_tokens=True)
-    folder = tiny.save(tmp_path_factory.mktemp("filler"), make("llama", vocab_size=len(tokenizer)))
-    tokenizer.save_pretrained(folder)
+    folder = tiny.save_filling(tmp_path_factory.mktemp("filler"))
     with Running(foresay.load(str(folder))) as running:
         yield running
 
