@@ -20,7 +20,15 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lab.measure import profile as lab
 from foresay.lab.measure import roofline as floors
-from foresay.lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
+from foresay.lab.measure.profile import (
+    FILLS,
+    measure,
+    measure_drafting,
+    medians,
+    profile,
+    prompt_lengths,
+    quartiles,
+)
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import PassCost, Replay
 from foresay.models.cache.memory import kv_bytes
@@ -395,3 +403,11 @@ def test_packed_weights_count_as_much() -> None:
     before = weight_bytes(plain)
     assert freeze_linears(plain) > 0
     assert weight_bytes(plain) == pytest.approx(before, rel=0.15), "padded at most"
+
+
+@pytest.mark.parametrize(
+    ("longest", "timed"), [(1, [8, 32]), (32, [8, 32]), (33, [8, 32, 128]), (129, [*FILLS]), (9999, [*FILLS])]
+)
+def test_lengths_of_prompts_that_are_timed(longest: int, timed: list[int]) -> None:
+    """The line through them has a point at or above every recorded prompt, up to a chunk."""
+    assert prompt_lengths(longest) == timed and FILLS[:2] == (8, 32)
