@@ -109,6 +109,37 @@ class TestKept:
         assert "secret" not in json.dumps(page.evaluate("() => ({...localStorage})"))
 
 
+class TestModels:
+    @pytest.fixture(autouse=True)
+    def two(self, page: Page) -> None:
+        body = json.dumps({"data": [{"id": name, "root": name} for name in ("tiny", "other")]})
+        page.route("**/v1/models", lambda route: route.fulfill(content_type="application/json", body=body))
+        page.reload()
+        expect(page.locator("#model")).to_be_enabled()
+
+    def test_a_message_goes_to_the_chosen_model_which_its_answers_name(self, page: Page) -> None:
+        bodies = serve(page, answer("first"), answer("second"))
+        said(page, "one")
+        page.locator("#model").select_option("other")
+        said(page, "two")
+        page.locator("#model").select_option("tiny")
+        press(page, "Compare: plain, answer 2")
+        assert [one["model"] for one in bodies] == ["tiny", "other", "other"], "a comparison asks the same model"
+        titles = ["with speculation · tiny", "with speculation · other", "plain · other"]
+        assert page.locator(".answer h2").all_inner_texts() == titles
+
+    def test_the_choice_is_kept_while_the_server_has_the_model(self, page: Page) -> None:
+        page.locator("#model").select_option("other")
+        page.reload()
+        expect(page.locator("#model")).to_have_value("other")
+        page.unroute("**/v1/models")
+        reload(page)
+        expect(page.locator("#model")).to_be_disabled()
+        bodies = serve(page, answer("first"))
+        said(page, "one")
+        assert "model" not in bodies[0] and page.locator(".answer h2").all_inner_texts() == ["with speculation"]
+
+
 class TestChanged:
     def test_an_edited_message_replaces_what_followed(self, page: Page) -> None:
         bodies = serve(page, answer("a"), answer("b"), answer("c"))

@@ -41,6 +41,7 @@ ATTACKS = [
     '```"onmouseover="alert(1)\nx\n```',
     "<style>body{display:none}</style><iframe src=//example.org></iframe>",
     "[a]\n\n[a]: javascript:alert(1)",
+    "[a](&#106;avascript:alert(1)) &lt;img src=x onerror=alert(1)&gt;",
     '| <img src=x> |\n|---|\n| <a href="javascript:x">y</a> |',
 ]
 ALLOWED = "p h3 h4 h5 h6 ul ol li blockquote code pre strong em del br hr a table thead tbody tr th td div span button"
@@ -75,6 +76,15 @@ def test_markdown_becomes_elements(page: Page) -> None:
     ]
     code = SAMPLE.split("```python\n")[1].split("\n```")[0]
     assert box.locator("pre").text_content() == code
+
+
+def test_entities_become_characters_outside_of_code(page: Page) -> None:
+    serve(
+        page, answer("a &lt;b&gt; &amp;lt; &#39;&#x1F600; &unknown; `&lt;` [l&amp;k](https://example.org/?a=1&amp;b=2)")
+    )
+    said(page, "go")
+    assert text_of(page) == "a <b> &lt; '😀 &unknown; &lt; l&k"
+    assert page.locator(".answer .text a").get_attribute("href") == "https://example.org/?a=1&b=2"
 
 
 def test_a_growing_answer_ends_as_if_it_were_read_at_once(page: Page) -> None:

@@ -54,7 +54,7 @@ from foresay.server.requests import (
     TokenizeRequest,
 )
 from foresay.server.served import Served
-from foresay.server.service import Service
+from foresay.server.service import Entry, Service
 
 
 def make_app(service: Service, *, warm: bool = False) -> App:
@@ -235,12 +235,12 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
 def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        data = [_model(name, one.length) for one in service.entries for name in one.names]
+        data = [_model(name, one) for one in service.entries for name in one.names]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return _model(name, service.entry(name).length)
+        return _model(name, service.entry(name))
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -286,6 +286,6 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": await model.prepare(decoded)}
 
 
-def _model(name: str, length: int | None) -> dict[str, Any]:
-    known = {} if length is None else {"max_model_len": length}
-    return {"id": name, "object": "model", "created": 0, "owned_by": "foresay", **known}
+def _model(name: str, entry: Entry) -> dict[str, Any]:
+    known = {} if entry.length is None else {"max_model_len": entry.length}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "foresay", "root": entry.name, **known}

@@ -139,7 +139,8 @@ def test_paths_and_sizes(raw: httpx.Client) -> None:
 
 class TestTelling:
     def test_models_tokens_and_predictions(self, raw: httpx.Client, model: foresay.Generator) -> None:
-        assert [one["id"] for one in raw.get("/v1/models").json()["data"]] == ["tiny", "other-name"]
+        listed = raw.get("/v1/models").json()["data"]
+        assert [(one["id"], one["root"]) for one in listed] == [("tiny", "tiny"), ("other-name", "tiny")]
         assert raw.get("/v1/models/tiny").json()["max_model_len"] == 4096
         ids = raw.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
         assert raw.post("/detokenize", json={"tokens": ids}).json()["prompt"] == TEXT

@@ -4,25 +4,31 @@
 
 const STORED = "foresay.chat.1";
 const SWITCHES = ["draft", "compare", "origins"];
-const FIELDS = ["temperature", "tokens", "system"];
+const FIELDS = ["temperature", "tokens", "system", "model"];
 let turns = [];
 // the conversation before the last message, until that has its first token
 let earlierTurns = null;
 
+function chosenModel() {
+  // the kept one until the server has named its models
+  return at("model").value || at("model").dataset.kept || "";
+}
+
 function newTurn(text) {
   const seed = Math.floor(Math.random() * 2 ** 31);
   const [temperature, max_tokens] = [Number(at("temperature").value), Number(at("tokens").value)];
-  return { text, system: at("system").value.trim(), temperature, max_tokens, seed, answers: [] };
+  const model = at("model").length > 1 ? at("model").value : "";
+  return { text, system: at("system").value.trim(), model, temperature, max_tokens, seed, answers: [] };
 }
 
 function bodyOf(turn) {
-  const { system, temperature, max_tokens, seed } = turn;
+  const { system, model, temperature, max_tokens, seed } = turn;
   const messages = system ? [{ role: "system", content: system }] : [];
   for (const earlier of turns.slice(0, turns.indexOf(turn))) {
     messages.push({ role: "user", content: earlier.text }, { role: "assistant", content: earlier.answers[0].text });
   }
   messages.push({ role: "user", content: turn.text });
-  return { messages, temperature, max_tokens, seed };
+  return { ...(model ? { model } : {}), messages, temperature, max_tokens, seed };
 }
 
 function comparison(turn) {
@@ -53,7 +59,7 @@ function save() {
     .filter((turn) => turn.answers.length);
   for (const turn of kept) turn.answers = turn.answers.map((answer) => ({ ...answer, pieces: merged(answer.pieces) }));
   const switches = SWITCHES.map((id) => [id, at(id).checked]);
-  const fields = FIELDS.map((id) => [id, at(id).value]);
+  const fields = FIELDS.map((id) => [id, id === "model" ? chosenModel() : at(id).value]);
   try {
     localStorage.setItem(STORED, JSON.stringify({ turns: kept, switches, fields }));
   } catch {
@@ -67,9 +73,10 @@ function isAnswer(answer) {
   return texts && pieces && answer.kind in TITLES && (answer.rate === null || Number.isFinite(answer.rate));
 }
 
-function isTurn({ text, system, temperature, max_tokens, seed, answers }) {
+function isTurn({ text, system, model = "", temperature, max_tokens, seed, answers }) {
   const numbers = [temperature, max_tokens, seed].every(Number.isFinite);
-  return typeof text === "string" && typeof system === "string" && numbers && answers.length > 0 && answers.every(isAnswer);
+  const texts = [text, system, model].every((one) => typeof one === "string");
+  return texts && numbers && answers.length > 0 && answers.every(isAnswer);
 }
 
 function load() {
@@ -79,7 +86,10 @@ function load() {
     if (!kept.turns.every(isTurn)) throw new Error("not a conversation");
     turns = kept.turns;
     for (const [id, value] of kept.switches) if (SWITCHES.includes(id)) at(id).checked = value === true;
-    for (const [id, value] of kept.fields) if (FIELDS.includes(id)) at(id).value = value;
+    for (const [id, value] of kept.fields) {
+      if (id === "model") at(id).dataset.kept = value;
+      else if (FIELDS.includes(id)) at(id).value = value;
+    }
   } catch {
     at("problem").textContent = "the conversation that this browser kept cannot be read";
   }

@@ -5,12 +5,24 @@
 const TAGS = Object.fromEntries(["strong", "em", "del", "blockquote", "br", "hr"].map((name) => [name, name]));
 Object.assign(TAGS, { paragraph: "p", list_item: "li" });
 const SAFE = /^(https?:|mailto:)/i;
+const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", ndash: "–", mdash: "—", hellip: "…",
+  copy: "©", deg: "°", times: "×", divide: "÷", plusmn: "±", le: "≤", ge: "≥", ne: "≠", larr: "←", rarr: "→", bull: "•" };
 // of each element that shows markdown, the texts of its blocks
 const shown = new WeakMap();
 
+function decoded(text) {
+  // the page may not parse HTML, so names are looked up; other names stay as written
+  return text.replace(/&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|([a-z]+));/g, (all, decimal, hex, name) => {
+    if (name) return Object.hasOwn(ENTITIES, name) ? ENTITIES[name] : all;
+    const code = decimal ? Number(decimal) : parseInt(hex, 16);
+    return code > 0x10ffff || code === 0 ? "\ufffd" : String.fromCodePoint(code);
+  });
+}
+
 function link(token, children) {
-  if (!SAFE.test(token.href)) return token.raw;
-  return made("a", children, { href: token.href, target: "_blank", rel: "noopener noreferrer" });
+  const href = decoded(token.href);
+  if (!SAFE.test(href)) return token.raw;
+  return made("a", children, { href, target: "_blank", rel: "noopener noreferrer" });
 }
 
 function codeBlock(token) {
@@ -43,10 +55,11 @@ function node(token) {
     case "table": return table(token);
     case "checkbox": return token.checked ? "☑ " : "☐ ";
     case "link": return link(token, nodes(token.tokens));
-    case "image": return link(token, [`image: ${token.text || token.href}`]);
+    case "image": return link(token, [`image: ${decoded(token.text) || token.href}`]);
     case "html": return token.raw;
   }
-  return token.tokens ? made("span", nodes(token.tokens)) : token.text;
+  if (token.tokens) return made("span", nodes(token.tokens));
+  return token.type === "text" ? decoded(token.text) : token.text;
 }
 
 const nodes = (tokens) => tokens.map(node);

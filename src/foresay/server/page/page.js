@@ -30,7 +30,7 @@ function showTurn(turn, index) {
   append("div", message, "words raw", turn.text);
   message.append(button("Edit", `Edit message ${index + 1}`, () => edit(index, turn.text)));
   const answers = append("div", box, "answers");
-  panels.push(...turn.answers.map((answer) => new Panel(answers, answer)));
+  panels.push(...turn.answers.map((answer) => new Panel(answers, answer, turn.model)));
   box.append(controls(turn, index));
 }
 
@@ -66,7 +66,7 @@ async function answerAll(turn, kinds) {
   try {
     // one after the other: two at once would slow each other down
     for (const kind of kinds) {
-      const panel = new Panel(parent, newAnswer(kind));
+      const panel = new Panel(parent, newAnswer(kind), turn.model);
       panels.push(panel);
       turn.answers.push(panel.answer);
       await panel.run(body, mine.signal);
@@ -147,8 +147,14 @@ function startAgain() {
   at("prompt").focus();
 }
 
-async function showModel() {
-  at("model").textContent = (await (await request("v1/models")).json()).data[0].id;
+async function showModels() {
+  // a model may have several names
+  const listed = (await (await request("v1/models")).json()).data.filter(({ id, root }) => id === root);
+  const names = listed.map(({ id }) => id);
+  const wanted = chosenModel();
+  at("model").replaceChildren(...names.map((name) => made("option", [name])));
+  if (names.includes(wanted)) at("model").value = wanted;
+  at("model").disabled = names.length < 2;
 }
 
 at("form").addEventListener("submit", (event) => {
@@ -189,11 +195,11 @@ addEventListener("storage", (event) => {
   show();
 });
 at("key").addEventListener("change", () => {
-  showModel().then(() => (at("problem").textContent = ""), (error) => (at("problem").textContent = error.message));
+  showModels().then(() => (at("problem").textContent = ""), (error) => (at("problem").textContent = error.message));
 });
 
 load();
 show();
 at("talk").scrollTop = at("talk").scrollHeight;
-showModel().catch((error) => (at("problem").textContent = error.message));
+showModels().catch((error) => (at("problem").textContent = error.message));
 at("prompt").focus();

@@ -58,10 +58,10 @@ function newAnswer(kind) {
 }
 
 class Panel {
-  constructor(parent, answer) {
+  constructor(parent, answer, model = "") {
     this.answer = answer;
     this.box = append("section", parent, "answer");
-    append("h2", this.box, "", TITLES[answer.kind]);
+    append("h2", this.box, "", [TITLES[answer.kind], model].filter(Boolean).join(" · "));
     this.reasoning = append("details", this.box, "reasoning");
     append("summary", this.reasoning, "", "Reasoning");
     append("div", this.reasoning, "raw");
