@@ -124,7 +124,9 @@ class TestModels:
         said(page, "two")
         page.locator("#model").select_option("tiny")
         press(page, "Compare: plain, answer 2")
-        assert [one["model"] for one in bodies] == ["tiny", "other", "other"], "a comparison asks the same model"
+        assert [one["model"] for one in bodies] == ["tiny", "other", "other"], (
+            "a comparison is a request to the same model"
+        )
         titles = ["with speculation · tiny", "with speculation · other", "plain · other"]
         assert page.locator(".answer h2").all_inner_texts() == titles
 

@@ -146,6 +146,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral",
         _base(head_dim=8, sliding_window=8, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
     ),
+    "ministral3": (
+        "ministral3",
+        _base(
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 8,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+            tie_word_embeddings=False,
+        ),
+    ),
     "olmo2": ("olmo2", _base()),
     "olmo3": ("olmo3", _base(sliding_window=8, num_hidden_layers=4)),
     "exaone4": ("exaone4", _base(head_dim=8, sliding_window=8, num_hidden_layers=4)),

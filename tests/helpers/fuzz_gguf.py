@@ -108,6 +108,7 @@ def bases() -> dict[str, Image]:
         "gemma4": ("gemma4", {**eights, "per_layer_token_embd": "Q8_0"}),
         "gemma4-moe": ("gemma4_moe", {**eights, "ffn_gate_up_exps": "Q4_0"}),
         "olmo3": ("olmo3", fours),
+        "ministral3": ("ministral3", fours),
         "exaone4": ("exaone4", eights),
         "lfm2": ("lfm2", {**fours, "in_proj": "Q4_0"}),
         "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),

@@ -14,7 +14,11 @@ from transformers import PreTrainedModel
 from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
 from helpers import gguf_hybrids, tiny
 
-_NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {"mixtral": "llama", "olmo3": "olmo2"}
+_NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "ministral3": "mistral3",
+}
 _SCALES = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -84,9 +88,8 @@ def architecture_of(model: PreTrainedModel) -> tuple[str, Architecture]:
     """llama.cpp's name of a model's architecture, and how its files are stored."""
     name = _NAMES[model.config.model_type]
     one = ARCHITECTURES[name]
-    if getattr(model.config, "enable_moe_block", False):
-        return name, one.with_experts or one
-    return name, {"mixtral": one.with_experts, "olmo3": one.with_window}.get(model.config.model_type) or one
+    family, has_experts = model.config.model_type, getattr(model.config, "enable_moe_block", False)
+    return name, next((other for other in one.variants.values() if has_experts or other.model_type == family), one)
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -179,6 +182,9 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel, blocks: int) ->
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "attention_factor" in rope:
             writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+            writer.add_rope_scaling_yarn_log_mul(rope.get("mscale_all_dim", 0.0))
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

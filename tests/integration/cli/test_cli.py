@@ -448,7 +448,9 @@ def test_prepare_fills_the_caches(shell: tiny.Shell, folder: Path, monkeypatch: 
     assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "forward pass: fused layers\n" in out
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "gemma4", "gemma4_moe", "qwen3_next", "olmo3", "exaone4"])
+@pytest.mark.parametrize(
+    "family", ["gpt_oss", "glm4_moe", "gemma4", "gemma4_moe", "qwen3_next", "olmo3", "exaone4", "ministral3"]
+)
 def test_info_of_a_gguf_file_names_its_kernels(family: str, shell: tiny.Shell, tmp_path: Path) -> None:
     kinds = dict.fromkeys((*fuzz_gguf.LAYERS, *fuzz_gguf.EXPERTS), "Q4_0")
     path = write_gguf(tmp_path / "tiny.gguf", fuzz_gguf.model(family), kinds)

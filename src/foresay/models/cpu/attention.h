@@ -28,6 +28,7 @@ struct Attention {
     int64_t offset, store_rows; // offset: numbers of a slot of the cache before this layer's
     int64_t gated;              // nonzero if each query head of the joint product is followed by a gate of its output
     int64_t source, value_norm; // source: see KeysAndValues; value_norm: nonzero if values are normalized, without weights
+    int64_t span;               // positions after which scores grow, see `growth`; 0 if they never do
     void *const *blocks;       // [store_rows] each row's keys and values: for each layer, [2, slots, K, D]; null for a row without slots
     const int64_t *capacities; // [store_rows] slots of each block
     const int64_t *rows;      // [N] the cache row of each token
@@ -41,8 +42,13 @@ struct Attention {
     const float *query_norm;  // [D], or [Q * D] if all heads are one vector (wide); null for none
     const float *key_norm;
     const float *sinks; // [Q] a further score of each head, which takes weight and has no value; null for none
-    float eps, scaling, softcap; // softcap 0 for none
+    float eps, scaling, softcap, growth; // softcap 0 for none
 };
+
+// The factor of a token's scores beyond `scaling`: 1 + growth log(1 + floor(position / span)) (Llama 4, Ministral 3).
+inline float factor_at(const Attention &a, int64_t token) {
+    return a.span == 0 ? 1.0f : 1.0f + a.growth * std::log(static_cast<float>(1 + a.positions[token] / a.span));
+}
 
 // Elements of a head's key or value.
 template <class T> inline int64_t head_size(const Attention &a) { return a.dim + (std::is_same_v<T, int8_t> ? sizeof(float) : 0); }
@@ -348,7 +354,8 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
         const float *sink = a.sinks == nullptr ? nullptr : a.sinks + head * group + r % group;
-        weights_of(scores[r], first_in_sight(a, token) - from, last_in_sight(a, token) - from, width, a.scaling, a.softcap, sink);
+        float scaling = a.scaling * factor_at(a, token);
+        weights_of(scores[r], first_in_sight(a, token) - from, last_in_sight(a, token) - from, width, scaling, a.softcap, sink);
     }
     source.first += to_values<T>(a, a.rows[n]);
     for (int64_t p = from; p <= last; p += POSITIONS) {

@@ -182,6 +182,18 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Factor of a query at position p, 1 + rate log(1 + floor(p / span)) (Llama 4, Ministral 3)."""
+
+    rate: float
+    span: int
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the factors of positions, int64 -> float32."""
+        return 1 + self.rate * torch.log(1 + positions.div(self.span, rounding_mode="floor").float())
+
+
+@dataclass(frozen=True, slots=True)
 class LayerInput:
     """An addition after a layer's feed-forward, of a token's input i (Gemma 4): norm(projection(activation(gate x) * i)).
 
@@ -243,6 +255,8 @@ class GatedLayer:
     input: LayerInput | None = None
     scale: float = 1.0
     """Factor of the layer's output."""
+    growth: Growth | None = None
+    """None for queries whose factor is 1 at all positions."""
 
     @property
     def is_plain(self) -> bool:

@@ -59,13 +59,14 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *_fields(
-            _NUMBER, "tokens columns queries keys dim rotated wide window offset store_rows gated source value_norm"
+            _NUMBER,
+            "tokens columns queries keys dim rotated wide window offset store_rows gated source value_norm span",
         ),
         *_fields(
             _POINTER,
             "blocks capacities rows slots starts positions ends ancestors cosines sines query_norm key_norm sinks",
         ),
-        *_fields(_REAL, "eps scaling softcap"),
+        *_fields(_REAL, "eps scaling softcap growth"),
     ]
 
 

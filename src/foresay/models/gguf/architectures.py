@@ -56,10 +56,8 @@ class Architecture:
     """Prefix of the buffers of rotary frequencies that linear scaling divides; None if it is refused."""
     yarn: Mapping[str, object] | None = None
     """Parameters of YaRN scaling that no key states; None if it is refused."""
-    with_experts: Architecture | None = None
-    """The family of files with experts; None if it is this one."""
-    with_window: Architecture | None = None
-    """The family of files with layers of sliding windows; None if it is this one."""
+    variants: Mapping[str, Architecture] = field(default_factory=dict)
+    """The families of files in which one of these keys has a value other than 0."""
 
 
 _QWEN3_MOE = {
@@ -112,7 +110,8 @@ _LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "c
 _REQUIRED_OF_LFM2 = ("shortconv.l_cache", "attention.head_count_kv", "rope.freq_base")
 _QWEN35 = ("ssm.inner_size", "attention.key_length", "rope.dimension_count", "rope.freq_base")
 _WINDOW = {"attention.sliding_window": "sliding_window"}
-_USUAL_YARN = {
+_DENSE: dict[str, tuple[object, ...]] = {"expert_count": (0,), "expert_used_count": (0,)}
+_USUAL_YARN: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (1, -1),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_log_multiplier": (0,),
@@ -140,10 +139,28 @@ _DELTA_MOE = Architecture(
     derived=_OF_DELTA,
     norms_from_one=True,
 )
+_TEMPERATURE = ("attention.temperature_scale", "attention.temperature_length", "rope.scaling.yarn_log_multiplier")
+"""Keys of the growth of Ministral 3's queries with their position, and of YaRN's factor next to it."""
 _LLAMA = Architecture("llama", interleaved=True, scaled_by_tensor=True, scaled_linearly="")
 ARCHITECTURES = {
     "llama": replace(
-        _LLAMA, with_experts=replace(_LLAMA, model_type="mixtral", fields=_MIXTRAL, required=tuple(_MIXTRAL))
+        _LLAMA,
+        variants={"expert_count": replace(_LLAMA, model_type="mixtral", fields=_MIXTRAL, required=tuple(_MIXTRAL))},
+    ),
+    "mistral3": replace(
+        _LLAMA,
+        model_type="mistral",
+        fixed={"sliding_window": None},
+        neutral=_DENSE,
+        variants={
+            _TEMPERATURE[0]: Architecture(
+                "ministral3",
+                derived=_TEMPERATURE,
+                neutral={**_DENSE, **{name: one for name, one in _USUAL_YARN.items() if name not in _TEMPERATURE}},
+                interleaved=True,
+                yarn={},
+            )
+        },
     ),
     "qwen2": Architecture("qwen2", scaled_linearly=""),
     "qwen3": Architecture("qwen3", scaled_linearly=""),
@@ -155,17 +172,24 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", _WINDOW, norms_from_one=True, scaled_linearly="full_attention_"),
     "gemma4": replace(
         _GEMMA4,
-        neutral={"expert_count": (0,), "expert_used_count": (0,)},
-        with_experts=replace(
-            _GEMMA4,
-            fields={**_GEMMA4.fields, **_GEMMA4_MOE},
-            fixed={"enable_moe_block": True},
-            required=(*_GEMMA4.required, *_GEMMA4_MOE),
-        ),
+        neutral=_DENSE,
+        variants={
+            "expert_count": replace(
+                _GEMMA4,
+                fields={**_GEMMA4.fields, **_GEMMA4_MOE},
+                fixed={"enable_moe_block": True},
+                required=(*_GEMMA4.required, *_GEMMA4_MOE),
+            )
+        },
     ),
     "phi3": Architecture("phi3", _WINDOW),
     "olmo2": Architecture(
-        "olmo2", with_window=Architecture("olmo3", _WINDOW, neutral=_YARN_OF_OLMO3, derived=YARN_FACTORS, yarn={})
+        "olmo2",
+        variants={
+            "attention.sliding_window": Architecture(
+                "olmo3", _WINDOW, neutral=_YARN_OF_OLMO3, derived=YARN_FACTORS, yarn={}
+            )
+        },
     ),
     "exaone4": Architecture("exaone4", _WINDOW, scaled_by_tensor=True),
     "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
@@ -211,7 +235,5 @@ ARCHITECTURES = {
 def architecture_of(header: GgufHeader) -> Architecture:
     """Return the entry of a file, whose architecture must be one of ARCHITECTURES."""
     one = ARCHITECTURES[header.architecture]
-    for key, other in (("expert_count", one.with_experts), ("attention.sliding_window", one.with_window)):
-        if other is not None and header.values.get(f"{header.architecture}.{key}"):
-            return other
-    return one
+    stated = (other for key, other in one.variants.items() if header.values.get(f"{header.architecture}.{key}"))
+    return next(stated, one)

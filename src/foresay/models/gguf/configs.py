@@ -12,7 +12,7 @@ from typing import Any
 from foresay.models.gguf.architectures import COMMON, YARN_FACTORS, architecture_of
 from foresay.models.gguf.header import STRING, GgufHeader
 from foresay.models.gguf.hybrids import delta_fields, lfm2_fields
-from foresay.models.gguf.positions import rope_parameters, rotated_share
+from foresay.models.gguf.positions import YARN, rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
 
@@ -32,6 +32,8 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "unk_token_id": "unknown",
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _USUAL_PERIOD, _MOST_PERIOD = 4, 1024
 """Period of layers without a window: of files that do not state it, as in llama.cpp, and the longest."""
+_MOST_GROWTH = 1e3
+"""Greatest rate at which queries grow with their position."""
 _LARGEST_MODEL_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of each family's 27-billion-parameter model, whose queries are not scaled by the attention head size."""
 
@@ -138,6 +140,26 @@ def _olmo3(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     return {**_windows(header, fields), "rope_parameters": rope}
 
 
+def _ministral3(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Queries grow with their position; YaRN's factor of the attention is the usual one, or 1."""
+    if "rope_parameters" not in fields:  # Mistral Small 3
+        return {}
+    prefix, rope = header.architecture, dict(fields["rope_parameters"])
+    if rope["rope_type"] != YARN:
+        raise invalid_value(header, f"{prefix}.rope.scaling.type", f"{YARN!r}")
+    rate = header.values[scale := f"{prefix}.attention.temperature_scale"]
+    if type(rate) is not float or not 0 < rate <= _MOST_GROWTH:
+        raise invalid_value(header, scale, f"a number above 0, at most {_MOST_GROWTH:g}")
+    span = rope["original_max_position_embeddings"]
+    if header.values.get(length := f"{prefix}.attention.temperature_length", span) not in (0, span):
+        raise invalid_value(header, length, f"{span}, the original length of the context")
+    usual = header.values.get(log := f"{prefix}.rope.scaling.yarn_log_multiplier", 0.0)
+    if usual not in (0.0, 1.0):
+        raise invalid_value(header, log, "0 or 1")
+    factors = {"mscale": 1.0, "mscale_all_dim": 1.0} if usual else {}
+    return {"rope_parameters": {**rope, **factors, "llama_4_scaling_beta": rate}}
+
+
 def _gemma4(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """Sizes of layers with windows and of those without; see Gemma 4's description in transformers for the names."""
     prefix, layers = header.architecture, int(fields["num_hidden_layers"])
@@ -194,6 +216,7 @@ _DERIVED: dict[str, Derive] = {
     "gemma3": _scaled_queries,
     "granite": _usual_scale,
     "olmo2": _olmo3,
+    "mistral3": _ministral3,
     "exaone4": _windows,
     "gemma4": _gemma4,
     "glm4moe": _glm4_moe,

@@ -28,6 +28,7 @@ _SIZES = {
     "top_k_experts": (0, 1 << 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "vocab_size"), _LENGTH),
     "sliding_window": (0, (1 << 31) - 1),
+    "original_max_position_embeddings": _LENGTH,
 }
 """Allowed ranges of integers. A list has one value per layer; null means the family's default."""
 _EPSILON, _FACTOR = (1e-20, 1.0), (1e-6, 1e15)
@@ -37,6 +38,7 @@ _FACTORS = {
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR),
     **dict.fromkeys(("short_factor", "long_factor"), _FACTOR),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-6, 1.0)),
+    "llama_4_scaling_beta": (0.0, 1e3),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"), (1e-3, 1e9)),
 }
 """Allowed ranges of finite numbers."""

@@ -15,6 +15,7 @@ from foresay.models.cpu.gated_layer import (
     ExpertNorms,
     Experts,
     GatedLayer,
+    Growth,
     LayerInput,
     Norm,
     Product,
@@ -29,7 +30,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _BY_LAYER = frozenset(
     {"qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "smollm3", "gpt_oss", "olmo3", "exaone4", "ministral"}
 )
-_ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
+_ALL_SLIDING = frozenset({"mistral", "ministral3", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
 OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
 """Families of mixtures of experts."""
@@ -103,7 +104,16 @@ def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
         unit_values=hasattr(attn, "v_norm"),
         input=_layer_input(layer),
         scale=float(getattr(layer, "layer_scalar", 1.0)),
+        growth=_growth(config),
     )
+
+
+def _growth(config: Any) -> Growth | None:
+    """Read how queries grow with their position."""
+    rope = config.rope_parameters if config.model_type == "ministral3" else {}
+    if not (rate := rope.get("llama_4_scaling_beta")):
+        return None
+    return Growth(float(rate), int(rope["original_max_position_embeddings"]))
 
 
 def _heads(attn: Any, config: Any) -> tuple[int, int]:

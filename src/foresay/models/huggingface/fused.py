@@ -119,6 +119,7 @@ class FusedDecoder:
                 turns[layer.kind],
                 masks[layer.kind],
                 self._residual_scale,
+                positions,
             )
             x = feed_forward(layer, x, self._residual_scale)
         x = self._norm(x)

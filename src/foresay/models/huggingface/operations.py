@@ -28,8 +28,12 @@ def attend(
     rotary: Rotary,
     mask: torch.Tensor,
     scale: float = 1.0,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values."""
+    """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values.
+
+    positions: [B, T] int64, for layers whose queries grow with them.
+    """
     batch, columns = x.shape[:2]
     query_heads, key_heads = layer.heads
     conv, delta = layer.attention_conv, None
@@ -46,6 +50,8 @@ def attend(
         rotated[:, :, query_heads:].transpose(1, 2), joint[:, :, query_heads + key_heads :].transpose(1, 2)
     )
     query = rotated[:, :, :query_heads].transpose(1, 2)
+    if layer.growth is not None and positions is not None:
+        query = query * layer.growth.at(positions).to(query.dtype)[:, None, :, None]
     attended, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
     out = layer.output(attended.reshape(batch, columns, query_heads * layer.dim))
     if conv is not None and delta is not None:

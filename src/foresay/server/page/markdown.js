@@ -11,7 +11,7 @@ const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00
 const shown = new WeakMap();
 
 function decoded(text) {
-  // the page may not parse HTML, so names are looked up; other names stay as written
+  // the page may not parse HTML, so these names alone are known; others stay as written
   return text.replace(/&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|([a-z]+));/g, (all, decimal, hex, name) => {
     if (name) return Object.hasOwn(ENTITIES, name) ? ENTITIES[name] : all;
     const code = decimal ? Number(decimal) : parseInt(hex, 16);

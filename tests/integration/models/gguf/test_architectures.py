@@ -46,6 +46,8 @@ GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
+    "mistral3": ("mistral", {"sliding_window": None}),
+    "ministral3": ("ministral3", {}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
@@ -187,13 +189,13 @@ def broken(case: str, path: Path) -> Iterator[tuple[str, Architecture]]:
     header, (name, one) = read_header(path), architecture_of(model_of(case))
     flags = ["norms_from_one", *["interleaved"] * ("blk.0.attn_q.weight" in header.tensors)]
     for flag in flags:
-        yield flag, dataclasses.replace(one, with_experts=None, **{flag: not getattr(one, flag)})
+        yield flag, dataclasses.replace(one, variants={}, **{flag: not getattr(one, flag)})
     if one.yarn:
         yield "yarn", dataclasses.replace(one, yarn={})
     for key in one.fields:
         if header.values.get(f"{name}.{key}"):
             fewer = {other: field for other, field in one.fields.items() if other != key}
-            yield key, dataclasses.replace(one, with_experts=None, fields=fewer)
+            yield key, dataclasses.replace(one, variants={}, fields=fewer)
 
 
 @pytest.mark.parametrize("case", MODELS)
