@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
 from helpers import gguf_hybrids, tiny
 
-_NAMES = {one.model_type: name for name, one in ARCHITECTURES.items()} | {
+_NAMES = {one.model_type: name for name, one in reversed(ARCHITECTURES.items())} | {
     "mixtral": "llama",
     "olmo3": "olmo2",
     "ministral3": "mistral3",

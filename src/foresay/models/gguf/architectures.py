@@ -65,6 +65,11 @@ _QWEN3_MOE = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+_OF_QWEN3_MOE = Architecture(
+    "qwen3_moe", _QWEN3_MOE, {"norm_topk_prob": True}, required=tuple(_QWEN3_MOE), scaled_linearly=""
+)
+_VISION = ("rope.dimension_sections", "n_deepstack_layers")
+"""Keys of the positions of images, which are equal numbers in texts, and of the layers that read images."""
 _MIXTRAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _GRANITE = {
     "embedding_scale": "embedding_multiplier",
@@ -164,9 +169,10 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("qwen2", scaled_linearly=""),
     "qwen3": Architecture("qwen3", scaled_linearly=""),
-    "qwen3moe": Architecture(
-        "qwen3_moe", _QWEN3_MOE, {"norm_topk_prob": True}, required=tuple(_QWEN3_MOE), scaled_linearly=""
-    ),
+    "qwen3moe": _OF_QWEN3_MOE,
+    "qwen2vl": Architecture("qwen2", derived=_VISION[:1]),
+    "qwen3vl": Architecture("qwen3", derived=_VISION),
+    "qwen3vlmoe": replace(_OF_QWEN3_MOE, derived=_VISION, scaled_linearly=None),
     "gemma": Architecture("gemma", norms_from_one=True),
     "gemma2": Architecture("gemma2", _WINDOW, norms_from_one=True),
     "gemma3": Architecture("gemma3_text", _WINDOW, norms_from_one=True, scaled_linearly="full_attention_"),

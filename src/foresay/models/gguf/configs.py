@@ -5,16 +5,19 @@ Made of the file's values by the tables of architectures.py, and of what llama.c
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 from foresay.models.gguf.architectures import COMMON, YARN_FACTORS, architecture_of
 from foresay.models.gguf.header import STRING, GgufHeader
-from foresay.models.gguf.hybrids import delta_fields, lfm2_fields
+from foresay.models.gguf.hybrids import delta_fields, lfm2_fields, rotary_sections
 from foresay.models.gguf.positions import YARN, rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
+
+logger = logging.getLogger("foresay")
 
 _REQUIRED = (
     "block_count",
@@ -95,6 +98,13 @@ def _scaled_queries(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any
 def _usual_scale(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """A missing scale of the scores is the usual one."""
     return {} if "attention_multiplier" in fields else {"attention_multiplier": fields["head_dim"] ** -0.5}
+
+
+def _text_alone(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """The three positions of a token are equal in texts, whatever frequencies belong to each."""
+    rotary_sections(header, fields["head_dim"] // 2)
+    logger.warning("%s also reads images in other programs: it is loaded for text only", header.path)
+    return {}
 
 
 def _glm4_moe(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +232,7 @@ _DERIVED: dict[str, Derive] = {
     "glm4moe": _glm4_moe,
     "lfm2": lfm2_fields,
     "lfm2moe": lfm2_fields,
+    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), _text_alone),
     "qwen3next": delta_fields,
     "qwen35": delta_fields,
     "qwen35moe": delta_fields,

@@ -151,7 +151,7 @@ def delta_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     of_mtp = {"num_mtp_layers": more, "mtp_layer_types": ["full_attention"] * more} if more else {}
     rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta"), "partial_rotary_factor": rotated / size}
     if prefix != "qwen3next":
-        rope["mrope_section"] = _sections(header, rotated // 2)
+        rope["mrope_section"] = rotary_sections(header, rotated // 2)
     return {
         **of_mtp,
         "num_hidden_layers": layers,
@@ -188,7 +188,7 @@ def _integer(header: GgufHeader, name: str, most: int) -> int:
     return value
 
 
-def _sections(header: GgufHeader, half: int) -> list[int]:
+def rotary_sections(header: GgufHeader, half: int) -> list[int]:
     """Return the frequencies of the three kinds of positions, which are equal for texts."""
     key = f"{header.architecture}.rope.dimension_sections"
     stored = header.lists.get(key)
