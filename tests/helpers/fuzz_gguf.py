@@ -110,6 +110,7 @@ def bases() -> dict[str, Image]:
         "olmo3": ("olmo3", fours),
         "ministral3": ("ministral3", fours),
         "exaone4": ("exaone4", eights),
+        "granitehybrid": ("granitemoehybrid", {**eights, "ssm_in": "Q4_0", "ffn_up_exps": "Q4_1"}),
         "lfm2": ("lfm2", {**fours, "in_proj": "Q4_0"}),
         "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),
         "qwen3next": ("qwen3_next", {**fours, "attn_qkv": "Q8_0", "attn_gate": "Q4_1", "ffn_up_exps": "Q4_0"}),
@@ -140,6 +141,11 @@ def model(family: str, **changes: object) -> torch.nn.Module:
         "gemma4": {**layers, **inputs},
         "gemma4_moe": {"layer_types": layers["layer_types"][:2], "moe_intermediate_size": 32},
         "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        "granitemoehybrid": {
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 16,
+            "shared_intermediate_size": 64,
+        },
         "qwen3_5": {"num_hidden_layers": 4},
         "qwen3_next": {"num_hidden_layers": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     }

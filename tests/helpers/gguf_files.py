@@ -47,6 +47,7 @@ _VALUES: dict[str, dict[str, str]] = {
     },
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "granite": _SCALES,
+    "granitemoehybrid": _SCALES,
     "glm4_moe": {
         "expert_count": "n_routed_experts",
         "expert_used_count": "num_experts_per_tok",
@@ -125,7 +126,9 @@ def write_gguf(
             own is None
             and kind is not None
             and values.ndim > 1
-            and not name.endswith(("bias", "_inp.weight", "conv.weight", "conv1d.weight"))
+            and not name.endswith(
+                ("bias", "_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+            )
         ):
             own = kind
         if own is None:
@@ -152,8 +155,10 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel, blocks: int) ->
     if config.model_type == "gemma4_text":
         head_dim = _add_layers(writer, config)
     else:
+        dense_granite = config.model_type == gguf_hybrids.GRANITE and not config.num_local_experts
+        width = config.shared_intermediate_size if dense_granite else config.intermediate_size
         if config.model_type != "qwen3_5_moe_text":
-            writer.add_feed_forward_length(config.intermediate_size * (1 + unused))
+            writer.add_feed_forward_length(width * (1 + unused))
         writer.add_head_count_kv(gguf_hybrids.key_heads(config))
     writer.add_head_count(heads)
     writer.add_layer_norm_rms_eps(gguf_hybrids.eps(config))
@@ -237,6 +242,9 @@ def _tensors(
     if "gate_up_exps" not in joint and config.model_type != "gemma4_text":  # whose experts are always joint
         weights = (_alternating_experts if config.model_type == "gpt_oss" else _split_experts)(weights)
     for name, weight in weights.items():
+        if config.model_type == gguf_hybrids.GRANITE and (found := gguf_hybrids.of_granite(config, name, weight)):
+            tensors |= found
+            continue
         layer, _, short = name.removeprefix("model.layers.").partition(".")
         if (scale := _GEMMA4_SCALES.get(short)) is not None:
             tensors[f"blk.{layer}.{scale}"] = weight

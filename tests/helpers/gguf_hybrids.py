@@ -1,4 +1,4 @@
-"""Values and tensors of LFM2's, Qwen3-Next's and Qwen3.5's GGUF files, as llama.cpp's converter writes them."""
+"""Values and tensors of LFM2's, Qwen3-Next's, Qwen3.5's and Granite 4's GGUF files, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import gguf
 import torch
 
-LFM2 = ("lfm2", "lfm2_moe")
+LFM2, GRANITE = ("lfm2", "lfm2_moe"), "granitemoehybrid"
 NEXT = "qwen3_next"
 QWEN = ("qwen3_5_text", "qwen3_5_moe_text", NEXT)
 
 
 def key_heads(config: Any) -> int | list[int]:
-    """LFM2's files list them by layer, 0 for convolutions."""
-    if config.model_type not in LFM2:
+    """LFM2's and Granite's files list them by layer, 0 for one without attention."""
+    if config.model_type not in (*LFM2, GRANITE):
         return int(config.num_key_value_heads)
     return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
 
@@ -25,7 +25,9 @@ def eps(config: Any) -> float:
 
 
 def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
-    if config.model_type in LFM2:
+    if config.model_type == GRANITE:
+        add_granite(writer, config)
+    elif config.model_type in LFM2:
         writer.add_shortconv_l_cache(config.conv_L_cache)
     elif config.model_type in QWEN:
         rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
@@ -37,6 +39,45 @@ def add_values(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_full_attention_interval(4)
         if config.model_type != NEXT:
             writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
+
+
+def add_granite(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.num_local_experts:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def of_granite(config: Any, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a parameter of a layer; none for one that other families have, too."""
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    shared = "_shexp" if config.num_local_experts else ""
+    found: dict[str, torch.Tensor] = {}
+    if part == "shared_mlp.input_linear.weight":
+        found = dict(zip((f"ffn_gate{shared}.weight", f"ffn_up{shared}.weight"), weight.chunk(2), strict=True))
+    elif part == "shared_mlp.output_linear.weight":
+        found = {f"ffn_down{shared}.weight": weight}
+    elif part == "block_sparse_moe.router.weight":
+        found = {"ffn_gate_inp.weight": weight}
+    elif part.startswith("block_sparse_moe.experts."):
+        found = {f"ffn_{part.split('.')[2].removesuffix('_proj')}_exps.weight": weight}
+    elif part == "mamba.A_log":
+        found = {"ssm_a": -weight.exp()[:, None]}
+    elif part == "mamba.D":
+        found = {"ssm_d": weight[:, None]}
+    elif part == "mamba.dt_bias":
+        found = {"ssm_dt.bias": weight}
+    elif part == "mamba.norm.weight":
+        found = {"ssm_norm.weight": weight.view(config.mamba_n_groups, -1)}
+    elif part == "mamba.conv1d.weight":
+        found = {"ssm_conv1d.weight": weight.squeeze(1)}
+    return {f"blk.{layer}.{one}": values for one, values in found.items()}
 
 
 def by_kind(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -449,7 +449,8 @@ def test_prepare_fills_the_caches(shell: tiny.Shell, folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt_oss", "glm4_moe", "gemma4", "gemma4_moe", "qwen3_next", "olmo3", "exaone4", "ministral3"]
+    "family",
+    ["gpt_oss", "glm4_moe", "gemma4", "gemma4_moe", "qwen3_next", "olmo3", "exaone4", "ministral3", "granitemoehybrid"],
 )
 def test_info_of_a_gguf_file_names_its_kernels(family: str, shell: tiny.Shell, tmp_path: Path) -> None:
     kinds = dict.fromkeys((*fuzz_gguf.LAYERS, *fuzz_gguf.EXPERTS), "Q4_0")

@@ -170,6 +170,28 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpace:
+    """A selective state space in place of attention (Dao and Gu 2024, Mamba-2).
+
+    x, B and C pass a causal convolution [channels, taps] and SiLU. A head's state S [head size, state size] becomes
+    g S + (d x) B^T, with d = softplus(step + steps) and g = exp(-exp(decays) d); the output S C + skips x is multiplied by the
+    SiLU of a gate, then normalized for each group of heads. B and C belong to a group. The layer's inputs are gate, x, B, C and
+    step. Only the kernels compute it.
+    """
+
+    heads: tuple[int, int]
+    """Number of groups and of heads."""
+    dims: tuple[int, int]
+    """Size of a state and of a head."""
+    convolution: torch.Tensor
+    bias: torch.Tensor | None
+    decays: torch.Tensor
+    steps: torch.Tensor
+    skips: torch.Tensor
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvolution:
     """A causal convolution of each channel in place of attention (LFM2): c * convolution(b * x) of the three inputs b, c, x.
 
@@ -244,7 +266,7 @@ class GatedLayer:
     mlp_conv: Convolution | None = None
     gates_heads: bool = False
     """True if each query head is followed by a gate, whose sigmoid multiplies the head's output. Only the kernels compute it."""
-    mixer: GatedDelta | ShortConvolution | None = None
+    mixer: GatedDelta | StateSpace | ShortConvolution | None = None
     """In place of attention, whose fields are not read: `qkv` and `output` are the products before and after it."""
     shares: int | None = None
     """Index of the layer whose keys and values it reads; `qkv` has queries alone then. Only the kernels compute what follows."""

@@ -78,7 +78,7 @@ class NativeLayers:
         attending = [layer for layer in layers if layer.mixer is None]
         if not attending:
             raise LookupError("the kernels need a layer with attention")
-        self._turns = sorted({layer.kind for layer in attending})
+        self._turns = sorted({layer.kind for layer in attending if layer.rotates})
         self._caches: WeakKeyDictionary[SlotCache, Addresses] = WeakKeyDictionary()
         self._referenced: list[Any] = []
         """Objects whose memory the structs point to."""

@@ -13,7 +13,7 @@ import torch
 
 from foresay.models.cache.state_cache import SLOTS, RowPass, StateCache, StateSizes
 from foresay.models.cpu import structs
-from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, ShortConvolution
+from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, ShortConvolution, StateSpace
 from foresay.models.cpu.product import NativeProduct
 
 _COLUMNS = 32
@@ -37,7 +37,7 @@ class Mixers:
             taps = int(mixer.convolution.shape[-1])
             if not 1 <= taps <= SLOTS:
                 raise LookupError(f"the kernels do not support convolutions over {taps} tokens")
-            made = self._delta(mixer) if isinstance(mixer, GatedDelta) else self._short(mixer, hidden)
+            made = self._short(mixer, hidden) if isinstance(mixer, ShortConvolution) else self._matrix(mixer)
             made.taps, made.state, made.entry = taps, state, entry
             self._structs[index] = made
             sizes = _sizes(made)
@@ -51,24 +51,26 @@ class Mixers:
         """Return the address of a layer's struct; None for a layer of attention."""
         return ctypes.pointer(self._structs[index]) if index in self._structs else None
 
-    def _delta(self, mixer: GatedDelta) -> structs.Mixer:
+    def _matrix(self, mixer: GatedDelta | StateSpace) -> structs.Mixer:
+        """Return the struct of a layer whose heads have a matrix as their state."""
         (keys, values), (key_dim, value_dim) = mixer.heads, mixer.dims
-        channels = 2 * keys * key_dim + values * value_dim
+        channels, own = 2 * keys * key_dim + values * value_dim, dict[str, Any]()
+        if isinstance(mixer, GatedDelta):
+            own = {"kind": 0, "order": int(mixer.by_key_head), "tiled": int(mixer.tiled)}
+            own |= {"side": self._product(mixer.side), "norm": self._vector(mixer.norm.weight, value_dim)}
+        else:
+            own = {"kind": 2, "norm": self._vector(mixer.norm.weight, values * value_dim)}
+            own |= {"bias": self._bias(mixer.bias, channels), "skips": self._vector(mixer.skips, values)}
         return structs.Mixer(
-            kind=0,
             key_heads=keys,
             value_heads=values,
             key_dim=key_dim,
             value_dim=value_dim,
-            order=int(mixer.by_key_head),
             convolution=self._vector(mixer.convolution, channels * int(mixer.convolution.shape[-1])),
-            bias=_NO_VECTOR,
             decays=self._vector(mixer.decays, values),
             steps=self._vector(mixer.steps, values),
-            norm=self._vector(mixer.norm.weight, value_dim),
-            side=self._product(mixer.side),
-            tiled=int(mixer.tiled),
             eps=mixer.norm.eps,
+            **own,
         )
 
     def _short(self, mixer: ShortConvolution, hidden: int) -> structs.Mixer:
@@ -76,8 +78,11 @@ class Mixers:
             kind=1,
             value_dim=hidden,
             convolution=self._vector(mixer.convolution, hidden * int(mixer.convolution.shape[-1])),
-            bias=_NO_VECTOR if mixer.bias is None else self._vector(mixer.bias, hidden),
+            bias=self._bias(mixer.bias, hidden),
         )
+
+    def _bias(self, bias: torch.Tensor | None, size: int) -> structs.Vector:
+        return _NO_VECTOR if bias is None else self._vector(bias, size)
 
     def _product(self, product: Any) -> structs.Product:
         if not isinstance(product, NativeProduct):

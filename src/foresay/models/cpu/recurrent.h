@@ -1,4 +1,5 @@
-// Layers that mix tokens by a state instead of attention: the gated delta rule (Qwen3-Next, Qwen3.5) and short convolutions (LFM2).
+// Layers that mix tokens by a state instead of attention: the gated delta rule (Qwen3-Next, Qwen3.5), state spaces (Mamba-2, in Granite
+// 4) and short convolutions (LFM2).
 //
 // Tokens are processed one after the other in prompts and in single steps alike, each by the same functions in the same order, so that a
 // token's bits depend neither on the pass that it is in nor on the number of threads. Columns of a matrix state are independent of each
@@ -17,7 +18,18 @@ namespace foresay {
 // Numbers of a pass between the products of a layer, [N, .] each.
 struct Mixing {
     std::vector<float> inputs, side, mixed, decays, betas, written, out, tails;
-    std::vector<float> rates, steps, norm;
+    std::vector<float> rates, steps, norm, skips;
+};
+
+// Where the queries, keys and values begin in a token's channels.
+struct Channels {
+    int64_t query, key, value;
+
+    explicit Channels(const Mixer &m) {
+        int64_t keys = m.key_heads * m.key_dim, values = m.value_heads * m.value_dim;
+        if (m.kind == STATE_SPACE) value = 0, key = values, query = values + keys;
+        else query = 0, key = keys, value = 2 * keys;
+    }
 };
 
 // Where the inputs of a gated delta layer begin in a token's product.
@@ -182,15 +194,19 @@ struct Head {
     }
 
     void process(Mixing &at) const {
-        float *block = row.at_end + state, seen[COLUMNS], written[COLUMNS] = {};
-        int64_t channels = channels_of(m), keys = m.key_heads * m.key_dim, width = m.value_heads * m.value_dim;
+        float *block = row.at_end + state, seen[COLUMNS] = {}, written[COLUMNS] = {};
+        int64_t channels = channels_of(m), width = m.value_heads * m.value_dim;
+        bool reads = m.kind == GATED_DELTA;
+        float skip = reads ? 0.0f : at.skips[value];
+        Channels in(m);
         for (int64_t n = row.first; n < row.first + row.count; n++) {
-            const float *mixed = at.mixed.data() + n * channels, *values = mixed + 2 * keys + value * m.value_dim + begin;
-            const float *query = mixed + key() * m.key_dim, *own = query + keys;
-            float decay = at.decays[n * m.value_heads + value], beta = at.betas[n * m.value_heads + value];
-            read_state(block, own, m.key_dim, seen);
-            for (int64_t c = 0; c < count; c++) written[c] = beta * (values[c] - decay * seen[c]);
+            const float *mixed = at.mixed.data() + n * channels, *values = mixed + in.value + value * m.value_dim + begin;
+            const float *query = mixed + in.query + key() * m.key_dim, *own = mixed + in.key + key() * m.key_dim;
+            float decay = at.decays[n * m.value_heads + value], factor = at.betas[n * m.value_heads + value];
+            if (reads) read_state(block, own, m.key_dim, seen);
+            for (int64_t c = 0; c < count; c++) written[c] = factor * (reads ? values[c] - decay * seen[c] : values[c]);
             update_state(block, own, written, decay, query, m.key_dim, seen);
+            for (int64_t c = 0; c < count && !reads; c++) seen[c] += skip * values[c];
             std::memcpy(at.written.data() + n * width + value * m.value_dim + begin, written, count * sizeof(float));
             std::memcpy(at.out.data() + n * width + value * m.value_dim + begin, seen, count * sizeof(float));
         }
@@ -214,28 +230,45 @@ inline void keep_entries(const StateRows &states, const StateRow &row, const Mix
         float *entry = row.ring + (row.length + i) % states.slots * states.entry_size + m.entry;
         int64_t n = row.first + i;
         std::memcpy(entry, at.inputs.data() + n * channels, channels * sizeof(float));
-        if (m.kind != GATED_DELTA) continue;
-        std::memcpy(entry + channels, at.mixed.data() + n * channels + keys, keys * sizeof(float));
+        if (!has_state(m)) continue;
+        std::memcpy(entry + channels, at.mixed.data() + n * channels + Channels(m).key, keys * sizeof(float));
         std::memcpy(entry + channels + keys, at.written.data() + n * width, width * sizeof(float));
         std::memcpy(entry + channels + keys + width, at.decays.data() + n * m.value_heads, m.value_heads * sizeof(float));
     }
 }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 inline void widen(const Vector &kept, std::vector<float> &out) {
     out.resize(kept.size);
     Norms::widened(kept, out.data());
 }
 
+// Makes room for the numbers of each token and head.
+inline void reserve_heads(const Mixer &m, int64_t tokens, Mixing &at) {
+    int64_t heads = m.value_heads, width = heads * m.value_dim;
+    at.mixed.resize(tokens * channels_of(m)), at.decays.resize(tokens * heads), at.betas.resize(tokens * heads);
+    at.written.resize(tokens * width), at.out.resize(tokens * width);
+    widen(m.decays, at.rates), widen(m.steps, at.steps), widen(m.norm, at.norm), widen(m.skips, at.skips);
+    for (float &rate : at.rates) rate = std::exp(rate);
+}
+
+inline void process_heads(const Mixer &m, const StateRows &states, Mixing &at, int threads) {
+    int64_t heads = m.value_heads, blocks = blocks_of(m);
+    each(states.count * heads * blocks, threads, [&](int64_t task) {
+        Head head(states, states.rows[task / (heads * blocks)], m, task / blocks % heads, task % blocks);
+        head.begin_pass();
+        head.process(at);
+    });
+}
+
 inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *x, const float *joint, int64_t tokens, float *out, Mixing &at,
                          int threads) {
     DeltaInputs in{m};
     int64_t channels = channels_of(m), width = inputs_of(m), heads = m.value_heads, dim = m.value_dim;
-    at.mixed.resize(tokens * channels), at.decays.resize(tokens * heads), at.betas.resize(tokens * heads);
-    at.written.resize(tokens * heads * dim), at.out.resize(tokens * heads * dim);
+    reserve_heads(m, tokens, at);
     at.side.resize(tokens * 2 * heads);
     multiply(m.side, x, m.side.depth, tokens, at.side.data(), threads);
-    widen(m.decays, at.rates), widen(m.steps, at.steps), widen(m.norm, at.norm);
-    for (float &rate : at.rates) rate = std::exp(rate);
     each_token(tokens, threads, [&](int64_t n) {
         const float *own = joint + n * width, *side = at.side.data() + n * 2 * heads;
         float *to = at.inputs.data() + n * channels;
@@ -245,9 +278,7 @@ inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *x
         }
         for (int64_t j = 0; j < heads; j++) {
             std::memcpy(to + 2 * in.keys + j * dim, own + in.value(j), dim * sizeof(float));
-            float step = side[in.alpha(j)] + at.steps[j];
-            step = step > 20.0f ? step : std::log1p(std::exp(step));
-            at.decays[n * heads + j] = std::exp(-at.rates[j] * step);
+            at.decays[n * heads + j] = std::exp(-at.rates[j] * softplus(side[in.alpha(j)] + at.steps[j]));
             at.betas[n * heads + j] = 1.0f / (1.0f + std::exp(-side[in.beta(j)]));
         }
     });
@@ -260,18 +291,46 @@ inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *x
             if (!is_value) to_unit_length(some, count, scale);
         });
     });
-    int64_t blocks = blocks_of(m);
-    each(states.count * heads * blocks, threads, [&](int64_t task) {
-        Head head(states, states.rows[task / (heads * blocks)], m, task / blocks % heads, task % blocks);
-        head.begin_pass();
-        head.process(at);
-    });
+    process_heads(m, states, at, threads);
     each_token(tokens, threads, [&](int64_t n) {
         for (int64_t j = 0; j < heads; j++) {
             const float *own = at.out.data() + (n * heads + j) * dim, *gate = joint + n * width + in.gate(j);
             float *to = out + (n * heads + in.output(j)) * dim, unit = 1.0f / std::sqrt(mean_square(own, dim) + m.eps);
 #pragma omp simd
             for (int64_t i = 0; i < dim; i++) to[i] = own[i] * unit * at.norm[i] * (gate[i] / (1.0f + exponential(-gate[i])));
+        }
+    });
+}
+
+// Dao and Gu 2024, Transformers are SSMs: state = decay state + (step x) B^T, output = state C + skip x, then gated, then normalized.
+inline void mix_by_state_space(const Mixer &m, const StateRows &states, const float *joint, int64_t tokens, float *out, Mixing &at,
+                               int threads) {
+    int64_t channels = channels_of(m), heads = m.value_heads, values = heads * m.value_dim, width = inputs_of(m);
+    int64_t group = values / m.key_heads;
+    reserve_heads(m, tokens, at);
+    each_token(tokens, threads, [&](int64_t n) {
+        const float *own = joint + n * width, *steps = own + values + channels;
+        std::memcpy(at.inputs.data() + n * channels, own + values, channels * sizeof(float));
+        for (int64_t j = 0; j < heads; j++) {
+            float step = softplus(steps[j] + at.steps[j]);
+            at.decays[n * heads + j] = std::exp(-at.rates[j] * step);
+            at.betas[n * heads + j] = step;
+        }
+    });
+    each((channels + CHANNELS - 1) / CHANNELS, threads, [&](int64_t part) {
+        int64_t count = std::min(CHANNELS, channels - part * CHANNELS);
+        convolve(states, m, at, part * CHANNELS, count, at.mixed.data(), [=](float *some) { apply_silu(some, count); });
+    });
+    process_heads(m, states, at, threads);
+    each_token(tokens, threads, [&](int64_t n) {
+        const float *own = at.out.data() + n * values, *gate = joint + n * width;
+        float *to = out + n * values;
+#pragma omp simd
+        for (int64_t i = 0; i < values; i++) to[i] = own[i] * (gate[i] / (1.0f + exponential(-gate[i])));
+        for (int64_t g = 0; g < values; g += group) {
+            float unit = 1.0f / std::sqrt(mean_square(to + g, group) + m.eps);
+#pragma omp simd
+            for (int64_t i = g; i < g + group; i++) to[i] = to[i] * unit * at.norm[i];
         }
     });
 }
@@ -301,6 +360,7 @@ inline void mix(const Mixer &m, const StateRows &states, const float *x, const f
     Mixing &at = kept; // the caller's, not a worker's
     at.inputs.resize(tokens * channels_of(m));
     if (m.kind == GATED_DELTA) mix_by_delta(m, states, x, joint, tokens, out, at, threads);
+    else if (m.kind == STATE_SPACE) mix_by_state_space(m, states, joint, tokens, out, at, threads);
     else mix_by_convolution(m, states, joint, tokens, out, at, threads);
     for (int64_t r = 0; r < states.count; r++) keep_entries(states, states.rows[r], m, at, at.tails);
 }

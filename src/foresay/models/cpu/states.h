@@ -10,20 +10,22 @@
 
 namespace foresay {
 
-enum MixerKind { GATED_DELTA = 0, SHORT_CONVOLUTION = 1 };
+enum MixerKind { GATED_DELTA = 0, SHORT_CONVOLUTION = 1, STATE_SPACE = 2 };
 
 // Order of a gated delta layer's inputs: all queries, keys, values and gates, and apart from them all betas and alphas; or those four and
 // these two of each key head.
 enum MixerOrder { BY_KIND = 0, BY_KEY_HEAD = 1 };
 
+// Of a state space (Mamba-2), queries and keys are C and B of a group, and values are x. Its inputs are all gates, x, B, C and steps.
 struct Mixer {
     int64_t kind, key_heads, value_heads, key_dim, value_dim; // of a short convolution, value_dim is the hidden size, and the others are 0
     int64_t taps, order;
     int64_t state, entry; // offsets of this layer in a row's states and entries, in numbers
     Vector convolution;   // [channels, taps]
     Vector bias;          // [channels]; null for none
-    Vector decays, steps; // [value_heads] logarithms of the rates of decay, and what is added to alphas
-    Vector norm;          // [value_dim]
+    Vector decays, steps; // [value_heads] logarithms of the rates of decay, and what is added to alphas or steps
+    Vector norm;          // [value_dim]; of a state space [value_heads * value_dim], normalized by group
+    Vector skips;         // [value_heads] factors of x in a state space's output
     Product side;         // [2 * value_heads, hidden] betas and alphas
     int64_t tiled;        // nonzero if the product after it reads first the first value head of each key head, then the second ones
     float eps;
@@ -49,49 +51,54 @@ struct StateRows {
 constexpr int64_t COLUMNS = 32; // of a matrix state, which are stored and processed together
 constexpr int64_t CHANNELS = 256; // of a short convolution, which are processed together
 
+inline bool has_state(const Mixer &m) { return m.kind != SHORT_CONVOLUTION; }
+
 inline int64_t channels_of(const Mixer &m) {
-    return m.kind == GATED_DELTA ? 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim : m.value_dim;
+    return has_state(m) ? 2 * m.key_heads * m.key_dim + m.value_heads * m.value_dim : m.value_dim;
 }
 
 inline int64_t inputs_of(const Mixer &m) {
-    return m.kind == GATED_DELTA ? channels_of(m) + m.value_heads * m.value_dim : 3 * m.value_dim;
+    int64_t steps = m.kind == STATE_SPACE ? m.value_heads : 0;
+    return has_state(m) ? channels_of(m) + m.value_heads * m.value_dim + steps : 3 * m.value_dim;
 }
 
-inline int64_t outputs_of(const Mixer &m) { return m.kind == GATED_DELTA ? m.value_heads * m.value_dim : m.value_dim; }
+inline int64_t outputs_of(const Mixer &m) { return has_state(m) ? m.value_heads * m.value_dim : m.value_dim; }
 
 inline int64_t blocks_of(const Mixer &m) { return (m.value_dim + COLUMNS - 1) / COLUMNS; }
 
 inline int64_t state_size(const Mixer &m) {
-    return m.kind == GATED_DELTA ? m.value_heads * blocks_of(m) * m.key_dim * COLUMNS : 0;
+    return has_state(m) ? m.value_heads * blocks_of(m) * m.key_dim * COLUMNS : 0;
 }
 
-// An entry: inputs of the convolution, and of a gated delta layer then keys, written values and decays.
+// An entry: inputs of the convolution, and of a layer with a state then keys, written values and decays.
 inline int64_t entry_size(const Mixer &m) {
-    return channels_of(m) + (m.kind == GATED_DELTA ? m.key_heads * m.key_dim + m.value_heads * (m.value_dim + 1) : 0);
+    return channels_of(m) + (has_state(m) ? m.key_heads * m.key_dim + m.value_heads * (m.value_dim + 1) : 0);
 }
 
 inline void check(const Mixer &m, int64_t hidden) {
-    require(m.kind == GATED_DELTA || m.kind == SHORT_CONVOLUTION, "mixer", m.kind, "0 or 1");
+    require(m.kind >= GATED_DELTA && m.kind <= STATE_SPACE, "mixer", m.kind, "in [0, 2]");
     require(m.order == BY_KIND || m.order == BY_KEY_HEAD, "order", m.order, "0 or 1");
     require(m.taps >= 1 && m.taps <= 64, "taps", m.taps, "in [1, 64]");
     check_width("value_dim", m.value_dim);
-    if (m.kind == GATED_DELTA) {
+    if (has_state(m)) {
         for (int64_t one : {m.key_heads, m.value_heads, m.key_dim}) check_width("heads of a state", one);
-        check_shape("side", m.side, 2 * m.value_heads, hidden);
+        if (m.kind == GATED_DELTA) check_shape("side", m.side, 2 * m.value_heads, hidden);
         require(m.value_heads % m.key_heads == 0, "value_heads", m.value_heads, "a multiple of key_heads");
         require(m.key_heads <= MOST / m.key_dim / 4, "key_dim", m.key_dim, "below 2^29 with all key heads");
         require(m.value_heads <= MOST / (m.value_dim + COLUMNS) / 4 / m.key_dim, "value_dim", m.value_dim, "below 2^29 with the whole state");
     } else {
         require(m.value_dim == hidden, "value_dim", m.value_dim, "the hidden size");
     }
-    int64_t channels = channels_of(m), heads = m.kind == GATED_DELTA ? m.value_heads : 0;
+    int64_t channels = channels_of(m), heads = has_state(m) ? m.value_heads : 0;
+    int64_t skipped = m.kind == STATE_SPACE ? heads : 0, normalized = heads ? (skipped ? heads : 1) * m.value_dim : 0;
     check_pointer("convolution", m.convolution.values);
     check_norm("convolution", m.convolution, channels * m.taps);
     check_norm("bias", m.bias, channels);
     for (const Vector *one : {&m.decays, &m.steps}) {
         require(one->size == heads && (one->values != nullptr) == (heads > 0), "decays", one->size, "the number of value heads");
     }
-    require(m.norm.size == (heads ? m.value_dim : 0) && (m.norm.values != nullptr) == (heads > 0), "norm", m.norm.size, "value_dim");
+    require(m.norm.size == normalized && (m.norm.values != nullptr) == (heads > 0), "norm", m.norm.size, "what it normalizes");
+    require(m.skips.size == skipped && (m.skips.values != nullptr) == (skipped > 0), "skips", m.skips.size, "the number of value heads");
 }
 
 inline void check(const Mixer &m, const StateRows &states) {

@@ -93,7 +93,7 @@ class Mixer(ctypes.Structure):
 
     _fields_ = [
         *_fields(_NUMBER, "kind key_heads value_heads key_dim value_dim taps order state entry"),
-        *_fields(Vector, "convolution bias decays steps norm"),
+        *_fields(Vector, "convolution bias decays steps norm skips"),
         ("side", Product),
         ("tiled", _NUMBER),
         ("eps", _REAL),

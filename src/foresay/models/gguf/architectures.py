@@ -111,6 +111,12 @@ _DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_STATE_SPACE = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
 _LFM2 = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 _REQUIRED_OF_LFM2 = ("shortconv.l_cache", "attention.head_count_kv", "rope.freq_base")
 _QWEN35 = ("ssm.inner_size", "attention.key_length", "rope.dimension_count", "rope.freq_base")
@@ -199,6 +205,16 @@ ARCHITECTURES = {
     ),
     "exaone4": Architecture("exaone4", _WINDOW, scaled_by_tensor=True),
     "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
+    "granitehybrid": replace(
+        _LLAMA,
+        model_type="granitemoehybrid",
+        fields={**_GRANITE, **_MIXTRAL, **_STATE_SPACE},
+        required=(*_STATE_SPACE, "ssm.inner_size", "attention.head_count_kv"),
+        derived=("expert_shared_feed_forward_length", "rope.scaling.finetuned"),
+        by_layer=("attention.head_count_kv",),
+        scaled_by_tensor=False,
+        scaled_linearly=None,
+    ),
     "smollm3": replace(_LLAMA, model_type="smollm3"),
     "glm4moe": Architecture(
         "glm4_moe",

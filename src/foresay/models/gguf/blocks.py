@@ -16,7 +16,7 @@ from torch import nn
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
-from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order, split_by_kind
+from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order, split_inputs
 from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import Name, check_tensors, empty_model, expert_parts, gguf_namer, stored_buffers
@@ -45,7 +45,7 @@ def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blo
     if in_blocks:
         check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
     model, name = empty_model(config, dtype), gguf_namer(header, config.num_hidden_layers)
-    split_by_kind(model, header)
+    split_inputs(model, header)
     check_tensors(header, model, name)
     packed = PackedWeights(header) if in_blocks else None
     file = FileWeights(header, config, dtype, name, packed)

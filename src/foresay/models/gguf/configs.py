@@ -12,7 +12,7 @@ from typing import Any
 
 from foresay.models.gguf.architectures import COMMON, YARN_FACTORS, architecture_of
 from foresay.models.gguf.header import STRING, GgufHeader
-from foresay.models.gguf.hybrids import delta_fields, lfm2_fields, rotary_sections
+from foresay.models.gguf.hybrids import delta_fields, granite_fields, lfm2_fields, rotary_sections
 from foresay.models.gguf.positions import YARN, rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
@@ -225,6 +225,7 @@ _DERIVED: dict[str, Derive] = {
     "gemma2": _scaled_queries,
     "gemma3": _scaled_queries,
     "granite": _usual_scale,
+    "granitehybrid": granite_fields,
     "olmo2": _olmo3,
     "mistral3": _ministral3,
     "exaone4": _windows,

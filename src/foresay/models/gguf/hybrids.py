@@ -1,8 +1,9 @@
-"""GGUF files of models with recurrent layers, LFM2, Qwen3-Next and Qwen3.5: their sizes, names and order of rows.
+"""GGUF files of models with recurrent layers, LFM2, Qwen3-Next, Qwen3.5 and Granite 4: their sizes, names and order of rows.
 
 llama.cpp's converter stores the decays of a layer as -exp(A_log) and convolutions without their middle dimension; Qwen3.5's value
 heads in tiles, the first of each key head, then the second ones; and Qwen3-Next's queries, keys, values and gates one after the
-other, where transformers has those of each key head together. Owns these facts; configs.py and blocks.py apply them.
+other, where transformers has those of each key head together. Granite's gates and ups are apart, its vectors of heads are
+columns, and the norm of its state spaces has a row for each group. Owns these facts; configs.py and blocks.py apply them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from foresay.models.gguf.header import INTEGERS, STRING, GgufHeader
 from foresay.models.gguf.values import invalid_value
 from foresay.models.huggingface.frozen import ReorderedOutput
 
-HYBRIDS = frozenset({"lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe"})
+HYBRIDS = frozenset({"lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe", "granitehybrid"})
 """Architectures with such layers."""
-PRECISE = ("ssm_a", "ssm_dt", "ssm_conv1d", "ssm_norm", "shortconv")
+PRECISE = ("ssm_a", "ssm_d", "ssm_dt", "ssm_conv1d", "ssm_norm", "shortconv")
 """Parts of a layer that stay in float32 whatever the model's dtype, as llama.cpp computes them."""
 _LAYER_PARAMETERS = {
     "A_log": "ssm_a",
+    "D": "ssm_d",
     "dt_bias": "ssm_dt.bias",
     "expert_bias": "exp_probs_b.bias",
     "scale": "ffn_gate_inp.scale",
@@ -32,18 +34,24 @@ _LAYER_PARAMETERS = {
 """transformers' parameters without a module -> the last part of llama.cpp's name."""
 _BY_KEY_HEAD = "qwen3_next"
 """Family whose layers have their inputs ordered by key heads."""
-_SPLIT = re.compile(r"\.in_proj_(?:qkvz|ba)(?=\.in_proj_)")
-"""Names of the modules that `split_by_kind` adds, which are no part of a tensor's name."""
+_SPLIT = re.compile(r"\.(?:in_proj_(?:qkvz|ba)(?=\.in_proj_)|input_linear(?=\.))")
+"""Names of the modules that `split_inputs` adds or splits, which are no part of a tensor's name."""
+_OF_GRANITE = {"block_sparse_moe.router": "block_sparse_moe.gate", "block_sparse_moe.experts": "mlp.experts"}
+"""Parts of Granite's layers -> names of which llama.cpp knows what they are."""
 _INTERVAL, _USUAL_INTERVAL = "full_attention_interval", 4
 """Interval of layers with attention of Qwen3-Next's files that do not state it, as in llama.cpp."""
 _MOST_INTERVAL, _MOST_GROUPS, _MOST_INNER = 1024, 1 << 16, 1 << 24
 
 
-def parameter_namer(name: Callable[[str], str]) -> Callable[[str], str]:
+def parameter_namer(header: GgufHeader, name: Callable[[str], str]) -> Callable[[str], str]:
     """Return the mapping of transformers' names to llama.cpp's. name: that of modules and their parameters."""
+    shared = "mlp.shared_experts" if header.values.get(f"{header.architecture}.expert_count") else "mlp"
 
     def of(parameter: str) -> str:
-        parameter = _SPLIT.sub("", parameter)
+        parameter = _SPLIT.sub("", parameter).replace("shared_mlp.output_linear", f"{shared}.down_proj")
+        parameter = parameter.replace("shared_mlp", shared)
+        for theirs, known in _OF_GRANITE.items():
+            parameter = parameter.replace(theirs, known)
         words = parameter.split(".")  # model, layers, index, part, ...
         stored = _LAYER_PARAMETERS.get(words[-1])
         return name(parameter) if stored is None else f"blk.{words[2]}.{stored}"
@@ -51,12 +59,29 @@ def parameter_namer(name: Callable[[str], str]) -> Callable[[str], str]:
     return of
 
 
-def split_by_kind(model: Any, header: GgufHeader) -> None:
-    """Replace the inputs of Qwen3-Next's layers, on the meta device, by layers with a file's tensors, in order of kind.
+def stored_shape(module: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a parameter in a file, by its name in its module and its shape there."""
+    if isinstance(module, nn.Conv1d) and len(shape) == 3:  # of one channel each
+        return shape[::2]
+    if name in ("A_log", "D") and hasattr(module, "ssm_state_size"):
+        return (*shape, 1)
+    size = getattr(module, "group_size", None)
+    return shape if size is None else (shape[0] // int(size), int(size))
 
-    The kernels read their outputs as they are; transformers reads them by key heads. Older files have one tensor for all kinds.
+
+def split_inputs(model: Any, header: GgufHeader) -> None:
+    """Replace joint layers of a model, on the meta device, by layers with a file's tensors.
+
+    Of Qwen3-Next, in order of kind: the kernels read their outputs as they are, transformers reads them by key heads. Older files
+    have one tensor for all kinds.
     """
     config = model.config
+    for mlp in [layer.shared_mlp for layer in model.model.layers if hasattr(layer, "shared_mlp")]:
+        inner = mlp.hidden_size
+        halves = {
+            name: nn.Linear(mlp.input_size, inner, bias=False, device="meta") for name in ("gate_proj", "up_proj")
+        }
+        mlp.input_linear = ReorderedOutput(halves, torch.arange(2 * inner))
     for i, layer in enumerate(model.model.layers if config.model_type == _BY_KEY_HEAD else ()):
         if (mixer := getattr(layer, "linear_attn", None)) is None:
             continue
@@ -117,8 +142,8 @@ def _rows(groups: int, heads: int, size: int) -> torch.Tensor:
     return (order[:, None] * size + torch.arange(size)).reshape(-1)
 
 
-def lfm2_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that a list of key heads states, 0 for a layer of convolutions."""
+def lfm2_fields(header: GgufHeader, fields: dict[str, Any], other: str = "conv") -> dict[str, Any]:
+    """Return the fields of a configuration that a list of key heads states, 0 for a layer without attention. other: its kind."""
     key = f"{header.architecture}.attention.head_count_kv"
     stored = header.lists.get(key)
     counts = [] if stored is None else [int(one) for one in stored.numbers()]  # checked by `check_values`
@@ -127,8 +152,35 @@ def lfm2_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
         raise invalid_value(header, key, "a list of one integer for each layer, 0 or the number of its key heads")
     return {
         "num_key_value_heads": heads,
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "layer_types": ["full_attention" if count else other for count in counts],
         "rope_parameters": {"rope_type": "default", "rope_theta": fields.pop("rope_theta")},
+    }
+
+
+def granite_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration that several values state together. Attention has no positions."""
+    prefix, hidden = header.architecture, fields["hidden_size"]
+    groups = _integer(header, "ssm.group_count", _MOST_GROUPS)
+    heads, inner = (int(header.values[f"{prefix}.ssm.{name}"]) for name in ("time_step_rank", "inner_size"))
+    if header.values.get(finetuned := f"{prefix}.rope.scaling.finetuned", False) is not False:
+        raise invalid_value(header, finetuned, "false: attention with positions is not supported for this architecture")
+    if heads % groups:
+        raise invalid_value(header, f"{prefix}.ssm.time_step_rank", f"a multiple of the {groups} groups")
+    if inner % heads or inner % hidden:
+        raise invalid_value(header, f"{prefix}.ssm.inner_size", f"a multiple of the {heads} heads and of {hidden}")
+    shared = "expert_shared_feed_forward_length"
+    if "num_local_experts" not in fields or not fields["num_local_experts"]:
+        fields["num_local_experts"], width = 0, fields["intermediate_size"]
+    else:
+        width = _integer(header, shared, _MOST_INNER)
+    return {
+        **lfm2_fields(header, fields, "linear_attention"),
+        "attention_multiplier": fields.get("attention_multiplier", fields["head_dim"] ** -0.5),
+        "shared_intermediate_size": width,
+        "position_embedding_type": None,
+        "mamba_expand": inner // hidden,
+        "mamba_d_head": inner // heads,
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in header.tensors),
     }
 
 

@@ -17,7 +17,7 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.configs import set_end_tokens
 from foresay.models.gguf.header import STRING, GgufHeader, StoredTensor
-from foresay.models.gguf.hybrids import parameter_namer
+from foresay.models.gguf.hybrids import parameter_namer, stored_shape
 from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.values import invalid_tensor, invalid_value
@@ -60,7 +60,7 @@ def gguf_namer(header: GgufHeader, num_layers: int) -> Name:
         whole = parameter.removesuffix("_bias")
         return f"{names.get_name(whole)}.{'weight' if whole == parameter else 'bias'}"
 
-    return parameter_namer(name)
+    return parameter_namer(header, name)
 
 
 def expert_parts(path: str, is_stored: Callable[[str], bool]) -> tuple[str, ...]:
@@ -165,10 +165,8 @@ def _parameters(
                     found.append((f"{path}.{short}.bias", (weights.count, shape[0]), True))
             continue
         for short, one in (*module.named_parameters(recurse=False), *stored_buffers(module)):
-            shape = tuple(one.shape)
-            if isinstance(module, nn.Conv1d) and len(shape) == 3:  # of one channel each
-                shape = shape[::2]
-            found.append((f"{path}.{short}", shape, not (is_tied and module is output)))
+            stored = stored_shape(module, short, tuple(one.shape))
+            found.append((f"{path}.{short}", stored, not (is_tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
             # some configurations do not state whether there are biases; the file decides
             found.append((f"{path}.bias", (module.out_features,), False))

@@ -133,9 +133,8 @@ def _check_numbers(header: GgufHeader) -> None:
         if header.architecture.startswith("gemma") and name == "attention.sliding_window":
             least = 1  # in other families 0 means no window
         if key in header.lists and known and name in ARCHITECTURES[header.architecture].by_layer:
-            _check_list(
-                header, key, 0 if header.architecture.startswith("lfm2") else least, greatest
-            )  # 0: no attention
+            is_partly = header.architecture.startswith(("lfm2", "granitehybrid"))  # 0: no attention
+            _check_list(header, key, 0 if is_partly else least, greatest)
         elif key in header.lists and (known or header.lists[key].kind not in INTEGERS):
             raise invalid_value(
                 header,

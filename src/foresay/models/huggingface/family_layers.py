@@ -126,7 +126,8 @@ def _rotates(attn: Any, config: Any) -> bool:
     """Return True if queries and keys of a layer are rotated."""
     if config.model_type == "exaone4":  # next to layers with a window those without one have no positions
         return config.sliding_window is None or bool(attn.is_sliding)
-    return bool(getattr(attn, "use_rope", True))
+    always = config.model_type != "granitemoehybrid" or config.position_embedding_type == "rope"
+    return bool(getattr(attn, "use_rope", always))
 
 
 def _shared_layer(attn: Any, config: Any) -> int | None:
@@ -171,7 +172,14 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     normalizes = bool(getattr(config, "norm_topk_prob", True))
     clamped = gate if isinstance(gate, ClampedGate) else None
     common = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
-    shared = None if common is None else (_joint(common, "", ("gate_proj", "up_proj")), product_of(common.down_proj))
+    shared = (
+        None
+        if common is None
+        else (
+            _joint(common, "gate_up_proj", ("gate_proj", "up_proj")),
+            product_of(common.down_proj),
+        )
+    )
     active = active_experts(config)
     gated = product_of(mlp.shared_expert_gate) if hasattr(mlp, "shared_expert_gate") else None
     norms = _expert_norms(mlp, router) if is_apart else None

@@ -67,6 +67,7 @@ class FusedDecoder:
         self._tables = {
             kind: RotaryTable(self._rotary, kind if self._by_kind else None, halves=self._half_turns)
             for kind in self._windows.keys() - MIXING
+            if self._rotary is not None
         }
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))

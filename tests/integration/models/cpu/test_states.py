@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from foresay.models.cache.state_cache import SLOTS, RowStates, StateCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import build
-from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, Norm, ShortConvolution
+from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, Norm, ShortConvolution, StateSpace
 from foresay.models.cpu.mixers import Mixers, StatePass
 from foresay.models.cpu.product import NativeProduct
 from helpers.broken_kernels import Broken
 
 SEEDED = torch.Generator()
-Mixer = GatedDelta | ShortConvolution
+Mixer = GatedDelta | StateSpace | ShortConvolution
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,17 @@ def delta(
     return GatedDelta(heads, dims, *own, Norm(numbers(dims[1], dtype=dtype), 1e-5), side, by_head, tiled)
 
 
+def space(
+    heads: tuple[int, int], dims: tuple[int, int], taps: int = 4, *, bias: bool = True, dtype: Any = torch.float32
+) -> StateSpace:
+    values = heads[1]
+    channels = 2 * heads[0] * dims[0] + values * dims[1]
+    norm = Norm(numbers(values * dims[1], dtype=dtype), 1e-5)
+    of_heads = [numbers(values, dtype=dtype) for _ in range(3)]
+    own = numbers(channels, 1, taps, dtype=dtype), numbers(channels, dtype=dtype) if bias else None
+    return StateSpace(heads, dims, *own, *of_heads, norm)
+
+
 def short(width: int, taps: int = 3, *, bias: bool = False) -> ShortConvolution:
     return ShortConvolution(numbers(width, 1, taps), numbers(width) if bias else None)
 
@@ -59,6 +70,10 @@ MIXERS: dict[str, Any] = {
     "delta by key heads": lambda: delta((2, 6), (16, 33), by_head=True),
     "delta of tiled outputs": lambda: delta((2, 6), (8, 9), tiled=True),
     "delta in bf16": lambda: delta((2, 4), (16, 40), dtype=torch.bfloat16),
+    "space": lambda: space((1, 4), (8, 8)),
+    "space of groups and odd sizes": lambda: space((3, 6), (5, 7), 2, bias=False),
+    "space of wide heads and many channels": lambda: space((2, 4), (65, 70), 3),
+    "space in bf16": lambda: space((1, 3), (16, 40), dtype=torch.bfloat16),
     "short": lambda: short(48),
     "short and wide with a bias": lambda: short(530, 5, bias=True),
     "one tap": lambda: short(9, 1),
@@ -70,8 +85,8 @@ def width_of(mixer: Mixer) -> tuple[int, int]:
     if isinstance(mixer, ShortConvolution):
         size = mixer.convolution.shape[0]
         return 3 * size, size
-    values = mixer.heads[1] * mixer.dims[1]
-    return mixer.convolution.shape[0] + values + 2 * mixer.heads[1], values
+    values, steps = mixer.heads[1] * mixer.dims[1], mixer.heads[1] * (1 + isinstance(mixer, GatedDelta))
+    return mixer.convolution.shape[0] + values + steps, values
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -89,6 +104,8 @@ def defined(mixer: Mixer, joint: torch.Tensor) -> torch.Tensor:
         return c * (found if mixer.bias is None else found + mixer.bias.double())
     (keys, values), (key_dim, dim) = mixer.heads, mixer.dims
     count, group = len(joint), values // keys
+    if isinstance(mixer, StateSpace):
+        return _of_space(mixer, joint)
     if mixer.by_key_head:
         first, last = joint.split([2 * keys * key_dim + 2 * values * dim, 2 * values], -1)
         sizes = [key_dim, key_dim, group * dim, group * dim]
@@ -114,6 +131,25 @@ def defined(mixer: Mixer, joint: torch.Tensor) -> torch.Tensor:
     normed = normed * (normed.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * mixer.norm.weight.double()
     found = (normed.flatten(1) * F.silu(gate)).view(count, keys, group, dim)
     return (found.transpose(1, 2) if mixer.tiled else found).reshape(count, -1)
+
+
+def _of_space(mixer: StateSpace, joint: torch.Tensor) -> torch.Tensor:
+    (groups, heads), (size, dim) = mixer.heads, mixer.dims
+    values, count = heads * dim, len(joint)
+    gate, inputs, steps = joint.split([values, mixer.convolution.shape[0], heads], -1)
+    mixed = convolved(inputs, mixer.convolution)
+    mixed = F.silu(mixed if mixer.bias is None else mixed + mixer.bias.double())
+    x, b, c = mixed.split([values, groups * size, groups * size], -1)
+    b, c = (one.view(count, groups, size).repeat_interleave(heads // groups, 1) for one in (b, c))
+    step = F.softplus(steps + mixer.steps.double())
+    decay, x = torch.exp(-mixer.decays.double().exp() * step), x.view(count, heads, dim)
+    state, out = torch.zeros(heads, dim, size).double(), []
+    for t in range(count):
+        state = state * decay[t][:, None, None] + (step[t][:, None] * x[t])[:, :, None] * b[t][:, None]
+        out.append(torch.einsum("hds,hs->hd", state, c[t]) + mixer.skips.double()[:, None] * x[t])
+    gated = (torch.stack(out).flatten(1) * F.silu(gate)).view(count, groups, -1)
+    normed = gated * (gated.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return normed.flatten(1) * mixer.norm.weight.double()
 
 
 class Mixed:
@@ -170,6 +206,22 @@ def test_the_definition_notices_what_a_layer_does() -> None:
         replace(mixer, by_key_head=True),
         replace(mixer, tiled=True),
         replace(mixer, convolution=shorter),
+    ]
+    for other in others:
+        assert not torch.allclose(whole(other, text).double(), wanted, atol=1e-3)
+
+
+def test_the_definition_notices_what_a_state_space_does() -> None:
+    """Control: without the skips, the bias, the steps' shift or the groups, the comparison fails."""
+    mixer = space((2, 4), (8, 8))
+    text = numbers(9, width_of(mixer)[0])
+    wanted = defined(mixer, text)
+    others = [
+        replace(mixer, skips=torch.zeros(4)),
+        replace(mixer, bias=None),
+        replace(mixer, steps=torch.zeros(4)),
+        replace(mixer, norm=Norm(torch.ones(32), 1e-5)),
+        replace(mixer, heads=(1, 4), dims=(16, 8)),
     ]
     for other in others:
         assert not torch.allclose(whole(other, text).double(), wanted, atol=1e-3)

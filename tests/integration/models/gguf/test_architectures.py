@@ -43,6 +43,16 @@ OLMO3 = {
     "full_attention": {**YARN, "truncate": True, "factor": 8.0, "attention_factor": 1.2079441541679836},
 }
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 264}
+GRANITE = {
+    "mamba_n_heads": 16,
+    "mamba_d_conv": 3,
+    "mamba_n_groups": 2,
+    "shared_intermediate_size": 64,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.8,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.3,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
@@ -63,6 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {"head_dim": 16}),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "granite": ("granite", {"embedding_multiplier": 3.0}),
+    "granitehybrid": ("granitemoehybrid", {**GRANITE, "num_experts_per_tok": 3}),
+    "granitehybrid-dense": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "mamba_conv_bias": False}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
     "glm4moe": (
         "glm4_moe",

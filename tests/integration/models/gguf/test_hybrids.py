@@ -37,7 +37,9 @@ def hybrid(name: str, **changes: Any) -> PreTrainedModel:
     """Rows of whole groups, and weights large enough that texts vary."""
     family = name.partition(",")[0]
     sizes: dict[str, Any] = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
-    if family == "lfm2":
+    if family == "granitemoehybrid":
+        sizes |= {"mamba_n_heads": 16, "shared_intermediate_size": 64}
+    elif family == "lfm2":
         sizes |= {"block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     else:
         sizes |= {"head_dim": 16, "linear_value_head_dim": 16, "linear_key_head_dim": 16}
@@ -256,6 +258,15 @@ def test_tiles_are_told_from_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("qwen3_5", "add_rope_dimension_count", 64, "rope.dimension_count"),
         ("qwen3_5", "add_rope_dimension_sections", [1, 1, 1, 0], "rope.dimension_sections"),
         ("qwen3_5", "add_rope_dimension_sections", None, "rope.dimension_sections"),
+        ("granitemoehybrid", "add_ssm_group_count", None, "ssm.group_count"),
+        ("granitemoehybrid", "add_ssm_group_count", 3, "ssm.time_step_rank"),
+        ("granitemoehybrid", "add_ssm_inner_size", 65, "ssm.inner_size"),
+        ("granitemoehybrid", "add_ssm_inner_size", 192, "has shape"),
+        ("granitemoehybrid", "add_ssm_conv_kernel", None, "ssm.conv_kernel"),
+        ("granitemoehybrid", "add_rope_scaling_finetuned", True, "rope.scaling.finetuned"),
+        ("granitemoehybrid", "add_head_count_kv", 2, "head_count_kv"),
+        ("granitemoehybrid", "add_expert_shared_feed_forward_length", None, "expert_shared_feed_forward_length"),
+        ("granitemoehybrid", "add_expert_shared_feed_forward_length", 65, "has shape"),
     ],
 )
 def test_values_that_contradict_each_other(

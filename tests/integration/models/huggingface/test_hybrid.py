@@ -32,7 +32,7 @@ from helpers.families import VOCAB, make
 from helpers.racing import race
 from helpers.support import Always, Never, Sometimes, run
 
-FAMILIES = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe")
+FAMILIES = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid")
 DENSE = FAMILIES[:2]
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "one key head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
@@ -44,6 +44,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "attention first": ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}),
     "a bias and five taps": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
     "untied": ("lfm2", {"tie_word_embeddings": False}),
+    "Granite without experts": ("granitemoehybrid", {"num_local_experts": 0}),
+    "Granite with scales, groups, a bias of its products and positions": (
+        "granitemoehybrid",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.8,
+            "attention_multiplier": 0.3,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+        },
+    ),
 }
 
 
