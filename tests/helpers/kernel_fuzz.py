@@ -192,7 +192,7 @@ def attend(sizes: Sizes, library: Any) -> None:
 def mix(sizes: Sizes, library: Any) -> None:
     """A layer of states over rows whose lengths mostly fit each other."""
     kind, keys, key_dim, dim = (
-        sizes.one(0, 0, 1, odd=0.01),
+        sizes.one(0, 0, 1, 2, 2, odd=0.01),
         sizes.one(1, 2),
         sizes.one(1, 3, 8),
         sizes.one(1, 5, 33, odd=0.02),
@@ -200,10 +200,11 @@ def mix(sizes: Sizes, library: Any) -> None:
     values, taps, slots, tail = keys * sizes.one(1, 2, odd=0), sizes.one(1, 2, 4), sizes.one(4, 8), sizes.one(3, 4)
     if kind == 1:
         keys = values = key_dim = 0
-    channels = 2 * keys * key_dim + values * dim if kind == 0 else dim
+    channels = dim if kind == 1 else 2 * keys * key_dim + values * dim
     state, entry = values * -(-dim // 32) * key_dim * 32, channels + keys * key_dim + values * (dim + 1)
-    held = [sizes.floats(channels, taps), sizes.floats(values), sizes.floats(values), sizes.floats(dim)]
-    heads, wide = values if sizes.often(0.97) else 1, dim if kind == 0 else 0
+    wide = {0: dim, 2: values * dim}.get(kind, 0)
+    held = [sizes.floats(channels, taps), sizes.floats(values), sizes.floats(values), sizes.floats(wide), sizes.floats(values)]
+    heads = values if sizes.often(0.97) else 1
 
     def vector(address: int | None, size: int) -> structs.Vector:
         return structs.Vector(address if size else None, size, sizes.one(0, 1, odd=0), 0)
@@ -211,8 +212,9 @@ def mix(sizes: Sizes, library: Any) -> None:
     side = structs.Product(0, 2 * values + sizes.one(0, 0, 0, 0, 1, odd=0), 4, weights=sizes.floats(64, 8))
     mixer = structs.Mixer(
         kind, keys, values, key_dim, dim, taps, sizes.one(0, 1, odd=0.02), sizes.one(0, odd=0.02), sizes.one(0, odd=0.02),
-        vector(held[0], channels * taps), structs.Vector(None, 0, 0, 0), vector(held[1], heads if kind == 0 else 0),
-        vector(held[2], heads if kind == 0 else 0), vector(held[3], wide), side, sizes.one(0, 1, odd=0), 1e-5,
+        vector(held[0], channels * taps), structs.Vector(None, 0, 0, 0), vector(held[1], 0 if kind == 1 else heads),
+        vector(held[2], 0 if kind == 1 else heads), vector(held[3], wide), vector(held[4], heads if kind == 2 else 0), side,
+        sizes.one(0, 1, odd=0), 1e-5,
     )  # fmt: skip
     count, tokens = sizes.one(1, 2), 0
     made = (structs.StateRow * (count if 0 < count <= LARGE else 1))()
@@ -230,7 +232,7 @@ def mix(sizes: Sizes, library: Any) -> None:
     joint, out = (
         sizes.floats(max(tokens, 1), 3 * channels + 3 * values * (dim + 1)),
         sizes.floats(max(tokens, 1), dim, max(values, 1)),
-    )
+    )  # inputs of a state space: gates, channels and steps
     rows = structs.StateRows(count, slots, tail, state, entry, made)
     if None in (*held[:1], joint, out) or not all(one.ring for one in made):
         tokens = -1
