@@ -166,6 +166,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", _base()),
     "olmo3": ("olmo3", _base(sliding_window=8, num_hidden_layers=4)),
     "exaone4": ("exaone4", _base(head_dim=8, sliding_window=8, num_hidden_layers=4)),
+    "granite4": (
+        "granitemoehybrid",
+        _base(
+            layer_types=["attention"] * 3,
+            position_embedding_type="rope",
+            num_local_experts=0,
+            shared_intermediate_size=48,
+            mamba_n_heads=8,
+            attention_multiplier=0.3,
+        ),
+    ),
     "granite": ("granite", _base(logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.3)),
     "smollm3": ("smollm3", _base(no_rope_layers=[1, 0, 1], tie_word_embeddings=False)),
     "starcoder2": ("starcoder2", _base(sliding_window=8)),

@@ -203,7 +203,13 @@ def mix(sizes: Sizes, library: Any) -> None:
     channels = dim if kind == 1 else 2 * keys * key_dim + values * dim
     state, entry = values * -(-dim // 32) * key_dim * 32, channels + keys * key_dim + values * (dim + 1)
     wide = {0: dim, 2: values * dim}.get(kind, 0)
-    held = [sizes.floats(channels, taps), sizes.floats(values), sizes.floats(values), sizes.floats(wide), sizes.floats(values)]
+    held = [
+        sizes.floats(channels, taps),
+        sizes.floats(values),
+        sizes.floats(values),
+        sizes.floats(wide),
+        sizes.floats(values),
+    ]
     heads = values if sizes.often(0.97) else 1
 
     def vector(address: int | None, size: int) -> structs.Vector:

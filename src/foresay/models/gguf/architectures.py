@@ -111,6 +111,7 @@ _DELTA = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+_OF_GRANITE = ("expert_shared_feed_forward_length", "rope.scaling.finetuned")
 _STATE_SPACE = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
@@ -204,13 +205,19 @@ ARCHITECTURES = {
         },
     ),
     "exaone4": Architecture("exaone4", _WINDOW, scaled_by_tensor=True),
-    "granite": replace(_LLAMA, model_type="granite", fields=_GRANITE),
+    "granite": replace(
+        _LLAMA,
+        model_type="granite",
+        fields=_GRANITE,
+        derived=(*_OF_GRANITE, "ssm.group_count"),  # files of Granite 4 without recurrent layers state their sizes
+        by_layer=("attention.head_count_kv",),
+    ),
     "granitehybrid": replace(
         _LLAMA,
         model_type="granitemoehybrid",
         fields={**_GRANITE, **_MIXTRAL, **_STATE_SPACE},
         required=(*_STATE_SPACE, "ssm.inner_size", "attention.head_count_kv"),
-        derived=("expert_shared_feed_forward_length", "rope.scaling.finetuned"),
+        derived=_OF_GRANITE,
         by_layer=("attention.head_count_kv",),
         scaled_by_tensor=False,
         scaled_linearly=None,

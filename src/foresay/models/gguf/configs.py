@@ -95,9 +95,21 @@ def _scaled_queries(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any
     return {"query_pre_attn_scalar": whole if largest else fields["head_dim"]}
 
 
-def _usual_scale(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    """A missing scale of the scores is the usual one."""
-    return {} if "attention_multiplier" in fields else {"attention_multiplier": fields["head_dim"] ** -0.5}
+def _granite(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
+    """A missing scale of the scores is the usual one. Granite 4 states the key heads of each layer, and a width twice."""
+    prefix = header.architecture
+    heads = _by_layer(header, name := "attention.head_count_kv", fields["num_hidden_layers"])
+    if len(set(heads)) > 1:
+        raise invalid_value(header, f"{prefix}.{name}", "one integer for all layers")
+    width = fields["intermediate_size"]
+    if header.values.get(shared := f"{prefix}.expert_shared_feed_forward_length", width) not in (0, width):
+        raise invalid_value(header, shared, f"{width}, as feed_forward_length")
+    if header.values.get(finetuned := f"{prefix}.rope.scaling.finetuned", True) is not True:
+        raise invalid_value(
+            header, finetuned, "true: attention without positions is not supported for this architecture"
+        )
+    own = {"num_key_value_heads": heads[0]} if heads[0] else {}
+    return {**own, "attention_multiplier": fields.get("attention_multiplier", fields["head_dim"] ** -0.5)}
 
 
 def _text_alone(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +236,7 @@ def _by_layer(header: GgufHeader, name: str, layers: int) -> list[int]:
 _DERIVED: dict[str, Derive] = {
     "gemma2": _scaled_queries,
     "gemma3": _scaled_queries,
-    "granite": _usual_scale,
+    "granite": _granite,
     "granitehybrid": granite_fields,
     "olmo2": _olmo3,
     "mistral3": _ministral3,

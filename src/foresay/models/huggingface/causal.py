@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # at run time this would import Triton
 logger = logging.getLogger("foresay")
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
+_ATTENTION = frozenset({"full_attention", "sliding_attention"})
 _INDEXED_LAYERS = ("indexed", "compressed")
 _SHARED_IN_A_PASS = ("gemma4_text",)
 """Families whose layers hand the keys and values that the cache returned to later layers of the same pass."""
@@ -69,6 +70,8 @@ class TransformersCache(Cache):
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Return True if a model keeps states of earlier tokens that cannot be truncated."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if kinds and _ATTENTION.issuperset(kinds):
+        return False  # a family may have recurrent layers that this model does not use
     return bool(getattr(model, "_is_stateful", False)) or any(
         name in kind for kind in kinds for name in _RECURRENT_LAYERS
     )
