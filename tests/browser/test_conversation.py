@@ -11,6 +11,7 @@ from helpers.browsing import CHATS, TEXT, answer, end, event, refuse, said, serv
 from helpers.serving import Running
 
 STORED = "foresay.chat.1"
+MODELS = json.dumps({"data": [{"id": name, "root": name} for name in ("tiny", "other")]})
 
 
 def words(page: Page) -> list[str]:
@@ -110,10 +111,13 @@ class TestKept:
 
 
 class TestModels:
+    @staticmethod
+    def two(page: Page) -> None:
+        page.route("**/v1/models", lambda route: route.fulfill(content_type="application/json", body=MODELS))
+
     @pytest.fixture(autouse=True)
-    def two(self, page: Page) -> None:
-        body = json.dumps({"data": [{"id": name, "root": name} for name in ("tiny", "other")]})
-        page.route("**/v1/models", lambda route: route.fulfill(content_type="application/json", body=body))
+    def served(self, page: Page) -> None:
+        self.two(page)
         page.reload()
         expect(page.locator("#model")).to_be_enabled()
 
@@ -129,6 +133,29 @@ class TestModels:
         )
         titles = ["with speculation · tiny", "with speculation · other", "plain · other"]
         assert page.locator(".answer h2").all_inner_texts() == titles
+
+    def test_a_message_waits_for_the_list_of_models(self, page: Page) -> None:
+        page.locator("#model").select_option("other")
+        page.route("**/v1/models", lambda route: route.abort())
+        page.reload()
+        expect(page.locator("#problem")).to_contain_text("cannot be reached")
+        bodies = serve(page, answer("first"))
+        said(page, "one")
+        assert not bodies and page.locator("#prompt").input_value() == "one"
+        page.unroute("**/v1/models")
+        self.two(page)
+        page.reload()
+        said(page, "one")
+        assert [one["model"] for one in bodies] == ["other"]
+
+    def test_two_tabs_have_one_choice(self, page: Page, server: Running) -> None:
+        other = page.context.new_page()
+        other.route("**/v1/models", lambda route: route.fulfill(content_type="application/json", body=MODELS))
+        other.goto(server.url)
+        expect(other.locator("#model")).to_be_enabled()
+        page.locator("#model").select_option("other")
+        expect(other.locator("#model")).to_have_value("other")
+        other.close()
 
     def test_the_choice_is_kept_while_the_server_has_the_model(self, page: Page) -> None:
         page.locator("#model").select_option("other")

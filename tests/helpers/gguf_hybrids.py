@@ -47,7 +47,7 @@ def add_granite(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_ssm_group_count(config.mamba_n_groups)
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
     writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
-    writer.add_rope_scaling_finetuned(False)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.num_local_experts:
         writer.add_expert_count(config.num_local_experts)

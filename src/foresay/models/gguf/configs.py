@@ -63,6 +63,8 @@ def config_of(header: GgufHeader) -> Any:
     if "vocab_size" not in fields and "token_embd.weight" in header.tensors:
         fields["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    if not fields["head_dim"]:
+        raise invalid_value(header, f"{header.architecture}.attention.head_count", "at most embedding_length")
     fields.setdefault("rope_theta", _THETA)
     if one.yarn is not None:
         fields["rope_parameters"] = rope_parameters(header, fields.pop("rope_theta"))

@@ -158,12 +158,13 @@ def lfm2_fields(header: GgufHeader, fields: dict[str, Any], other: str = "conv")
 
 
 def granite_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration that several values state together. Attention has no positions."""
+    """Return the fields that several values state together. Attention has positions unless a file denies it."""
     prefix, hidden = header.architecture, fields["hidden_size"]
     groups = _integer(header, "ssm.group_count", _MOST_GROUPS)
     heads, inner = (int(header.values[f"{prefix}.ssm.{name}"]) for name in ("time_step_rank", "inner_size"))
-    if header.values.get(finetuned := f"{prefix}.rope.scaling.finetuned", False) is not False:
-        raise invalid_value(header, finetuned, "false: attention with positions is not supported for this architecture")
+    rotates = header.values.get(finetuned := f"{prefix}.rope.scaling.finetuned", True)
+    if type(rotates) is not bool:
+        raise invalid_value(header, finetuned, "true or false")
     if heads % groups:
         raise invalid_value(header, f"{prefix}.ssm.time_step_rank", f"a multiple of the {groups} groups")
     if inner % heads or inner % hidden:
@@ -173,11 +174,12 @@ def granite_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]
         fields["num_local_experts"], width = 0, fields["intermediate_size"]
     else:
         width = _integer(header, shared, _MOST_INNER)
+        _integer(header, "expert_used_count", fields["num_local_experts"])
     return {
         **lfm2_fields(header, fields, "linear_attention"),
         "attention_multiplier": fields.get("attention_multiplier", fields["head_dim"] ** -0.5),
         "shared_intermediate_size": width,
-        "position_embedding_type": None,
+        "position_embedding_type": "rope" if rotates else None,
         "mamba_expand": inner // hidden,
         "mamba_d_head": inner // heads,
         "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in header.tensors),
@@ -245,6 +247,8 @@ def rotary_sections(header: GgufHeader, half: int) -> list[int]:
     key = f"{header.architecture}.rope.dimension_sections"
     stored = header.lists.get(key)
     sections = [] if stored is None or stored.kind not in INTEGERS else [int(one) for one in stored.numbers()[:4]]
-    if len(sections) < 3 or min(sections) < 0 or sum(sections) != half:
-        raise invalid_value(header, key, f"a list of at least 3 integers that add up to {half}")
+    if len(sections) < 3 or min(sections) < 0 or sum(sections[:3]) != half or any(sections[3:]):
+        raise invalid_value(
+            header, key, f"a list of at least 3 integers, of which the first 3 add up to {half}, then 0"
+        )
     return sections[:3]

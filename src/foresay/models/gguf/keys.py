@@ -110,6 +110,10 @@ NEUTRAL: dict[str, dict[str, tuple[object, ...]]] = {
 """Values of a key with which a model or tokenizer is the same as without it; any other is refused. A list must be empty."""
 
 
+_LISTS = ("rope.dimension_sections", "attention.sliding_window_pattern", "attention.recurrent_layers")
+"""Keys that configs.py reads as lists."""
+
+
 def check_keys(header: GgufHeader, namespaces: Iterable[str]) -> None:
     """Raise ModelLoadError for a value that would change a result and is not supported; log unknown keys in one line.
 
@@ -130,6 +134,8 @@ def check_keys(header: GgufHeader, namespaces: Iterable[str]) -> None:
             name = key.removeprefix(f"{prefix}.")
             if name == key:
                 continue
+            if one is not None and key in header.lists and name in one.derived and name not in (*_LISTS, *one.by_layer):
+                raise invalid_value(header, key, "one value")
             if (values := neutral.get(name)) is not None:
                 _check(header, key, values)
             elif name not in read and not _is_irrelevant(name, IRRELEVANT[namespace]):

@@ -96,6 +96,8 @@ def rope_parameters(header: GgufHeader, theta: float) -> dict[str, object]:
     if _scaling(header)[0] != YARN:
         return {"rope_type": "default", "rope_theta": theta}
     prefix, found = f"{header.architecture}.rope.scaling", {}
+    if theta <= 1.0:
+        raise invalid_value(header, f"{header.architecture}.rope.freq_base", "a number above 1, with YaRN")
     for name, field in (("factor", "factor"), ("original_context_length", "original_max_position_embeddings")):
         if (key := f"{prefix}.{name}") not in header.values:
             raise invalid_value(header, key, "a number; it has no default")

@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # at run time this would import Triton
 logger = logging.getLogger("foresay")
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
+_PARTLY_RECURRENT = frozenset({"granitemoehybrid"})
+"""Families of which some models have no recurrent layers, as their `layer_types` state."""
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
 _INDEXED_LAYERS = ("indexed", "compressed")
 _SHARED_IN_A_PASS = ("gemma4_text",)
@@ -70,8 +72,8 @@ class TransformersCache(Cache):
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Return True if a model keeps states of earlier tokens that cannot be truncated."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if kinds and _ATTENTION.issuperset(kinds):
-        return False  # a family may have recurrent layers that this model does not use
+    if model.config.model_type in _PARTLY_RECURRENT and kinds and _ATTENTION.issuperset(kinds):
+        return False
     return bool(getattr(model, "_is_stateful", False)) or any(
         name in kind for kind in kinds for name in _RECURRENT_LAYERS
     )

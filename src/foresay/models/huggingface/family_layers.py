@@ -113,7 +113,9 @@ def _growth(config: Any) -> Growth | None:
     rope = config.rope_parameters if config.model_type == "ministral3" else {}
     if not (rate := rope.get("llama_4_scaling_beta")):
         return None
-    return Growth(float(rate), int(rope["original_max_position_embeddings"]))
+    if not (span := rope.get("original_max_position_embeddings")):
+        raise AttributeError("queries grow with their position, after a length that its configuration does not state")
+    return Growth(float(rate), int(span))
 
 
 def _heads(attn: Any, config: Any) -> tuple[int, int]:

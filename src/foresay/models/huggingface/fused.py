@@ -105,7 +105,7 @@ class FusedDecoder:
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
         if self._position_limit is not None:  # padding may exceed it; it is never read
             positions = positions.clamp(max=self._position_limit - 1)
-        turns = {kind: rotary_of(*self._cos_sin(x, positions, kind)) for kind in self._windows}
+        turns = {kind: rotary_of(*self._cos_sin(x, positions, kind)) for kind in self._tables}
         masks = {kind: causal_mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
         for i, layer in enumerate(self._layers):
@@ -117,7 +117,7 @@ class FusedDecoder:
                 x,
                 read,
                 partial(_write, cache, i, at),
-                turns[layer.kind],
+                turns.get(layer.kind),
                 masks[layer.kind],
                 self._residual_scale,
                 positions,

@@ -25,14 +25,14 @@ def attend(
     x: torch.Tensor,
     read: torch.Tensor,
     write: Write,
-    rotary: Rotary,
+    rotary: Rotary | None,
     mask: torch.Tensor,
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values.
 
-    positions: [B, T] int64, for layers whose queries grow with them.
+    rotary: None for a layer without rotary positions. positions: [B, T] int64, for layers whose queries grow with them.
     """
     batch, columns = x.shape[:2]
     query_heads, key_heads = layer.heads
@@ -44,7 +44,7 @@ def attend(
         joint = _normalize_heads(layer, joint)
     joint = joint.view(batch, columns, query_heads + 2 * key_heads, layer.dim)
     rotated = joint[:, :, : query_heads + key_heads]
-    if layer.rotates:
+    if layer.rotates and rotary is not None:
         rotated = _rotate(rotated, *rotary)
     keys, values = write(
         rotated[:, :, query_heads:].transpose(1, 2), joint[:, :, query_heads + key_heads :].transpose(1, 2)

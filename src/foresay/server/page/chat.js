@@ -14,6 +14,11 @@ function chosenModel() {
   return at("model").value || at("model").dataset.kept || "";
 }
 
+function keepModel(name) {
+  at("model").dataset.kept = name;
+  if ([...at("model").options].some((one) => one.value === name)) at("model").value = name;
+}
+
 function newTurn(text) {
   const seed = Math.floor(Math.random() * 2 ** 31);
   const [temperature, max_tokens] = [Number(at("temperature").value), Number(at("tokens").value)];
@@ -87,7 +92,7 @@ function load() {
     turns = kept.turns;
     for (const [id, value] of kept.switches) if (SWITCHES.includes(id)) at(id).checked = value === true;
     for (const [id, value] of kept.fields) {
-      if (id === "model") at(id).dataset.kept = value;
+      if (id === "model") keepModel(String(value));
       else if (FIELDS.includes(id)) at(id).value = value;
     }
   } catch {

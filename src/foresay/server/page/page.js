@@ -93,6 +93,7 @@ function finish(turn, mine) {
 async function ask(text, index) {
   // false if the server refused, or stopped before the first token: the conversation is then as it was
   if (controller || !["temperature", "tokens"].every((id) => at(id).reportValidity())) return false;
+  if (!(await knowsModels())) return false;
   const before = (earlierTurns = turns);
   const turn = newTurn(text);
   turns = [...turns.slice(0, index), turn];
@@ -153,8 +154,18 @@ async function showModels() {
   const names = listed.map(({ id }) => id);
   const wanted = chosenModel();
   at("model").replaceChildren(...names.map((name) => made("option", [name])));
-  if (names.includes(wanted)) at("model").value = wanted;
+  keepModel(wanted);
   at("model").disabled = names.length < 2;
+}
+
+async function knowsModels() {
+  // else a message would go to the first model, whichever was chosen
+  try {
+    if (!at("model").length) await showModels();
+  } catch (error) {
+    at("problem").textContent = error.message;
+  }
+  return at("model").length > 0 && !controller;
 }
 
 at("form").addEventListener("submit", (event) => {

@@ -53,6 +53,7 @@ GRANITE = {
     "logits_scaling": 2.0,
     "attention_multiplier": 0.3,
 }
+DENSE_GRANITE = {"num_local_experts": 0, "mamba_conv_bias": False, "position_embedding_type": "rope"}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
@@ -74,7 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "granite": ("granite", {"embedding_multiplier": 3.0}),
     "granitehybrid": ("granitemoehybrid", {**GRANITE, "num_experts_per_tok": 3}),
-    "granitehybrid-dense": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "mamba_conv_bias": False}),
+    "granitehybrid-dense": ("granitemoehybrid", {**GRANITE, **DENSE_GRANITE}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
     "glm4moe": (
         "glm4_moe",

@@ -11,6 +11,8 @@ import torch
 
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
+from foresay.models.gguf.configs import config_of
+from foresay.models.gguf.header import read_header
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
@@ -64,6 +66,18 @@ def test_a_file_is_read_as_granite(
     cache.add_rows(1)
     found = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0]
     assert float((found - wanted).abs().max() / (wanted.max() - wanted.min())) < 1e-5
+
+
+@pytest.mark.parametrize(("stated", "wanted"), [(None, "rope"), (True, "rope"), (False, None)])
+def test_attention_next_to_states_has_positions_unless_a_file_denies_it(
+    stated: bool | None, wanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = gguf.GGUFWriter.add_rope_scaling_finetuned
+    given = (lambda *_: None) if stated is None else (lambda writer, _: intact(writer, stated))
+    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_scaling_finetuned", given)
+    model = make("granitemoehybrid", 3, vocab_size=len(tiny.tokenizer()), shared_intermediate_size=32)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    assert config_of(read_header(path)).position_embedding_type == wanted
 
 
 @pytest.mark.parametrize(

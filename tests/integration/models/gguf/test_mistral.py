@@ -109,6 +109,8 @@ def test_a_file_without_growth_is_a_mistral(tmp_path: Path, monkeypatch: pytest.
         ("attn_temperature_scale", add("attention.temperature_scale", 1, "uint32"), "temperature_scale is 1;"),
         ("attn_temperature_scale", without, "scales its rotary positions"),
         ("rope_scaling_yarn_log_mul", add("rope.scaling.yarn_log_multiplier", 0.1), "yarn_log_multiplier is 0.1"),
+        ("rope_scaling_yarn_log_mul", add("rope.scaling.yarn_log_multiplier", [1, 2], "array"), "is a list of 2"),
+        ("rope_freq_base", add("rope.freq_base", 1.0), "rope.freq_base is 1.0"),
         ("rope_scaling_type", without, "scales its rotary positions"),
         ("rope_scaling_factor", without, "rope.scaling.factor is 'missing'"),
         ("rope_scaling_orig_ctx_len", without, "original_context_length is 'missing'"),

@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import family_layers, fused, operations
-from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.causal import CausalModel, is_recurrent
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears, quantizer
 from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
@@ -89,6 +89,24 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     parents[1, 3] = 0
     with pytest.raises(AssertionError):  # control: the tree counts
         torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_attention_without_positions_in_any_layer(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels:
+        monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+    own = run(CausalModel(make("granite4", position_embedding_type=None)), PROMPTS, PARAMS, gamma=0)[0]
+    model = CausalModel(make("granite4", position_embedding_type=None))
+    assert use_fused_layers(frozen(model)) is None
+    assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
+    assert run(CausalModel(make("granite4")), PROMPTS, PARAMS, gamma=0)[0] != own, "control: positions count"
+
+
+def test_only_known_families_are_without_states_by_what_their_layers_are() -> None:
+    assert not is_recurrent(make("granite4"))
+    weights = make("rwkv")
+    weights.config.layer_types = ["full_attention"] * weights.config.num_hidden_layers
+    assert is_recurrent(weights), "a field that its code does not read"
 
 
 def test_a_model_with_hooks_keeps_its_own_code() -> None:
