@@ -163,7 +163,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_every_architecture_has_a_case() -> None:
-    assert {architecture_of(model_of(case))[0] for case in MODELS} == set(ARCHITECTURES)
+    elsewhere = {"qwen2vl", "qwen3vl", "qwen3vlmoe"}  # the models of others, see test_vision.py
+    assert {architecture_of(model_of(case))[0] for case in MODELS} | elsewhere == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("case", MODELS)
