@@ -166,6 +166,7 @@ def _show(tuning: Tuning) -> None:
     if len(shown) < len(drafting):
         click.echo(f"and {len(drafting) - len(shown)} more")
     if live:
+        click.echo("Predictions of measured rows are for the prompts that were run live, others for all outputs.")
         click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
     for name, problem in tuning.failed.items():
         click.echo(f"not tried: {name}: {problem}")

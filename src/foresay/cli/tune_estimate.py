@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -25,7 +26,7 @@ _LEAST = 4
 """Least number of outputs."""
 _BANDWIDTH_S = 3.0
 """Seconds of measuring the memory bandwidth, for a profile."""
-_REPLAY_S = 1e-4
+_REPLAY_S = 4e-4
 """Seconds that replaying a token takes, for each candidate."""
 _LIVE_PASSES = 2 * 2 * 64
 """Passes of a live run: repeats, with plain decoding next to each, of 64 tokens."""
@@ -101,7 +102,7 @@ def estimate(
     count, tokens = size
     timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
     prefill_s, pass_s = timed[rows]
-    token_s = prefill_s / sum(len(ids) for ids in islice(cycle(prompts), rows))
+    token_s = _prefill_token_s(target, max(1, *map(len, prompts)))
     filled = _FILLED * sum(prompt_lengths(max(map(len, prompts))))
     passes = sum(timed[one][1] + _WIDER * one * token_s for one in sizes)
     loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
@@ -128,5 +129,12 @@ def _timed(target: Generator, prompts: list[list[int]]) -> tuple[float, float]:
     return seconds[1], max(1e-6, seconds[2] - seconds[1]) / _PASSES
 
 
+def _prefill_token_s(target: Generator, count: int) -> float:
+    """Return the prefill seconds of a token, over random ones: prompts share their beginnings, which are prefilled once."""
+    numbers = random.Random(0)
+    ids = [numbers.randrange(target.target.model.vocab_size) for _ in range(count)]
+    return _timed(target, [ids])[0] / count
+
+
 def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{math.ceil(seconds / 60)} min"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import foresay
+from foresay.cli import tune_estimate
 from foresay.cli.tune_estimate import Estimate
 from foresay.engine.stats import Stats
 from foresay.generation.method import PLAIN
@@ -491,6 +492,23 @@ def test_a_run_of_tune_fits_its_minutes() -> None:
     assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
     least = whole.within(0.001)
     assert (least.count, least.rounds) == (4, 1)
+
+
+def test_prompts_that_begin_alike_do_not_shorten_the_estimate(
+    shell: tiny.Shell, here: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their beginnings are prefilled once; timing passes prefills random tokens."""
+
+    def timed(target: object, prompts: list[list[int]]) -> tuple[float, float]:
+        return float(len({tuple(ids[: i + 1]) for ids in prompts for i in range(len(ids))})), 0.0
+
+    monkeypatch.setattr(tune_estimate, "_timed", timed)
+    target = foresay.load(folder, drafter="none")
+    alike = [[1] * 40 + [i] for i in range(8)]
+    apart = [[i] * 41 for i in range(8)]
+    of = {"recorded": False, "methods": [], "sizes": [8], "rows": 8, "finalists": 2}
+    found = [tune_estimate.estimate(target, prompts, (8, 4), **of) for prompts in (alike, apart)]
+    assert found[0].recording < found[1].recording and found[0].timing == found[1].timing
 
 
 def test_an_interrupted_tune_goes_on_with_its_outputs(
