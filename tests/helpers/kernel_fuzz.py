@@ -80,9 +80,11 @@ class Sizes:
         return int(tensor.data_ptr())
 
 
-def product(sizes: Sizes, parts: int = 2) -> structs.Product:
+def product(sizes: Sizes, parts: int = 2, depth: int | None = None) -> structs.Product:
+    """depth: None for one of its own; memory is that of the depth."""
     form, bits, scaling = sizes.one(0, 1, 2, 2, 2, 3, 4), sizes.one(4, 6, 8), sizes.one(0, 1, 2, 3, 4)
-    outputs, depth = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 30, 32, 64, 256, 512)
+    outputs, own = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 30, 32, 64, 256, 512)
+    depth = own if depth is None else depth
     padded = (-(-outputs // 32) * 32, -(-depth // 32) * 32)
     weights = sizes.floats(*padded)
     if form in (3, 4) and weights is not None:
@@ -92,9 +94,7 @@ def product(sizes: Sizes, parts: int = 2) -> structs.Product:
     activations = sizes.one({1: 1, 2: 2}.get(form, 0), 0)
     out = structs.Product(form, outputs, depth, bits, scaling, activations, weights, scales)
     if parts > 1 and sizes.often(0.2):
-        following = product(sizes, parts - 1)
-        if sizes.often(0.9):
-            following.depth = depth
+        following = product(sizes, parts - 1, depth if sizes.often(0.9) else None)
         sizes.keep_struct(following)
         out.next = ctypes.addressof(following)
     return out

@@ -113,6 +113,8 @@ inline void check(const StateRow &row, const StateRows &states) {
     check_pointer("entries", row.ring);
     bool ordered = row.base >= 0 && row.base <= row.from && row.from <= row.end && row.end - row.from <= states.slots;
     require(ordered && row.end <= int64_t{1} << 62, "end", row.end, "after the base by at most the entries of a row");
+    bool known = row.from == row.base || row.end - row.from >= states.tail; // what the convolutions read before the row's end
+    require(known, "from", row.from, "that of the base, or before the end by at least the tail");
     bool reached = row.length == row.end || row.length == row.base || (row.from == row.base && row.length >= row.base);
     require(reached && row.length <= row.end, "length", row.length, "that of the base or of an entry after it");
     require(row.next >= row.base && row.next <= row.length, "next", row.next, "in [base, length]");
