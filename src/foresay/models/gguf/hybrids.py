@@ -169,13 +169,15 @@ def granite_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]
         raise invalid_value(header, f"{prefix}.ssm.time_step_rank", f"a multiple of the {groups} groups")
     if inner % heads or inner % hidden:
         raise invalid_value(header, f"{prefix}.ssm.inner_size", f"a multiple of the {heads} heads and of {hidden}")
-    shared = "expert_shared_feed_forward_length"
-    if "num_local_experts" not in fields or not fields["num_local_experts"]:
-        fields["num_local_experts"], width = 0, fields["intermediate_size"]
-    else:
+    experts, shared = fields.get("num_local_experts", 0), "expert_shared_feed_forward_length"
+    width = fields["intermediate_size"]
+    if experts:
         width = _integer(header, shared, _MOST_INNER)
-        _integer(header, "expert_used_count", fields["num_local_experts"])
+        _integer(header, "expert_used_count", experts)
+    elif header.values.get(f"{prefix}.{shared}", width) not in (0, width):
+        raise invalid_value(header, f"{prefix}.{shared}", f"{width}, as feed_forward_length")
     return {
+        "num_local_experts": experts,
         **lfm2_fields(header, fields, "linear_attention"),
         "attention_multiplier": fields.get("attention_multiplier", fields["head_dim"] ** -0.5),
         "shared_intermediate_size": width,

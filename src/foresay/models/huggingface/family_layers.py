@@ -174,14 +174,9 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     normalizes = bool(getattr(config, "norm_topk_prob", True))
     clamped = gate if isinstance(gate, ClampedGate) else None
     common = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
-    shared = (
-        None
-        if common is None
-        else (
-            _joint(common, "gate_up_proj", ("gate_proj", "up_proj")),
-            product_of(common.down_proj),
-        )
-    )
+    shared = None
+    if common is not None:
+        shared = _joint(common, "gate_up_proj", ("gate_proj", "up_proj")), product_of(common.down_proj)
     active = active_experts(config)
     gated = product_of(mlp.shared_expert_gate) if hasattr(mlp, "shared_expert_gate") else None
     norms = _expert_norms(mlp, router) if is_apart else None

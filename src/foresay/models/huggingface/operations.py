@@ -28,11 +28,11 @@ def attend(
     rotary: Rotary | None,
     mask: torch.Tensor,
     scale: float = 1.0,
-    positions: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values.
 
-    rotary: None for a layer without rotary positions. positions: [B, T] int64, for layers whose queries grow with them.
+    rotary: None for a layer without rotary positions. factors: [B, T], of queries that their position scales.
     """
     batch, columns = x.shape[:2]
     query_heads, key_heads = layer.heads
@@ -44,14 +44,16 @@ def attend(
         joint = _normalize_heads(layer, joint)
     joint = joint.view(batch, columns, query_heads + 2 * key_heads, layer.dim)
     rotated = joint[:, :, : query_heads + key_heads]
-    if layer.rotates and rotary is not None:
+    if layer.rotates:
+        assert rotary is not None
         rotated = _rotate(rotated, *rotary)
     keys, values = write(
         rotated[:, :, query_heads:].transpose(1, 2), joint[:, :, query_heads + key_heads :].transpose(1, 2)
     )
     query = rotated[:, :, :query_heads].transpose(1, 2)
-    if layer.growth is not None and positions is not None:
-        query = query * layer.growth.at(positions).to(query.dtype)[:, None, :, None]
+    if layer.growth is not None:
+        assert factors is not None
+        query = query * factors.to(query.dtype)[:, None, :, None]
     attended, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
     out = layer.output(attended.reshape(batch, columns, query_heads * layer.dim))
     if conv is not None and delta is not None:

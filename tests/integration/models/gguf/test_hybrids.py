@@ -35,10 +35,11 @@ OF_FAMILY = {
 
 def hybrid(name: str, **changes: Any) -> PreTrainedModel:
     """Rows of whole groups, and weights large enough that texts vary."""
-    family = name.partition(",")[0]
+    family = name.partition(",")[0].partition(" ")[0]
     sizes: dict[str, Any] = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
     if family == "granitemoehybrid":
         sizes |= {"mamba_n_heads": 16, "shared_intermediate_size": 64}
+        sizes |= {"num_local_experts": 0} if name.endswith("dense") else {}
     elif family == "lfm2":
         sizes |= {"block_auto_adjust_ff_dim": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     else:
@@ -264,6 +265,7 @@ def test_tiles_are_told_from_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("granitemoehybrid", "add_ssm_inner_size", 65, "ssm.inner_size"),
         ("granitemoehybrid", "add_ssm_inner_size", 192, "has shape"),
         ("granitemoehybrid", "add_ssm_conv_kernel", None, "ssm.conv_kernel"),
+        ("granitemoehybrid dense", "add_expert_shared_feed_forward_length", 65, "expert_shared_feed_forward_length"),
         ("granitemoehybrid", "add_expert_used_count", None, "expert_used_count"),
         ("granitemoehybrid", "add_expert_used_count", 0, "expert_used_count"),
         ("granitemoehybrid", "add_expert_used_count", 99, "expert_used_count"),
