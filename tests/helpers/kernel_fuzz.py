@@ -25,9 +25,9 @@ from foresay.models.cpu.gated_layer import (
     Convolution,
     Experts,
     GatedLayer,
-    Growth,
     LayerInput,
     Norm,
+    QueryScale,
     ShortConvolution,
     Sigmoids,
 )
@@ -180,7 +180,7 @@ def attend(sizes: Sizes, library: Any) -> None:
         slots=step, starts=starts, positions=step if sizes.often(0.8) else sizes.integers(tokens, -1, slots),
         ancestors=seen, cosines=sizes.floats(tokens, rotated) if turned else None,
         sines=sizes.floats(tokens, rotated) if turned else None, query_norm=None, key_norm=None, eps=1e-5, scaling=0.3,
-        softcap=0.0, growth=0.1, span=sizes.one(0, 0, 1, 5, odd=0.02),
+        softcap=0.0, scale_rate=0.1, scale_length=sizes.one(0, 0, 1, 5, odd=0.02),
     )  # fmt: skip
     joint = sizes.floats(tokens, queries + 2 * keys, dim)
     scratch, out = sizes.floats(tokens, queries, dim), sizes.floats(tokens, queries, dim)
@@ -295,7 +295,7 @@ def whole(sizes: Sizes, library: Any) -> None:
             before_mlp=norm(hidden), gate_up=weights(2 * inner, hidden), activation=torch.nn.functional.silu,
             down=weights(hidden, inner), after_mlp=None, experts=experts(),
             sinks=torch.rand(queries + (1 if sizes.often(0.05) else 0)) if sizes.often(0.3) else None,
-            growth=Growth(0.1, sizes.one(1, 5, odd=0)) if sizes.often(0.2) else None,
+            query_scale=QueryScale(0.1, sizes.one(1, 5, odd=0)) if sizes.often(0.2) else None,
             causal=sizes.often(0.5), attention_conv=convolution(), mlp_conv=convolution(),
         )
         for i in range(2)

@@ -28,7 +28,7 @@ struct Attention {
     int64_t offset, store_rows; // offset: numbers of a slot of the cache before this layer's
     int64_t gated;              // nonzero if each query head of the joint product is followed by a gate of its output
     int64_t source, value_norm; // source: see KeysAndValues; value_norm: nonzero if values are normalized, without weights
-    int64_t span;               // positions after which scores grow, see `growth`; 0 if they never do
+    int64_t scale_length;       // see `query_scale`; 0 for queries that their position does not scale
     void *const *blocks;       // [store_rows] each row's keys and values: for each layer, [2, slots, K, D]; null for a row without slots
     const int64_t *capacities; // [store_rows] slots of each block
     const int64_t *rows;      // [N] the cache row of each token
@@ -42,12 +42,12 @@ struct Attention {
     const float *query_norm;  // [D], or [Q * D] if all heads are one vector (wide); null for none
     const float *key_norm;
     const float *sinks; // [Q] a further score of each head, which takes weight and has no value; null for none
-    float eps, scaling, softcap, growth; // softcap 0 for none
+    float eps, scaling, softcap, scale_rate; // softcap 0 for none
 };
 
-// The factor of a token's scores beyond `scaling`: 1 + growth log(1 + floor(position / span)) (Llama 4, Ministral 3).
-inline float factor_at(const Attention &a, int64_t token) {
-    return a.span == 0 ? 1.0f : 1.0f + a.growth * std::log(static_cast<float>(1 + a.positions[token] / a.span));
+// The factor of a token's query: 1 + rate log(1 + floor(position / length)) (Llama 4, Ministral 3).
+inline float query_scale(const Attention &a, int64_t token) {
+    return a.scale_length == 0 ? 1.0f : 1.0f + a.scale_rate * std::log(static_cast<float>(1 + a.positions[token] / a.scale_length));
 }
 
 // Elements of a head's key or value.
@@ -354,7 +354,7 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
         const float *sink = a.sinks == nullptr ? nullptr : a.sinks + head * group + r % group;
-        float scaling = a.scaling * factor_at(a, token);
+        float scaling = a.scaling * query_scale(a, token);
         weights_of(scores[r], first_in_sight(a, token) - from, last_in_sight(a, token) - from, width, scaling, a.softcap, sink);
     }
     source.first += to_values<T>(a, a.rows[n]);

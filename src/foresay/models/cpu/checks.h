@@ -90,7 +90,7 @@ inline void check_heads(const Attention &a) {
         require(a.rotated >= 0 && a.rotated <= a.dim && a.rotated % 2 == 0, "rotated", a.rotated, "even, and at most dim");
     }
     require(a.window >= 0 && a.window <= int64_t{1} << 62, "window", a.window, "in [0, 2^62]");
-    require(a.span >= 0, "span", a.span, "at least 0");
+    require(a.scale_length >= 0, "scale_length", a.scale_length, "at least 0");
 }
 
 // Each row of the cache has a block of an addressable size. width: numbers of a slot in all layers; scaled: nonzero if each head of a

@@ -204,15 +204,15 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Factor of a query at position p, 1 + rate log(1 + floor(p / span)) (Llama 4, Ministral 3)."""
+class QueryScale:
+    """Factor of a query at position p, 1 + rate log(1 + floor(p / length)) (Llama 4, Ministral 3)."""
 
     rate: float
-    span: int
+    length: int
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the factors of positions, int64 -> float32."""
-        return 1 + self.rate * torch.log(1 + positions.div(self.span, rounding_mode="floor").float())
+        return 1 + self.rate * torch.log(1 + positions.div(self.length, rounding_mode="floor").float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +277,8 @@ class GatedLayer:
     input: LayerInput | None = None
     scale: float = 1.0
     """Factor of the layer's output."""
-    growth: Growth | None = None
-    """None for queries whose factor is 1 at all positions."""
+    query_scale: QueryScale | None = None
+    """None for queries that their position does not scale."""
 
     @property
     def is_plain(self) -> bool:

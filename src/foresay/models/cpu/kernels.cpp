@@ -380,7 +380,7 @@ extern "C" int64_t foresay_mix(const Mixer *mixer, const StateRows *states, cons
                                int64_t threads) {
     return guarded([&] {
         check_rows("tokens", tokens);
-        check(*mixer, mixer->kind == GATED_DELTA ? mixer->side.depth : mixer->kind == STATE_SPACE ? 1 : mixer->value_dim);
+        check(*mixer, has_state(*mixer) ? mixer->side.depth : mixer->value_dim);
         check(*states, tokens);
         check(*mixer, *states);
         mix(*mixer, *states, x, joint, tokens, out, check_threads(threads));

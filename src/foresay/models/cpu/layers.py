@@ -249,8 +249,8 @@ class NativeLayers:
             eps=eps,
             scaling=layer.scaling,
             softcap=layer.softcap or 0.0,
-            span=0 if layer.growth is None else layer.growth.span,
-            growth=0.0 if layer.growth is None else layer.growth.rate,
+            scale_length=0 if layer.query_scale is None else layer.query_scale.length,
+            scale_rate=0.0 if layer.query_scale is None else layer.query_scale.rate,
         )
         turn = self._turns.index(layer.kind) if layer.rotates and layer.mixer is None else -1
         fields = {name: product.struct for name, product in products.items()}

@@ -15,17 +15,17 @@
 
 namespace foresay {
 
-// Numbers of a pass between the products of a layer, [N, .] each.
+// Numbers of a pass between the products of a layer, [N, .] each. factors: of what is written, the betas or the steps.
 struct Mixing {
-    std::vector<float> inputs, side, mixed, decays, betas, written, out, tails;
+    std::vector<float> inputs, side, mixed, decays, factors, written, out, tails;
     std::vector<float> rates, steps, norm, skips;
 };
 
 // Where the queries, keys and values begin in a token's channels.
-struct Channels {
+struct ChannelOrder {
     int64_t query, key, value;
 
-    explicit Channels(const Mixer &m) {
+    explicit ChannelOrder(const Mixer &m) {
         int64_t keys = m.key_heads * m.key_dim, values = m.value_heads * m.value_dim;
         if (m.kind == STATE_SPACE) value = 0, key = values, query = values + keys;
         else query = 0, key = keys, value = 2 * keys;
@@ -198,11 +198,11 @@ struct Head {
         int64_t channels = channels_of(m), width = m.value_heads * m.value_dim;
         bool reads = m.kind == GATED_DELTA;
         float skip = reads ? 0.0f : at.skips[value];
-        Channels in(m);
+        ChannelOrder in(m);
         for (int64_t n = row.first; n < row.first + row.count; n++) {
             const float *mixed = at.mixed.data() + n * channels, *values = mixed + in.value + value * m.value_dim + begin;
             const float *query = mixed + in.query + key() * m.key_dim, *own = mixed + in.key + key() * m.key_dim;
-            float decay = at.decays[n * m.value_heads + value], factor = at.betas[n * m.value_heads + value];
+            float decay = at.decays[n * m.value_heads + value], factor = at.factors[n * m.value_heads + value];
             if (reads) read_state(block, own, m.key_dim, seen);
             for (int64_t c = 0; c < count; c++) written[c] = factor * (reads ? values[c] - decay * seen[c] : values[c]);
             update_state(block, own, written, decay, query, m.key_dim, seen);
@@ -231,7 +231,7 @@ inline void keep_entries(const StateRows &states, const StateRow &row, const Mix
         int64_t n = row.first + i;
         std::memcpy(entry, at.inputs.data() + n * channels, channels * sizeof(float));
         if (!has_state(m)) continue;
-        std::memcpy(entry + channels, at.mixed.data() + n * channels + Channels(m).key, keys * sizeof(float));
+        std::memcpy(entry + channels, at.mixed.data() + n * channels + ChannelOrder(m).key, keys * sizeof(float));
         std::memcpy(entry + channels + keys, at.written.data() + n * width, width * sizeof(float));
         std::memcpy(entry + channels + keys + width, at.decays.data() + n * m.value_heads, m.value_heads * sizeof(float));
     }
@@ -247,7 +247,7 @@ inline void widen(const Vector &kept, std::vector<float> &out) {
 // Makes room for the numbers of each token and head.
 inline void reserve_heads(const Mixer &m, int64_t tokens, Mixing &at) {
     int64_t heads = m.value_heads, width = heads * m.value_dim;
-    at.mixed.resize(tokens * channels_of(m)), at.decays.resize(tokens * heads), at.betas.resize(tokens * heads);
+    at.mixed.resize(tokens * channels_of(m)), at.decays.resize(tokens * heads), at.factors.resize(tokens * heads);
     at.written.resize(tokens * width), at.out.resize(tokens * width);
     widen(m.decays, at.rates), widen(m.steps, at.steps), widen(m.norm, at.norm), widen(m.skips, at.skips);
     for (float &rate : at.rates) rate = std::exp(rate);
@@ -279,7 +279,7 @@ inline void mix_by_delta(const Mixer &m, const StateRows &states, const float *x
         for (int64_t j = 0; j < heads; j++) {
             std::memcpy(to + 2 * in.keys + j * dim, own + in.value(j), dim * sizeof(float));
             at.decays[n * heads + j] = std::exp(-at.rates[j] * softplus(side[in.alpha(j)] + at.steps[j]));
-            at.betas[n * heads + j] = 1.0f / (1.0f + std::exp(-side[in.beta(j)]));
+            at.factors[n * heads + j] = 1.0f / (1.0f + std::exp(-side[in.beta(j)]));
         }
     });
     each(2 * m.key_heads + heads, threads, [&](int64_t head) {
@@ -314,7 +314,7 @@ inline void mix_by_state_space(const Mixer &m, const StateRows &states, const fl
         for (int64_t j = 0; j < heads; j++) {
             float step = softplus(steps[j] + at.steps[j]);
             at.decays[n * heads + j] = std::exp(-at.rates[j] * step);
-            at.betas[n * heads + j] = step;
+            at.factors[n * heads + j] = step;
         }
     });
     each((channels + CHANNELS - 1) / CHANNELS, threads, [&](int64_t part) {

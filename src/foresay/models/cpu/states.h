@@ -49,7 +49,7 @@ struct StateRows {
 };
 
 constexpr int64_t COLUMNS = 32; // of a matrix state, which are stored and processed together
-constexpr int64_t CHANNELS = 256; // of a short convolution, which are processed together
+constexpr int64_t CHANNELS = 256; // of a convolution, which are processed together
 
 inline bool has_state(const Mixer &m) { return m.kind != SHORT_CONVOLUTION; }
 

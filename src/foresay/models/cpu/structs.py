@@ -60,13 +60,13 @@ class Attention(ctypes.Structure):
     _fields_ = [
         *_fields(
             _NUMBER,
-            "tokens columns queries keys dim rotated wide window offset store_rows gated source value_norm span",
+            "tokens columns queries keys dim rotated wide window offset store_rows gated source value_norm scale_length",
         ),
         *_fields(
             _POINTER,
             "blocks capacities rows slots starts positions ends ancestors cosines sines query_norm key_norm sinks",
         ),
-        *_fields(_REAL, "eps scaling softcap growth"),
+        *_fields(_REAL, "eps scaling softcap scale_rate"),
     ]
 
 

@@ -152,7 +152,7 @@ _DELTA_MOE = Architecture(
     norms_from_one=True,
 )
 _TEMPERATURE = ("attention.temperature_scale", "attention.temperature_length", "rope.scaling.yarn_log_multiplier")
-"""Keys of the growth of Ministral 3's queries with their position, and of YaRN's factor next to it."""
+"""Keys of the scale of Ministral 3's queries by their position, and of YaRN's factor next to it."""
 _LLAMA = Architecture("llama", interleaved=True, scaled_by_tensor=True, scaled_linearly="")
 ARCHITECTURES = {
     "llama": replace(

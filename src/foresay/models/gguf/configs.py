@@ -35,8 +35,8 @@ _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "unk_token_id": "unknown",
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _USUAL_PERIOD, _MOST_PERIOD = 4, 1024
 """Period of layers without a window: of files that do not state it, as in llama.cpp, and the longest."""
-_MOST_GROWTH = 1e3
-"""Greatest rate at which queries grow with their position."""
+_MOST_RATE = 1e3
+"""Greatest rate of the scale of queries by their position."""
 _LARGEST_MODEL_LAYERS = {"gemma2": 46, "gemma3": 62}
 """Number of layers of each family's 27-billion-parameter model, whose queries are not scaled by the attention head size."""
 
@@ -165,18 +165,18 @@ def _olmo3(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ministral3(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Queries grow with their position; YaRN's factor of the attention is the usual one, or 1."""
+    """Queries are scaled by their position; YaRN's factor of the attention is the usual one, or 1."""
     if "rope_parameters" not in fields:  # Mistral Small 3
         return {}
     prefix, rope = header.architecture, dict(fields["rope_parameters"])
     if rope["rope_type"] != YARN:
         raise invalid_value(header, f"{prefix}.rope.scaling.type", f"{YARN!r}")
     rate = header.values[scale := f"{prefix}.attention.temperature_scale"]
-    if type(rate) is not float or not 0 < rate <= _MOST_GROWTH:
-        raise invalid_value(header, scale, f"a number above 0, at most {_MOST_GROWTH:g}")
-    span = rope["original_max_position_embeddings"]
-    if header.values.get(length := f"{prefix}.attention.temperature_length", span) not in (0, span):
-        raise invalid_value(header, length, f"{span}, the original length of the context")
+    if type(rate) is not float or not 0 < rate <= _MOST_RATE:
+        raise invalid_value(header, scale, f"a number above 0, at most {_MOST_RATE:g}")
+    original = rope["original_max_position_embeddings"]
+    if header.values.get(length := f"{prefix}.attention.temperature_length", original) not in (0, original):
+        raise invalid_value(header, length, f"{original}, the original length of the context")
     usual = header.values.get(log := f"{prefix}.rope.scaling.yarn_log_multiplier", 0.0)
     if usual not in (0.0, 1.0):
         raise invalid_value(header, log, "0 or 1")

@@ -94,8 +94,8 @@ def _check(layer: GatedLayer, activation: str) -> None:
         raise LookupError("the kernels do not compute experts, nor layers with inputs of their own or shared keys")
     if layer.attention_conv is not None or layer.mlp_conv is not None or not layer.causal:
         raise LookupError("the kernels do not compute the layers of block drafters")
-    if layer.growth is not None:
-        raise LookupError("the kernels do not compute queries that grow with their position")
+    if layer.query_scale is not None:
+        raise LookupError("the kernels do not scale queries by their position")
     if layer.wide_norm:
         raise LookupError("the kernels do not normalize the queries of all heads as one vector")
     if activation not in GATES:

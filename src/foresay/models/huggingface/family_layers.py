@@ -15,10 +15,10 @@ from foresay.models.cpu.gated_layer import (
     ExpertNorms,
     Experts,
     GatedLayer,
-    Growth,
     LayerInput,
     Norm,
     Product,
+    QueryScale,
     Sigmoids,
 )
 from foresay.models.cpu.product import NativeProduct
@@ -104,18 +104,18 @@ def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
         unit_values=hasattr(attn, "v_norm"),
         input=_layer_input(layer),
         scale=float(getattr(layer, "layer_scalar", 1.0)),
-        growth=_growth(config),
+        query_scale=_query_scale(config),
     )
 
 
-def _growth(config: Any) -> Growth | None:
-    """Read how queries grow with their position."""
+def _query_scale(config: Any) -> QueryScale | None:
+    """Read how queries are scaled by their position; None if they are not."""
     rope = config.rope_parameters if config.model_type == "ministral3" else {}
     if not (rate := rope.get("llama_4_scaling_beta")):
         return None
-    if not (span := rope.get("original_max_position_embeddings")):
-        raise AttributeError("queries grow with their position, after a length that its configuration does not state")
-    return Growth(float(rate), int(span))
+    if not (length := rope.get("original_max_position_embeddings")):
+        raise AttributeError("queries are scaled after a number of positions that its configuration does not state")
+    return QueryScale(float(rate), int(length))
 
 
 def _heads(attn: Any, config: Any) -> tuple[int, int]:

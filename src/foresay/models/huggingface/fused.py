@@ -107,8 +107,8 @@ class FusedDecoder:
             positions = positions.clamp(max=self._position_limit - 1)
         turns = {kind: rotary_of(*self._cos_sin(x, positions, kind)) for kind in self._tables}
         masks = {kind: causal_mask(window, x.dtype) for kind, window in self._windows.items()}
-        growth = self._layers[0].growth  # of all layers
-        factors, states = None if growth is None else growth.at(positions), {}
+        scale, states = self._layers[0].query_scale, {}  # that of all layers
+        query_scales = None if scale is None else scale.at(positions)
         for i, layer in enumerate(self._layers):
             if i in wanted:
                 states[i] = x
@@ -121,7 +121,7 @@ class FusedDecoder:
                 turns.get(layer.kind),
                 masks[layer.kind],
                 self._residual_scale,
-                factors,
+                query_scales,
             )
             x = feed_forward(layer, x, self._residual_scale)
         x = self._norm(x)

@@ -28,11 +28,11 @@ def attend(
     rotary: Rotary | None,
     mask: torch.Tensor,
     scale: float = 1.0,
-    factors: torch.Tensor | None = None,
+    query_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values.
 
-    rotary: None for a layer without rotary positions. factors: [B, T], of queries that their position scales.
+    rotary: None for a layer without rotary positions. query_scales: [B, T] factors of queries, for a layer that has them.
     """
     batch, columns = x.shape[:2]
     query_heads, key_heads = layer.heads
@@ -51,9 +51,9 @@ def attend(
         rotated[:, :, query_heads:].transpose(1, 2), joint[:, :, query_heads + key_heads :].transpose(1, 2)
     )
     query = rotated[:, :, :query_heads].transpose(1, 2)
-    if layer.growth is not None:
-        assert factors is not None
-        query = query * factors.to(query.dtype)[:, None, :, None]
+    if layer.query_scale is not None:
+        assert query_scales is not None
+        query = query * query_scales.to(query.dtype)[:, None, :, None]
     attended, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
     out = layer.output(attended.reshape(batch, columns, query_heads * layer.dim))
     if conv is not None and delta is not None:

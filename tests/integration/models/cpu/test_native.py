@@ -131,7 +131,7 @@ def attend(
     only: int | None = None,
     dim: int = D,
     sinks: bool = False,
-    growth: tuple[float, int] | None = None,
+    query_scale: tuple[float, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values that the kernel gathers after rows of some lengths, and those of the definition, [rows, columns, Q * D] each.
 
@@ -161,7 +161,7 @@ def attend(
         ancestors,
         dim,
         sink,
-        growth,
+        query_scale,
     )
     some = slice(None) if only is None else slice(only, only + 1)
     place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
@@ -179,7 +179,7 @@ def attend(
         ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
         query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),
         sinks=None if sink is None else sink.data_ptr(), eps=1e-5, scaling=0.3, softcap=softcap,
-        growth=growth[0] if growth else 0.0, span=growth[1] if growth else 0,
+        scale_rate=query_scale[0] if query_scale else 0.0, scale_length=query_scale[1] if query_scale else 0,
     )  # fmt: skip
     out, scratch = torch.empty(tokens, Q * dim), torch.empty(tokens, Q * dim)
     kernel("attend")(
@@ -202,7 +202,7 @@ def _gathered(
     ancestors: torch.Tensor | None,
     dim: int,
     sinks: torch.Tensor | None,
-    growth: tuple[float, int] | None,
+    query_scale: tuple[float, int] | None,
 ) -> torch.Tensor:
     """Attention by its definition, one token and head at a time."""
     keys, values = stores[0].clone(), stores[1].clone()
@@ -235,8 +235,8 @@ def _gathered(
                     seen.append(start + j)
             for h in range(Q):
                 scores = 0.3 * keys[i, seen, h // (Q // K)] @ query[i, t, h]
-                if growth is not None:
-                    scores = scores * (1 + growth[0] * math.log(1 + int(positions[i, t]) // growth[1]))
+                if query_scale is not None:
+                    scores = scores * (1 + query_scale[0] * math.log(1 + int(positions[i, t]) // query_scale[1]))
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
                 if sinks is not None:
@@ -251,8 +251,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a window": {"window": 5},
     "a soft cap": {"softcap": 2.0},
     "sinks": {"sinks": True},
-    "queries that grow": {"growth": (0.1, 20)},
-    "queries that grow in a tree": {"growth": (0.1, 20), "ancestors": TREE},
+    "scaled queries": {"query_scale": (0.1, 20)},
+    "scaled queries of a tree": {"query_scale": (0.1, 20), "ancestors": TREE},
     "norms of heads": {"wide": False},
     "norms of all heads": {"wide": True},
     "a tree": {"ancestors": TREE},

@@ -1,4 +1,4 @@
-"""GGUF files of Mistral 3: with a growth of the queries (Ministral 3, Devstral 2), and without (Mistral Small 3)."""
+"""GGUF files of Mistral 3: with queries scaled by their position (Ministral 3, Devstral 2), and without (Mistral Small 3)."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def first_pass(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
     return ModelInput(ids, [ids.shape[1]]), cache
 
 
-def test_queries_grow_after_the_original_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fifty tokens, six times the original context. Control: the check at loading rejects queries that do not grow."""
+def test_queries_are_scaled_after_the_original_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty tokens, six times the original context. Control: the check at loading rejects others."""
     path = file_of(tmp_path / "tiny.gguf", model_of(), monkeypatch)
     assert difference(path, model_of()) < 1e-5
-    monkeypatch.setattr(family_layers, "_growth", lambda config: None)
+    monkeypatch.setattr(family_layers, "_query_scale", lambda config: None)
     plain: Any = load_model(path, LoadOptions(dtype="fp32")).model
     assert plain.fused is None
 
@@ -86,7 +86,7 @@ def without(writer: gguf.GGUFWriter) -> None:
     """Write nothing."""
 
 
-def test_a_file_without_growth_is_a_mistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_a_scale_is_a_mistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
     model = make("mistral", 3, **sizes, sliding_window=None)
     for scale in (without, add("attention.temperature_scale", 0.0)):
