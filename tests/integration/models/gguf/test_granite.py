@@ -7,18 +7,15 @@ from typing import Any
 
 import gguf
 import pytest
-import torch
 
-from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import read_header
-from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
-from helpers.comparing import prompts
 from helpers.families import make
 from helpers.gguf_files import write_gguf
+from helpers.gguf_scores import difference, scores
 
 AS_CONVERTED: dict[str, Any] = {
     "add_head_count_kv": [2, 2, 2],
@@ -57,15 +54,8 @@ def test_a_file_is_read_as_granite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, reference = file_of(tmp_path / "tiny.gguf", monkeypatch)
-    ids = torch.tensor([prompts()[3]])
-    with torch.inference_mode():
-        wanted = reference(ids).logits[0]
-    model: Any = load_model(path, LoadOptions(dtype="fp32")).model
-    assert model.fused.compiled and "not known" not in caplog.text
-    cache = model.new_cache()
-    cache.add_rows(1)
-    found = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0]
-    assert float((found - wanted).abs().max() / (wanted.max() - wanted.min())) < 1e-5
+    assert difference(path, scores(reference)) < 1e-5
+    assert "not known" not in caplog.text
 
 
 @pytest.mark.parametrize(("stated", "wanted"), [(None, "rope"), (True, "rope"), (False, None)])

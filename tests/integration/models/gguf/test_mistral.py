@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-import torch
 
-from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import read_header
@@ -18,11 +15,9 @@ from foresay.models.huggingface import family_layers
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
-from helpers.comparing import prompts
 from helpers.families import FAMILIES, make
-from helpers.gguf_files import write_gguf
+from helpers.gguf_scores import Write, difference, file_of, scores
 
-Write = Callable[[gguf.GGUFWriter], object]
 KEY = "mistral3"
 
 
@@ -32,35 +27,10 @@ def model_of(**rope: Any) -> Any:
     return make("ministral3", 3, **sizes, rope_parameters=parameters)
 
 
-def file_of(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, **instead: Write) -> Path:
-    """instead: what methods of the writer do without "add_", in place of what they write."""
-    with monkeypatch.context() as patch:
-        for method, write in instead.items():
-            patch.setattr(gguf.GGUFWriter, f"add_{method}", lambda self, *given, write=write: write(self))
-        return write_gguf(path, model)
-
-
-def difference(path: Path, model: Any) -> float:
-    """Between the kernels' scores of a file and a model's own, as a share of their range."""
-    ids = torch.tensor([prompts()[3]])
-    with torch.inference_mode():
-        wanted = model(ids).logits[0]
-    loaded: Any = load_model(path, LoadOptions(dtype="fp32")).model
-    assert loaded.fused.compiled
-    found = loaded.forward(*first_pass(loaded, ids)).scores()[0]
-    return float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
-
-
-def first_pass(model: Any, ids: torch.Tensor) -> tuple[Any, Any]:
-    cache = model.new_cache()
-    cache.add_rows(1)
-    return ModelInput(ids, [ids.shape[1]]), cache
-
-
 def test_queries_are_scaled_after_the_original_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifty tokens, six times the original context. Control: the check at loading rejects others."""
     path = file_of(tmp_path / "tiny.gguf", model_of(), monkeypatch)
-    assert difference(path, model_of()) < 1e-5
+    assert difference(path, scores(model_of())) < 1e-5
     monkeypatch.setattr(family_layers, "_query_scale", lambda config: None)
     plain: Any = load_model(path, LoadOptions(dtype="fp32")).model
     assert plain.fused is None
@@ -74,8 +44,8 @@ def test_the_factor_of_yarn(
     write = {"rope_scaling_yarn_log_mul": add("rope.scaling.yarn_log_multiplier", logarithm)}
     path = file_of(tmp_path / "tiny.gguf", model_of(), monkeypatch, **write)
     usual = {"mscale": None, "mscale_all_dim": None}
-    assert difference(path, model_of(**factors)) < 1e-5
-    assert difference(path, model_of(**({} if factors else usual))) > 1e-3, "control"
+    assert difference(path, scores(model_of(**factors))) < 1e-5
+    assert difference(path, scores(model_of(**({} if factors else usual)))) > 1e-3, "control"
 
 
 def add(name: str, value: Any, kind: str = "float32") -> Write:
@@ -93,7 +63,7 @@ def test_a_file_without_a_scale_is_a_mistral(tmp_path: Path, monkeypatch: pytest
         path = file_of(tmp_path / "tiny.gguf", model, monkeypatch, vocab_size=scale)
         config = config_of(read_header(path))
         assert (config.model_type, config.sliding_window) == ("mistral", None)
-        assert difference(path, model) < 1e-5
+        assert difference(path, scores(model)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -122,7 +92,7 @@ def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, wr
     """Each is honoured, or refused by name."""
     path = file_of(tmp_path / "tiny.gguf", model_of(), monkeypatch, **{method: write})
     if named is None:
-        assert difference(path, model_of()) < 1e-5
+        assert difference(path, scores(model_of())) < 1e-5
         return
     with pytest.raises(ModelLoadError, match=named.replace(".", r"\.")):
         load_model(path)

@@ -7,15 +7,12 @@ from typing import Any
 
 import gguf
 import pytest
-import torch
 
-from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
-from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import gguf_files, tiny
-from helpers.comparing import prompts
 from helpers.families import make
+from helpers.gguf_scores import difference, scores
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2vl": ("qwen2", {"use_sliding_window": False}),
@@ -44,15 +41,8 @@ def file_of(name: str, path: Path, monkeypatch: pytest.MonkeyPatch, sections: li
 @pytest.mark.parametrize("name", CASES)
 def test_texts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     path, reference = file_of(name, tmp_path / "tiny.gguf", monkeypatch, [2, 3, 3, 0])
-    ids = torch.tensor([prompts()[3]])
-    with torch.inference_mode():
-        wanted = reference(ids).logits[0]
-    model: Any = load_model(path, LoadOptions(dtype="fp32")).model
-    assert model.fused.compiled and "for text only" in caplog.text
-    cache = model.new_cache()
-    cache.add_rows(1)
-    found = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0]
-    assert float((found - wanted).abs().max() / (wanted.max() - wanted.min())) < 1e-5
+    assert difference(path, scores(reference)) < 1e-5
+    assert "for text only" in caplog.text
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
 from foresay.models.gguf import configs
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import read_header
-from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
-from helpers.comparing import prompts
 from helpers.families import make
-from helpers.gguf_files import write_gguf
+from helpers.gguf_scores import Write, difference, file_of, scores
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 128}
 ROPE = {SLIDING: {"rope_type": "default", "rope_theta": 10000.0}, FULL: YARN}
 NAMES = {"olmo3": "olmo2", "exaone4": "exaone4"}
-Write = Callable[[gguf.GGUFWriter], object]
 
 
 def model_of(family: str, **changes: Any) -> Any:
     sizes = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96, "sliding_window": 8}
     own = {"rope_parameters": ROPE, "max_position_embeddings": 4096} if family == "olmo3" else {"head_dim": 16}
     return make(family, 3, **{**sizes, "num_hidden_layers": 4, **own, **changes})
-
-
-def file_of(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, **instead: Write) -> Path:
-    """instead: what methods of the writer do without "add_", in place of what they write."""
-    with monkeypatch.context() as patch:
-        for method, write in instead.items():
-            patch.setattr(gguf.GGUFWriter, f"add_{method}", lambda self, *given, write=write: write(self))
-        return write_gguf(path, model)
-
-
-def scores(model: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        out: torch.Tensor = model(torch.tensor([prompts()[3]])).logits[0]
-    return out
-
-
-def difference(path: Path, wanted: torch.Tensor) -> float:
-    """Between the kernels' scores and others, as a share of their range."""
-    model: Any = load_model(path, LoadOptions(dtype="fp32")).model
-    assert model.fused.compiled
-    cache, ids = model.new_cache(), torch.tensor([prompts()[3]])
-    cache.add_rows(1)
-    found = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0]
-    return float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
 
 
 @pytest.mark.parametrize("family", NAMES)
