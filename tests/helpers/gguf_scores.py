@@ -28,7 +28,7 @@ def file_of(path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, **instead: 
 
 
 def scores(model: Any) -> torch.Tensor:
-    """Those of a model of transformers after each token of a text."""
+    """Return the scores of a model of transformers after each token of a text."""
     with torch.inference_mode():
         out: torch.Tensor = model(torch.tensor([prompts()[3]])).logits[0]
     return out

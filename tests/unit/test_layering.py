@@ -95,7 +95,7 @@ INSIDE = {
         {"architectures"},
         {"values"},
         {"keys", "vocabulary", "hybrids"},
-        {"tokenizer", "types", "positions"},
+        {"tokenizer", "types", "positions", "granite"},
         {"configs"},
         {"packed"},
         {"shapes"},

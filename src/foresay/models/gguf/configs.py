@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from foresay.models.gguf.architectures import COMMON, YARN_FACTORS, architecture_of
+from foresay.models.gguf.granite import granite_fields, granite_hybrid_fields
 from foresay.models.gguf.header import STRING, GgufHeader
-from foresay.models.gguf.hybrids import delta_fields, granite_fields, lfm2_fields, rotary_sections
+from foresay.models.gguf.hybrids import delta_fields, lfm2_fields, rotary_sections
 from foresay.models.gguf.positions import YARN, rope_parameters, rotated_share
 from foresay.models.gguf.values import NONE_IF_0, check_values, invalid_value
 from foresay.models.gguf.vocabulary import read_vocabulary
@@ -95,23 +96,6 @@ def _scaled_queries(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any
     largest = fields["num_hidden_layers"] == _LARGEST_MODEL_LAYERS[header.architecture]
     whole = fields["hidden_size"] // fields["num_attention_heads"]
     return {"query_pre_attn_scalar": whole if largest else fields["head_dim"]}
-
-
-def _granite(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    """A missing scale of the scores is the usual one. Granite 4 states the key heads of each layer, and a width twice."""
-    prefix = header.architecture
-    heads = _by_layer(header, name := "attention.head_count_kv", fields["num_hidden_layers"])
-    if len(set(heads)) > 1:
-        raise invalid_value(header, f"{prefix}.{name}", "one integer for all layers")
-    width = fields["intermediate_size"]
-    if header.values.get(shared := f"{prefix}.expert_shared_feed_forward_length", width) not in (0, width):
-        raise invalid_value(header, shared, f"{width}, as feed_forward_length")
-    if header.values.get(finetuned := f"{prefix}.rope.scaling.finetuned", True) is not True:
-        raise invalid_value(
-            header, finetuned, "true: attention without positions is not supported for this architecture"
-        )
-    own = {"num_key_value_heads": heads[0]} if heads[0] else {}
-    return {**own, "attention_multiplier": fields.get("attention_multiplier", fields["head_dim"] ** -0.5)}
 
 
 def _text_alone(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -238,8 +222,8 @@ def _by_layer(header: GgufHeader, name: str, layers: int) -> list[int]:
 _DERIVED: dict[str, Derive] = {
     "gemma2": _scaled_queries,
     "gemma3": _scaled_queries,
-    "granite": _granite,
-    "granitehybrid": granite_fields,
+    "granite": granite_fields,
+    "granitehybrid": granite_hybrid_fields,
     "olmo2": _olmo3,
     "mistral3": _ministral3,
     "exaone4": _windows,

@@ -40,7 +40,7 @@ _OF_GRANITE = {"block_sparse_moe.router": "block_sparse_moe.gate", "block_sparse
 """Parts of Granite's layers -> names of which llama.cpp knows what they are."""
 _INTERVAL, _USUAL_INTERVAL = "full_attention_interval", 4
 """Interval of layers with attention of Qwen3-Next's files that do not state it, as in llama.cpp."""
-_MOST_INTERVAL, _MOST_GROUPS, _MOST_INNER = 1024, 1 << 16, 1 << 24
+_MOST_INTERVAL, MOST_GROUPS, MOST_INNER = 1024, 1 << 16, 1 << 24
 
 
 def parameter_namer(header: GgufHeader, name: Callable[[str], str]) -> Callable[[str], str]:
@@ -157,45 +157,14 @@ def lfm2_fields(header: GgufHeader, fields: dict[str, Any], other: str = "conv")
     }
 
 
-def granite_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that several values state together. Attention has positions unless a file denies it."""
-    prefix, hidden = header.architecture, fields["hidden_size"]
-    groups = _integer(header, "ssm.group_count", _MOST_GROUPS)
-    heads, inner = (int(header.values[f"{prefix}.ssm.{name}"]) for name in ("time_step_rank", "inner_size"))
-    rotates = header.values.get(finetuned := f"{prefix}.rope.scaling.finetuned", True)
-    if type(rotates) is not bool:
-        raise invalid_value(header, finetuned, "true or false")
-    if heads % groups:
-        raise invalid_value(header, f"{prefix}.ssm.time_step_rank", f"a multiple of the {groups} groups")
-    if inner % heads or inner % hidden:
-        raise invalid_value(header, f"{prefix}.ssm.inner_size", f"a multiple of the {heads} heads and of {hidden}")
-    experts, shared = fields.get("num_local_experts", 0), "expert_shared_feed_forward_length"
-    width = fields["intermediate_size"]
-    if experts:
-        width = _integer(header, shared, _MOST_INNER)
-        _integer(header, "expert_used_count", experts)
-    elif header.values.get(f"{prefix}.{shared}", width) not in (0, width):
-        raise invalid_value(header, f"{prefix}.{shared}", f"{width}, as feed_forward_length")
-    return {
-        "num_local_experts": experts,
-        **lfm2_fields(header, fields, "linear_attention"),
-        "attention_multiplier": fields.get("attention_multiplier", fields["head_dim"] ** -0.5),
-        "shared_intermediate_size": width,
-        "position_embedding_type": "rope" if rotates else None,
-        "mamba_expand": inner // hidden,
-        "mamba_d_head": inner // heads,
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in header.tensors),
-    }
-
-
 def delta_fields(header: GgufHeader, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a configuration that several values state together. MTP layers are counted with the others."""
-    keys = _integer(header, "ssm.group_count", _MOST_GROUPS)
+    keys = positive_integer(header, "ssm.group_count", MOST_GROUPS)
     prefix, size = header.architecture, fields["head_dim"]
     heads, inner = (int(header.values[f"{prefix}.ssm.{name}"]) for name in ("time_step_rank", "inner_size"))
     rotated = int(header.values[f"{prefix}.rope.dimension_count"])
     if "shared_expert_intermediate_size" in fields:
-        _integer(header, "expert_shared_feed_forward_length", _MOST_INNER)
+        positive_integer(header, "expert_shared_feed_forward_length", MOST_INNER)
     if heads % keys:
         raise invalid_value(header, f"{prefix}.ssm.time_step_rank", f"a multiple of the {keys} groups")
     if inner % heads:
@@ -228,7 +197,7 @@ def _are_recurrent(header: GgufHeader, layers: int, more: int) -> list[bool]:
     stored = header.lists.get(key)
     if stored is None and key not in header.values:
         known = header.architecture != "qwen3next" or f"{header.architecture}.{_INTERVAL}" in header.values
-        interval = _integer(header, _INTERVAL, _MOST_INTERVAL) if known else _USUAL_INTERVAL
+        interval = positive_integer(header, _INTERVAL, _MOST_INTERVAL) if known else _USUAL_INTERVAL
         return [bool((i + 1) % interval) for i in range(layers)]
     found = [] if stored is None or stored.kind == STRING else [bool(one) for one in stored.numbers()]
     if len(found) != layers + more or all(found[:layers]) or any(found[layers:]):
@@ -236,7 +205,8 @@ def _are_recurrent(header: GgufHeader, layers: int, more: int) -> list[bool]:
     return found[:layers]
 
 
-def _integer(header: GgufHeader, name: str, most: int) -> int:
+def positive_integer(header: GgufHeader, name: str, most: int) -> int:
+    """Return a value from 1 to `most`, by its key without the architecture. Raises ModelLoadError for another one."""
     key = f"{header.architecture}.{name}"
     value = header.values.get(key)
     if type(value) is not int or not 1 <= value <= most:
