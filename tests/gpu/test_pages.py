@@ -22,7 +22,7 @@ PROMPTS = [[5, 6, 7], [8], [9] * 12, [3] * 70, [*[3] * 66, 1]]
 @pytest.fixture(autouse=True)
 def on_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, in Triton's interpreter, a program takes a millisecond: few, and few tokens."""
-    monkeypatch.setattr(causal, "uses_pages", lambda device: True)
+    monkeypatch.setattr(causal, "uses_kernels", lambda device: True)
     if device == "cpu":  # where layers are not joined
         from foresay.models.gpu import attention
         from helpers.paged import sum_products_in_order

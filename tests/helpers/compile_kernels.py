@@ -12,13 +12,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from foresay.decoding import sampling_kernels as sampling
 from foresay.models.gpu import attention, product, rows
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages")
 FLOAT32 = ("sums", "stats", "cosines", "sines", "q_weight", "k_weight", "weight_after", "weight_before")
 NUMBERS = {"scaling", "softcap", "scale", "eps_after", "eps_before", "q_eps", "k_eps"}
-SIZES = {"window", "width", "num_tokens", "size", "outputs", "inputs", "stride"}
+SIZES = {"window", "width", "num_tokens", "size", "outputs", "inputs", "stride", "vocab", "blocks", "shift"}
+OF_SAMPLING = {
+    **dict.fromkeys(("tops", "masses", "probability", "temperature", "weights", "goals"), "*fp32"),
+    **dict.fromkeys(("sums_before", "min_p", "probs"), "*fp32"),
+    **dict.fromkeys(("best", "floors", "prefixes", "thresholds"), "*i32"),
+    **dict.fromkeys(("tokens", "rows"), "*i64"),
+    "uniforms": "*fp64",
+}
+"""Types of the arguments of the kernels that sample."""
+PARTS = {"PARTS": 32, "PARTS_PADDED": 32}
+DIGITS = PARTS | {"DIGITS": 32}
 HEADS = {"KEY_HEADS": 8, "DIM": 128, "DIM_PADDED": 128, "PAGE": attention.PAGE}
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *(
@@ -39,12 +50,30 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *((rows._gate, {"BLOCK": 1024, "KIND": kind}) for kind in range(len(rows.GATES))),
     (product._product, {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "INNER": product.INNER, "PARTS": 4}),
     (product._reduce, {"BLOCK": 1024, "PARTS": 4, "HAS_BIAS": True}),
+    (sampling._peaks, {"SPAN": sampling.SPAN, "GREATEST": 3e38}),
+    (sampling._likeliest, PARTS),
+    (sampling._weigh, PARTS | {"SPAN": sampling.SPAN}),
+    *(
+        (
+            sampling._search,
+            DIGITS | {"LEVEL": level, "BY_MASS": by_mass, "SPAN": sampling.SPAN, "CHUNK": sampling._CHUNK, "DIGIT": 5},
+        )
+        for level in (0, 1, 2)
+        for by_mass in (False, True)
+    ),
+    *((sampling._threshold, DIGITS | {"LEVEL": 5, "BY_MASS": by_mass}) for by_mass in (False, True)),
+    (sampling._cut, {"SPAN": sampling.SPAN, "PARTS": 32}),
+    (sampling._divide, PARTS | {"SPAN": sampling.SPAN}),
+    (sampling._block_sums, {"SPAN": sampling.SPAN, "BLOCK": 128}),
+    (sampling._inverse, {"BLOCK": 128, "BLOCKS_PADDED": 1024}),
 ]
 
 
-def kind_of(name: str, constants: dict[str, Any]) -> str:
+def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
+    if kernel.__module__ == sampling.__name__ and name in OF_SAMPLING:
+        return OF_SAMPLING[name]
     if name in NUMBERS:
         return "fp32"
     if name in SIZES:
@@ -55,7 +84,7 @@ def kind_of(name: str, constants: dict[str, Any]) -> str:
 def main() -> int:
     for target in TARGETS:
         for kernel, constants in KERNELS:
-            signature = {name: kind_of(name, constants) for name in kernel.arg_names}
+            signature = {name: kind_of(kernel, name, constants) for name in kernel.arg_names}
             made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=target)
             print(
                 target.backend, target.arch, kernel.__name__, made.metadata.shared, "bytes of shared memory", flush=True

@@ -35,7 +35,8 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "randomness", "outcome", "proposal", "residuals", "state", "capabilities"},
+        {"sampling_params", "devices", "outcome", "residuals", "state", "capabilities", "sampling_kernels"},
+        {"randomness", "proposal"},
         {"rows", "proposal_checks"},
         {"processors", "truncation"},
         {"distributions"},

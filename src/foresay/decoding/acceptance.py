@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from foresay.checks import check_float
+from foresay.decoding.devices import selected, to_device
 from foresay.decoding.distributions import Distributions, entropy
 from foresay.decoding.draws import draw, inverse_cdf
 from foresay.decoding.proposal import Proposal, Verification
@@ -26,7 +27,7 @@ from foresay.errors import ConfigError, UnknownNameError
 
 def _valid(proposal: Proposal) -> torch.Tensor:
     """[B, K] bool: True for draft tokens, False for padding."""
-    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+    counts = to_device(proposal.num_tokens, proposal.token_ids.device)
     return torch.arange(proposal.width, device=counts.device) < counts[:, None]
 
 
@@ -42,7 +43,7 @@ def _extra_uniform(streams: Streams, num_accepted: torch.Tensor) -> torch.Tensor
 
 def _tested_up_to_first_rejection(num_accepted: torch.Tensor, proposal: Proposal) -> torch.Tensor:
     """[B]: number of accepted tokens, plus one if a token was rejected."""
-    counts = torch.tensor(proposal.num_tokens, device=num_accepted.device)
+    counts = to_device(proposal.num_tokens, num_accepted.device)
     return torch.minimum(num_accepted + 1, counts)
 
 
@@ -89,13 +90,14 @@ def _extra_tokens(
         return _from_target(target, num_accepted, uniform)
     out = target.greedy_ids[batch, num_accepted]
     index = target.probs_row[batch, num_accepted]
-    dense = torch.nonzero(index >= 0)[:, 0]
+    dense = selected(index >= 0)
     column = num_accepted[dense]
-    rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
+    rejected = column < to_device(proposal.num_tokens, column.device)[dense]
     column = column.clamp(max=proposal.width - 1)
     factor = None if scale is None else scale[dense]
-    distribution = _without_draft(target.probs[index[dense]], proposal, dense, column, rejected, factor)
-    out[dense] = inverse_cdf(distribution, uniform[dense])
+    probs = target.probs[index[dense].clamp(min=0)]
+    distribution = _without_draft(probs, proposal, dense, column, rejected, factor)
+    out[dense] = torch.where(index[dense] >= 0, inverse_cdf(distribution, uniform[dense]), out[dense])
     return out
 
 
@@ -115,10 +117,8 @@ def _without_draft(
         out = torch.where(rejected[:, None], residual(scaled, q), distribution)
     # a point mass takes all of its token and nothing else: max(0, p - 1) there
     point = rejected & _is_point(proposal, rows, columns)
-    tokens = proposal.token_ids[rows, columns]
-    index = torch.arange(len(rows), device=rows.device)
-    out = out.clone()
-    out[index[point], tokens[point]] = 0
+    tokens = proposal.token_ids[rows, columns][:, None]
+    out = out.scatter(1, tokens, torch.where(point[:, None], 0.0, out.gather(1, tokens)))
     # the residual is empty only after a rejection of probability zero: return p
     empty = out.sum(-1, keepdim=True) <= 0
     return torch.where(empty, distribution, out)
@@ -170,7 +170,7 @@ def _points(proposal: Proposal) -> torch.Tensor:
 
 def _target_draws(target: Distributions, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
     """Tokens that p draws, [B, 1 + K]: at draft tokens that were not sampled, and after the last one if none was sampled."""
-    counts = torch.tensor(proposal.num_tokens, device=point.device)[:, None]
+    counts = to_device(proposal.num_tokens, point.device)[:, None]
     columns = torch.arange(proposal.width + 1, device=point.device)
     wanted = columns <= counts if proposal.distributions is None else F.pad(point, (0, 1)) & (columns < counts)
     return draw(target, streams, Purpose.TARGET, wanted=wanted)
@@ -203,7 +203,7 @@ class Block(Rule):
             :, 0
         ]
         extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count), scale)
-        counts = torch.tensor(proposal.num_tokens, device=device)
+        counts = to_device(proposal.num_tokens, device)
         tested = torch.where(whole, counts, one_by_one.num_tested)
         return Verification(count, torch.where(whole, extra, one_by_one.token_ids), tested)
 
@@ -212,13 +212,14 @@ class Block(Rule):
         """h [B, K]: h_i = S_i / (S_i + 1 - pi_i), S_i = sum max(0, pi_i p_{i+1} - q_{i+1}); the last of a row is pi."""
         assert target.probs is not None and target.probs_row is not None
         h = pi.clone()
-        counts = torch.tensor(proposal.num_tokens, device=pi.device)
+        counts = to_device(proposal.num_tokens, pi.device)
         for i in range(proposal.width - 1):
-            rows = torch.nonzero((counts > i + 1) & (target.probs_row[:, i + 1] >= 0))[:, 0]
+            drawn = (counts > i + 1) & (target.probs_row[:, i + 1] >= 0)
+            rows = selected(drawn)
             if not len(rows):
                 continue
             columns = torch.full_like(rows, i + 1)
-            p = target.probs[target.probs_row[rows, i + 1]]
+            p = target.probs[target.probs_row[rows, i + 1].clamp(min=0)]
             scale = pi[rows, i].to(p.dtype)
             q = _draft_rows(proposal, rows, columns)
             # q a point mass at x: sum max(0, pi p - q) = pi (1 - p(x)), because pi p(x) <= 1
@@ -229,7 +230,8 @@ class Block(Rule):
                 mass = torch.where(_is_point(proposal, rows, columns), mass, spread)
             mass = mass.clamp(min=0)
             rest = mass + 1 - scale
-            h[rows, i] = torch.where(rest > 0, mass / rest.clamp(min=torch.finfo(p.dtype).tiny), 1.0).to(h.dtype)
+            found = torch.where(rest > 0, mass / rest.clamp(min=torch.finfo(p.dtype).tiny), 1.0).to(h.dtype)
+            h[rows, i] = torch.where(drawn[rows], found, h[rows, i])
         return h
 
 
@@ -252,7 +254,7 @@ class Match(Rule):
         """Generate the target's draws; the draft only saves passes."""
         if proposal.parents is not None:
             return match_tree(target, proposal, streams)
-        counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+        counts = to_device(proposal.num_tokens, proposal.token_ids.device)
         columns = torch.arange(proposal.width + 1, device=counts.device)
         tokens = draw(target, streams, Purpose.TARGET, wanted=columns <= counts[:, None])
         count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))
@@ -338,8 +340,9 @@ def _from_target(target: Distributions, num_accepted: torch.Tensor, uniform: tor
     if target.probs is None or target.probs_row is None:
         return out
     index = target.probs_row[batch, num_accepted]
-    dense = torch.nonzero(index >= 0)[:, 0]
-    out[dense] = inverse_cdf(target.probs, uniform[dense], index[dense])
+    dense = selected(index >= 0)
+    drawn = inverse_cdf(target.probs, uniform[dense], index[dense].clamp(min=0))
+    out[dense] = torch.where(index[dense] >= 0, drawn, out[dense])
     return out
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foresay.decoding import devices
 from foresay.decoding.processors import process_row, processes
 from foresay.decoding.rows import Rows
 from foresay.decoding.truncation import plan_of, probabilities
@@ -150,7 +151,9 @@ def build_distributions(
     if count < batch:
         greedy_ids = likeliest(logits, counts)
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
-    flat = chosen.reshape(count * width, vocab).to(torch.float32, copy=True)  # it is overwritten
+    flat = chosen.reshape(count * width, vocab)
+    if processed or not devices.uses_kernels(flat.device):
+        flat = flat.to(torch.float32, copy=True)  # it is overwritten
     for i, scores in processed.items():
         if i in plan.index_of:
             flat.view(count, width, vocab)[plan.index_of[i], : len(scores)] = scores

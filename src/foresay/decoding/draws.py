@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from foresay.decoding import devices
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.randomness import Purpose, Streams
 
@@ -21,6 +22,11 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor |
     if rows is not None and 2 * len(rows) < len(probs):
         probs, rows = probs[rows], None
     count, vocab = probs.shape
+    if devices.uses_kernels(probs.device):
+        from foresay.decoding import sampling_kernels  # Triton
+
+        every = torch.arange(count, device=probs.device) if rows is None else rows
+        return sampling_kernels.inverse_cdf(probs.contiguous(), uniform.contiguous(), every)
     if vocab % _BLOCK:
         probs = torch.nn.functional.pad(probs, (0, _BLOCK - vocab % _BLOCK))
     blocks = probs.view(count, probs.shape[1] // _BLOCK, _BLOCK)
@@ -65,6 +71,8 @@ def draw(
     if distributions.probs is None or distributions.probs_row is None:
         return distributions.greedy_ids
     here = distributions.probs_row >= 0 if wanted is None else (distributions.probs_row >= 0) & wanted
+    if devices.is_remote(here.device) and not streams.shares_noise:
+        return _drawn_everywhere(distributions, streams, purpose, first, depths, here)
     where, column = torch.nonzero(here, as_tuple=True)
     if not len(where):
         return distributions.greedy_ids
@@ -82,6 +90,24 @@ def draw(
     out = distributions.greedy_ids.clone()
     out[where, column] = tokens
     return out
+
+
+def _drawn_everywhere(
+    distributions: Distributions,
+    streams: Streams,
+    purpose: Purpose,
+    first: int,
+    depths: torch.Tensor | None,
+    here: torch.Tensor,
+) -> torch.Tensor:
+    """Draw at all positions and keep the tokens `here`, [B, T] bool: selecting positions would wait for the device."""
+    assert distributions.probs is not None and distributions.probs_row is not None
+    batch, width = here.shape
+    offsets = torch.arange(first, first + width, device=here.device) if depths is None else depths
+    uniforms = streams.position_uniform(offsets) if purpose is Purpose.TARGET else streams.uniform(purpose, offsets)
+    rows = distributions.probs_row.clamp(min=0).reshape(-1)
+    tokens = inverse_cdf(distributions.probs, uniforms.reshape(-1), rows).view(batch, width)
+    return torch.where(here, tokens, distributions.greedy_ids)
 
 
 def _coupled(

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import torch
 
+from foresay.decoding.devices import to_device
 from foresay.decoding.distributions import Distributions, VocabularySubset, build_distributions, subset_distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Rows
@@ -53,7 +54,7 @@ class ModelInput:
 
     def last_columns(self) -> torch.Tensor:
         """Index of the last real token of each row, [B] int64; 0 for a row without tokens."""
-        return torch.tensor(self.num_tokens, device=self.token_ids.device).clamp(min=1) - 1
+        return to_device([max(count, 1) - 1 for count in self.num_tokens], self.token_ids.device)
 
     def of_last(self, states: torch.Tensor) -> torch.Tensor:
         """Return the states of each row's last real token, [B, 1, ...].

@@ -9,6 +9,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foresay.decoding.devices import to_device
+
+
+class Defects:
+    """Rows of a proposal with a token that a drafter must not propose, which only a device knows before the step reads it."""
+
+    __slots__ = ("found", "rows")
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        """rows: [B] bool."""
+        self.rows = rows
+        self.found = False
+        """True if the step has read that there are such rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -34,6 +48,8 @@ class Proposal:
     because dropping drawn tokens for their values would change the output distribution."""
     matched: Sequence[int] | None = None
     """[B] length of the n-gram match that each row's draft continues, 0 if unknown; None for other drafters."""
+    defects: Defects | None = None
+    """Defects that are not known on the host yet; None if there are none."""
 
     @property
     def width(self) -> int:
@@ -102,7 +118,7 @@ def padded(
     width = max(map(len, lists), default=0)
     rows = [[*one, *[fill] * (width - len(one))] for one in lists]
     dtype = torch.float32 if isinstance(fill, float) else torch.int64
-    return torch.tensor(rows, dtype=dtype, device=device).view(len(lists), width)
+    return to_device(rows, device, dtype).view(len(lists), width)
 
 
 def depths_of(parents: torch.Tensor) -> torch.Tensor:

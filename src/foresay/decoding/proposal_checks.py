@@ -2,8 +2,8 @@
 
 The only module that checks proposals; what it returns has neutral values where no token was drafted. A defect at one token ends
 that row's draft there: the tokens before it were drawn, and dropping them because of later ones would change the output
-distribution. A defect of the proposal's form (shapes, types) discards all of it. Waits for the device once. Knows no drafter
-and no rule.
+distribution. A defect of the proposal's form (shapes, types) discards all of it. Chains on a device are checked there, without
+waiting for it. Knows no drafter and no rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.proposal import Proposal
+from foresay.decoding import devices
+from foresay.decoding.proposal import Defects, Proposal
 
 _SUM = 1e-3
 """Largest distance from 1 of a distribution's sum: float32 over any vocabulary stays well within."""
@@ -38,12 +39,15 @@ def checked(
 def _checked(
     proposal: Proposal, budget: Sequence[int], vocab_size: int, device: torch.device, *, trees: bool
 ) -> Proposal:
-    counts = _checked_form(proposal, len(budget), vocab_size)
+    counts = _checked_form(proposal, len(budget), vocab_size, device)
     kept = [max(0, min(n, most, proposal.width)) for n, most in zip(counts, budget, strict=True)]
     problem = None
     if kept != counts:
         problem = f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}"
     out = _trimmed(proposal, kept, device)
+    if devices.is_remote(device) and out.parents is None:
+        failure = proposal.failure or (None if problem is None else ValueError(problem))
+        return dataclasses.replace(_without_defects(out, vocab_size), failure=failure)
     for find in (_bad_tokens, _bad_parents if trees else _branches):
         cut, found = find(out, vocab_size) if out.width else _NONE
         problem = problem or found
@@ -53,14 +57,16 @@ def _checked(
     return dataclasses.replace(out, failure=failure, parents=out.parents if trees else None)
 
 
-def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
+def _checked_form(proposal: Proposal, batch: int, vocab_size: int, device: torch.device) -> list[int]:
     """Return the counts as ints. Raises ValueError, TypeError or AttributeError for wrong types and shapes."""
     if not isinstance(proposal, Proposal):
         raise TypeError(f"a {type(proposal).__name__} was proposed, not a Proposal")
     ids, counts = proposal.token_ids, list(proposal.num_tokens)
     for name in ("token_ids", "distributions", "distribution_index", "confidence", "parents"):
         tensor: torch.Tensor | None = getattr(proposal, name)
-        if tensor is not None and (tensor.layout != torch.strided or tensor.device.type == "meta"):
+        if tensor is not None and (
+            tensor.layout != torch.strided or (tensor.device.type == "meta" and tensor.device != device)
+        ):
             raise ValueError(f"{name} is {tensor.layout} on {tensor.device}, not a dense tensor")
     if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[0] != batch or len(counts) != batch:
         raise ValueError(f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {batch} rows, not [B, K] int64")
@@ -116,8 +122,7 @@ def _normalized(proposal: Proposal) -> Proposal:
         proposal = dataclasses.replace(proposal, distributions=None, distribution_index=None)
     if min(proposal.num_tokens) == proposal.width:
         return proposal
-    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
-    padding = torch.arange(proposal.width, device=counts.device) >= counts[:, None]
+    padding = ~_drafted(proposal)
     neutral = {"token_ids": 0, "parents": -1, "distribution_index": -1, "confidence": 0}
     columns = {name: getattr(proposal, name) for name in neutral}
     return dataclasses.replace(
@@ -130,11 +135,29 @@ Found = tuple[list[int], str | None]
 _NONE: Found = ([], None)
 
 
+def _without_defects(proposal: Proposal, vocab_size: int) -> Proposal:
+    """Replace the tokens of each row from its first defect on by a token that was not sampled, which is exact whatever it is."""
+    if not proposal.width:
+        return proposal
+    bad = torch.stack([mask for mask, _ in _token_defects(proposal, vocab_size)]).any(0) & _drafted(proposal)
+    after, index = bad.long().cumsum(1) > 0, proposal.distribution_index
+    return dataclasses.replace(
+        proposal,
+        token_ids=proposal.token_ids.masked_fill(after, 0),
+        distribution_index=None if index is None else index.masked_fill(after, -1),
+        defects=Defects(bad.any(1)),
+    )
+
+
+def _drafted(proposal: Proposal) -> torch.Tensor:
+    """[B, K] bool: True for draft tokens, False for padding."""
+    counts = devices.to_device(proposal.num_tokens, proposal.token_ids.device)
+    return torch.arange(proposal.width, device=counts.device) < counts[:, None]
+
+
 def _first(proposal: Proposal, defects: Sequence[tuple[torch.Tensor, str]]) -> Found:
     """First of several kinds of defects, [B, K] bool each, in every row. Waits for the device once if there is none."""
-    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
-    drafted = torch.arange(proposal.width, device=counts.device) < counts[:, None]
-    bad = torch.stack([mask for mask, _ in defects]) & drafted
+    bad = torch.stack([mask for mask, _ in defects]) & _drafted(proposal)
     if not bool(bad.any()):
         return _NONE
     ends: list[int] = F.pad(bad.any(0), (0, 1), value=True).to(torch.int8).argmax(-1).tolist()
@@ -142,6 +165,10 @@ def _first(proposal: Proposal, defects: Sequence[tuple[torch.Tensor, str]]) -> F
 
 
 def _bad_tokens(proposal: Proposal, vocab_size: int) -> Found:
+    return _first(proposal, _token_defects(proposal, vocab_size))
+
+
+def _token_defects(proposal: Proposal, vocab_size: int) -> list[tuple[torch.Tensor, str]]:
     """Ids outside the vocabulary, and sampled tokens whose distribution is invalid or gives them no probability.
 
     A NaN would pass every acceptance test.
@@ -161,7 +188,7 @@ def _bad_tokens(proposal: Proposal, vocab_size: int) -> Found:
             )
             nothing = ~(distributions[row, ids.clamp(min=0, max=vocab_size - 1)] > 0)
             defects.append((drawn & nothing, "a drafted token has probability 0 in the distribution it was drawn from"))
-    return _first(proposal, defects)
+    return defects
 
 
 def _branches(proposal: Proposal, vocab_size: int) -> Found:

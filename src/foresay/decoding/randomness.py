@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from foresay.decoding import devices
+
 
 class Purpose(IntEnum):
     """Use of a random number; two purposes never share one."""
@@ -84,15 +86,17 @@ def _unit(bits: Any) -> torch.Tensor:
     return ((words >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
 
 
+_OFFSETS = 128
+"""Offsets of a step, at least the tokens of the longest draft and the one after it."""
+
+
 class Streams:
     """Random streams of B rows in one step.
 
-    seeds, starts: [B] int64; starts are the committed lengths. keys: [B] int64, keys of the uniforms; None stands for the seeds.
-    shares_noise: tokens are drawn with Gumbel noise that is a function of (seed, position, token) alone (Daliri et al. 2024)
-    instead of by inverse CDF.
+    Uniforms are computed on the host, which knows all they depend on; on a device the uniforms of all offsets are copied at once.
     """
 
-    __slots__ = ("_by_position", "_by_step", "keys", "level", "seeds", "shares_noise", "starts")
+    __slots__ = ("_by_position", "_by_step", "_device", "_tables", "keys", "level", "seeds", "shares_noise", "starts")
 
     def __init__(
         self,
@@ -102,20 +106,45 @@ class Streams:
         keys: torch.Tensor | None = None,
         level: int = 0,
         shares_noise: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        """seeds, starts: [B] int64 on the CPU; starts are the committed lengths. keys: of the uniforms, [B]; None for the seeds.
+
+        shares_noise: tokens are drawn with Gumbel noise that is a function of (seed, position, token) alone (Daliri et al. 2024)
+        instead of by inverse CDF. device: of offsets and results; None for the CPU.
+        """
         self.seeds, self.starts, self.level, self.shares_noise = seeds, starts, level, shares_noise
         self.keys = seeds if keys is None else keys
         self._by_step: Any = None
         self._by_position: Any = None
+        self._device = device or torch.device("cpu")
+        self._tables: dict[Purpose, torch.Tensor] = {}
 
     def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
         """Uniforms of this step. offsets: [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
+        return self._of_step(purpose, offsets) if self._on_host else self._gathered(purpose, offsets)
+
+    def position_uniform(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Uniforms of absolute positions. offsets: from the start, [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
+        return self._of_position(offsets) if self._on_host else self._gathered(Purpose.TARGET, offsets)
+
+    @property
+    def _on_host(self) -> bool:
+        return not devices.is_remote(self._device)
+
+    def _gathered(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
+        if purpose not in self._tables:
+            every = torch.arange(_OFFSETS)
+            found = self._of_position(every) if purpose is Purpose.TARGET else self._of_step(purpose, every)
+            self._tables[purpose] = devices.moved(found, self._device)
+        return self._tables[purpose].gather(1, offsets.expand(len(self.starts), offsets.shape[-1]))
+
+    def _of_step(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
         if self._by_step is None:
             self._by_step = _absorb(_absorb(_absorb(self._initial(), 0), _words(self.starts)), self.level)
         return _unit(_absorb(_absorb(self._by_step, int(purpose))[:, None], _words(offsets)))
 
-    def position_uniform(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Uniforms of absolute positions. offsets: from the start, [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
+    def _of_position(self, offsets: torch.Tensor) -> torch.Tensor:
         if self._by_position is None:
             self._by_position = _absorb(_absorb(self._initial(), int(Purpose.TARGET)), self.level)
         return _unit(_absorb(self._by_position[:, None], _words(self.starts)[:, None] + _words(offsets)))
@@ -130,6 +159,8 @@ class Streams:
         one for each. tokens: [n] int64 -> [n] float32. A function of (seed, position, token) alone: the same for drafter,
         target and plain decoding.
         """
-        position = self.starts[row] + offset
-        key = _absorb(_absorb(_mix(self.seeds[row] + _GOLDEN), int(Purpose.COUPLED)), position)
+        seeds, starts = (
+            one if self._on_host else devices.moved(one, self._device) for one in (self.seeds, self.starts)
+        )
+        key = _absorb(_absorb(_mix(seeds[row] + _GOLDEN), int(Purpose.COUPLED)), starts[row] + offset)
         return -torch.log(-torch.log(_unit(_absorb(key, tokens)))).to(torch.float32)

@@ -218,7 +218,6 @@ class RuleNeeds:
 
 NO_NEEDS = RuleNeeds()
 NO_CAPABILITIES = Capabilities()
-_SEEDS = StateKey[dict[torch.device, torch.Tensor]](dict)
 
 
 class Rows:
@@ -298,12 +297,9 @@ class Rows:
         Args:
             device: Device of the random numbers.
         """
-        seeds = _SEEDS.of(self)
-        if device not in seeds:
-            seeds[device] = torch.tensor([row.seed for row in self], device=device)
-        starts = torch.tensor([row.size for row in self], device=device)
-        keys = torch.tensor([row.rng_key for row in self], device=device)
-        return Streams(seeds[device], starts, keys=keys, level=self.level, shares_noise=self.needs.shares_noise)
+        seeds, starts, keys = torch.tensor([(row.seed, row.size, row.rng_key) for row in self]).view(-1, 3).unbind(1)
+        noise = self.needs.shares_noise
+        return Streams(seeds, starts, keys=keys, level=self.level, shares_noise=noise, device=device)
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from foresay import threads
+from foresay.decoding.devices import moved, to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
 from foresay.decoding.proposal import Proposal, Verification
@@ -106,15 +107,15 @@ def score(
     counts = [u + n if u else 0 for u, n in zip(unseen, proposal.num_tokens, strict=True)]
     missed, device = max(unseen), target.device
     if missed <= 1:
-        last = torch.tensor([[int(row.tokens[-1])] for row in rows], device=device)
+        last = to_device([[int(row.tokens[-1])] for row in rows], device)
         token_ids = torch.cat([last, proposal.token_ids], 1) if proposal.width else last
         parents = None if proposal.parents is None else F.pad(proposal.parents + 1, (1, 0), value=-1)
         return target.forward(ModelInput(token_ids, counts, parents=parents, hidden_layers=hidden_layers), cache)
     late = torch.zeros(len(rows), missed, dtype=torch.int64)
     for i, (row, u) in enumerate(zip(rows, unseen, strict=True)):
         late[i, :u] = torch.from_numpy(row.tokens[row.size - u :])
-    token_ids = F.pad(late.to(device), (0, proposal.width))
-    seen = torch.tensor(unseen, device=device).clamp(min=1)[:, None]
+    token_ids = F.pad(moved(late, device), (0, proposal.width))
+    seen = to_device([max(1, u) for u in unseen], device)[:, None]
     columns = seen + torch.arange(proposal.width + 1, device=device)
     token_ids.scatter_(1, columns[:, :-1], proposal.token_ids)
     parents = None
@@ -203,8 +204,13 @@ def _read(proposal: Proposal, verification: Verification) -> list[_RowVerificati
     tree = verification.path is not None and verification.tried is not None
     if verification.path is not None and verification.tried is not None:
         columns += [verification.path, torch.where(verification.tried, proposal.depths(), -1)]
+    if proposal.defects is not None:
+        columns.append(proposal.defects.rows[:, None])
     out: list[_RowVerification] = []
-    for line in torch.cat(columns, 1).tolist():
+    lines = torch.cat(columns, 1).tolist()
+    if proposal.defects is not None:
+        proposal.defects.found = any(line.pop() for line in lines)
+    for line in lines:
         count, extra, num_tested, ids, rest = line[0], line[1], line[2], line[3 : 3 + width], line[3 + width :]
         if tree:
             path = rest[:count]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from foresay.decoding.devices import to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw, inverse_cdf
 from foresay.decoding.proposal import Proposal, Verification
@@ -23,9 +24,8 @@ class _Walk:
         assert proposal.parents is not None
         ids = proposal.token_ids
         self._parents = proposal.parents
-        self._real = torch.arange(proposal.width, device=ids.device) < torch.tensor(
-            proposal.num_tokens, device=ids.device
-        ).unsqueeze(1)
+        counts = to_device(proposal.num_tokens, ids.device)
+        self._real = torch.arange(proposal.width, device=ids.device) < counts[:, None]
         self.rows = torch.arange(len(ids), device=ids.device)
         self.position = torch.zeros_like(self.rows)
         self.count = torch.zeros_like(self.rows)

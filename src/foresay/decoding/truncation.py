@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from foresay.decoding import devices
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
 
@@ -50,16 +52,16 @@ def plan_of(rows: Rows, device: torch.device) -> Plan:
     cut = [j for j, i in enumerate(sampled) if params[i].top_k or params[i].top_p < 1]
 
     def column(name: str) -> torch.Tensor:
-        return torch.tensor([float(getattr(params[i], name)) for i in sampled], device=device)
+        return devices.to_device([float(getattr(params[i], name)) for i in sampled], device, torch.float32)
 
     plans[device] = plan = Plan(
-        sampled=torch.tensor(sampled, device=device) if sampled else None,
+        sampled=devices.to_device(sampled, device) if sampled else None,
         index_of={i: j for j, i in enumerate(sampled)},
         temperature=column("temperature"),
         top_k=column("top_k").long(),
         top_p=column("top_p"),
         min_p=column("min_p"),
-        truncated=torch.tensor(cut, device=device) if cut else None,
+        truncated=devices.to_device(cut, device) if cut else None,
         any_min_p=any(params[i].min_p > 0 for i in sampled),
         any_top_p=any(params[i].top_p < 1 for i in sampled),
         most=max((params[i].top_k for i in sampled), default=0),
@@ -73,7 +75,9 @@ def probabilities(logits: torch.Tensor, plan: Plan, width: int) -> torch.Tensor:
     def per_position(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(width) if width > 1 else values
 
-    temperature = per_position(plan.temperature).clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
+    if devices.uses_kernels(logits.device):
+        return _by_kernels(logits, plan, per_position)
+    temperature = _bounded(per_position(plan.temperature))
     logits = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     min_p = per_position(plan.min_p)
     if plan.truncated is None:
@@ -86,6 +90,21 @@ def probabilities(logits: torch.Tensor, plan: Plan, width: int) -> torch.Tensor:
     cut = (plan.truncated[:, None] * width + offsets).reshape(-1)
     probs[cut] = _truncate(logits[cut], top_k[cut], top_p[cut], min_p[cut], plan)
     return probs
+
+
+def _by_kernels(logits: torch.Tensor, plan: Plan, per_position: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    from foresay.decoding import sampling_kernels  # Triton
+
+    cuts = sampling_kernels.Cuts(
+        per_position(plan.top_k) if plan.most else None,
+        per_position(plan.top_p) if plan.any_top_p else None,
+        per_position(plan.min_p) if plan.any_min_p else None,
+    )
+    return sampling_kernels.probabilities(logits.contiguous(), _bounded(per_position(plan.temperature)), cuts)
+
+
+def _bounded(temperature: torch.Tensor) -> torch.Tensor:
+    return temperature.clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
 
 
 def _min_p(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

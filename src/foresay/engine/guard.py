@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.proposal import Defects, Proposal, Verification
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelOutput, Move, UsesTargetCache
 from foresay.decoding.rows import Rows
@@ -74,6 +74,7 @@ class GuardedDrafter:
         self.last_error: BaseException | None = None
         self._pauses, self._active = _Pauses(), True
         self._step_error: str | None = None
+        self._defects: Defects | None = None
         self.reset()
 
     @property
@@ -131,6 +132,7 @@ class GuardedDrafter:
         if not self._active:
             return Proposal.empty(len(rows), self._device)
         out = checked(proposal, budget, self._vocab, self._device, trees=self._trees)
+        self._defects = out.defects
         if out.failure is not None:
             self._failed(out.failure)
         else:
@@ -151,6 +153,9 @@ class GuardedDrafter:
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Call the drafter's `observe`, unless drafting is paused."""
+        if self._defects is not None and self._defects.found:
+            self._failed(ValueError("a drafted token, or the distribution it was drawn from, is invalid"))
+        self._defects = None
         self._try(lambda: self.inner.observe(rows, verification, target))
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:

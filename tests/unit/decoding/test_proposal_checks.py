@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foresay.decoding import devices
 from foresay.decoding.acceptance import RULES, make_rule
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.proposal_checks import checked
@@ -273,3 +274,21 @@ def test_whatever_is_handed_in_comes_out_well_formed(data: st.DataObject) -> Non
                 siblings.add((parent, token))
     again = checked(out, budget, VOCAB, CPU, trees=trees)
     assert list(again.num_tokens) == list(out.num_tokens), "what came out well-formed stays as it is"
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_on_a_device_tokens_from_the_first_defect_on_are_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tokens that were not sampled, and the step reports the defect."""
+    monkeypatch.setattr(devices, "is_remote", lambda device: True)
+    proposal, kept, _ = CUT[name]
+    out = checked(proposal, [3] * len(kept), VOCAB, CPU, trees=False)
+    if out.failure is not None:  # a defect of the form, which the host knows
+        assert list(out.num_tokens) == kept
+        return
+    assert out.defects is not None
+    assert out.defects.rows.tolist() == [n < k for n, k in zip(kept, proposal.num_tokens, strict=True)]
+    for i, n in enumerate(kept):
+        assert out.token_ids[i].tolist() == [*proposal.token_ids[i, :n].tolist(), *[0] * (out.width - n)]
+        if out.distribution_index is not None and proposal.distribution_index is not None:
+            before = proposal.distribution_index[i, :n].tolist()
+            assert out.distribution_index[i].tolist() == [*before, *[-1] * (out.width - n)]

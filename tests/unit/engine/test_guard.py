@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.decoding import devices
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
@@ -166,6 +167,24 @@ def test_a_malformed_proposal_changes_nothing(
         make in (BAD["more than the budget"], BAD["more than its own width"], BAD["a negative count"])
     )
     assert (drafter.calls, engine.draft_failures, len(warnings_of(caplog))) == (1, 1, 1)
+
+
+@BOTH
+@pytest.mark.parametrize("make", BAD.values(), ids=BAD.keys())
+def test_a_malformed_proposal_on_a_device_changes_nothing(
+    make: Callable[[int], Any],
+    params: list[SamplingParams],
+    target: TableModel,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the defect is known after the step's pass: the failure is counted and logged then."""
+    plain, _, _ = run(target, PROMPTS, params, drafter=Proposes(lambda b: Proposal.empty(b, torch.device("cpu"))))
+    monkeypatch.setattr(devices, "is_remote", lambda device: True)
+    drafter = Proposes(make)
+    outputs, steps, engine = run(target, PROMPTS, params, drafter=drafter)
+    assert outputs == plain and (drafter.calls, engine.draft_failures, len(warnings_of(caplog))) == (1, 1, 1)
+    assert any(step.draft_error for step in steps[: len(PROMPTS)])
 
 
 class Sound(Fake):

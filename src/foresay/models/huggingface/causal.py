@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
@@ -18,6 +17,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.devices import uses_kernels
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
@@ -122,11 +122,6 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-def uses_pages(device: torch.device) -> bool:
-    """Return True if fused passes run over flat tokens and pages: on a GPU, if FORESAY_PAGES=1 is set."""
-    return device.type == "cuda" and os.environ.get("FORESAY_PAGES") == "1"
-
-
 def _repeated(run: Replay) -> Replay:
     """A capture that repeats the pass."""
     return run
@@ -171,7 +166,7 @@ class CausalModel(TransformersModel):
         cache_dtype: of keys and values; None for the model's.
         """
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
-        if uses_pages(self.device):
+        if uses_kernels(self.device):
             self.fused.paged = self._on_pages(self.fused)
         if self.fused.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
             self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)

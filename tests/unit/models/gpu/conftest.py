@@ -1,11 +1,7 @@
-"""Triton, which `make` installs outside of the environment's packages; there are builds for Linux on x86-64 alone."""
+"""Tests of Triton kernels are left out where there is no Triton."""
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
-from pathlib import Path
+from helpers.triton_path import HAS_TRITON
 
-if find_spec("triton") is None:
-    sys.path.append(str(Path(sys.prefix) / "triton"))
-collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]

@@ -28,7 +28,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
     monkeypatch.setattr(passes, "MAX_ROWS", 4)
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "product_of", whole_product)
-    monkeypatch.setattr(causal, "uses_pages", lambda device: True)
+    monkeypatch.setattr(causal, "uses_kernels", lambda device: True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, max_position_embeddings=192, **sizes)

@@ -1,0 +1,43 @@
+"""Transfers that do not wait for a device, and what differs where waiting costs more than computing.
+
+A step reads one small tensor back. All else that the host knows is copied from pinned memory, and all that only the device knows
+stays there: numbers of elements that a condition selects, for example.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers, which may be nested, as a tensor on a device."""
+    return moved(torch.tensor(values, dtype=dtype), device)
+
+
+def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device."""
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def is_remote(device: torch.device) -> bool:
+    """Return True if reading a value of a device waits for all that was requested of it before."""
+    return device.type != "cpu"
+
+
+def selected(mask: torch.Tensor) -> torch.Tensor:
+    """Return the indices [n] where a mask [N] is True; all of them if counting would wait for a device.
+
+    So results at these indices must be combined with the mask.
+    """
+    if is_remote(mask.device):
+        return torch.arange(len(mask), device=mask.device)
+    return torch.nonzero(mask)[:, 0]
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Return True if our kernels for GPUs are used on a device: on a GPU, if FORESAY_PAGES=1 is set."""
+    return device.type == "cuda" and os.environ.get("FORESAY_PAGES") == "1"

@@ -1,0 +1,143 @@
+"""A step on a device: it waits for it once, and decodes the same tokens as on the host.
+
+PyTorch's "meta" device has shapes and no values: an operation that reads a value back raises. Copies that wait are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from foresay.decoding import devices, sampling_kernels
+from foresay.decoding import step as step_module
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput, ModelOutput
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.step import step
+from foresay.engine.guard import GuardedDrafter
+from foresay.lengths.constant import ConstantLength
+from foresay.models.table import TableModel
+from helpers.support import Always, Sometimes, run
+
+META, VOCAB, DRAFTED = torch.device("meta"), 11, 3
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}, {}],
+    "sampled": [{"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 0.5, "min_p": 0.1}],
+    "mixed": [{}, {"temperature": 1.0}],
+}
+
+
+class Waits(TorchFunctionMode):
+    """Counts the copies to a device that wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("tensor", "as_tensor"):
+            self.count += out.device != torch.device("cpu")
+        elif name in ("to", "copy_"):
+            others = [one.device for one in (out, *args) if isinstance(one, torch.Tensor)]
+            self.count += len(set(others)) > 1 and not kwargs.get("non_blocking")
+        return out
+
+
+class Remote(LanguageModel):
+    """A target on a device."""
+
+    vocab_size, max_length, device = VOCAB, 64, META
+
+    def forward(self, model_input: ModelInput, cache: Any) -> ModelOutput:
+        assert model_input.token_ids.device == META
+        for i, count in enumerate(model_input.num_tokens):
+            cache.lengths[i] += count
+        return ModelOutput(torch.empty(*model_input.token_ids.shape, VOCAB, device=META))
+
+
+class Drafts(Always):
+    """Chains that a model on the device has drawn, some rows of them from distributions."""
+
+    samples = True
+
+    def __init__(self, sampled: bool) -> None:
+        super().__init__(0)
+        self.sampled = sampled
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        ids = torch.empty(len(rows), DRAFTED, dtype=torch.int64, device=META)
+        if not self.sampled:
+            return Proposal(ids, list(budget))
+        return Proposal(ids, list(budget), torch.empty(6, VOCAB, device=META), torch.empty_like(ids))
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "lenience", "typical"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafts", ["none", "chosen", "sampled"])
+def test_a_step_waits_for_the_device_once(
+    setting: str, drafts: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+
+    def read(proposal: Proposal, verification: Verification) -> list[Any]:
+        reads.append(proposal.defects)
+        return [step_module._RowVerification([1], 2, [0], (1,)) for _ in proposal.num_tokens]
+
+    monkeypatch.setattr(step_module, "_read", read)
+    monkeypatch.setattr(devices, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(sampling_kernels, "probabilities", lambda scores, *_: scores.float())
+    monkeypatch.setattr(sampling_kernels, "inverse_cdf", lambda probs, uniform, rows: torch.empty_like(rows))
+    rows = Rows([Row(i, [1, 2], SamplingParams(**one), seed=i, limit=20) for i, one in enumerate(SETTINGS[setting])])
+    target, cache = Remote(), TableModel.random(VOCAB, seed=0).new_cache()
+    cache.lengths, cache.contexts = [1, 1], [[1], [1]]  # type: ignore[attr-defined]
+    drafter = GuardedDrafter(Drafts(drafts == "sampled"), VOCAB, META, trees=False)
+    for _ in range(2):  # sampling parameters are copied when rows join
+        with Waits() as waits:
+            length = ConstantLength(0 if drafts == "none" else DRAFTED)
+            step(rows, target, cache, drafter, make_rule(rule), length)
+    assert waits.count == 0 and len(reads) == 2
+    assert (reads[0] is not None) == (drafts != "none"), "drafts were not checked on the device"
+
+
+def test_a_copy_that_waits_is_counted() -> None:
+    """Control."""
+    with Waits() as waits:
+        torch.tensor([1], device=META)
+        torch.zeros(1).to(META)
+        torch.zeros(1).to(META, non_blocking=True)
+    assert waits.count == 2
+    with pytest.raises(NotImplementedError):
+        torch.nonzero(torch.zeros(2, device=META))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "lenience", "typical"])
+def test_tokens_are_those_of_the_host(setting: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations of a device, on the host: draws at all positions, numbers from a table, checks without reading."""
+    model = TableModel.random(VOCAB, seed=3)
+    params = [
+        SamplingParams(max_new_tokens=12, seed=i, ignore_eos=True, **one) for i, one in enumerate(SETTINGS[setting])
+    ]
+    prompts = [[1, 2], [3]]
+    guesses = [[5] * 12, [7, 7, 2] * 4]
+
+    def tokens() -> list[list[int]]:
+        drafters = (Sometimes(guesses, VOCAB), None)
+        return [
+            one
+            for drafter in drafters
+            for one in run(model, prompts, params, drafter=drafter, gamma=3, rule=make_rule(rule))[0]
+        ]
+
+    on_host = tokens()
+    monkeypatch.setattr(devices, "is_remote", lambda device: True)
+    assert tokens() == on_host
