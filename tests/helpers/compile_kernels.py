@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
-from foresay.models.gpu import attention, product, rows
+from foresay.models.gpu import attention, chains, product, rows
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages")
@@ -28,6 +28,10 @@ OF_SAMPLING = {
     "uniforms": "*fp64",
 }
 """Types of the arguments of the kernels that sample."""
+OF_CHAINS = {
+    **dict.fromkeys(("chosen", "ids", "drawn", "token_ids"), "*i64"),
+    **dict.fromkeys(("fields", "steps", "left"), "*i32"),
+}
 PARTS = {"PARTS": 32, "PARTS_PADDED": 32}
 DIGITS = PARTS | {"DIGITS": 32}
 HEADS = {"KEY_HEADS": 8, "DIM": 128, "DIM_PADDED": 128, "PAGE": attention.PAGE}
@@ -65,6 +69,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (sampling._cut, {"SPAN": sampling.SPAN, "PARTS": 32}),
     (sampling._divide, PARTS | {"SPAN": sampling.SPAN}),
     (sampling._block_sums, {"SPAN": sampling.SPAN, "BLOCK": 128}),
+    *((chains._settle, {"MOST": chains.MOST, "MAPS": maps}) for maps in (False, True)),
     (sampling._inverse, {"BLOCK": 128, "BLOCKS_PADDED": 1024}),
 ]
 
@@ -72,8 +77,9 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if kernel.__module__ == sampling.__name__ and name in OF_SAMPLING:
-        return OF_SAMPLING[name]
+    own = {sampling.__name__: OF_SAMPLING, chains.__name__: OF_CHAINS}.get(kernel.__module__, {})
+    if name in own:
+        return own[name]
     if name in NUMBERS:
         return "fp32"
     if name in SIZES:

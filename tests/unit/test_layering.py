@@ -41,7 +41,7 @@ INSIDE = {
         {"processors", "truncation"},
         {"distributions"},
         {"stopping", "passes"},
-        {"draws", "protocols"},
+        {"draws", "protocols", "chains"},
         {"trees", "prefill"},
         {"acceptance"},
         {"step"},
@@ -64,7 +64,7 @@ INSIDE = {
         {"layers"},
         {"chain"},
     ],
-    "models/gpu": [{"attention", "product"}, {"pages", "rows"}, {"flat"}, {"layers"}, {"passes"}],
+    "models/gpu": [{"attention", "product"}, {"pages", "rows"}, {"flat"}, {"layers"}, {"passes"}, {"chains"}],
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
     "models/drafts": [
         {"fields", "layers"},

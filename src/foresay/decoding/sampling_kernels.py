@@ -191,7 +191,7 @@ def _inverse(
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What is cut off the distributions of some rows, as far as any row has it; each [N]."""
+    """Limits of the distributions of some rows, None for a kind that no row has; each [N]."""
 
     top_k: torch.Tensor | None = None
     """int64, 0 for all."""

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from foresay.decoding.chains import Drawn, DrawsChains, Sampling
+from foresay.decoding.devices import moved
 from foresay.decoding.prefill import pending, prefill_chunk
 from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows, common_prefix
@@ -87,16 +89,37 @@ class DraftCache:
 
         fed: [B], rows to feed. layers: layers whose hidden states are returned.
         """
-        counts = [row.size - self.cache.lengths[i] if fed[i] else 0 for i, row in enumerate(rows)]
-        tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            tokens[i, : counts[i]] = torch.from_numpy(row.tokens[row.size - counts[i] :])
-        model_input = ModelInput(tokens.to(self.model.device), counts, logits=Logits.LAST, hidden_layers=layers)
+        model_input = dataclasses.replace(self._missing(rows, fed), hidden_layers=layers)
         output = self.forward(model_input)
         if not layers:
             return output
         hidden = {n: model_input.of_last(states) for n, states in output.hidden.items()}
         return dataclasses.replace(output, hidden=hidden)
+
+    @property
+    def draws_chains(self) -> bool:
+        """True if the model draws chains of the target's tokens by itself."""
+        model = self.model.inner
+        return isinstance(model, DrawsChains) and model.draws_chains and model.vocab_size == self.model.vocab_size
+
+    def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
+        """Feed the tokens that the cache lacks and draw chains after them; see DrawsChains. rows: a result of `view`."""
+        return self._drawn(self._missing(rows, [n > 0 for n in room]), room, sampling)
+
+    def _drawn(self, known: ModelInput, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
+        model = self.model.inner
+        assert isinstance(model, DrawsChains)
+        drawn = model.draw_chains(known, self.cache, room, sampling)
+        self.model.row_passes += 0 if drawn is None else sum(room)
+        return drawn
+
+    def _missing(self, rows: Rows, fed: Sequence[bool]) -> ModelInput:
+        """Return a pass over the tokens that the cache lacks."""
+        counts = [row.size - self.cache.lengths[i] if fed[i] else 0 for i, row in enumerate(rows)]
+        tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : counts[i]] = torch.from_numpy(row.tokens[row.size - counts[i] :])
+        return ModelInput(moved(tokens, self.model.device), counts, logits=Logits.LAST)
 
     def _keep_common(self, rows: Rows) -> None:
         """Truncate each cache row to the prefix that it shares with the row's tokens without the last, which is never cached."""

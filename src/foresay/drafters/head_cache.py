@@ -11,12 +11,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from foresay.decoding.chains import Drawn, Sampling
+from foresay.decoding.devices import moved
 from foresay.decoding.protocols import Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import StoppingRule
 from foresay.drafters.draft_cache import MAX_CATCH_UP
 from foresay.drafters.target_features import FeatureCache, ReadsStates, RowFeatures
 
+_MOST_ON_DEVICE = 64
+"""Most pairs of a row of a pass on a device: what a step accepted is fed at once."""
 NEXT, LAST = 0, 1
 """Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
 
@@ -62,12 +66,26 @@ class HeadCache(FeatureCache):
         self._rewind()
         self._compute([one if on else None for one, on in zip(self._features, wanted, strict=True)])
         for index, (row, one) in enumerate(zip(rows, self._features, strict=True)):
-            while one is not None and wanted[index] and len(one.pending) > MAX_CATCH_UP:
+            while one is not None and wanted[index] and len(one.pending) > self._most_pending:
                 count = min(self.head.capabilities.prefill_chunk, len(one.pending) - 1)
                 tokens = torch.from_numpy(row.tokens[one.cached + 1 : one.cached + 1 + count])[None]
                 model_input = ModelInput(tokens.to(self.head.device), [count], index, logits=Logits.NONE)
                 super().forward(dataclasses.replace(model_input, features=one.pending[None, :count]))
                 one.mark_cached(count)
+
+    @property
+    def _most_pending(self) -> int:
+        """Pairs of a row that are fed together with those of other rows."""
+        return _MOST_ON_DEVICE if self.draws_chains else MAX_CATCH_UP
+
+    def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
+        """Feed the pending pairs and draw chains after them; see `DraftCache.draw_chains`."""
+        parts, known = self._pending(rows, [n > 0 for n in room])
+        drawn = self._drawn(known, room, sampling)
+        for one, count in zip(parts, known.num_tokens, strict=True):
+            if one is not None and drawn is not None:
+                one.mark_cached(count)
+        return drawn
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
         """Feed the pending pairs, then the rows' draft tokens one by one; see `DraftCache.catch_up`."""
@@ -105,7 +123,7 @@ class HeadCache(FeatureCache):
             if one is not None:
                 tokens[i, : counts[i]] = torch.from_numpy(row.tokens[one.cached + 1 : one.count + 1])
                 features[i, : counts[i]] = one.pending
-        return parts, ModelInput(tokens.to(self.head.device), counts, logits=Logits.LAST, features=features)
+        return parts, ModelInput(moved(tokens, self.head.device), counts, logits=Logits.LAST, features=features)
 
     def _repeat_last(self, parts: Sequence[RowFeatures | None]) -> None:
         """Make the last pair of rows without a pending one pending again."""

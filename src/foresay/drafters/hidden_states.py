@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from foresay.checks import check_float, check_int
-from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification, depths_of
 from foresay.decoding.protocols import LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
-from foresay.decoding.stopping import CONFIDENCES, Reads, Stopping, StoppingRule
+from foresay.decoding.stopping import CONFIDENCES, Stopping, StoppingRule
 from foresay.drafters.draft_chain import DraftChain
 from foresay.drafters.head_cache import LAST, HeadCache
-from foresay.drafters.model import ModelDrafter
+from foresay.drafters.model import ModelDrafter, is_plain
 from foresay.drafters.mtp_cache import MtpCache, num_mtp_layers
 from foresay.drafters.target_features import FeatureCache, ReadsStates
 from foresay.errors import ConfigError
@@ -209,11 +208,8 @@ class HeadDrafter(HiddenStateDrafter):
 
     def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:
         """Draw the likeliest tokens of a single row whose draft is ended by nothing but the confidence in them, in one call."""
-        row = rows[0]
-        is_plain = len(rows) == 1 and row.committed is row and self.context.drafts_at_once
-        is_plain = is_plain and (row.params.greedy or not self.samples)
-        is_plain = is_plain and stopping.is_data and stopping.rule.reads in (Reads.NOTHING, Reads.CONFIDENCE)
-        if not is_plain or rows.level or rows.needs.confidence or processes(row):
+        is_single = len(rows) == 1 and self.context.drafts_at_once and (rows[0].params.greedy or not self.samples)
+        if not is_single or not is_plain(rows, stopping) or rows.needs.confidence:
             return None
         most = chain.room[0]
         rule = StoppingRule() if any(stopping.rule.always) else stopping.rule

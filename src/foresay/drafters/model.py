@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from foresay.decoding.chains import sampling_of
+from foresay.decoding.devices import moved
+from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
@@ -65,8 +69,11 @@ class ModelDrafter(Drafter):
         # rows beyond the draft model's context length are fed padding only
         fed = [b > 0 for b in room]
         self.context.prepare(viewed, fed)
-        chain = DraftChain(rows, room, model.device)
         stopping = policy.stopping(rows)
+        drawn = self._draw_on_device(rows, viewed, room, stopping)
+        if drawn is not None:
+            return drawn
+        chain = DraftChain(rows, room, model.device)
         at_once = self._draw_at_once(chain, rows, stopping)
         if at_once is not None:
             return at_once
@@ -91,6 +98,23 @@ class ModelDrafter(Drafter):
             output = self.context.forward(
                 ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
             )
+
+    def _draw_on_device(self, rows: Rows, viewed: Rows, room: Sequence[int], stopping: Stopping) -> Proposal | None:
+        """Draw whole chains without reading a token; return None if they must be drawn one by one."""
+        needs, room = rows.needs, [max(0, n) for n in room]
+        if not self.context.draws_chains or not is_plain(rows, stopping) or needs.confidence or needs.shares_noise:
+            return None
+        device = self.context.model.device
+        sampling = sampling_of(rows, device, max(room)) if self.samples else None
+        drawn = self.context.draw_chains(viewed, room, sampling)
+        if drawn is None or drawn.probs is None or sampling is None:
+            return None if drawn is None else Proposal(drawn.token_ids, room)
+        drafting = [i for i, n in enumerate(room) if n]
+        index = np.full((len(rows), max(room)), -1)
+        for at, i in enumerate(drafting):
+            if not sampling.greedy[i]:
+                index[i, : room[i]] = np.arange(room[i]) * len(drafting) + at
+        return Proposal(drawn.token_ids, room, drawn.probs, moved(torch.from_numpy(index), device))
 
     def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:
         """Draw all tokens in one call; return None if they must be drawn one by one."""
@@ -127,6 +151,13 @@ class ModelDrafter(Drafter):
         with grower.keeping():
             grower.grow(output, score, policy.stopping(rows))
         return grower.proposal()
+
+
+def is_plain(rows: Rows, stopping: Stopping) -> bool:
+    """Return True if drafts depend on nothing but the rows' sampling parameters and budgets, and at most on confidences."""
+    if rows.level or not stopping.is_data or stopping.rule.reads not in (Reads.NOTHING, Reads.CONFIDENCE):
+        return False
+    return all(row.committed is row and not processes(row) for row in rows)
 
 
 def hidden_layers(model: VocabularyAdapter, rule: StoppingRule) -> tuple[int, ...]:

@@ -7,12 +7,15 @@ the size of a pass. A kind of draft adds its forward pass.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.devices import uses_kernels
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
@@ -24,12 +27,21 @@ from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
 from foresay.models.huggingface import linears
-from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.causal import CausalModel, capture_on
 from foresay.models.huggingface.frozen import FrozenEmbedding
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable
 from foresay.threads import all_threads
 
+if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.flat import Buffers
+    from foresay.models.gpu.layers import PagedLayers, Turns
+    from foresay.models.gpu.pages import PagePool
+    from foresay.models.gpu.passes import PagedPasses, States
+
+    StatesOf = Callable[[PagedLayers, Buffers, PagePool, Mapping[str, Turns]], States]
+
+logger = logging.getLogger("foresay")
 NEXT, LAST = 0, 1
 """Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
 FEATURE_ROWS = 16
@@ -59,8 +71,7 @@ class SlotCacheRows(LanguageModel):
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
-        assert isinstance(cache, SlotCache)
-        cache.add_rows(len(rows) - first)
+        cast(SlotCache, cache).add_rows(len(rows) - first)
 
 
 class OnLastStates(SlotCacheRows):
@@ -106,14 +117,17 @@ class DraftModel(SlotCacheRows):
         head = target_rows(target, token_ids) if module.lm_head is None else module.lm_head.weight
         self._head = self._product(head)
         self._native: NativeLayers | None = None
+        self.paged: PagedPasses | None = None
+        """Passes over flat tokens and pages, as the target's, for a kind of draft that has them."""
         self.num_parameters = sum(weight.numel() for weight in module.parameters())
 
     def _product(self, *weights: torch.Tensor) -> Product:
-        weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
+        parts = [one.detach().to(self.device, self.dtype) for one in weights]
         quantized = self._make is not unquantized
-        if self.device.type == "cpu" and (quantized or linears.available(self.dtype, self.device)):
-            return self._make(weight, None)
-        return DenseProduct(weight)
+        on_cpu = self.device.type == "cpu" and not uses_kernels(self.device)
+        if on_cpu and (quantized or linears.available(self.dtype, self.device)):
+            return self._make(torch.cat(parts), None)
+        return DenseProduct(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous())
 
     def _plain(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight that is not multiplied, on the target's device and in its dtype."""
@@ -164,8 +178,44 @@ class DraftModel(SlotCacheRows):
         except LookupError:
             return None
 
-    def new_cache(self) -> SlotCache:
+    def _on_pages(self, layers: Sequence[GatedLayer], activation: str, states: StatesOf) -> PagedPasses | None:
+        """Return passes over pages of these layers, if the target's are. states: see Decoder, with the layers before."""
+        target, table = self.target.paged, self._rotary_table.until(self.max_length)
+        if target is None or table is None:
+            return None
+        from foresay.models.gpu.layers import PagedLayers, check_linear, linear
+        from foresay.models.gpu.passes import Decoder, passes_on
+
+        try:
+            paged = PagedLayers(layers, self._norm, activation, 1.0)
+            check_linear(self._head, self.dtype)
+        except LookupError as error:
+            logger.warning("the draft's passes are not made over pages: %s", error)
+            return None
+        turns = {layers[0].kind: (table[0].to(self.device), table[1].to(self.device))}
+        decoder = Decoder(
+            states=lambda at, pool, wanted: states(paged, at, pool, turns),
+            scores=lambda normed: linear(self._head, normed),
+            layers=paged.shapes,
+            heads=layers[0].heads,
+            like=self._norm.weight.new_empty(0, self.width),
+            num_scores=self._head.out_features,
+            features=True,
+        )
+        return passes_on(
+            self.device,
+            decoder,
+            self.dtype,
+            max_length=self.max_length,
+            free_bytes=self.target.memory_bytes(),
+            capture=capture_on(self.device),
+            most_pages=target.pool.num_pages,
+        )
+
+    def new_cache(self) -> Any:
         """Return a cache without rows."""
+        if self.paged is not None:
+            return self.paged.new_cache()
         return SlotCache() if self._native is None else self._native.new_cache()
 
     def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -182,6 +232,10 @@ class DraftModel(SlotCacheRows):
 
         PyTorch's summation order depends on the number of rows: a fixed number makes the bits independent of it.
         """
+        if self.paged is not None:
+            from foresay.models.gpu.layers import linear
+
+            return linear(product, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], product.out_features)
         if self._native is not None or self.device.type != "cpu":
             return product(x)
         flat = x.reshape(-1, x.shape[-1])
@@ -200,15 +254,15 @@ class DenseProduct:
     def __init__(self, weight: torch.Tensor) -> None:
         self.out_features, self.in_features = weight.shape
         self.bits, self.nbytes = 8.0 * weight.element_size(), weight.numel() * weight.element_size()
-        self._weight = weight
+        self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., in] -> [..., out]."""
-        return F.linear(x, self._weight)
+        return F.linear(x, self.weight)
 
     def dense(self) -> torch.Tensor:
         """Return the weight [out, in]."""
-        return self._weight
+        return self.weight
 
 
 def embeddings_of(target: CausalModel) -> torch.nn.Module:

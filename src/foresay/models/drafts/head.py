@@ -9,8 +9,9 @@ position i and to its own pairs of later steps. Knows no loss and no data; the d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -33,6 +35,13 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.fused import padded
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
+
+if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.chains import Chains
+    from foresay.models.gpu.flat import Buffers
+    from foresay.models.gpu.layers import PagedLayers, Turns
+    from foresay.models.gpu.pages import PagePool
+    from foresay.models.gpu.passes import States
 
 
 class HeadModule(DraftModule):
@@ -184,6 +193,39 @@ class HeadModel(DraftModel):
         norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)
         self._native = self._compiled([self._layer], str(config.layer.get("hidden_act", "silu")), (), norms)
         self._chain = self._compiled_chain()
+        self.paged = self._on_pages([self._layer], str(config.layer.get("hidden_act", "silu")), self._states)
+        self._chains: Chains | None = None
+
+    def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
+        """Run a pass over pages."""
+        from foresay.models.gpu.rows import add_norm
+
+        assert at.features is not None
+        token, feature = (
+            add_norm(x, None, after=None, before=(norm.float32(), norm.eps))
+            for x, norm in ((self._embed(at.token_ids), self._token_norm), (at.features, self._feature_norm))
+        )
+        read = torch.cat([token, feature], -1)
+        x = feature if self._norm_before_residual else at.features.clone()
+        normed, _ = layers.run(x, at, pool, turns, first=read)
+        return normed, {NEXT: normed if self._feeds_norm else x, LAST: normed}
+
+    @property
+    def draws_chains(self) -> bool:
+        """See DrawsChains."""
+        return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
+
+    def draw_chains(
+        self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
+    ) -> Drawn | None:
+        """See DrawsChains."""
+        from foresay.models.gpu.chains import Chains
+
+        assert self.paged is not None
+        if self._chains is None:
+            ids = None if self.subset is None else self.subset.token_ids
+            self._chains = Chains(self.paged, outputs=LAST, nexts=NEXT, token_ids=ids, vocab_size=self.vocab_size)
+        return self._chains.draw(known, cache, room, sampling)
 
     def _compiled_chain(self) -> NativeChain | None:
         table = table_of(self._embed)
@@ -234,14 +276,20 @@ class HeadModel(DraftModel):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        native = self._native is not None
+        native = self._native is not None or self.paged is not None
         joint = native or self.device.type != "cpu"
-        return Capabilities(trees=True, num_layers=LAST, prefill_together=joint, ragged=native, own_threads=native)
+        return Capabilities(
+            trees=True, num_layers=LAST, prefill_together=joint, ragged=native, own_threads=self._native is not None
+        )
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """Run one pass over pairs; see LanguageModel.forward. The output always contains the hidden states NEXT and LAST."""
-        assert isinstance(cache, SlotCache) and model_input.features is not None
+        assert model_input.features is not None
+        if self.paged is not None:
+            scores, states = self.paged(dataclasses.replace(model_input, hidden_layers=(NEXT, LAST)), cast(Any, cache))
+            return ModelOutput(scores, states, subset=self.subset)
+        assert isinstance(cache, SlotCache)
         batch, columns = model_input.token_ids.shape
         if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
             return self._row_by_row(model_input, cache)

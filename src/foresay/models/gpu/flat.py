@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foresay.decoding.devices import moved, to_device
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError
 from foresay.models.gpu.attention import NODES, PAGE, Visible
@@ -19,7 +20,7 @@ from foresay.models.gpu.pages import PagedCache
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 320, 384, 512)
 """Numbers of tokens of captured passes. A pass is padded to the next of these; a larger one is not captured."""
-_FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_counts")
+FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_counts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class FlatTokens:
     columns: npt.NDArray[np.int64]
     """[N], index of each token in the flattened token ids of the input."""
     fields: npt.NDArray[np.int32]
-    """[len(_FIELDS), N]."""
+    """[len(FIELDS), N]."""
     seen: npt.NDArray[np.int64]
     """[N]."""
 
@@ -56,7 +57,7 @@ class FlatTokens:
             columns.append(np.arange(i * width, i * width + count))
             fields.append(np.stack([np.full(count, row), positions, slots, firsts, slots + 1]))
             seen += bits.tolist()
-        described = np.zeros((len(_FIELDS), len(seen)), dtype=np.int32)
+        described = np.zeros((len(FIELDS), len(seen)), dtype=np.int32)
         described[:5] = np.concatenate(fields, 1)
         described[5:, : len(tiles)] = np.array(tiles).T
         return FlatTokens(np.concatenate(columns), described, np.array(seen, dtype=np.int64))
@@ -93,37 +94,41 @@ def _of_tree(
 class Buffers:
     """Inputs of passes of one size at fixed addresses."""
 
-    def __init__(self, size: int, pages: torch.Tensor) -> None:
-        """pages: the table of all rows' pages, [rows, P] int32."""
+    def __init__(self, size: int, pages: torch.Tensor, features: torch.Tensor | None = None) -> None:
+        """pages: the table of all rows' pages, [rows, P] int32. features: [0, F], for passes that read features, too."""
         device = pages.device
         self.size = size
+        self.features = None if features is None else features.new_zeros(size, features.shape[1])
+        """[N, F]; None for passes that read token ids alone."""
         self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self._fields = torch.zeros(len(_FIELDS), size, dtype=torch.int32, device=device)
+        self.fields = torch.zeros(len(FIELDS), size, dtype=torch.int32, device=device)
+        """[len(FIELDS), N]."""
         self._seen = torch.zeros(size, dtype=torch.int64, device=device)
-        self.slots = self._fields[2]
+        self.slots = self.fields[2]
         """[N] int32, where keys and values are written; -1 for padding."""
         self.tiles = torch.zeros(size, 2, dtype=torch.int32, device=device)
-        self._pinned = device.type == "cuda"
-        rows, positions, _, firsts, ends, _, _ = self._fields
+        rows, positions, _, firsts, ends, _, _ = self.fields
         self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages)
 
-    def fill(self, tokens: FlatTokens, token_ids: torch.Tensor) -> None:
-        """Copy a pass of at most `size` tokens, without waiting for the device. token_ids: [B, T] of the input."""
+    def fill(self, tokens: FlatTokens, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> None:
+        """Copy a pass of at most `size` tokens, without waiting for the device. token_ids, features: [B, T] and [B, T, F]."""
         count = len(tokens)
-        fields = np.zeros((len(_FIELDS), self.size), dtype=np.int32)
+        fields = np.zeros((len(FIELDS), self.size), dtype=np.int32)
         fields[2] = -1
         fields[:, :count] = tokens.fields
-        self._fields.copy_(self._host(fields), non_blocking=True)
-        self.tiles.copy_(self._fields[5:].T)
+        self.fields.copy_(self._moved(fields), non_blocking=True)
+        self.tiles.copy_(self.fields[5:].T)
         seen = np.zeros(self.size, dtype=np.int64)
         seen[:count] = tokens.seen
-        self._seen.copy_(self._host(seen), non_blocking=True)
-        columns = self._host(tokens.columns).to(token_ids.device, non_blocking=True)
+        self._seen.copy_(self._moved(seen), non_blocking=True)
+        columns = moved(torch.from_numpy(tokens.columns), token_ids.device)
         self.token_ids[:count].copy_(token_ids.reshape(-1)[columns], non_blocking=True)
+        if self.features is not None:
+            assert features is not None
+            self.features[:count].copy_(features.flatten(0, 1)[columns], non_blocking=True)
 
-    def _host(self, values: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
-        found = torch.from_numpy(values)
-        return found.pin_memory() if self._pinned else found
+    def _moved(self, values: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return moved(torch.from_numpy(values), self.fields.device)
 
 
 class PageTable:
@@ -145,9 +150,7 @@ class PageTable:
             line[: len(rows[i])] = rows[i]
             self._held[i] = list(rows[i])
         device = self.pages.device
-        host = torch.from_numpy(lines), torch.tensor(changed)
-        lines_there, at = (one.pin_memory() if device.type == "cuda" else one for one in host)
-        self.pages[at.to(device, non_blocking=True), :width] = lines_there.to(device, non_blocking=True)
+        self.pages[to_device(changed, device), :width] = moved(torch.from_numpy(lines), device)
 
 
 def size_of(count: int) -> int | None:

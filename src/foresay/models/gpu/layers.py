@@ -36,19 +36,28 @@ class PagedLayers:
         """Sizes of the keys and values of each layer."""
 
     def run(
-        self, states: torch.Tensor, at: Buffers, pool: PagePool, turns: Mapping[str, Turns], wanted: Sequence[int]
+        self,
+        states: torch.Tensor,
+        at: Buffers,
+        pool: PagePool,
+        turns: Mapping[str, Turns],
+        wanted: Sequence[int] = (),
+        first: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run the layers over the states of a pass, [N, H], which are overwritten; keys and values go to the pool.
+        """Run the layers over the states of a pass, [N, H]; keys and values go to the pool.
 
-        turns: by kind of layer. wanted: layers whose hidden states are returned. Returns the normalized states, [N, H], and the
-        hidden states, [N, H] each.
+        The states are overwritten by those before the last norm. turns: by kind of layer. wanted: layers whose hidden states are
+        returned. first: the first layer's input, if it is not the norm of the states. Returns the normalized states, [N, H], and
+        the hidden states, [N, H] each.
         """
         hidden: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
         after: Weight | None = None
         for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
             before_attention, after_attention, before_mlp, after_mlp = norms
-            read = add_norm(states, delta, after=after, before=before_attention, scale=self._scale)
+            read = first
+            if i or read is None:
+                read = add_norm(states, delta, after=after, before=before_attention, scale=self._scale)
             if i in wanted:
                 hidden[i] = states.clone()
             delta = self._attention(layer, read, at, pool, i, turns)

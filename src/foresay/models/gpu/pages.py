@@ -12,6 +12,7 @@ from weakref import finalize
 
 import torch
 
+from foresay.decoding.devices import to_device
 from foresay.decoding.protocols import Move
 from foresay.errors import OutOfMemoryError
 from foresay.models.cache.slot_cache import moves_of
@@ -38,6 +39,11 @@ class PagePool:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self._free = list(reversed(range(pages)))
         self._users = [0] * pages
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages."""
+        return len(self._users)
 
     @property
     def num_free(self) -> int:
@@ -143,7 +149,7 @@ class PagedCache:
         moves = [(self._at(row, one), self._at(row, other)) for row, one, other in moves_of(starts, paths)]
         if moves:
             device = self.pool.keys[0].device
-            found = torch.tensor(moves, dtype=torch.int64).to(device, non_blocking=True)
+            found = to_device(moves, device)
             (source, old), (target, new) = found[:, 0].unbind(1), found[:, 1].unbind(1)
             for store in (*self.pool.keys, *self.pool.values):
                 store[target, :, new] = store[source, :, old]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from foresay.decoding.devices import moved
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu.attention import PAGE, tokens_per_tile
 from foresay.models.gpu.flat import Buffers, FlatTokens, PageTable, size_of
-from foresay.models.gpu.layers import PagedLayers, Turns
-from foresay.models.gpu.pages import PagedCache, PagePool
+from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
 
 logger = logging.getLogger("foresay")
 
@@ -24,6 +24,8 @@ SHARE = 0.5
 """Share of the free memory that a pool takes."""
 MAX_ROWS = 256
 """Most rows of a cache."""
+States = tuple[torch.Tensor, Mapping[int, torch.Tensor]]
+"""Normalized states [N, H], and hidden states [N, H] by layer."""
 Outputs = tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]
 """Scores [N, V] or None, and hidden states [N, H] by layer."""
 Replay = Callable[[], Outputs]
@@ -33,16 +35,21 @@ Capture = Callable[[Replay], Replay]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The parts of a model around its layers."""
+    """A model as passes over flat tokens compute it."""
 
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    """Token ids [N] -> states [N, H] that the layers may overwrite."""
-    layers: PagedLayers
-    turns: Mapping[str, Turns]
+    states: Callable[[Buffers, PagePool, Sequence[int]], States]
+    """Run the layers over the tokens of some buffers; return the normalized states, and the hidden states of some layers."""
     scores: Callable[[torch.Tensor], torch.Tensor]
     """Normalized states [N, H] -> logits [N, V]."""
+    layers: Sequence[LayerShape]
     heads: tuple[int, int]
     """Number of query heads and of key heads."""
+    like: torch.Tensor
+    """[0, H], of the states' size, dtype and device."""
+    num_scores: int
+    """V."""
+    features: bool = False
+    """True if a pass reads features [N, H] of each token, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,24 @@ class _Recording:
 
 
 def passes_on(
-    device: torch.device, decoder: Decoder, dtype: torch.dtype, *, max_length: int, free_bytes: int, capture: Capture
+    device: torch.device,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    *,
+    max_length: int,
+    free_bytes: int,
+    capture: Capture,
+    most_pages: int | None = None,
 ) -> PagedPasses:
-    """Return the passes of a decoder over a pool of its own. free_bytes: memory of the device that is not in use."""
-    layers = decoder.layers.shapes
-    bytes_each = sum(2 * layer.heads * layer.dim for layer in layers) * PAGE * dtype.itemsize
+    """Return the passes of a decoder over a pool of its own.
+
+    free_bytes: memory of the device that is not in use. most_pages: pages beyond which it needs none; None for the most that
+    MAX_ROWS rows fill.
+    """
+    bytes_each = sum(2 * layer.heads * layer.dim for layer in decoder.layers) * PAGE * dtype.itemsize
     longest = -(-max_length // PAGE)
-    pages = min(max(int(SHARE * free_bytes) // bytes_each, longest), MAX_ROWS * longest)
-    pool = PagePool(layers, pages, dtype, device)
+    pages = min(max(int(SHARE * free_bytes) // bytes_each, longest), most_pages or MAX_ROWS * longest)
+    pool = PagePool(decoder.layers, pages, dtype, device)
     return PagedPasses(decoder, pool, rows=MAX_ROWS, max_length=max_length, device=device, capture=capture)
 
 
@@ -70,9 +87,9 @@ class PagedPasses:
         self, decoder: Decoder, pool: PagePool, *, rows: int, max_length: int, device: torch.device, capture: Capture
     ) -> None:
         """rows, max_length: most rows of a cache, and most tokens of a row."""
-        self._decoder, self.pool, self._capture = decoder, pool, capture
-        self._table = PageTable(rows, max_length, device)
-        self._recordings: dict[tuple[int, tuple[int, ...]], _Recording] = {}
+        self.decoder, self.pool, self._capture = decoder, pool, capture
+        self.table = PageTable(rows, max_length, device)
+        self._recordings: dict[tuple[int, tuple[int, ...], bool], _Recording] = {}
         self._tile = tokens_per_tile(*decoder.heads)
         self.captures = self.replays = 0
 
@@ -87,54 +104,66 @@ class PagedPasses:
 
         Raises OutOfMemoryError if the pool has too few pages.
         """
-        batch, width = model_input.token_ids.shape
+        shape = (len(model_input.token_ids), model_input.token_ids.shape[1])
         if not any(model_input.num_tokens):
             return self._empty(model_input)
+        scored = model_input.logits is not Logits.NONE
+        columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=scored)
+        states = {layer: _rows(one, columns, shape) for layer, one in hidden.items()}
+        return (None if scores is None else model_input.scored(_rows(scores, columns, shape))), states
+
+    def flat(
+        self, model_input: ModelInput, cache: PagedCache, *, scored: bool, captured: bool
+    ) -> tuple[torch.Tensor, Outputs]:
+        """Run one pass; return the index [N] of each real token in the flattened token ids, and the outputs, [N or more, ...].
+
+        The outputs of a captured pass are overwritten by the next one. scored: True for scores.
+        """
         tokens = FlatTokens.of(model_input, cache, self._tile)
-        self._table.update(cache.pages)
-        size = None if model_input.logits is Logits.NONE else size_of(len(tokens))
+        self.table.update(cache.pages)
+        size = size_of(len(tokens)) if captured else None
         if size is None:
-            buffers = Buffers(len(tokens), self._table.pages)
-            buffers.fill(tokens, model_input.token_ids)
-            scores, hidden = self._run(buffers, model_input.hidden_layers, model_input.logits is not Logits.NONE)
+            buffers = self.buffers(len(tokens))
+            buffers.fill(tokens, model_input.token_ids, model_input.features)
+            out = self._run(buffers, model_input.hidden_layers, scored)
         else:
-            recording = self._recording(size, model_input.hidden_layers)
-            recording.buffers.fill(tokens, model_input.token_ids)
-            scores, hidden = recording.replay()
+            recording = self._recording(size, model_input.hidden_layers, scored)
+            recording.buffers.fill(tokens, model_input.token_ids, model_input.features)
+            out = recording.replay()
             self.replays += 1
         for i, count in enumerate(model_input.num_tokens):
             cache.lengths[model_input.first_row + i] += count
-        columns = torch.from_numpy(tokens.columns)
-        shape = (batch, width)
-        states = {layer: _rows(one, columns, shape) for layer, one in hidden.items()}
-        if scores is None or model_input.logits is Logits.NONE:
-            return None, states
-        return model_input.scored(_rows(scores, columns, shape)), states
+        return torch.from_numpy(tokens.columns), out
 
-    def _recording(self, size: int, hidden: tuple[int, ...]) -> _Recording:
+    def buffers(self, size: int) -> Buffers:
+        """Return the inputs of passes of a size."""
+        return Buffers(size, self.table.pages, self.decoder.like if self.decoder.features else None)
+
+    def captured(self, run: Replay) -> Replay:
+        """Capture a pass."""
+        self.captures += 1
+        return self._capture(run)
+
+    def _recording(self, size: int, hidden: tuple[int, ...], scored: bool) -> _Recording:
         """Return the captured pass of a size, which is captured when it first occurs and kept from then on."""
-        found = self._recordings.get((size, hidden))
+        found = self._recordings.get((size, hidden, scored))
         if found is None:
-            buffers = Buffers(size, self._table.pages)
-            found = _Recording(buffers, self._capture(lambda: self._run(buffers, hidden, True)))
-            self._recordings[size, hidden] = found
-            self.captures += 1
+            buffers = self.buffers(size)
+            found = _Recording(buffers, self.captured(lambda: self._run(buffers, hidden, scored)))
+            self._recordings[size, hidden, scored] = found
         return found
 
     def _run(self, buffers: Buffers, hidden: Sequence[int], scored: bool) -> Outputs:
-        decoder = self._decoder
-        states, found = decoder.layers.run(decoder.embed(buffers.token_ids), buffers, self.pool, decoder.turns, hidden)
-        return (decoder.scores(states) if scored else None), found
+        states, found = self.decoder.states(buffers, self.pool, hidden)
+        return (self.decoder.scores(states) if scored else None), found
 
     def _empty(self, model_input: ModelInput) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Return the outputs of a pass in which no row continues: zeros."""
-        states = self._decoder.embed(model_input.token_ids.to(self._table.pages.device).reshape(-1)).zero_()
-        states = states.view(*model_input.token_ids.shape, -1)
-        hidden = dict.fromkeys(model_input.hidden_layers, states)
+        like, shape = self.decoder.like, model_input.token_ids.shape
+        hidden = dict.fromkeys(model_input.hidden_layers, like.new_zeros(*shape, like.shape[1]))
         if model_input.logits is Logits.NONE:
             return None, hidden
-        scored = model_input.scored(states)
-        return self._decoder.scores(scored.reshape(-1, scored.shape[-1])).view(*scored.shape[:2], -1), hidden
+        return model_input.scored(like.new_zeros(*shape, self.decoder.num_scores)), hidden
 
 
 def _rows(flat: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -143,5 +172,5 @@ def _rows(flat: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> 
     if count == whole:
         return flat[:count].clone().view(*shape, *flat.shape[1:])
     out = flat.new_zeros(whole, *flat.shape[1:])
-    out[columns.to(flat.device, non_blocking=True)] = flat[:count]
+    out[moved(columns, flat.device)] = flat[:count]
     return out.view(*shape, *flat.shape[1:])

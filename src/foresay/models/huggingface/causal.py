@@ -17,6 +17,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.devices import uses_kernels
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
@@ -24,10 +25,11 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores, Stores, give
 from foresay.models.huggingface.fused import FusedDecoder, state_of
-from foresay.models.huggingface.graphs import CudaGraphs, GraphedPasses, Replay
+from foresay.models.huggingface.graphs import Capture, CudaGraphs, GraphedPasses
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 
 if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.chains import Chains
     from foresay.models.gpu.passes import PagedPasses
 
 logger = logging.getLogger("foresay")
@@ -122,9 +124,9 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-def _repeated(run: Replay) -> Replay:
-    """A capture that repeats the pass."""
-    return run
+def capture_on(device: torch.device) -> Capture:
+    """Return the capture function of a device; where there are no graphs, a pass is repeated as it is."""
+    return CudaGraphs(device) if device.type == "cuda" else lambda run: run
 
 
 class CausalModel(TransformersModel):
@@ -151,6 +153,8 @@ class CausalModel(TransformersModel):
         self._body = model.base_model
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
+        self._chains: Chains | None = None
+        """Chains drafted over pages, if this model drafts."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
         self._spare: list[Stores] = []
@@ -165,7 +169,7 @@ class CausalModel(TransformersModel):
 
         cache_dtype: of keys and values; None for the model's.
         """
-        self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
+        self.fused, self._chains = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit), None
         if uses_kernels(self.device):
             self.fused.paged = self._on_pages(self.fused)
         if self.fused.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
@@ -184,7 +188,7 @@ class CausalModel(TransformersModel):
         except LookupError as error:
             logger.warning("passes are not made over pages: %s", error)
             return None
-        free, capture = super().free_bytes(), CudaGraphs(self.device) if self.device.type == "cuda" else _repeated
+        free, capture = self.memory_bytes(), capture_on(self.device)
         return passes_on(
             self.device, decoder, self.cache_dtype, max_length=self.max_length, free_bytes=free, capture=capture
         )
@@ -201,7 +205,30 @@ class CausalModel(TransformersModel):
 
     def free_bytes(self) -> int:
         """See LanguageModel."""
-        return super().free_bytes() if self.paged is None else self.paged.pool.free_bytes
+        return self.memory_bytes() if self.paged is None else self.paged.pool.free_bytes
+
+    def memory_bytes(self) -> int:
+        """Bytes of the model's devices that are not in use."""
+        return super().free_bytes()
+
+    @property
+    def draws_chains(self) -> bool:
+        """See DrawsChains."""
+        return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
+
+    def draw_chains(
+        self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
+    ) -> Drawn | None:
+        """See DrawsChains."""
+        from foresay.models.gpu.chains import Chains
+
+        assert self.paged is not None
+        if self._chains is None:
+            ids = None if self.subset is None else self.subset.token_ids
+            self._chains = Chains(
+                self.paged, outputs=self.num_layers, nexts=None, token_ids=ids, vocab_size=self.vocab_size
+            )
+        return self._chains.draw(known, cache, room, sampling)
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """See TransformersModel."""

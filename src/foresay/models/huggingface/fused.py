@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,7 +27,9 @@ from foresay.models.huggingface.linears import product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.passes import Decoder, PagedPasses
+    from foresay.models.gpu.flat import Buffers
+    from foresay.models.gpu.pages import PagePool
+    from foresay.models.gpu.passes import Decoder, PagedPasses, States
 
 logger = logging.getLogger("foresay")
 
@@ -183,18 +185,23 @@ class FusedDecoder:
 
         layers = PagedLayers(self._layers, self._norm, self._activation, self._residual_scale)
         check_linear(self._head, self._dtype)
-        device, turns = self._norm.weight.device, {}
+        weight, turns = self._norm.weight, {}
         for kind, table in self._tables.items():
             found = table.until(max_length)
             if found is None:
                 raise LookupError("rotary frequencies depend on the length of a row")
-            turns[kind] = (found[0].to(device), found[1].to(device))
+            turns[kind] = (found[0].to(weight.device), found[1].to(weight.device))
+
+        def states(at: Buffers, pool: PagePool, wanted: Sequence[int]) -> States:
+            return layers.run(self._embed(at.token_ids) * self._embedding_scale, at, pool, turns, wanted)
+
         return Decoder(
-            embed=lambda ids: self._embed(ids) * self._embedding_scale,
-            layers=layers,
-            turns=turns,
+            states=states,
             scores=lambda states: self._scaled(linear(self._head, states)),
+            layers=layers.shapes,
             heads=self._layers[0].heads,
+            like=weight.new_empty(0, len(weight)),
+            num_scores=len(cast(Any, self._head).weight),
         )
 
     @property

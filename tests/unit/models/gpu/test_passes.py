@@ -46,7 +46,7 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     whole = fused.FusedDecoder(model)
     decoder = whole.on_pages(256)
     device = torch.device("cpu")
-    pool = PagePool(decoder.layers.shapes, 12, torch.float32, device)
+    pool = PagePool(decoder.layers, 12, torch.float32, device)
     passes = PagedPasses(decoder, pool, rows=4, max_length=256, device=device, capture=lambda run: run)
     return passes, CausalModel(model)
 
