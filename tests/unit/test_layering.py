@@ -35,7 +35,7 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "devices", "outcome", "residuals", "state", "capabilities", "sampling_kernels"},
+        {"sampling_params", "devices", "outcome", "residuals", "state", "capabilities", "sampling_kernels", "clock"},
         {"randomness", "proposal"},
         {"rows", "proposal_checks"},
         {"processors", "truncation"},

@@ -11,12 +11,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 import torch.nn.functional as F
 
 from foresay import threads
+from foresay.decoding.clock import Clock
 from foresay.decoding.devices import moved, to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
@@ -49,13 +49,13 @@ def step(
     A row with no token remaining is not fed, and its Step is empty. A row whose processors fail at a position that verification
     reaches keeps the tokens before it and ends with FinishReason.ERROR; other rows are not affected.
     """
-    began = perf_counter()
+    clock = Clock(target.device)
     proposal = propose(rows, target, cache, drafter, policy, exact=rule.exact)
-    proposed = perf_counter()
+    clock.mark()
     starts = list(cache.lengths[: len(rows)])
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
     output = dataclasses.replace(output, starts=tuple(starts))
-    scored = perf_counter()
+    clock.mark()
     with threads.all_threads(0 if output.logits is None else output.logits.numel()):
         distributions = output.distributions(rows, proposal)
         verification = rule.verify(distributions, before_failures(proposal, distributions), rows.streams(target.device))
@@ -65,11 +65,9 @@ def step(
     rewind(rows, proposal, committed, paths, starts, cache)
     if drafter is not None:
         drafter.observe(rows, verification, output)
-    total_s = perf_counter() - began
+    (draft_s, target_s), total_s = clock.parts(), clock.total()
     steps = [
-        dataclasses.replace(
-            one, batch_size=len(rows), draft_s=proposed - began, target_s=scored - proposed, total_s=total_s
-        )
+        dataclasses.replace(one, batch_size=len(rows), draft_s=draft_s, target_s=target_s, total_s=total_s)
         for one in committed
     ]
     policy.observe(rows, steps)

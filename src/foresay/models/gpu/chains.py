@@ -70,7 +70,7 @@ class _Rows:
         """[size, outputs], the distributions of the last token."""
 
     def begin(self, tokens: FlatTokens, ids: torch.Tensor, left: Sequence[int], features: torch.Tensor | None) -> None:
-        """Set the inputs of the first pass of each row. ids: [R, 1], any. left: [R], tokens after the first. features: [R, 1, H], any."""
+        """Set the inputs of each row's first pass. ids: [R, 1], any. left: [R], tokens after the first. features: [R, 1, H]."""
         count = len(tokens)
         self.buffers.fill(tokens, ids, features)
         self.steps.zero_()

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from foresay.decoding.clock import one_time
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import Stores, round_up
@@ -264,7 +265,7 @@ class CudaGraphs:
 
     def __call__(self, run: Replay) -> Replay:
         """Capture a pass; see Capture."""
-        with _CAPTURING, torch.cuda.device(self._device):
+        with one_time(), _CAPTURING, torch.cuda.device(self._device):
             if self._stream is None:  # a library's workspace for each stream would take memory
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream())
