@@ -44,7 +44,7 @@ class Clock:
         """Mark the end of a part."""
         event = None
         if self._device is not None:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
         self._marks.append((event, perf_counter(), _excluded.seconds))
 

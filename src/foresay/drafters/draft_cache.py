@@ -104,9 +104,9 @@ class DraftCache:
 
     def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
         """Feed the tokens that the cache lacks and draw chains after them; see DrawsChains. rows: a result of `view`."""
-        return self._drawn(self._missing(rows, [n > 0 for n in room]), room, sampling)
+        return self._draw_chains(self._missing(rows, [n > 0 for n in room]), room, sampling)
 
-    def _drawn(self, known: ModelInput, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
+    def _draw_chains(self, known: ModelInput, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
         model = self.model.inner
         assert isinstance(model, DrawsChains)
         drawn = model.draw_chains(known, self.cache, room, sampling)

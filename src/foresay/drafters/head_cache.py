@@ -81,7 +81,7 @@ class HeadCache(FeatureCache):
     def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
         """Feed the pending pairs and draw chains after them; see `DraftCache.draw_chains`."""
         parts, known = self._pending(rows, [n > 0 for n in room])
-        drawn = self._drawn(known, room, sampling)
+        drawn = self._draw_chains(known, room, sampling)
         for one, count in zip(parts, known.num_tokens, strict=True):
             if one is not None and drawn is not None:
                 one.mark_cached(count)
