@@ -1,12 +1,11 @@
-"""Forward passes and speculative steps on a GPU, over models of real shapes with random weights, as ratios to their floors.
+"""Decoding steps on a GPU, over a model of real shapes with random weights, as ratios to a plain step and to their floors.
 
-    python benchmarks/gpu.py [--small] [--device cuda|cpu] [--steps N] [--pages] [--write]
+    python benchmarks/gpu.py [--only PART ...] [--small] [--device cuda|cpu] [--steps N] [--pages] [--write]
 
-A target with the shapes of a Llama of 7 billion weights and a draft of three layers, both in bf16, with joined layers as loaded
-checkpoints have them. Passes are captured as CUDA graphs unless FORESAY_GRAPHS=0 is set. `--small` uses shapes that fit anywhere;
-it is the default without a GPU, where passes are repeated from the same buffers instead of captured. Random models agree by
-chance alone, so that a speculative step here is one draft chain, one pass of the target and one token. `--pages` runs passes over
-flat tokens and pages (FORESAY_PAGES=1).
+The target has the shapes of Llama-3.1-8B in bf16, with joined layers as loaded checkpoints have them; drafts have one layer of
+its shape and 32,000 tokens. Random models agree by chance alone, so that a step with drafts is one draft, one pass of the target
+and one token; `known` drafts the target's own text instead. `--pages` runs passes over flat tokens and pages (FORESAY_PAGES=1).
+`--small` uses shapes that fit anywhere; it is the default without a GPU.
 """
 
 from __future__ import annotations
@@ -14,65 +13,102 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
-from common import CONTEXT, Figures, arguments, filled, log, parsed, pass_seconds, publish, random_prompt
+from common import Figures, arguments, filled, measured, parsed, pass_seconds, publish, random_prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
-from foresay.decoding.protocols import ModelInput
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.outcome import Step
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import LengthPolicy, ModelInput
+from foresay.decoding.rows import Rows
+from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
+from foresay.drafters.stateless import Stateless
+from foresay.engine import Engine
+from foresay.generation.load import change
 from foresay.lab.measure.roofline import floor
-from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.graphs import GraphedPasses
+from foresay.lengths import ConstantLength
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.linears import join_layers
+from foresay.training.new_drafts import DraftShape, new_draft
+from foresay.training.outputs import Text
 
-GAMMA = 5
-WARM_UP, WARM_UP_RUNS, RUNS = 16, 2, 5
+SKIPPED = 4
+"""First steps of a run that are not measured."""
+ROWS = (1, 8, 32)
+SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 1}
 LEGEND = {
     "weights_gb": ("weights, GB", ""),
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
-    "plain_step_ms": ("pass over 1 row x 1 token, ms", ""),
-    "plain_step_over_floor": ("the same over weight bytes / memory bandwidth", "<= 1.35"),
+    "plain_step_ms_1": ("plain step, 1 row, ms", ""),
+    "plain_step_over_floor_1": ("the same over weight bytes / memory bandwidth", "<= 1.2"),
+    "plain_step_over_floor_32": ("plain step of 32 rows, the same", "<= 1.35"),
+    "long_step_over_floor": ("plain step after 15,000 tokens, the same", "<= 1.3"),
+    "captures_after_warm_up": ("passes captured in the second identical call", "0"),
     "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
-    "batch32_over_1": ("pass over 32 rows / over 1", "<= 1.4"),
-    "replays": ("passes that were replayed", ""),
-    "captures_after_warm_up": ("passes captured while steps were timed", "0"),
-    "same_bits_share": ("tokens whose scores have the same bits in passes over 1 and 8 rows", ""),
-    "without_graphs": ("pass over 1 row x 1 token without graphs / with", ""),
-    "draft_ms_per_token": ("pass of the draft, ms", "<= 0.5"),
-    "plain_decoding_ms": ("step of plain decoding, ms", ""),
-    "speculative_step_over_plain": ("speculative step with 5 draft tokens / plain step", "<= 1.5"),
+    "same_bits_share": ("tokens whose scores have the same bits in passes over 1 and 8 rows", "1"),
+    "ttft_512_ms": ("first token of a prompt of 512 tokens, ms", "<= 15"),
+    "ttft_15000_ms": ("first token of a prompt of 15,000 tokens, ms", "<= 560"),
+    "sampling_added_ms_1": ("top-k 50, top-p 0.9 over greedy, 1 row, ms", "<= 0.15"),
+    "sampling_added_ms_32": ("the same, 32 rows", "<= 0.4"),
+    "head5_draft_ms_1": ("5 draft tokens of a head, 1 row, ms", "<= 1.6"),
+    "head5_draft_ms_8": ("the same, 8 rows", "<= 2"),
+    "head5_draft_ms_32": ("the same, 32 rows", "<= 3"),
+    "head5_sampled_draft_ms_1": ("the same, sampled, 1 row", "<= 1.6"),
+    "head5_step_over_plain_1": ("step with 5 tokens of a head / plain step, 1 row", "<= 1.35"),
+    "head5_step_over_plain_8": ("the same, 8 rows", "<= 1.45"),
+    "head5_step_over_plain_32": ("the same, 32 rows", "<= 1.7"),
+    "tree15_step_over_plain": ("step with a tree of 15 nodes / plain step", "<= 1.45"),
+    "block7_step_over_plain": ("step with a block of 7 tokens / plain step", "<= 1.2"),
+    "waits_plain": ("host waits per plain step", "1"),
+    "waits_head": ("host waits per step with a head, greedy", "1"),
+    "waits_head_sampled": ("the same, sampled", "1"),
+    "waits_tree": ("the same, with a tree", "1"),
+    "waits_block": ("the same, with a block", "1"),
+    "never_right_vs_plain_1": ("plain step / step of the default drafter where no draft is right, 1 row", ">= 0.98"),
+    "never_right_vs_plain_32": ("the same, 32 rows", ">= 0.98"),
+    "known_text_speedup_1": ("text known beforehand, 8 tokens a pass, 1 row", ">= 7"),
+    "known_text_speedup_8": ("the same, 8 rows", ">= 5"),
 }
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """(layers, hidden size, feed-forward size, heads) of the target and the draft, and their vocabulary size."""
+    """Sizes of the target, the tokens of a draft, and the lengths of long prompts."""
 
-    target: tuple[int, int, int, int]
-    draft: tuple[int, int, int, int]
+    layers: int
+    hidden: int
+    inner: int
+    heads: tuple[int, int]
     vocabulary: int
+    drafted: int
+    long: int
 
 
-LARGE = Shapes((32, 4096, 11008, 32), (3, 1024, 2816, 16), 32000)
-SMALL = Shapes((4, 256, 688, 4), (2, 128, 344, 2), 4096)
+LARGE = Shapes(32, 4096, 14336, (32, 8), 128256, 32000, 15000)
+SMALL = Shapes(2, 128, 256, (4, 2), 1024, 512, 300)
 
 
-def model_of(shape: tuple[int, int, int, int], vocabulary: int, device: torch.device) -> LlamaForCausalLM:
+def model_of(shape: Shapes, device: torch.device) -> LlamaForCausalLM:
     """A random Llama in bf16, created on the device."""
-    layers, hidden, inner, heads = shape
     config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=4096,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads[0],
+        num_key_value_heads=shape.heads[1],
+        max_position_embeddings=16384,
         dtype=torch.bfloat16,
     )
     before = torch.get_default_dtype()
@@ -83,115 +119,246 @@ def model_of(shape: tuple[int, int, int, int], vocabulary: int, device: torch.de
     finally:
         torch.set_default_dtype(before)
     model.generation_config.eos_token_id = None
+    join_layers(model)
     return model.eval()
 
 
-def pass_times(model: CausalModel, shapes: Sequence[tuple[int, int]], repeats: int) -> list[float]:
-    """Median seconds of passes over (rows, tokens per row) after CONTEXT tokens each, in turn, the device's work included."""
-    passes = []
-    for batch, tokens in shapes:
-        prompt = random_prompt(batch, model.device, 1000)
-        given = ModelInput(prompt[:, :tokens].contiguous(), [tokens] * batch)
-        passes.append((model, filled(model, prompt), given))
+class Known(Stateless):
+    """Drafts what it is given the text will be."""
 
-    def wait() -> None:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = texts
 
-    pass_seconds(passes, WARM_UP, wait)  # seen once, captured, compared twice; and a device at its full clock
-    return pass_seconds(passes, repeats, wait)
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        each = zip(rows, budget, strict=True)
+        drafts = [self._texts[row.request_id][row.num_new : row.num_new + n] for row, n in each]
+        return Proposal.of_lists(drafts, torch.device("cpu"))
 
 
-def seconds_per_step(generators: Sequence[foresay.Generator], steps: int) -> list[float]:
-    """Seconds of a decoding step of each without the prompt: differences of two output lengths, medians of runs in turn."""
-    prompt = list(range(5, 5 + CONTEXT))
-    lengths = (steps // 4, steps)
+class Measure:
+    """Steps of one target with several drafters."""
 
-    def run(generator: foresay.Generator, new: int) -> tuple[float, int]:
-        began = perf_counter()
-        result = generator.generate([prompt], foresay.SamplingParams(max_new_tokens=new))[0]
-        return perf_counter() - began, len(result.steps)
+    def __init__(self, shape: Shapes, device: torch.device, steps: int) -> None:
+        self.shape, self.steps, self.device = shape, steps, device
+        self.plain = foresay.load(model_of(shape, device), drafter="none")
+        self.model: Any = self.plain.target.model
+        bound = floor(self.model)
+        assert bound is not None
+        self.bound = bound
 
-    took: list[list[float]] = [[] for _ in generators]
-    for turn in range(WARM_UP_RUNS + RUNS):
-        for times, generator in zip(took, generators, strict=True):
-            (short, few), (long, many) = (run(generator, new) for new in lengths)
-            if turn >= WARM_UP_RUNS:
-                times.append((long - short) / (many - few))
-    return [statistics.median(times) for times in took]
+    @cache  # noqa: B019
+    def head(self) -> HeadModel:
+        draft = new_draft("head", self.plain.target, self._texts, self._draft, 0)
+        return HeadModel(draft, self.model)
 
+    @cache  # noqa: B019
+    def block(self) -> BlockModel:
+        draft = new_draft("block", self.plain.target, self._texts, self._draft, 0)
+        return BlockModel(draft, self.model)
 
-def same_bits(model: CausalModel) -> float:
-    """Share of tokens whose scores are the same alone and in a pass over 8 rows of two tokens."""
-    prompt = random_prompt(8, model.device, 1000)
-    ids = prompt[:, :2].contiguous()
-    together = model.forward(ModelInput(ids, [2] * 8), filled(model, prompt)).scores()
-    same = 0
-    for i in range(8):
-        alone = model.forward(ModelInput(ids[i : i + 1, :1], [1]), filled(model, prompt[i : i + 1])).scores()
-        same += torch.equal(alone[0, 0], together[i, 0])
-    return same / 8
+    @property
+    def _texts(self) -> list[Text]:
+        return [Text(np.arange(self.shape.drafted), 0)]
 
+    @property
+    def _draft(self) -> DraftShape:
+        return DraftShape(vocabulary_size=self.shape.drafted, block_size=8)
 
-def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
-    target, draft = (model_of(s, shapes.vocabulary, device) for s in (shapes.target, shapes.draft))
-    for one in (target, draft):
-        join_layers(one)
-    plain = foresay.load(target, drafter="none")
-    speculating = foresay.load(target, draft, num_draft_tokens=GAMMA)
-    model: Any = plain.target.model
-    if device.type == "cpu":
-        model.use_fused()
-        model.graphs = GraphedPasses(model.fused.by_operations, lambda run: run, device)
-    bound = floor(model)
-    assert bound is not None
-    one, eight, batch = pass_times(model, [(1, 1), (1, 8), (32, 1)], repeats)
-    out: Figures = {
-        "weights_gb": bound.weight_bytes / 1e9,
-        "bandwidth_gb_per_s": bound.bytes_per_s / 1e9,
-        "plain_step_ms": 1e3 * one,
-        "plain_step_over_floor": one / bound.seconds(1, CONTEXT),
-        "tokens8_over_1": eight / one,
-        "batch32_over_1": batch / one,
-        "replays": getattr(model.paged or model.graphs, "replays", 0),
-        "same_bits_share": same_bits(model),
-    }
-    if model.paged is None:
-        graphs, model.graphs = model.graphs, None
-        out["without_graphs"] = pass_times(model, [(1, 1)], repeats)[0] / one
-        model.graphs = graphs
-    drafts: Any = foresay.load(draft, drafter="none").target.model
-    alone, together = seconds_per_step([plain, speculating], repeats)
-    if model.paged is not None:
-        captures = model.paged.captures
-        seconds_per_step([plain], repeats)
-        out["captures_after_warm_up"] = model.paged.captures - captures
-    return out | {
-        "draft_ms_per_token": 1e3 * pass_times(drafts, [(1, 1)], repeats)[0],
-        "plain_decoding_ms": 1e3 * alone,
-        "speculative_step_over_plain": together / alone,
-    }
+    def run(
+        self, rows: int, drafter: Any = None, gamma: int = 0, context: int = 512, **params: Any
+    ) -> list[list[Step]]:
+        """The steps of a batch whose prompts were read before; without the first ones."""
+        size = context if self.shape is LARGE else min(context, self.shape.long)
+        engine = Engine(self.model, drafter, make_rule("speculative"), ConstantLength(gamma), max_batch_size=rows)
+        given = foresay.SamplingParams(max_new_tokens=1000, **params)  # rows begin one after the other
+        for prompt in random_prompt(rows, torch.device("cpu"), self.shape.vocabulary)[:, :1].tolist():
+            engine.submit([(prompt[0] + i) % self.shape.vocabulary for i in range(size)], given)
+        out: list[list[Step]] = []
+        while len(out) < self.steps + SKIPPED and engine.has_work:
+            found = engine.step()
+            if len(found) == rows:
+                out.append(found)
+        return out[SKIPPED:]
+
+    def step_ms(
+        self, rows: int, make: Callable[[], Any] = lambda: None, gamma: int = 0, **more: Any
+    ) -> tuple[float, float]:
+        """Median milliseconds of a step and of its drafting, in the second of two runs."""
+        for _ in range(2):
+            steps = self.run(rows, make(), gamma, **more)
+        return tuple(1e3 * statistics.median(getattr(one[0], name) for one in steps) for name in ("total_s", "draft_s"))
+
+    @cache  # noqa: B019
+    def plain_ms(self, rows: int) -> float:
+        return self.step_ms(rows)[0]
+
+    def vocabulary(self) -> int:
+        return int(self.model.vocab_size)
+
+    def head_drafter(self, nodes: int = 0) -> HeadDrafter:
+        return HeadDrafter(self.head(), self.vocabulary(), nodes=nodes)
+
+    def plain_steps(self) -> Figures:
+        one, many, long = self.plain_ms(1), self.plain_ms(32), self.step_ms(1, context=self.shape.long)[0]
+        captures = getattr(self.model.paged or self.model.graphs, "captures", 0)
+        self.run(32)
+        more = getattr(self.model.paged or self.model.graphs, "captures", 0) - captures
+        return {
+            "weights_gb": self.bound.weight_bytes / 1e9,
+            "bandwidth_gb_per_s": self.bound.bytes_per_s / 1e9,
+            "plain_step_ms_1": one,
+            "plain_step_over_floor_1": one / 1e3 / self.bound.seconds(1, 512),
+            "plain_step_over_floor_32": many / 1e3 / self.bound.seconds(32, 512),
+            "long_step_over_floor": long / 1e3 / self.bound.seconds(1, self.shape.long),
+            "captures_after_warm_up": more,
+        }
+
+    def passes(self) -> Figures:
+        given = []
+        for tokens in (1, 8):
+            prompt = random_prompt(1, self.device, 1000)
+            given.append(
+                (self.model, filled(self.model, prompt), ModelInput(prompt[:, :tokens].contiguous(), [tokens]))
+            )
+
+        def wait() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        pass_seconds(given, 16, wait)
+        one, eight = pass_seconds(given, self.steps, wait)
+        prompt = random_prompt(8, self.device, 1000)
+        ids, same = prompt[:, :2].contiguous(), 0
+        together = self.model.forward(ModelInput(ids, [2] * 8), filled(self.model, prompt)).scores()
+        for i in range(8):
+            alone = self.model.forward(
+                ModelInput(ids[i : i + 1, :1], [1]), filled(self.model, prompt[i : i + 1])
+            ).scores()
+            same += torch.equal(alone[0, 0], together[i, 0])
+        return {"tokens8_over_1": eight / one, "same_bits_share": same / 8}
+
+    def first_tokens(self) -> Figures:
+        out: Figures = {}
+        for name, size in (("ttft_512_ms", 512), ("ttft_15000_ms", self.shape.long)):
+            took = []
+            for run in range(3):
+                engine = Engine(self.model, None, make_rule("speculative"), ConstantLength(0), max_batch_size=1)
+                prompt = [(run + 7 * i) % self.shape.vocabulary for i in range(size)]
+                engine.submit(prompt, foresay.SamplingParams(max_new_tokens=2))
+                began = perf_counter()
+                while not engine.step():
+                    pass
+                took.append(1e3 * (perf_counter() - began))
+            out[name] = statistics.median(took)
+        return out
+
+    def sampling(self) -> Figures:
+        return {
+            f"sampling_added_ms_{rows}": self.step_ms(rows, **SAMPLED)[0] - self.plain_ms(rows)  # type: ignore[arg-type]
+            for rows in (1, 32)
+        }
+
+    def heads(self) -> Figures:
+        out: Figures = {}
+        for rows in ROWS:
+            step, draft = self.step_ms(rows, self.head_drafter, 5)
+            out[f"head5_draft_ms_{rows}"], out[f"head5_step_over_plain_{rows}"] = draft, step / self.plain_ms(rows)
+        out["head5_sampled_draft_ms_1"] = self.step_ms(1, self.head_drafter, 5, **SAMPLED)[1]
+        return out
+
+    def trees(self) -> Figures:
+        return {"tree15_step_over_plain": self.step_ms(1, lambda: self.head_drafter(15), 15)[0] / self.plain_ms(1)}
+
+    def blocks(self) -> Figures:
+        made = self.step_ms(1, lambda: BlockDrafter(self.block(), self.vocabulary()), 7)
+        return {"block7_step_over_plain": made[0] / self.plain_ms(1)}
+
+    def waits(self) -> Figures:
+        """Operations that wait for the device, as PyTorch counts them, in all steps of a run over their number."""
+        if self.device.type != "cuda":
+            return {}
+        kinds: dict[str, tuple[Callable[[], Any], int, dict[str, Any]]] = {
+            "plain": (lambda: None, 0, {}),
+            "head": (self.head_drafter, 5, {}),
+            "head_sampled": (self.head_drafter, 5, SAMPLED),
+            "tree": (lambda: self.head_drafter(15), 15, {}),
+            "block": (lambda: BlockDrafter(self.block(), self.vocabulary()), 7, {}),
+        }
+        out: Figures = {}
+        for name, (make, gamma, params) in kinds.items():
+            self.run(1, make(), gamma, **params)
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                steps = self.run(1, make(), gamma, **params)
+                torch.cuda.set_sync_debug_mode("default")
+            out[f"waits_{name}"] = sum("synchronizing" in str(one.message) for one in seen) / (len(steps) + SKIPPED)
+        return out
+
+    def never_right(self) -> Figures:
+        out: Figures = {}
+        for rows in (1, 32):
+            other = change(self.plain, drafter="suffix", length=None, max_batch_size=rows)
+            took = []
+            for generator in (self.plain, other) * 2:
+                params = foresay.SamplingParams(max_new_tokens=2 * self.steps)
+                prompts = random_prompt(rows, torch.device("cpu"), self.shape.vocabulary).tolist()
+                found = generator.generate(prompts, params)[0].steps[SKIPPED:]
+                took.append(statistics.median(step.total_s / max(1, len(step.token_ids)) for step in found))
+            out[f"never_right_vs_plain_{rows}"] = took[2] / took[3]
+        return out
+
+    def known(self) -> Figures:
+        out: Figures = {}
+        for rows in (1, 8):
+            plain = self.run(rows, gamma=0)
+            texts: list[list[int]] = [[] for _ in range(rows)]
+            engine = Engine(self.model, None, make_rule("speculative"), ConstantLength(0), max_batch_size=rows)
+            given = foresay.SamplingParams(max_new_tokens=8 * (len(plain) + SKIPPED))
+            size = min(512, self.shape.long)
+            for prompt in random_prompt(rows, torch.device("cpu"), self.shape.vocabulary)[:, :1].tolist():
+                engine.submit([(prompt[0] + i) % self.shape.vocabulary for i in range(size)], given)
+            while engine.has_work:
+                for step in engine.step():
+                    texts[step.request_id] += step.token_ids
+            step_ms = self.step_ms(rows, partial(Known, texts), 7)[0]
+            out[f"known_text_speedup_{rows}"] = 8 * self.plain_ms(rows) / step_ms
+        return out
 
 
 def main() -> int:
-    parser = arguments(__doc__, quick=False)
+    names = (
+        "plain_steps",
+        "passes",
+        "first_tokens",
+        "sampling",
+        "heads",
+        "trees",
+        "blocks",
+        "waits",
+        "never_right",
+        "known",
+    )
+    parser = arguments(__doc__, parts=names, quick=False)
     parser.add_argument("--small", action="store_true", help="shapes that fit anywhere")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=64, help="timed passes of each figure (default: 64)")
+    parser.add_argument("--steps", type=int, default=24, help="timed steps of each figure (default: 24)")
     parser.add_argument("--pages", action="store_true", help="run passes over flat tokens and pages")
     args = parsed(parser)
     if args.pages:
         os.environ["FORESAY_PAGES"] = "1"
     if args.device == "cpu":
         os.environ["FORESAY_NATIVE"] = "0"  # PyTorch operations, as on a GPU
-    shapes = SMALL if args.small or args.device == "cpu" else LARGE
-    figures = figures_of(shapes, torch.device(args.device), args.steps)
-    for key, value in figures.items():
-        log(f"  {key}: {value:.3f}")
-    captured = args.device == "cuda" and figures["replays"]
-    model = f"random Llama {'small shapes' if shapes is SMALL else 'of 7B'} in bf16, on {args.device}, "
-    model += "passes captured as CUDA graphs" if captured else "passes not captured"
-    return publish("gpu", figures, args, legend=LEGEND, model=model)
+    shape = SMALL if args.small or args.device == "cpu" else LARGE
+    torch.set_grad_enabled(False)
+    one = Measure(shape, torch.device(args.device), args.steps)
+    size = "small shapes" if shape is SMALL else "the shapes of Llama-3.1-8B"
+    model = f"random Llama of {size} in bf16, on {args.device}{', passes over pages' if args.pages else ''}"
+    return measured(
+        {name: getattr(one, name) for name in names},
+        args.only,
+        lambda figures: publish("gpu", figures, args, legend=LEGEND, model=model),
+    )
 
 
 if __name__ == "__main__":
