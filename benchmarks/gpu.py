@@ -77,7 +77,7 @@ LEGEND = {
     "waits_block": ("the same, with a block", "1"),
     "never_right_vs_plain_1": ("plain step / step of the default drafter where no draft is right, 1 row", ">= 0.98"),
     "never_right_vs_plain_32": ("the same, 32 rows", ">= 0.98"),
-    "known_text_speedup_1": ("text known beforehand, 8 tokens a pass, 1 row", ">= 7"),
+    "known_text_speedup_1": ("text that is known, 8 tokens a pass, 1 row", ">= 7"),
     "known_text_speedup_8": ("the same, 8 rows", ">= 5"),
 }
 

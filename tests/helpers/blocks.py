@@ -70,7 +70,7 @@ def random_block(
     module = BlockModule(made)
     with torch.no_grad():
         for name, weight in module.named_parameters():
-            if "norm" in name:
+            if "norm" in name or "conv" in name:  # convolutions start as the identity
                 weight += 0.3 * torch.randn_like(weight)
             else:
                 weight *= gain

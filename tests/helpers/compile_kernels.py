@@ -51,6 +51,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     ),
     *((rows._add_norm, {"BLOCK": 4096, "ADDS": on, "AFTER": on, "BEFORE": True}) for on in (False, True)),
     *((rows._place, HEADS | {"QUERY_HEADS": 32, "ROTATED": turned, "NORMS": turned > 0}) for turned in (0, 128)),
+    (rows._place, HEADS | {"QUERY_HEADS": 0, "ROTATED": 128, "NORMS": True}),
     *((rows._gate, {"BLOCK": 1024, "KIND": kind}) for kind in range(len(rows.GATES))),
     (product._product, {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "INNER": product.INNER, "PARTS": 4}),
     (product._reduce, {"BLOCK": 1024, "PARTS": 4, "HAS_BIAS": True}),

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from foresay.checks import check_float, check_int
+from foresay.decoding.chains import Drawn, Sampling
+from foresay.decoding.devices import to_device
 from foresay.decoding.proposal import Proposal, Verification, depths_of
 from foresay.decoding.protocols import LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
@@ -74,16 +76,8 @@ class BlockCache(FeatureCache):
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
         """Compute the blocks, and return the scores of each row's next token; see `DraftCache.catch_up`."""
-        config = self.block.config
-        lengths = [
-            min(config.block_size, self.block.max_length - row.committed.size + 1) if on else 0
-            for row, on in zip(rows, fed, strict=True)
-        ]
-        outputs = self.block.run_block([int(row.committed.tokens[-1]) for row in rows], lengths, self.cache)
-        skipped = config.block_size - config.num_draft_tokens
-        self._outputs = outputs[:, skipped:]
-        self._scores = self.block.scores(self._outputs)
-        device = outputs.device
+        self._outputs, self._scores = self._blocks(rows, fed)
+        device = self._outputs.device
         drafted = [_num_drafted(rows, i) for i in range(len(rows))]
         self._first = torch.tensor(drafted, device=device)
         self._drawn = 0
@@ -99,6 +93,29 @@ class BlockCache(FeatureCache):
             output = dataclasses.replace(new, logits=torch.where(more, new.logits, output.logits), hidden=hidden)
         self._root = self._states
         return output
+
+    def _blocks(self, rows: Rows, fed: Sequence[bool]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs [B, T, D] of each row's block that draft tokens, and their scores [B, T, K]."""
+        config = self.block.config
+        lengths = [
+            min(config.block_size, self.block.max_length - row.committed.size + 1) if on else 0
+            for row, on in zip(rows, fed, strict=True)
+        ]
+        outputs = self.block.run_block([int(row.committed.tokens[-1]) for row in rows], lengths, self.cache)
+        outputs = outputs[:, config.block_size - config.num_draft_tokens :]
+        return outputs, self.block.scores(outputs)
+
+    @property
+    def draws_chains(self) -> bool:
+        """See `DraftCache.draws_chains`."""
+        return self.block.draws_chains and self.block.vocab_size == self.model.vocab_size
+
+    def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
+        """Compute the blocks and draw their tokens on the device; see `DraftCache.draw_chains`."""
+        outputs, scores = self._blocks(rows, [n > 0 for n in room])
+        last = to_device([int(row.committed.tokens[-1]) for row in rows], outputs.device)
+        self.model.row_passes += sum(n > 0 for n in room)
+        return self.block.draw_chains(last, outputs, scores, room, sampling)
 
     def _previous(self, rows: Rows, drafted: Sequence[int], step: int) -> torch.Tensor:
         """Return the token before that at an index of each row's block, [B, 1] int64. drafted: tokens of its block it has."""
@@ -246,6 +263,9 @@ class BlockDrafter(HiddenStateDrafter):
         self._least = check_float("confidence", confidence, 0.0, 1.0)
         if self._least and not block.config.has_confidence:
             raise ConfigError(f"confidence={confidence} has no effect: this block drafter has no confidence head")
+
+    def _draw_on_device(self, rows: Rows, viewed: Rows, room: Sequence[int], stopping: Stopping) -> Proposal | None:
+        return None if self._least else super()._draw_on_device(rows, viewed, room, stopping)
 
     def _continues(self, token_ids: torch.Tensor, index: int) -> torch.Tensor | None:
         expected = self.context.expected(token_ids, index + 1) if self._least else None

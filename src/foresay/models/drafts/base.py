@@ -178,8 +178,10 @@ class DraftModel(SlotCacheRows):
         except LookupError:
             return None
 
-    def _on_pages(self, layers: Sequence[GatedLayer], activation: str, states: StatesOf) -> PagedPasses | None:
-        """Return passes over pages of these layers, if the target's are. states: see Decoder, with the layers before."""
+    def _on_pages(
+        self, layers: Sequence[GatedLayer], activation: str, states: StatesOf, *, features: bool
+    ) -> PagedPasses | None:
+        """Return passes over pages of these layers, if the target's are. states, features: see Decoder."""
         target, table = self.target.paged, self._rotary_table.until(self.max_length)
         if target is None or table is None:
             return None
@@ -200,7 +202,7 @@ class DraftModel(SlotCacheRows):
             heads=layers[0].heads,
             like=self._norm.weight.new_empty(0, self.width),
             num_scores=self._head.out_features,
-            features=True,
+            features=features,
         )
         return passes_on(
             self.device,

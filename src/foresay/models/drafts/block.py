@@ -11,15 +11,17 @@ and no data; the drafter supplies the hidden states.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.chains import Drawn, Sampling
+from foresay.decoding.devices import moved
 from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -29,14 +31,19 @@ from foresay.models.cpu.layers import NativeLayers
 from foresay.models.drafts.base import LAST, DraftModel, StoredDraft
 from foresay.models.drafts.block_config import BlockConfig, Sight
 from foresay.models.drafts.block_module import BlockLayer, BlockModule
-from foresay.models.drafts.layers import (
-    rotate,
-)
+from foresay.models.drafts.layers import rotate
 from foresay.models.drafts.path import MarkovHead, Step
 from foresay.models.huggingface import attention
-from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.causal import CausalModel, capture_on
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, feed_forward, rotary_of
+
+if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.chains import BlockChains
+    from foresay.models.gpu.flat import Buffers
+    from foresay.models.gpu.layers import PagedLayers, Turns
+    from foresay.models.gpu.pages import PagePool
+    from foresay.models.gpu.passes import PagedPasses, States
 
 
 class BlockModel(DraftModel):
@@ -69,7 +76,54 @@ class BlockModel(DraftModel):
             weight, bias = confidence.proj.weight, confidence.proj.bias
             self._confidence = weight[0].detach().to(self.device).float(), float(bias.detach()[0])
         products = (self._context, self._fc, *self._of_path.values(), *_projections(self._layers))
-        self._native = self._compiled(self._layers, str(config.layer.get("hidden_act", "silu")), products)
+        activation = str(config.layer.get("hidden_act", "silu"))
+        self._native = self._compiled(self._layers, activation, products)
+        self.paged = self._on_pages(self._layers, activation, self._states, features=False)
+        self._context_passes = None if self.paged is None else self._over_context(self.paged)
+        self._chains: BlockChains | None = None
+
+    def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
+        """Run a pass over pages."""
+        normed, _ = layers.run(self._embed(at.token_ids) * self.config.embedding_scale, at, pool, turns)
+        return normed, {LAST: normed}
+
+    def _over_context(self, block: PagedPasses) -> PagedPasses:
+        """Return passes that write keys and values of context features to the block's pages."""
+        from foresay.models.gpu.passes import MAX_ROWS, PagedPasses
+        from foresay.models.gpu.rows import place
+
+        table = self._rotary_table.until(self.max_length)
+        assert table is not None
+        turns = table[0].to(self.device), table[1].to(self.device)
+
+        def states(at: Buffers, pool: PagePool, wanted: Sequence[int]) -> States:
+            assert at.features is not None
+            seen, dim = at.visible, self._layers[0].dim
+            joint = self.in_parts(self._context, at.features).view(len(at.features), len(self._layers), -1, dim)
+            for i, norm in enumerate(self._key_norms):
+                pair = None if norm is None else ((norm.float32(), norm.eps),) * 2
+                place(
+                    joint[:, i].contiguous(),
+                    pool.keys[i],
+                    pool.values[i],
+                    turns,
+                    seen.positions,
+                    at.slots,
+                    seen.rows,
+                    seen.pages,
+                    pair,
+                )
+            return at.features, {}
+
+        decoder = replace(block.decoder, states=states, features=True)
+        return PagedPasses(
+            decoder,
+            block.pool,
+            rows=MAX_ROWS,
+            max_length=self.max_length,
+            device=self.device,
+            capture=capture_on(self.device),
+        )
 
     def _block_layer(self, layer: BlockLayer) -> GatedLayer:
         convs = [
@@ -90,7 +144,7 @@ class BlockModel(DraftModel):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         native = self._native is not None
-        return Capabilities(trees=True, num_layers=LAST, ragged=native, own_threads=native)
+        return Capabilities(trees=True, num_layers=LAST, ragged=native or self.paged is not None, own_threads=native)
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """Not supported: blocks are computed by `run_block`."""
@@ -104,6 +158,9 @@ class BlockModel(DraftModel):
     @torch.inference_mode()
     def add_context(self, features: Sequence[torch.Tensor | None], cache: KVCache) -> None:
         """Cache the keys and values of each row's next positions. features: [B], [n, D] each, or None for no position."""
+        if self._context_passes is not None:
+            self._add_to_pages(self._context_passes, features, cache)
+            return
         assert isinstance(cache, SlotCache)
         rows = [(row, one) for row, one in enumerate(features) if one is not None and len(one)]
         if not rows:
@@ -125,6 +182,17 @@ class BlockModel(DraftModel):
                 cache.tensors.write(layer, own_keys, own_values, index, slots)
             cache.lengths[row] = start + count
             at += count
+
+    def _add_to_pages(self, passes: PagedPasses, features: Sequence[torch.Tensor | None], cache: KVCache) -> None:
+        counts = [0 if one is None else len(one) for one in features]
+        if not any(counts):
+            return
+        padded = torch.zeros(len(counts), max(counts), self.width, dtype=self.dtype, device=self.device)
+        for row, one in enumerate(features):
+            if one is not None:
+                padded[row, : len(one)] = one
+        ids = torch.zeros(padded.shape[:2], dtype=torch.int64, device=self.device)
+        passes.flat(ModelInput(ids, counts, features=padded), cast(Any, cache), scored=False, captured=True)
 
     def _context_states(self, features: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of context features [n, D] in all layers, [L, key heads, n, dim] each."""
@@ -151,14 +219,60 @@ class BlockModel(DraftModel):
         tokens: [B], each row's last committed token. lengths: [B], positions of each row's block, at most `block_size`; 0 for a
         row without a block, whose outputs are meaningless.
         """
-        assert isinstance(cache, SlotCache)
         batch, columns = len(tokens), max(lengths)
         ids = torch.full((batch, columns), self.config.mask_token_id, dtype=torch.int64)
         ids[:, 0] = torch.tensor(tokens)
+        if self.paged is not None:
+            return self._block_on_pages(self.paged, moved(ids, self.device), lengths, cache)
+        assert isinstance(cache, SlotCache)
         if self._native is None and self.device.type == "cpu" and batch > 1:
             parts = [self._one_row(ids, lengths, row, cache) for row in range(batch)]
             return torch.cat([F.pad(one, (0, 0, 0, columns - one.shape[1])) for one in parts])
         return self._block(ids.to(self.device), lengths, 0, cache)
+
+    def _block_on_pages(
+        self, passes: PagedPasses, ids: torch.Tensor, lengths: Sequence[int], cache: KVCache
+    ) -> torch.Tensor:
+        from foresay.models.gpu.passes import in_rows
+
+        shape, before = (ids.shape[0], ids.shape[1]), list(cache.lengths)
+        if not any(lengths):
+            return torch.zeros(*shape, self.width, dtype=self.dtype, device=self.device)
+        given = ModelInput(ids, lengths, hidden_layers=(LAST,))
+        columns, (_, hidden) = passes.flat(given, cast(Any, cache), scored=False, captured=True)
+        cache.truncate(before)  # a block is written over
+        return in_rows(hidden[LAST], columns, shape)
+
+    @property
+    def draws_chains(self) -> bool:
+        """True if `draw_chains` is possible."""
+        return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
+
+    def draw_chains(
+        self,
+        last: torch.Tensor,
+        outputs: torch.Tensor,
+        scores: torch.Tensor,
+        room: Sequence[int],
+        sampling: Sampling | None,
+    ) -> Drawn | None:
+        """Draw the first tokens of blocks on the device; see DrawsChains.draw_chains.
+
+        last: [B] int64, each row's last committed token. outputs, scores: [B, T, D] and [B, T, K], of the blocks.
+        """
+        from foresay.models.gpu.chains import BlockChains
+
+        assert self.paged is not None
+        if self._chains is None:
+            self._chains = BlockChains(
+                self.paged,
+                self.after,
+                length=self.config.num_draft_tokens,
+                state_size=self.state_size,
+                token_ids=None if self.subset is None else self.subset.token_ids,
+                vocab_size=self.vocab_size,
+            )
+        return self._chains.draw(last, outputs, scores, room, sampling)
 
     def _one_row(self, ids: torch.Tensor, lengths: Sequence[int], row: int, cache: SlotCache) -> torch.Tensor:
         """Return the outputs of one row's block, [1, T, D]; operations over several rows sum in another order."""

@@ -37,7 +37,7 @@ from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.chains import Chains
+    from foresay.models.gpu.chains import DecoderChains
     from foresay.models.gpu.flat import Buffers
     from foresay.models.gpu.layers import PagedLayers, Turns
     from foresay.models.gpu.pages import PagePool
@@ -193,8 +193,9 @@ class HeadModel(DraftModel):
         norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)
         self._native = self._compiled([self._layer], str(config.layer.get("hidden_act", "silu")), (), norms)
         self._chain = self._compiled_chain()
-        self.paged = self._on_pages([self._layer], str(config.layer.get("hidden_act", "silu")), self._states)
-        self._chains: Chains | None = None
+        activation = str(config.layer.get("hidden_act", "silu"))
+        self.paged = self._on_pages([self._layer], activation, self._states, features=True)
+        self._chains: DecoderChains | None = None
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
         """Run a pass over pages."""
@@ -219,12 +220,14 @@ class HeadModel(DraftModel):
         self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
     ) -> Drawn | None:
         """See DrawsChains."""
-        from foresay.models.gpu.chains import Chains
+        from foresay.models.gpu.chains import DecoderChains
 
         assert self.paged is not None
         if self._chains is None:
             ids = None if self.subset is None else self.subset.token_ids
-            self._chains = Chains(self.paged, outputs=LAST, nexts=NEXT, token_ids=ids, vocab_size=self.vocab_size)
+            self._chains = DecoderChains(
+                self.paged, outputs=LAST, nexts=NEXT, token_ids=ids, vocab_size=self.vocab_size
+            )
         return self._chains.draw(known, cache, room, sampling)
 
     def _compiled_chain(self) -> NativeChain | None:

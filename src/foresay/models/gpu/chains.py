@@ -8,9 +8,11 @@ chain of any length without waiting, and reads nothing of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -20,13 +22,13 @@ from foresay.decoding.chains import Drawn, Sampling, widened
 from foresay.decoding.devices import moved, to_device
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_kernels import Cuts
-from foresay.models.gpu.flat import FIELDS, FlatTokens, size_of
+from foresay.models.gpu.flat import FIELDS, Buffers, FlatTokens, size_of
 from foresay.models.gpu.pages import PagedCache
 from foresay.models.gpu.passes import Outputs, PagedPasses, Replay
 
 MOST = 64
 """Most tokens of a chain."""
-_ROWS, _POSITIONS, _SLOTS, _FIRSTS, _ENDS, _STARTS, _COUNTS = range(len(FIELDS))
+_ROWS, _POSITIONS, _SLOTS, _FIRSTS, _ENDS, _STARTS, _COUNTS, _ROW_ENDS, _ = range(len(FIELDS))
 
 
 @triton.jit
@@ -53,11 +55,10 @@ def _settle(chosen, ids, drawn, token_ids, fields, steps, left, size, MOST: tl.c
 class _Rows:
     """The state of chains of a number of rows, at fixed addresses."""
 
-    def __init__(self, passes: PagedPasses, size: int) -> None:
-        like = passes.decoder.like
-        device = like.device
-        self.size, self.buffers = size, passes.buffers(size)
-        self.normed = like.new_zeros(size, like.shape[1])
+    def __init__(self, buffers: Buffers, like: torch.Tensor, num_scores: int, of_kind: Sequence[torch.Tensor]) -> None:
+        """buffers: inputs of a pass. like: [0, H], of the states. of_kind: what a kind of chain reads and overwrites, too."""
+        size, device = buffers.size, like.device
+        self.size, self.buffers, self.of_kind, self._num_scores = size, buffers, list(of_kind), num_scores
         self.drawn = torch.zeros(size, MOST, dtype=torch.int64, device=device)
         self.steps = torch.zeros(size, dtype=torch.int32, device=device)
         self.left = torch.zeros(size, dtype=torch.int32, device=device)
@@ -70,28 +71,104 @@ class _Rows:
         """[size, outputs], the distributions of the last token."""
 
     def begin(self, tokens: FlatTokens, ids: torch.Tensor, left: Sequence[int], features: torch.Tensor | None) -> None:
-        """Set the inputs of each row's first pass. ids: [R, 1], any. left: [R], tokens after the first. features: [R, 1, H]."""
+        """Set the inputs of each row's first pass. ids: [R, 1]. left: [R], tokens after the first. features: [R, 1, H]."""
         count = len(tokens)
         self.buffers.fill(tokens, ids, features)
         self.steps.zero_()
         self.left.zero_()
         self.left[:count].copy_(to_device(left, self.left.device, torch.int32), non_blocking=True)
 
-    def set_sampling(self, sampling: Sampling, rows: Sequence[int], num_scores: int) -> None:
+    def set_sampling(self, sampling: Sampling, rows: Sequence[int]) -> None:
         """Copy the parameters of the rows that draft."""
         if not len(self.probs):
-            self.probs = self.probs.new_empty(self.size, num_scores)
+            self.probs = self.probs.new_empty(self.size, self._num_scores)
+        warm = [1.0 if greedy else one for one, greedy in zip(sampling.temperature, sampling.greedy, strict=True)]
         columns = [
             [float(values[i]) for i in rows]
-            for values in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.greedy)
+            for values in (warm, sampling.top_k, sampling.top_p, sampling.min_p, sampling.greedy)
         ]
         device, count = self.numbers.device, len(rows)
         self.numbers[:, :count].copy_(to_device(columns, device, torch.float32), non_blocking=True)
         self.numbers[0].clamp_(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
         self.uniforms[:count, : sampling.uniforms.shape[1]] = sampling.uniforms[to_device(rows, device), :MOST]
 
+    @property
+    def changed(self) -> list[torch.Tensor]:
+        """The state that a step reads and overwrites."""
+        return [*self.of_kind, self.drawn, self.steps, self.left, self.buffers.fields, self.buffers.token_ids]
 
-class Chains:
+
+class _Chains(ABC):
+    """Steps that are captured once for a number of rows, and replayed for each token."""
+
+    def __init__(self, passes: PagedPasses, num_scores: int, token_ids: torch.Tensor | None, vocab_size: int) -> None:
+        """token_ids: [num_scores] int64, the token of each score; None if both are the same."""
+        self._passes, self._num_scores = passes, num_scores
+        self._token_ids, self._vocab_size = token_ids, vocab_size
+        self._rows: dict[int, _Rows] = {}
+        self._replays: dict[tuple[int, bool, tuple[bool, bool, bool] | None], Replay] = {}
+
+    @abstractmethod
+    def _of_kind(self, size: int) -> list[torch.Tensor]:
+        """Make what a step of a number of rows reads and overwrites, beyond the state of all kinds."""
+
+    @abstractmethod
+    def _scores(self, state: _Rows, *, first: bool) -> torch.Tensor:
+        """Compute the scores of each row's next token, [size, num_scores]. first: True for the first token of a chain."""
+
+    def _state(self, size: int) -> _Rows:
+        if size not in self._rows:
+            buffers = self._passes.buffers(size)
+            self._rows[size] = _Rows(buffers, self._passes.decoder.like, self._num_scores, self._of_kind(size))
+        return self._rows[size]
+
+    def _tokens(self, rows: Sequence[int], slots: npt.NDArray[np.int64]) -> FlatTokens:
+        """Return one token for each row. slots: [R]."""
+        count = len(rows)
+        fields = np.zeros((len(FIELDS), count), dtype=np.int32)
+        fields[_ROWS], fields[_STARTS], fields[_COUNTS] = rows, np.arange(count), 1
+        fields[_POSITIONS] = fields[_SLOTS] = fields[_FIRSTS] = slots
+        fields[_ENDS] = fields[_ROW_ENDS] = slots + 1
+        return FlatTokens(np.arange(count, dtype=np.int64), fields, np.ones(count, dtype=np.int64))
+
+    def _draw(self, state: _Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn:
+        """Replay a step for each token."""
+        rows = [i for i, n in enumerate(room) if n]
+        count, most, probs, kinds = len(rows), max(room), None, None
+        if sampling is not None:
+            state.set_sampling(sampling, rows)
+            kinds, probs = sampling.kinds, state.probs.new_empty(most, count, self._num_scores)
+        for step in range(most):
+            self._replay(state, first=step == 0, kinds=kinds)()
+            if probs is not None:
+                probs[step].copy_(state.probs[:count], non_blocking=True)
+        drawn = state.drawn[:count, :most].clone()
+        if count < len(room):
+            every = drawn.new_zeros(len(room), most)
+            every[to_device(rows, drawn.device)] = drawn
+            drawn = every
+        return Drawn(drawn, None if probs is None else widened(probs.flatten(0, 1), self._token_ids, self._vocab_size))
+
+    def _replay(self, state: _Rows, *, first: bool, kinds: tuple[bool, bool, bool] | None) -> Replay:
+        """Return the captured choice of each row's next token."""
+        key = (state.size, first, kinds)
+        if key not in self._replays:
+            saved = [one.clone() for one in state.changed]
+            self._replays[key] = self._passes.captured(lambda: self._step(state, first, kinds))
+            for one, before in zip(state.changed, saved, strict=True):  # capturing runs the step
+                one.copy_(before)
+        return self._replays[key]
+
+    def _step(self, state: _Rows, first: bool, kinds: tuple[bool, bool, bool] | None) -> Outputs:
+        chosen, at = _chosen(state, self._scores(state, first=first), kinds), state.buffers
+        _settle[(state.size,)](
+            chosen, chosen if self._token_ids is None else self._token_ids, state.drawn, at.token_ids, at.fields,
+            state.steps, state.left, state.size, MOST=MOST, MAPS=self._token_ids is not None,
+        )  # fmt: skip
+        return None, {}
+
+
+class DecoderChains(_Chains):
     """Chains drafted by one decoder over its pages; see DrawsChains."""
 
     def __init__(
@@ -99,14 +176,11 @@ class Chains:
     ) -> None:
         """outputs, nexts: keys of the hidden states that scores are computed of, and that the next pass reads as features.
 
-        nexts: None for a decoder that reads token ids alone. token_ids: [outputs] int64, the token of each score; None if both
-        are the same.
+        nexts: None for a decoder that reads token ids alone. token_ids: see _Chains.
         """
-        self._passes, self._outputs, self._nexts = passes, outputs, nexts
-        self._token_ids, self._vocab_size = token_ids, vocab_size
+        super().__init__(passes, passes.decoder.num_scores, token_ids, vocab_size)
+        self._outputs, self._nexts = outputs, nexts
         self._keys = (outputs,) if nexts is None else (nexts, outputs)
-        self._rows: dict[int, _Rows] = {}
-        self._replays: dict[tuple[int, bool, tuple[bool, bool, bool] | None], Replay] = {}
 
     def draw(
         self, known: ModelInput, cache: PagedCache, room: Sequence[int], sampling: Sampling | None
@@ -120,35 +194,10 @@ class Chains:
             cache.reserve(i, known.num_tokens[i] + room[i] - 1)
         state = self._state(size)
         self._begin(known, cache, rows, room, state)
-        probs = self._draw(state, len(rows), max(room), sampling, rows)
+        drawn = self._draw(state, room, sampling)
         for i in rows:
             cache.lengths[i] += room[i] - 1
-        drawn = state.drawn[: len(rows), : max(room)].clone()
-        if len(rows) < len(room):
-            every = drawn.new_zeros(len(room), max(room))
-            every[to_device(rows, drawn.device)] = drawn
-            drawn = every
-        return Drawn(drawn, None if probs is None else widened(probs.flatten(0, 1), self._token_ids, self._vocab_size))
-
-    def _draw(
-        self, state: _Rows, count: int, most: int, sampling: Sampling | None, rows: Sequence[int]
-    ) -> torch.Tensor | None:
-        """Replay a step for each token; return the distributions, [K, R, outputs], if tokens are sampled."""
-        if sampling is None:
-            for step in range(most):
-                self._replay(state, after_pass=step > 0, kinds=None)()
-            return None
-        state.set_sampling(sampling, rows, self._passes.decoder.num_scores)
-        probs = state.probs.new_empty(most, count, state.probs.shape[1])
-        for step in range(most):
-            self._replay(state, after_pass=step > 0, kinds=sampling.kinds)()
-            probs[step].copy_(state.probs[:count], non_blocking=True)
-        return probs
-
-    def _state(self, size: int) -> _Rows:
-        if size not in self._rows:
-            self._rows[size] = _Rows(self._passes, size)
-        return self._rows[size]
+        return drawn
 
     def _begin(
         self, known: ModelInput, cache: PagedCache, rows: Sequence[int], room: Sequence[int], state: _Rows
@@ -156,49 +205,89 @@ class Chains:
         """Run the pass over the known tokens, and let each row's first draft token follow them."""
         given = dataclasses.replace(known, logits=Logits.NONE, hidden_layers=self._keys)
         _, (_, hidden) = self._passes.flat(given, cache, scored=False, captured=True)
-        count = len(rows)
         ends = np.cumsum(np.array(known.num_tokens))[list(rows)] - 1
-        last = moved(torch.from_numpy(ends), state.normed.device)
-        torch.index_select(hidden[self._outputs], 0, last, out=state.normed[:count])
+        last = moved(torch.from_numpy(ends), hidden[self._outputs].device)
+        (normed,), count = state.of_kind[:1], len(rows)
+        torch.index_select(hidden[self._outputs], 0, last, out=normed[:count])
         features = None if self._nexts is None else hidden[self._nexts][last][:, None]
-        fields = np.zeros((len(FIELDS), count), dtype=np.int32)
-        fields[_ROWS], fields[_STARTS], fields[_COUNTS] = rows, np.arange(count), 1
-        slots = np.array([cache.lengths[i] for i in rows])
-        fields[_POSITIONS] = fields[_SLOTS] = fields[_FIRSTS] = slots
-        fields[_ENDS] = slots + 1
-        tokens = FlatTokens(np.arange(count, dtype=np.int64), fields, np.ones(count, dtype=np.int64))
+        tokens = self._tokens(rows, np.array([cache.lengths[i] for i in rows]))
         state.begin(tokens, state.drawn.new_zeros(count, 1), [room[i] - 1 for i in rows], features)
 
-    def _replay(self, state: _Rows, *, after_pass: bool, kinds: tuple[bool, bool, bool] | None) -> Replay:
-        """Return the captured choice of each row's next token; after_pass: after a pass over the last one."""
-        key = (state.size, after_pass, kinds)
-        if key not in self._replays:
-            saved = [one.clone() for one in self._changed(state)]
-            self._replays[key] = self._passes.captured(lambda: self._step(state, after_pass, kinds))
-            for one, before in zip(self._changed(state), saved, strict=True):  # capturing runs the step
-                one.copy_(before)
-        return self._replays[key]
+    def _of_kind(self, size: int) -> list[torch.Tensor]:
+        like = self._passes.decoder.like
+        return [like.new_zeros(size, like.shape[1])]
 
-    @staticmethod
-    def _changed(state: _Rows) -> list[torch.Tensor]:
-        """The state that a step reads and overwrites."""
-        at = state.buffers
-        features = [] if at.features is None else [at.features]
-        return [*features, state.normed, state.drawn, state.steps, state.left, at.fields, at.token_ids]
-
-    def _step(self, state: _Rows, after_pass: bool, kinds: tuple[bool, bool, bool] | None) -> Outputs:
-        decoder, at = self._passes.decoder, state.buffers
-        if after_pass:
+    def _scores(self, state: _Rows, *, first: bool) -> torch.Tensor:
+        decoder, at, normed = self._passes.decoder, state.buffers, state.of_kind[0]
+        if not first:
             _, hidden = decoder.states(at, self._passes.pool, self._keys)
-            state.normed.copy_(hidden[self._outputs])
+            normed.copy_(hidden[self._outputs])
             if at.features is not None and self._nexts is not None:
                 at.features.copy_(hidden[self._nexts])
-        chosen = _chosen(state, decoder.scores(state.normed), kinds)
-        _settle[(state.size,)](
-            chosen, chosen if self._token_ids is None else self._token_ids, state.drawn, at.token_ids, at.fields,
-            state.steps, state.left, state.size, MOST=MOST, MAPS=self._token_ids is not None,
-        )  # fmt: skip
-        return None, {}
+        return decoder.scores(normed)
+
+
+After = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
+]
+"""BlockModel.after."""
+
+
+class BlockChains(_Chains):
+    """Chains of the tokens of blocks, whose scores may depend on the tokens before them."""
+
+    def __init__(
+        self,
+        passes: PagedPasses,
+        after: After,
+        *,
+        length: int,
+        state_size: int,
+        token_ids: torch.Tensor | None,
+        vocab_size: int,
+    ) -> None:
+        """passes: of the block's layers. length: tokens of a block. state_size: see BlockModel. token_ids: see _Chains."""
+        super().__init__(passes, passes.decoder.num_scores, token_ids, vocab_size)
+        self._after, self._length, self._state_size = after, length, state_size
+
+    def draw(
+        self,
+        last: torch.Tensor,
+        outputs: torch.Tensor,
+        scores: torch.Tensor,
+        room: Sequence[int],
+        sampling: Sampling | None,
+    ) -> Drawn | None:
+        """Draw the first tokens of blocks; see DrawsChains.draw_chains.
+
+        last: [B] int64, each row's last committed token. outputs, scores: [B, T, D] and [B, T, K], of the blocks.
+        """
+        rows = [i for i, n in enumerate(room) if n]
+        size = size_of(len(rows))
+        if size is None:
+            return None
+        state, count = self._state(size), len(rows)
+        index = to_device(rows, outputs.device)
+        kept_outputs, kept_scores, states = state.of_kind
+        kept_outputs[:count, : outputs.shape[1]] = outputs[index]
+        kept_scores[:count, : scores.shape[1]] = scores[index]
+        states.zero_()
+        tokens = self._tokens(rows, np.zeros(count, dtype=np.int64))
+        state.begin(tokens, last[index][:, None], [room[i] - 1 for i in rows], None)
+        return self._draw(state, room, sampling)
+
+    def _of_kind(self, size: int) -> list[torch.Tensor]:
+        like, length = self._passes.decoder.like, self._length
+        scores = like.new_zeros(size, length, self._num_scores)
+        return [like.new_zeros(size, length, like.shape[1]), scores, like.new_zeros(size, self._state_size)]
+
+    def _scores(self, state: _Rows, *, first: bool) -> torch.Tensor:
+        outputs, scores, states = state.of_kind
+        index = state.steps.clamp(max=self._length - 1).long()
+        rows = torch.arange(state.size, device=index.device)
+        found, after = self._after(scores[rows, index], outputs[rows, index], state.buffers.token_ids, index, states)
+        states.copy_(after)
+        return found.contiguous()
 
 
 def _chosen(state: _Rows, scores: torch.Tensor, kinds: tuple[bool, bool, bool] | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from foresay.models.gpu.pages import PagedCache
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 320, 384, 512)
 """Numbers of tokens of captured passes. A pass is padded to the next of these; a larger one is not captured."""
-FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_counts")
+FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_counts", "row_ends", "indices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,12 @@ class FlatTokens:
                 positions, firsts, bits = _of_tree(start, parents[i][:count])
             tiles += [(len(seen) + at, min(tile, count - at)) for at in range(0, count, tile)]
             columns.append(np.arange(i * width, i * width + count))
-            fields.append(np.stack([np.full(count, row), positions, slots, firsts, slots + 1]))
+            ends, indices = np.full(count, start + count), np.arange(count)
+            fields.append(np.stack([np.full(count, row), positions, slots, firsts, slots + 1, ends, indices]))
             seen += bits.tolist()
         described = np.zeros((len(FIELDS), len(seen)), dtype=np.int32)
-        described[:5] = np.concatenate(fields, 1)
-        described[5:, : len(tiles)] = np.array(tiles).T
+        described[[0, 1, 2, 3, 4, 7, 8]] = np.concatenate(fields, 1)
+        described[5:7, : len(tiles)] = np.array(tiles).T
         return FlatTokens(np.concatenate(columns), described, np.array(seen, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -107,8 +108,12 @@ class Buffers:
         self.slots = self.fields[2]
         """[N] int32, where keys and values are written; -1 for padding."""
         self.tiles = torch.zeros(size, 2, dtype=torch.int32, device=device)
-        rows, positions, _, firsts, ends, _, _ = self.fields
+        rows, positions, _, firsts, ends, _, _, row_ends, self.indices = self.fields
+        """Index of each token among those of its row."""
         self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages)
+        none = torch.zeros_like(self._seen)
+        self.whole = Visible(rows, positions, row_ends, none, row_ends, self.tiles, pages)
+        """For tokens that see those of their row after them, too."""
 
     def fill(self, tokens: FlatTokens, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> None:
         """Copy a pass of at most `size` tokens, without waiting for the device. token_ids, features: [B, T] and [B, T, F]."""
@@ -117,7 +122,7 @@ class Buffers:
         fields[2] = -1
         fields[:, :count] = tokens.fields
         self.fields.copy_(self._moved(fields), non_blocking=True)
-        self.tiles.copy_(self.fields[5:].T)
+        self.tiles.copy_(self.fields[5:7].T)
         seen = np.zeros(self.size, dtype=np.int64)
         seen[:count] = tokens.seen
         self._seen.copy_(self._moved(seen), non_blocking=True)

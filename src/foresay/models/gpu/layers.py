@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Convolution, GatedLayer, Norm
 from foresay.models.gpu.attention import attend
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import LayerShape, PagePool
@@ -60,9 +60,12 @@ class PagedLayers:
                 read = add_norm(states, delta, after=after, before=before_attention, scale=self._scale)
             if i in wanted:
                 hidden[i] = states.clone()
-            delta = self._attention(layer, read, at, pool, i, turns)
+            read, kernel = _around(layer.attention_conv, read, at)
+            delta = _after(layer.attention_conv, self._attention(layer, read, at, pool, i, turns), kernel, at)
             read = add_norm(states, delta, after=after_attention, before=before_mlp, scale=self._scale)
-            delta, after = linear(layer.down, gated(linear(layer.gate_up, read), self._activation)), after_mlp
+            read, kernel = _around(layer.mlp_conv, read, at)
+            delta = linear(layer.down, gated(linear(layer.gate_up, read), self._activation))
+            delta, after = _after(layer.mlp_conv, delta, kernel, at), after_mlp
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
         if len(self._layers) in wanted:
             hidden[len(self._layers)] = out
@@ -71,7 +74,8 @@ class PagedLayers:
     def _attention(
         self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
     ) -> torch.Tensor:
-        joint, keys, values, seen = linear(layer.qkv, read), pool.keys[i], pool.values[i], at.visible
+        joint, keys, values = linear(layer.qkv, read), pool.keys[i], pool.values[i]
+        seen = at.visible if layer.causal else at.whole
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm)
@@ -98,18 +102,39 @@ def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
     return product(states, weight, bias) if len(states) <= TOKENS else F.linear(states, weight, bias)
 
 
+def _around(conv: Convolution | None, x: torch.Tensor, at: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a sublayer's convolved input, and the kernel of its output; see Convolution. x: [N, H]."""
+    if conv is None:
+        return x, x
+    deltas = linear(conv.projection, x).view(len(x), 2, conv.base.shape[1], -1)
+    return _convolved(x, deltas[:, 0], conv.base[0], at), deltas[:, 1]
+
+
+def _after(conv: Convolution | None, x: torch.Tensor, kernel: torch.Tensor, at: Buffers) -> torch.Tensor:
+    return x if conv is None else _convolved(x, kernel, conv.base[1], at)
+
+
+def _convolved(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, at: Buffers) -> torch.Tensor:
+    """Return gated_layer.convolve of the tokens of each row. delta: [N, taps, groups]. base: [taps, H]."""
+    out = torch.zeros_like(x)
+    for tap, fixed in enumerate(base):
+        moving = delta[:, tap].repeat_interleave(x.shape[-1] // delta.shape[-1], -1)
+        seen = torch.where((at.indices >= tap)[:, None], x.roll(tap, 0), 0.0)
+        out = out + (fixed + moving) * seen
+    return out
+
+
 def _check(layer: GatedLayer, activation: str) -> None:
     if not layer.is_plain:
         raise LookupError("the kernels do not compute experts, nor layers with inputs of their own or shared keys")
-    if layer.attention_conv is not None or layer.mlp_conv is not None or not layer.causal:
-        raise LookupError("the kernels do not compute the layers of block drafters")
     if layer.query_scale is not None:
         raise LookupError("the kernels do not scale queries by their position")
     if layer.wide_norm:
         raise LookupError("the kernels do not normalize the queries of all heads as one vector")
     if activation not in GATES:
         raise LookupError(f"the kernels do not compute the activation {activation!r}")
-    for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
+    convs = [one.projection for one in (layer.attention_conv, layer.mlp_conv) if one is not None]
+    for part in (layer.qkv, layer.output, layer.gate_up, layer.down, *convs):
         check_linear(part, layer.norms[0].weight.dtype)
 
 

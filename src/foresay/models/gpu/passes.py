@@ -109,8 +109,8 @@ class PagedPasses:
             return self._empty(model_input)
         scored = model_input.logits is not Logits.NONE
         columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=scored)
-        states = {layer: _rows(one, columns, shape) for layer, one in hidden.items()}
-        return (None if scores is None else model_input.scored(_rows(scores, columns, shape))), states
+        states = {layer: in_rows(one, columns, shape) for layer, one in hidden.items()}
+        return (None if scores is None else model_input.scored(in_rows(scores, columns, shape))), states
 
     def flat(
         self, model_input: ModelInput, cache: PagedCache, *, scored: bool, captured: bool
@@ -166,7 +166,7 @@ class PagedPasses:
         return model_input.scored(like.new_zeros(*shape, self.decoder.num_scores)), hidden
 
 
-def _rows(flat: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def in_rows(flat: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Return values of flat tokens [N or more, ...] in rows, [B, T, ...], with zeros elsewhere; a copy."""
     count, whole = len(columns), shape[0] * shape[1]
     if count == whole:

@@ -29,7 +29,7 @@ from foresay.models.huggingface.graphs import Capture, CudaGraphs, GraphedPasses
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.chains import Chains
+    from foresay.models.gpu.chains import DecoderChains
     from foresay.models.gpu.passes import PagedPasses
 
 logger = logging.getLogger("foresay")
@@ -153,7 +153,7 @@ class CausalModel(TransformersModel):
         self._body = model.base_model
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
-        self._chains: Chains | None = None
+        self._chains: DecoderChains | None = None
         """Chains drafted over pages, if this model drafts."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
@@ -220,12 +220,12 @@ class CausalModel(TransformersModel):
         self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
     ) -> Drawn | None:
         """See DrawsChains."""
-        from foresay.models.gpu.chains import Chains
+        from foresay.models.gpu.chains import DecoderChains
 
         assert self.paged is not None
         if self._chains is None:
             ids = None if self.subset is None else self.subset.token_ids
-            self._chains = Chains(
+            self._chains = DecoderChains(
                 self.paged, outputs=self.num_layers, nexts=None, token_ids=ids, vocab_size=self.vocab_size
             )
         return self._chains.draw(known, cache, room, sampling)

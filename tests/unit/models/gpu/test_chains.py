@@ -15,14 +15,17 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.drafters import ModelDrafter
-from foresay.drafters.hidden_states import HeadDrafter
+from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.lengths.constant import ConstantLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts import base
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
 from foresay.models.gpu import attention, chains, flat, passes
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
+from helpers.blocks import random_block
 from helpers.families import whole_product
 from helpers.heads import random_head
 from helpers.support import run
@@ -34,6 +37,15 @@ SAMPLED: list[dict[str, Any]] = [
     {"seed": 2},
     {"temperature": 0.8, "seed": 3, "top_p": 0.9},
 ]
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "block of DSpark": {"ids": range(3, 50)},
+    "block with a recurrent Markov head and windows": {
+        "path": PathShape("rnn", 6),
+        "sights": [Sight(window=3), Sight(causal=True)],
+    },
+    "DFlash2": {"path": PathShape(SELECTOR, 6, candidates=5), "taps": (2, 4), "from_anchor": False, "depth": 1},
+}
 
 
 def on_pages(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
@@ -111,6 +123,8 @@ def drafter_of(kind: str, target: CausalModel, monkeypatch: pytest.MonkeyPatch, 
     on_pages(monkeypatch, pages)
     if kind == "model":
         return ModelDrafter(made(monkeypatch, pages, seed=1), VOCAB)
+    if kind in BLOCKS:
+        return BlockDrafter(BlockModel(random_block(target, layers=(0, 1), gain=1.5, **BLOCKS[kind]), target), VOCAB)
     more: dict[str, Any] = {"ids": range(3, 50)} if kind == "trimmed" else {}
     if kind == "normed":
         more = {"before": True, "parts": {"norm_output": True}}
@@ -118,7 +132,7 @@ def drafter_of(kind: str, target: CausalModel, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("settings", [[{}] * 3, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["head", "trimmed", "normed", "model"])
+@pytest.mark.parametrize("kind", ["head", "trimmed", "normed", "model", *BLOCKS])
 @torch.inference_mode()
 def test_drafts_are_those_of_single_passes(
     kind: str, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -150,6 +164,34 @@ def test_a_chain_whose_positions_stand_still_is_found(monkeypatch: pytest.Monkey
 
 
 @torch.inference_mode()
+def test_a_block_that_does_not_see_its_later_positions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    known = flat.Buffers.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        known(self, *given)
+        self.whole = self.visible
+
+    monkeypatch.setattr(flat.Buffers, "__init__", init)
+    with pytest.raises(AssertionError):
+        test_drafts_are_those_of_single_passes("DFlash2", SAMPLED, monkeypatch)
+
+
+@torch.inference_mode()
+def test_convolutions_that_reach_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    known = flat.Buffers.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        known(self, *given)
+        self.indices = torch.full_like(self.indices, 9)
+
+    monkeypatch.setattr(flat.Buffers, "__init__", init)
+    with pytest.raises(AssertionError):
+        test_drafts_are_those_of_single_passes("DFlash2", SAMPLED, monkeypatch)
+
+
+@torch.inference_mode()
 def test_steps_are_captured_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     target = made(monkeypatch, pages=True)
     drafter = drafter_of("head", target, monkeypatch, True)
@@ -169,12 +211,13 @@ def test_more_rows_than_a_captured_step_has_are_drafted_for_token_by_token(monke
     assert drafts(drafter, target, [{}] * 3)[0] == expected
 
 
+@pytest.mark.parametrize("kind", ["head", "block of DSpark"])
 @torch.inference_mode()
-def test_trees_of_a_head_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_over_pages(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = made(monkeypatch, pages=True)
     plain = run(target, PROMPTS, foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True), gamma=0)[0]
-    head = HeadModel(random_head(target, gain=1.5), target)
-    drafter = HeadDrafter(head, VOCAB, nodes=6)
+    drafter = drafter_of(kind, target, monkeypatch, True)
+    drafter.nodes = 6
     params = foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     outputs, steps, engine = run(target, PROMPTS, params, drafter=drafter, gamma=6, max_batch_size=2)
     assert outputs == plain and engine.draft_failures == 0 and any(step.num_drafted > 3 for step in steps)
