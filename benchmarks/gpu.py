@@ -39,7 +39,8 @@ from foresay.lab.measure.roofline import floor
 from foresay.lengths import ConstantLength
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.head import HeadModel
-from foresay.models.huggingface.linears import join_layers
+from foresay.models.huggingface.frozen import FrozenLinear
+from foresay.models.huggingface.linears import JOINT_LAYERS, join_layers, replace_jointly
 from foresay.training.new_drafts import DraftShape, new_draft
 from foresay.training.outputs import Text
 
@@ -77,6 +78,7 @@ LEGEND = {
     "waits_block": ("the same, with a block", "1"),
     "never_right_vs_plain_1": ("plain step / step of the default drafter where no draft is right, 1 row", ">= 0.98"),
     "never_right_vs_plain_32": ("the same, 32 rows", ">= 0.98"),
+    "int4_step_over_bf16": ("plain step over 4-bit blocks (Q4_0) / over bf16, 1 row", "<= 0.45"),
     "known_text_speedup_1": ("text that is known, 8 tokens a pass, 1 row", ">= 7"),
     "known_text_speedup_8": ("the same, 8 rows", ">= 5"),
 }
@@ -325,6 +327,35 @@ class Measure:
             out[f"known_text_speedup_{rows}"] = 8 * self.plain_ms(rows) / step_ms
         return out
 
+    def int4(self) -> Figures:
+        """Weights in blocks, which are multiplied over pages only."""
+        if self.model.paged is None or self.device.type != "cuda":
+            return {}
+        plain = self.plain_ms(1)
+        for module in self.model.model.modules():
+            for names in JOINT_LAYERS:
+                layers = [one for name in names if type(one := getattr(module, name, None)) is torch.nn.Linear]
+                if len(layers) == len(names):
+                    size = sum(layer.out_features for layer in layers)
+                    replace_jointly(module, names, random_blocks(size, layers[0].in_features, self.device))
+            for name, child in list(module.named_children()):
+                if type(child) is torch.nn.Linear:
+                    setattr(
+                        module, name, FrozenLinear(random_blocks(child.out_features, child.in_features, self.device))
+                    )
+        self.model.use_fused()
+        return {"int4_step_over_bf16": self.step_ms(1)[0] / plain}
+
+
+def random_blocks(rows: int, depth: int, device: torch.device) -> Any:
+    """A product over random blocks of Q4_0; a few rows are repeated, since all would take minutes to draw."""
+    from foresay.models.gpu.blocks import BlockProduct
+
+    data = np.random.default_rng(0).integers(0, 256, (64, depth // 32, 18), dtype=np.uint8)
+    data[..., :2] = np.array([0.01], dtype=np.float16).view(np.uint8)
+    data = np.tile(data.reshape(64, -1), (-(-rows // 64), 1))[:rows]
+    return BlockProduct("Q4_0", data, torch.bfloat16, device, None)
+
 
 def main() -> int:
     names = (
@@ -338,6 +369,7 @@ def main() -> int:
         "waits",
         "never_right",
         "known",
+        "int4",
     )
     parser = arguments(__doc__, parts=names, quick=False)
     parser.add_argument("--small", action="store_true", help="shapes that fit anywhere")

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
-from foresay.models.gpu import attention, chains, product, rows
+from foresay.models.gpu import attention, blocks, chains, product, rows
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages")
@@ -28,6 +28,7 @@ OF_SAMPLING = {
     "uniforms": "*fp64",
 }
 """Types of the arguments of the kernels that sample."""
+OF_BLOCKS = {"high": "*u8", "mins": "*u8", "whole": "*fp16", "level_stride": "i32"}
 OF_CHAINS = {
     **dict.fromkeys(("chosen", "ids", "drawn", "token_ids"), "*i64"),
     **dict.fromkeys(("fields", "steps", "left"), "*i32"),
@@ -54,6 +55,14 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (rows._place, HEADS | {"QUERY_HEADS": 0, "ROTATED": 128, "NORMS": True}),
     *((rows._gate, {"BLOCK": 1024, "KIND": kind}) for kind in range(len(rows.GATES))),
     (product._product, {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "INNER": product.INNER, "PARTS": 4}),
+    *(
+        (
+            blocks._product,
+            {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": group, "BITS": bits, "ZERO": zero}
+            | {"SHARED": shared, "HAS_MINS": kind == "Q4_K", "PARTS": 4, "QUAD": blocks._QUAD},
+        )
+        for kind, (bits, group, zero, shared) in blocks.KINDS.items()
+    ),
     (product._reduce, {"BLOCK": 1024, "PARTS": 4, "HAS_BIAS": True}),
     (sampling._peaks, {"SPAN": sampling.SPAN, "GREATEST": 3e38}),
     (sampling._likeliest, PARTS),
@@ -78,7 +87,13 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    own = {sampling.__name__: OF_SAMPLING, chains.__name__: OF_CHAINS}.get(kernel.__module__, {})
+    if kernel.__module__ == blocks.__name__ and name == "levels":
+        return "*i8" if constants["BITS"] == 8 else "*u8"
+    if kernel.__module__ == blocks.__name__ and name == "scales":
+        return "*fp16" if not constants["SHARED"] else "*u8" if constants["BITS"] == 4 else "*i8"
+    own = {sampling.__name__: OF_SAMPLING, chains.__name__: OF_CHAINS, blocks.__name__: OF_BLOCKS}.get(
+        kernel.__module__, {}
+    )
     if name in own:
         return own[name]
     if name in NUMBERS:

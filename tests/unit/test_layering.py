@@ -64,7 +64,7 @@ INSIDE = {
         {"layers"},
         {"chain"},
     ],
-    "models/gpu": [{"attention", "product"}, {"pages", "rows"}, {"flat"}, {"layers"}, {"passes"}, {"chains"}],
+    "models/gpu": [{"attention", "product"}, {"pages", "rows", "blocks"}, {"flat"}, {"layers"}, {"passes"}, {"chains"}],
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
     "models/drafts": [
         {"fields", "layers"},

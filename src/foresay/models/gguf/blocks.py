@@ -35,12 +35,15 @@ from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, Fr
 from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
 
 
-def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blocks: bool) -> Any:
+def model_of_file(
+    header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blocks: bool, gpu: torch.device | None = None
+) -> Any:
     """Return a transformers model with a file's weights; numbers are in `dtype`.
 
     header: checked by `check_values`, of one of ARCHITECTURES. in_blocks: True for linear layers and experts over the file's
-    blocks; otherwise all weights are numbers. Raises ModelLoadError if the tensors do not match the model or contain numbers that
-    are not finite, and ConfigError for blocks without compiled kernels.
+    blocks; otherwise all weights are numbers, except those of linear layers in types that our kernels for GPUs read, on `gpu`.
+    Raises ModelLoadError if the tensors do not match the model or contain numbers that are not finite, and ConfigError for blocks
+    without compiled kernels.
     """
     if in_blocks:
         check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
@@ -48,14 +51,14 @@ def model_of_file(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_blo
     split_inputs(model, header)
     check_tensors(header, model, name)
     packed = PackedWeights(header) if in_blocks else None
-    file = FileWeights(header, config, dtype, name, packed)
-    if packed is not None:
+    file = FileWeights(header, config, dtype, name, packed, gpu)
+    if packed is not None or gpu is not None:
         model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
         _fill_embeddings(model, file)
     fill(model, file)
-    if packed is None:
+    if packed is None and gpu is None:
         model.tie_weights()
-    else:
+    elif packed is not None:
         freeze_linears(model)
         packed.write()
     scale_positions(model, header)
@@ -66,9 +69,16 @@ class FileWeights:
     """The tensors of a file, by transformers' parameter names."""
 
     def __init__(
-        self, header: GgufHeader, config: Any, dtype: torch.dtype, name: Name, packed: PackedWeights | None
+        self,
+        header: GgufHeader,
+        config: Any,
+        dtype: torch.dtype,
+        name: Name,
+        packed: PackedWeights | None,
+        gpu: torch.device | None = None,
     ) -> None:
-        """packed: None to read numbers only."""
+        """packed: None to read numbers only, or products on `gpu`."""
+        self._gpu = gpu
         self._order = architecture_of(header)
         self._header, self._name, self.dtype, self._packed, self.config = header, name, dtype, packed, config
         self._is_hybrid = header.architecture in HYBRIDS
@@ -111,11 +121,35 @@ class FileWeights:
         order = row_order(self.config, tensor_name)
         return weight if order is None else weight.reordered(order)
 
-    def product(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:
+    def product(self, names: Sequence[str], bias: torch.Tensor | None) -> Any | None:
         """Return one product of parameters whose rows are concatenated; None unless all of them stay in quantized blocks.
 
         Raises as `get` does, and ModelLoadError for rows of different lengths.
         """
+        if self._gpu is not None:
+            return self._on_gpu(names, bias, self._gpu)
+        return self._native(names, bias)
+
+    def table(self, name: str) -> NativeProduct | None:
+        """Return the product whose rows an embedding reads; None unless it stays in quantized blocks."""
+        return self._native([name], None)
+
+    def _on_gpu(self, names: Sequence[str], bias: torch.Tensor | None, device: torch.device) -> Any | None:
+        from foresay.models.gpu.blocks import KINDS, BlockProduct, StackedProduct
+
+        stored = [self._stored(name) for name in names]
+        if any(one is None or one.kind not in KINDS for one in stored):
+            return None
+        weight = concatenated([self.get(name) for name in names])
+        if weight is None:
+            return None
+        rows = [one.shape[0] for one in weight.stored]
+        biases = [None] * len(rows) if bias is None else torch.split(bias, rows)
+        each = zip(weight.stored, biases, strict=True)
+        parts = [BlockProduct(one.kind, one.data, self.dtype, device, b) for one, b in each]
+        return parts[0] if len(parts) == 1 else StackedProduct(parts)
+
+    def _native(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:
         stored = [one for one in map(self._stored, names) if one is not None]
         if self._packed is None or len(stored) < len(names) or not all(map(is_quantized, stored)):
             return None
@@ -180,7 +214,7 @@ def fill(model: Any, file: FileWeights) -> None:
             path = f"{name}.{short}" if name else short
             if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
                 _fill_linear(module, short, path + ".weight", file.dense(path + ".bias"), file)
-            elif isinstance(child, nn.Embedding) and (table := file.product([path + ".weight"], None)) is not None:
+            elif isinstance(child, nn.Embedding) and (table := file.table(path + ".weight")) is not None:
                 setattr(module, short, FrozenEmbedding(table, file.dtype, _scale_of(child)))
                 replaced.add(id(child))
             elif is_experts(child):
@@ -217,7 +251,7 @@ def _fill_embeddings(model: Any, file: FileWeights) -> None:
     if not file.contains(embedding_name):
         return
     parent, _, short = names[output].rpartition(".")
-    table = file.product([embedding_name], None)
+    table = file.table(embedding_name)
     if table is not None:
         model.set_input_embeddings(FrozenEmbedding(table, file.dtype, _scale_of(embedding)))
     if not file.contains(output_name) and table is not None:

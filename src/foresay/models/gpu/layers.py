@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from foresay.models.cpu.gated_layer import Convolution, GatedLayer, Norm
 from foresay.models.gpu.attention import attend
+from foresay.models.gpu.blocks import QUANTIZED
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import LayerShape, PagePool
 from foresay.models.gpu.product import TOKENS, product
@@ -98,6 +99,8 @@ class PagedLayers:
 
 def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
     """Return a linear layer's outputs, [N, I] -> [N, O]; a pass of many tokens is a prompt, for which a library is faster."""
+    if isinstance(layer, QUANTIZED):
+        return layer(states)
     weight, bias = layer.weight, layer.bias
     return product(states, weight, bias) if len(states) <= TOKENS else F.linear(states, weight, bias)
 
@@ -140,6 +143,8 @@ def _check(layer: GatedLayer, activation: str) -> None:
 
 def check_linear(part: Any, dtype: torch.dtype) -> None:
     """Raise LookupError for a product whose weights are not one contiguous matrix of the model's dtype."""
+    if isinstance(part, QUANTIZED) and part.dtype == dtype:
+        return
     weight = getattr(part, "weight", None)
     if not isinstance(weight, torch.Tensor) or not hasattr(part, "bias"):
         raise LookupError(f"the kernels do not read products of type {type(part).__name__}")

@@ -83,8 +83,14 @@ def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         states, weight, sums, count, outputs, inputs, states.stride(0),
         TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts,
     )  # fmt: skip
-    out = torch.empty(count, outputs, dtype=states.dtype, device=states.device)
+    return reduced(sums, bias, states.dtype)
+
+
+def reduced(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sums of the parts of an inner dimension in order, [parts, N, O] float32 -> [N, O], plus the bias [O]."""
+    parts, count, outputs = sums.shape
+    out = torch.empty(count, outputs, dtype=dtype, device=sums.device)
     _reduce[(count, triton.cdiv(outputs, 1024))](
-        sums, weight if bias is None else bias, out, count, outputs, BLOCK=1024, PARTS=parts, HAS_BIAS=bias is not None
+        sums, sums if bias is None else bias, out, count, outputs, BLOCK=1024, PARTS=parts, HAS_BIAS=bias is not None
     )
     return out

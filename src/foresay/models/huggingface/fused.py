@@ -201,7 +201,7 @@ class FusedDecoder:
             layers=layers.shapes,
             heads=self._layers[0].heads,
             like=weight.new_empty(0, len(weight)),
-            num_scores=len(cast(Any, self._head).weight),
+            num_scores=int(cast(Any, self._head).out_features),
         )
 
     @property

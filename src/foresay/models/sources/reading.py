@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from foresay.decoding.devices import uses_kernels
 from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foresay.models.gguf.architectures import ARCHITECTURES
 from foresay.models.gguf.blocks import model_of_file
@@ -87,10 +88,11 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
             refuse_unread(header, ours=True)
             config, in_blocks = config_of(header), for_decoding and _keeps_blocks(options)
             dtype = torch.bfloat16 if in_blocks else _dtype(location, options, config if for_decoding else None)
-            weights = model_of_file(header, config, dtype, in_blocks=in_blocks).to(options.computes_on)
+            gpu = options.computes_on if for_decoding and _keeps_blocks_on_gpu(options, header) else None
+            weights = model_of_file(header, config, dtype, in_blocks=in_blocks, gpu=gpu).to(options.computes_on)
             suppress(weights.generation_config, header)
             config.name_or_path = str(header.path)
-            return weights, tokenizer_of(header), "GGUF" if in_blocks else rounded
+            return weights, tokenizer_of(header), "GGUF" if in_blocks or gpu is not None else rounded
         whole = _config(location, options)
         config = language_model_of(whole, location.name) if location.header is None else whole
         dtype = _dtype(location, options, config if for_decoding else None)
@@ -125,6 +127,12 @@ def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
 def _keeps_blocks(options: LoadOptions) -> bool:
     """Return True if weights that are stored in blocks are decoded in these."""
     return options.computes_on.type == "cpu" and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+
+
+def _keeps_blocks_on_gpu(options: LoadOptions, header: GgufHeader) -> bool:
+    """Return True if our kernels for GPUs multiply by a file's blocks."""
+    is_plain = options.weights == "auto" and options.dtype in ("auto", *_BF16)
+    return is_plain and uses_kernels(options.computes_on) and header.architecture not in HYBRIDS
 
 
 def _with_kept_experts(location: Location, options: LoadOptions, config: Any) -> Any | None:

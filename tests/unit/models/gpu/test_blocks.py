@@ -1,0 +1,91 @@
+"""Products over quantized blocks in Triton's interpreter, against the weights that the gguf package reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from foresay.models.gpu import blocks, product
+from foresay.models.gpu.blocks import KINDS, BlockProduct, StackedProduct
+from helpers.paged import sum_products_in_order
+
+CPU = torch.device("cpu")
+SIZES = {"Q8_0": (40, 7 * 32), "Q4_0": (33, 5 * 32), "Q4_K": (40, 512), "Q6_K": (35, 256)}
+
+
+@pytest.fixture(autouse=True)
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_products_in_order(monkeypatch)
+
+
+def stored(kind: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
+    """Random blocks with scales that are numbers, and their weights."""
+    rows, depth = SIZES[kind]
+    rng = np.random.default_rng(seed)
+    size, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (rows, depth // size, width), dtype=np.uint8)
+    scales = rng.uniform(-0.02, 0.02, (rows, depth // size, 2)).astype(np.float16).view(np.uint8)
+    if kind == "Q6_K":
+        data[..., 208:] = scales[..., :2]
+    elif kind == "Q4_K":
+        data[..., :4] = scales
+    else:
+        data[..., :2] = scales[..., :2]
+    data = data.reshape(rows, -1)
+    return data, torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType[kind])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_file(kind: str) -> None:
+    data, weight = stored(kind)
+    bias = torch.randn(len(weight))
+    found = BlockProduct(kind, data, torch.float32, CPU, bias)
+    torch.testing.assert_close(found.dense(), weight, rtol=1e-6, atol=1e-7)
+    assert (found.out_features, found.in_features) == tuple(weight.shape) and found.bits < 9
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, weight.shape[1])
+    expected = x @ weight.T + bias
+    torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found(x.repeat(12, 1, 1)), expected.repeat(12, 1, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_a_token_has_the_same_bits_alone_and_among_others(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the inner dimension is divided by the number of tokens."""
+    found = BlockProduct(kind, stored(kind)[0], torch.float32, CPU, None)
+    torch.manual_seed(1)
+    x = torch.randn(9, found.in_features)
+
+    def agrees() -> bool:
+        whole = found(x)
+        return all(torch.equal(found(x[a:b]), whole[a:b]) for a, b in ((0, 1), (3, 8)))
+
+    monkeypatch.setattr(blocks, "parts_of", lambda outputs, inputs: 2)
+    assert agrees()
+    count = iter((1, 2, 4, 2, 1))
+    monkeypatch.setattr(blocks, "parts_of", lambda outputs, inputs: next(count))
+    assert not agrees()
+
+
+def test_swapped_halves_of_a_byte_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    known = blocks._packed
+
+    def swapped(levels: Any, bits: int, group: int) -> Any:
+        pairs, high = known(levels, bits, group)
+        return (pairs >> 4 | pairs << 4, high) if bits < 8 else (pairs, high)
+
+    monkeypatch.setattr(blocks, "_packed", swapped)
+    with pytest.raises(AssertionError):
+        test_weights_are_those_of_the_file("Q4_K")
+
+
+def test_tensors_of_several_types_are_multiplied_jointly() -> None:
+    parts = [BlockProduct(kind, stored(kind)[0], torch.float32, CPU, None) for kind in ("Q6_K", "Q6_K")]
+    both, x = StackedProduct(parts), torch.randn(3, parts[0].in_features)
+    assert torch.equal(both(x), torch.cat([one(x) for one in parts], 1)) and both.dense().shape[0] == both.out_features
+    assert product.TOKENS == 64
