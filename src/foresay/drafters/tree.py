@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from foresay.decoding.devices import to_device
 from foresay.decoding.distributions import Distributions, build_distributions
 from foresay.decoding.draws import inverse_cdf
 from foresay.decoding.processors import processes
@@ -20,7 +21,7 @@ from foresay.decoding.proposal import Proposal, padded
 from foresay.decoding.protocols import ModelInput, ModelOutput
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
-from foresay.decoding.stopping import DraftStep, Stopping
+from foresay.decoding.stopping import DraftStep, Reads, Stopping
 from foresay.drafters.proposal_builder import Interruptible
 
 
@@ -153,9 +154,8 @@ class Grower(Interruptible):
         """
         rows = self._rows
         width = max(map(len, slots))
-        positions = torch.zeros(len(rows), width, dtype=torch.int64, device=scores.device)
-        for i, row_slots in enumerate(slots):
-            positions[i, : len(row_slots)] = torch.tensor([max(0, slot - 1) for slot in row_slots], dtype=torch.int64)
+        lists = [[max(0, slot - 1) for slot in row_slots] for row_slots in slots]
+        positions = to_device([one + [0] * (width - len(one)) for one in lists], scores.device)
         batch = torch.arange(len(rows), device=scores.device)[:, None]
         if nodes is None or not any(map(processes, rows)):
             return build_distributions(scores[batch, positions], rows)
@@ -168,24 +168,31 @@ class Grower(Interruptible):
 
     def _expand(self, slots: Sequence[Sequence[int]], distributions: Distributions, stopping: Stopping) -> None:
         """Add the children of each slot, and end the trees of rows that the length policy stops."""
+        self._add_likeliest(slots, distributions)
         for i, tree in enumerate(self._trees):
-            for w, slot in enumerate(slots[i]):
-                if tree.chosen:
-                    self._add_likeliest(tree, slot, distributions, (i, w))
-                else:
-                    self._add_drawn(tree, slot, distributions, (i, w))
-        mask = stopping.keep(_best(self._trees, slots, distributions))
+            for w, slot in enumerate(slots[i] if not tree.chosen else ()):
+                self._add_drawn(tree, slot, distributions, (i, w))
+        reads = not stopping.is_data or stopping.rule.reads is not Reads.NOTHING
+        mask = stopping.keep(_best(self._trees, slots, distributions)) if reads else None
         for tree, on in zip(self._trees, [] if mask is None else mask.tolist(), strict=False):
             tree.stopped = tree.stopped or not on
         for tree in self._trees:
             tree.prune()
 
-    def _add_likeliest(self, tree: Tree, slot: int, distributions: Distributions, at: tuple[int, int]) -> None:
+    def _add_likeliest(self, slots: Sequence[Sequence[int]], distributions: Distributions) -> None:
+        """Add the likeliest children of all slots of trees of chosen tokens, in one transfer from the device."""
+        trees = zip(self._trees, slots, strict=True)
+        at = [(i, w, slot) for i, (tree, own) in enumerate(trees) if tree.chosen for w, slot in enumerate(own)]
+        if not at:
+            return
         assert distributions.scores is not None
-        count = min(self._branches, tree.num_children, distributions.scores.shape[-1])
-        likeliest = distributions.scores[at].float().softmax(-1).topk(count)
-        for token, prob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
-            tree.add(slot, token, prob, -1)
+        index = to_device([(i, w) for i, w, _ in at], distributions.scores.device)
+        scores = distributions.scores[index[:, 0], index[:, 1]].float()
+        likeliest = scores.softmax(-1).topk(min(self._branches, scores.shape[-1]))
+        numbers = torch.stack([likeliest.values.double(), likeliest.indices.double()], -1).tolist()
+        for (i, _, slot), children in zip(at, numbers, strict=True):
+            for prob, token in children[: self._trees[i].num_children]:
+                self._trees[i].add(slot, int(token), prob, -1)
 
     def _add_drawn(self, tree: Tree, slot: int, distributions: Distributions, at: tuple[int, int]) -> None:
         assert distributions.probs is not None and distributions.probs_row is not None
