@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tied", [False, True])
 @torch.inference_mode()
 def test_scores_are_those_of_the_file_s_numbers(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two types in one product, with rows in Llama's order, and with an output layer that is the embedding."""
+    """Two types in one product, rows in Llama's order, an output layer that is the embedding."""
     monkeypatch.setattr(attention, "SPLITS", 1)
     monkeypatch.setattr(passes, "MAX_ROWS", 2)
     model = make("llama", tie_word_embeddings=tied, num_hidden_layers=1, intermediate_size=64, vocab_size=264)
