@@ -95,7 +95,9 @@ class _Rows:
     @property
     def changed(self) -> list[torch.Tensor]:
         """The state that a step reads and overwrites."""
-        return [*self.of_kind, self.drawn, self.steps, self.left, self.buffers.fields, self.buffers.token_ids]
+        at = self.buffers
+        features = [] if at.features is None else [at.features]
+        return [*self.of_kind, *features, self.drawn, self.steps, self.left, at.fields, at.token_ids]
 
 
 class _Chains(ABC):

@@ -105,6 +105,7 @@ class Buffers:
         self.fields = torch.zeros(len(FIELDS), size, dtype=torch.int32, device=device)
         """[len(FIELDS), N]."""
         self._seen = torch.zeros(size, dtype=torch.int64, device=device)
+        self.fields[2] = -1  # a pass that is run to be captured must write nowhere
         self.slots = self.fields[2]
         """[N] int32, where keys and values are written; -1 for padding."""
         self.tiles = torch.zeros(size, 2, dtype=torch.int32, device=device)

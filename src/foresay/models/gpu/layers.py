@@ -105,6 +105,11 @@ def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
     return product(states, weight, bias) if len(states) <= TOKENS else F.linear(states, weight, bias)
 
 
+def outputs_of(layer: Any) -> int:
+    """Return the number of a linear layer's outputs."""
+    return int(layer.out_features) if isinstance(layer, QUANTIZED) else len(layer.weight)
+
+
 def _around(conv: Convolution | None, x: torch.Tensor, at: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a sublayer's convolved input, and the kernel of its output; see Convolution. x: [N, H]."""
     if conv is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -180,7 +180,7 @@ class FusedDecoder:
 
         Raises LookupError for layers that the kernels for GPUs do not compute.
         """
-        from foresay.models.gpu.layers import PagedLayers, check_linear, linear
+        from foresay.models.gpu.layers import PagedLayers, check_linear, linear, outputs_of
         from foresay.models.gpu.passes import Decoder
 
         layers = PagedLayers(self._layers, self._norm, self._activation, self._residual_scale)
@@ -201,7 +201,7 @@ class FusedDecoder:
             layers=layers.shapes,
             heads=self._layers[0].heads,
             like=weight.new_empty(0, len(weight)),
-            num_scores=int(cast(Any, self._head).out_features),
+            num_scores=outputs_of(self._head),
         )
 
     @property

@@ -18,7 +18,7 @@ from foresay.drafters import ModelDrafter
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.lengths.constant import ConstantLength
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.drafts import base
+from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
@@ -51,6 +51,14 @@ BLOCKS: dict[str, dict[str, Any]] = {
 def on_pages(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
     for module in (causal, base):
         monkeypatch.setattr(module, "uses_kernels", lambda device: on)
+
+    def capture(run: Any) -> Any:
+        """As graphs are captured: after a run of the pass."""
+        run()
+        return run
+
+    for other in (causal, base, block):
+        monkeypatch.setattr(other, "capture_on", lambda device: capture)
 
 
 @pytest.fixture(autouse=True)
