@@ -52,6 +52,8 @@ class Clock:
         """Seconds of each part up to the last mark, which the device must have reached."""
         out = []
         for (one, began, before), (other, ended, after) in zip(self._marks, self._marks[1:], strict=False):
+            if other is not None:  # on another GPU than the one that was read, it may be about to be reached
+                other.synchronize()
             took = ended - began if one is None else one.elapsed_time(other) / 1000
             out.append(max(0.0, took - (after - before)))
         return out

@@ -18,9 +18,10 @@ def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
     return moved(torch.tensor(values, dtype=dtype), device)
 
 
-def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on a device."""
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+def moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor, of the host or of a device, on a device."""
+    is_sent = values.device.type == "cpu" and device.type == "cuda"
+    return (values.pin_memory() if is_sent else values).to(device, non_blocking=True)
 
 
 def is_remote(device: torch.device) -> bool:

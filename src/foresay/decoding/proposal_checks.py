@@ -99,12 +99,13 @@ def _trimmed(proposal: Proposal, counts: list[int], device: torch.device) -> Pro
         return Proposal.empty(len(counts), device)
 
     def part(column: torch.Tensor | None) -> torch.Tensor | None:
-        return None if column is None else column[:, :width].to(device)
+        return None if column is None else devices.moved(column[:, :width], device)
 
-    distributions = None if proposal.distributions is None else proposal.distributions.to(device, torch.float32)
+    distributions = proposal.distributions
+    distributions = None if distributions is None else devices.moved(distributions, device).to(torch.float32)
     return dataclasses.replace(
         proposal,
-        token_ids=proposal.token_ids[:, :width].to(device),
+        token_ids=devices.moved(proposal.token_ids[:, :width], device),
         num_tokens=counts,
         distributions=distributions,
         distribution_index=part(proposal.distribution_index),
