@@ -61,7 +61,7 @@ def test_the_intact_cascade_survives(make: Callable[[float], Cascade], lenience:
 def test_streams_shared_by_the_levels(monkeypatch: Patch) -> None:
     """A cascade whose inner reviews draw the numbers that the target's review will draw."""
 
-    def streams(self: Rows, device: torch.device) -> Streams:
+    def streams(self: Rows, device: torch.device, most: int = 0) -> Streams:
         seeds = torch.tensor([row.seed for row in self], device=device)
         return Streams(seeds, torch.tensor([row.size for row in self], device=device))
 

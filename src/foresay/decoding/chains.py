@@ -86,7 +86,7 @@ def sampling_of(rows: Rows, device: torch.device, most: int) -> Sampling | None:
         [one.top_k for one in params],
         [one.top_p for one in params],
         [one.min_p for one in params],
-        rows.streams(device).uniform(Purpose.DRAFT, offsets),
+        rows.streams(device, most).uniform(Purpose.DRAFT, offsets),
     )
 
 

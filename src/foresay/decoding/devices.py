@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -40,5 +43,15 @@ def selected(mask: torch.Tensor) -> torch.Tensor:
 
 
 def uses_kernels(device: torch.device) -> bool:
-    """Return True if our kernels for GPUs are used on a device: on a GPU, if FORESAY_PAGES=1 is set."""
-    return device.type == "cuda" and os.environ.get("FORESAY_PAGES") == "1"
+    """Return True if our kernels for GPUs are used on a device: on a GPU with Triton, if FORESAY_PAGES=1 is set."""
+    return device.type == "cuda" and os.environ.get("FORESAY_PAGES") == "1" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Let Triton launch its kernels on a device: it takes the current one, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -11,6 +11,9 @@ import torch
 
 from foresay.decoding.devices import to_device
 
+INVALID = "a drafted token, or the distribution it was drawn from, is invalid"
+"""Message of a defect that was found on a device."""
+
 
 class Defects:
     """Rows of a proposal with a token that a drafter must not propose, which only a device knows before the step reads it."""

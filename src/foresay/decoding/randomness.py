@@ -86,8 +86,8 @@ def _unit(bits: Any) -> torch.Tensor:
     return ((words >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
 
 
-_OFFSETS = 128
-"""Offsets of a step, at least the tokens of the longest draft and the one after it."""
+_MOST = 127
+"""Largest offset of a step on a device, unless it is given."""
 
 
 class Streams:
@@ -96,7 +96,18 @@ class Streams:
     Uniforms are computed on the host, which knows all they depend on; on a device the uniforms of all offsets are copied at once.
     """
 
-    __slots__ = ("_by_position", "_by_step", "_device", "_tables", "keys", "level", "seeds", "shares_noise", "starts")
+    __slots__ = (
+        "_by_position",
+        "_by_step",
+        "_device",
+        "_most",
+        "_tables",
+        "keys",
+        "level",
+        "seeds",
+        "shares_noise",
+        "starts",
+    )
 
     def __init__(
         self,
@@ -107,17 +118,18 @@ class Streams:
         level: int = 0,
         shares_noise: bool = False,
         device: torch.device | None = None,
+        most: int = _MOST,
     ) -> None:
         """seeds, starts: [B] int64 on the CPU; starts are the committed lengths. keys: of the uniforms, [B]; None for the seeds.
 
         shares_noise: tokens are drawn with Gumbel noise that is a function of (seed, position, token) alone (Daliri et al. 2024)
-        instead of by inverse CDF. device: of offsets and results; None for the CPU.
+        instead of by inverse CDF. device: of offsets and results; None for the CPU. most: largest offset, for a device.
         """
         self.seeds, self.starts, self.level, self.shares_noise = seeds, starts, level, shares_noise
         self.keys = seeds if keys is None else keys
         self._by_step: Any = None
         self._by_position: Any = None
-        self._device = device or torch.device("cpu")
+        self._device, self._most = device or torch.device("cpu"), most
         self._tables: dict[Purpose, torch.Tensor] = {}
 
     def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
@@ -134,7 +146,7 @@ class Streams:
 
     def _gathered(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
         if purpose not in self._tables:
-            every = torch.arange(_OFFSETS)
+            every = torch.arange(self._most + 1)
             found = self._of_position(every) if purpose is Purpose.TARGET else self._of_step(purpose, every)
             self._tables[purpose] = devices.moved(found, self._device)
         return self._tables[purpose].gather(1, offsets.expand(len(self.starts), offsets.shape[-1]))

@@ -291,15 +291,16 @@ class Rows:
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
-    def streams(self, device: torch.device) -> Streams:
+    def streams(self, device: torch.device, most: int = 127) -> Streams:
         """Return the rows' random streams at their present lengths.
 
         Args:
             device: Device of the random numbers.
+            most: Largest offset of a uniform, if they are on a device.
         """
         seeds, starts, keys = torch.tensor([(row.seed, row.size, row.rng_key) for row in self]).view(-1, 3).unbind(1)
         noise = self.needs.shares_noise
-        return Streams(seeds, starts, keys=keys, level=self.level, shares_noise=noise, device=device)
+        return Streams(seeds, starts, keys=keys, level=self.level, shares_noise=noise, device=device, most=most)
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

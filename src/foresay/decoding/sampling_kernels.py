@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from foresay.decoding.devices import launching_on
+
 SPAN = 4096
 """Tokens of a program."""
 _BLOCK = 128
@@ -212,8 +214,9 @@ def likeliest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = torch.empty(count, parts, dtype=torch.int32, device=device)
     tokens = torch.empty(count, dtype=torch.int64, device=device)
     probability = torch.empty(count, dtype=torch.float32, device=device)
-    _peaks[(count, parts)](scores, tops, masses, best, vocab, SPAN=SPAN)
-    _likeliest[(count,)](tops, masses, best, tokens, probability, vocab, PARTS=parts, PARTS_PADDED=_padded(parts))
+    with launching_on(device):
+        _peaks[(count, parts)](scores, tops, masses, best, vocab, SPAN=SPAN)
+        _likeliest[(count,)](tops, masses, best, tokens, probability, vocab, PARTS=parts, PARTS_PADDED=_padded(parts))
     return tokens, probability
 
 
@@ -222,6 +225,11 @@ def probabilities(scores: torch.Tensor, temperature: torch.Tensor, cuts: Cuts) -
 
     scores: [N, V], contiguous. temperature: [N] float32, positive.
     """
+    with launching_on(scores.device):
+        return _probabilities(scores, temperature, cuts)
+
+
+def _probabilities(scores: torch.Tensor, temperature: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     (count, vocab), parts, device = scores.shape, _parts(scores), scores.device
     shared = {"PARTS": parts, "PARTS_PADDED": _padded(parts)}
     grid = (count, parts)
@@ -251,10 +259,19 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor) 
     (count, vocab), blocks = probs.shape, triton.cdiv(probs.shape[1], _BLOCK)
     sums = torch.empty(count, blocks, dtype=torch.float32, device=probs.device)
     tokens = torch.empty_like(rows)
-    _block_sums[(count, _parts(probs))](probs, sums, vocab, blocks, SPAN=SPAN, BLOCK=_BLOCK)
-    _inverse[(len(rows),)](
-        probs, sums, rows, uniform, tokens, vocab, blocks, BLOCK=_BLOCK, BLOCKS_PADDED=triton.next_power_of_2(blocks)
-    )
+    with launching_on(probs.device):
+        _block_sums[(count, _parts(probs))](probs, sums, vocab, blocks, SPAN=SPAN, BLOCK=_BLOCK)
+        _inverse[(len(rows),)](
+            probs,
+            sums,
+            rows,
+            uniform,
+            tokens,
+            vocab,
+            blocks,
+            BLOCK=_BLOCK,
+            BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        )
     return tokens
 
 

@@ -58,7 +58,8 @@ def step(
     clock.mark()
     with threads.all_threads(0 if output.logits is None else output.logits.numel()):
         distributions = output.distributions(rows, proposal)
-        verification = rule.verify(distributions, before_failures(proposal, distributions), rows.streams(target.device))
+        streams = rows.streams(target.device, proposal.width)
+        verification = rule.verify(distributions, before_failures(proposal, distributions), streams)
     for observer in observers:
         observer(rows, proposal, distributions, verification, output)
     committed, paths = commit(rows, proposal, verification, output, distributions)

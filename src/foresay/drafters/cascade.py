@@ -17,7 +17,7 @@ from foresay.checks import check_float, check_int
 from foresay.decoding.acceptance import Coupled, Lenience, Speculative
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.proposal import INVALID, Proposal, Verification
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import (
     Drafter,
@@ -368,6 +368,8 @@ class _VerifyingNode:
         kept = policy.kept(committed, distributions, [len(tokens) for tokens in builder.tokens])
         builder.add(committed, kept)
         builder.failure = proposal.failure or policy.failure or model.failure
+        if builder.failure is None and proposal.defects is not None and proposal.defects.found:
+            builder.failure = ValueError(INVALID)
         for i, (row, one) in enumerate(zip(viewed, steps, strict=True)):
             stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
             if stopped or one.finish_reason is not None or len(builder.tokens[i]) >= wanted[i]:

@@ -28,7 +28,7 @@ class DraftChain(Interruptible):
 
     def __init__(self, rows: Rows, room: Sequence[int], device: torch.device) -> None:
         """room: [B], largest number of draft tokens of each row."""
-        self._rows, self.room, self._streams = rows, room, rows.streams(device)
+        self._rows, self.room, self._streams = rows, room, rows.streams(device, max(room))
         self.ids = torch.empty(len(rows), 0, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self._limits = torch.tensor(room, device=device)

@@ -79,7 +79,7 @@ class BlockCache(FeatureCache):
         self._outputs, self._scores = self._blocks(rows, fed)
         device = self._outputs.device
         drafted = [_num_drafted(rows, i) for i in range(len(rows))]
-        self._first = torch.tensor(drafted, device=device)
+        self._first = to_device(drafted, device)
         self._drawn = 0
         self._states = torch.zeros(len(rows), 1, self.block.state_size, device=device)
         output = self._output(self._previous(rows, drafted, 0), torch.zeros_like(self._first)[:, None], self._states)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from foresay.decoding.proposal import Defects, Proposal, Verification
+from foresay.decoding.proposal import INVALID, Defects, Proposal, Verification
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelOutput, Move, UsesTargetCache
 from foresay.decoding.rows import Rows
@@ -154,7 +154,7 @@ class GuardedDrafter:
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Call the drafter's `observe`, unless drafting is paused."""
         if self._defects is not None and self._defects.found:
-            self._failed(ValueError("a drafted token, or the distribution it was drawn from, is invalid"))
+            self._failed(ValueError(INVALID))
         self._defects = None
         self._try(lambda: self.inner.observe(rows, verification, target))
 

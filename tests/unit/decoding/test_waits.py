@@ -17,6 +17,7 @@ from foresay.decoding import step as step_module
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput, ModelOutput
+from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.step import step
@@ -117,6 +118,17 @@ def test_a_copy_that_waits_is_counted() -> None:
     assert waits.count == 2
     with pytest.raises(NotImplementedError):
         torch.nonzero(torch.zeros(2, device=META))
+
+
+def test_uniforms_of_any_length_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([Row(i, [1, 2], SamplingParams(), seed=i, limit=20) for i in range(2)])
+    offsets = torch.tensor([[0, 200], [7, 3]])
+    cpu = torch.device("cpu")
+    expected = rows.streams(cpu).uniform(Purpose.ACCEPT, offsets), rows.streams(cpu).position_uniform(offsets)
+    monkeypatch.setattr(devices, "is_remote", lambda device: True)
+    streams = rows.streams(cpu, 200)
+    assert torch.equal(streams.uniform(Purpose.ACCEPT, offsets), expected[0])
+    assert torch.equal(streams.position_uniform(offsets), expected[1])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -127,7 +127,7 @@ class DraftModel(SlotCacheRows):
         on_cpu = self.device.type == "cpu" and not uses_kernels(self.device)
         if on_cpu and (quantized or linears.available(self.dtype, self.device)):
             return self._make(torch.cat(parts), None)
-        return DenseProduct(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous())
+        return DenseProduct(torch.cat(parts) if len(parts) > 1 or on_cpu else parts[0].contiguous())
 
     def _plain(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight that is not multiplied, on the target's device and in its dtype."""

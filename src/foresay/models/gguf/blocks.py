@@ -135,18 +135,26 @@ class FileWeights:
         return self._native([name], None)
 
     def _on_gpu(self, names: Sequence[str], bias: torch.Tensor | None, device: torch.device) -> Any | None:
-        from foresay.models.gpu.blocks import KINDS, BlockProduct, StackedProduct
+        """Return the product of weights of which some are in types that the kernels read; the others are numbers in it."""
+        from foresay.models.gpu.blocks import KINDS, BlockProduct, NumberProduct, StackedProduct
 
-        stored = [self._stored(name) for name in names]
-        if any(one is None or one.kind not in KINDS for one in stored):
+        stored = [one for one in map(self._stored, names) if one is not None]
+        if len(stored) < len(names) or not any(one.kind in KINDS for one in stored):
             return None
-        weight = concatenated([self.get(name) for name in names])
-        if weight is None:
-            return None
-        rows = [one.shape[0] for one in weight.stored]
+        rows = [one.shape[0] for one in stored]
         biases = [None] * len(rows) if bias is None else torch.split(bias, rows)
-        each = zip(weight.stored, biases, strict=True)
-        parts = [BlockProduct(one.kind, one.data, self.dtype, device, b) for one, b in each]
+        parts: list[Any] = []
+        for name, own in zip(names, biases, strict=True):
+            weight = self.get(name)
+            assert weight is not None
+            if isinstance(weight, BlockWeight) and weight.stored[0].kind in KINDS:
+                [one] = weight.stored
+                parts.append(BlockProduct(one.kind, one.data, self.dtype, device, own))
+            else:
+                bias_there = None if own is None else own.to(device, self.dtype)
+                parts.append(NumberProduct(weight.dense(self.dtype).to(device), bias_there))
+        if len({part.in_features for part in parts}) > 1:
+            concatenated([self.get(name) for name in names])  # refuses them
         return parts[0] if len(parts) == 1 else StackedProduct(parts)
 
     def _native(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:

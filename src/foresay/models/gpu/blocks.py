@@ -2,7 +2,7 @@
 
 A program multiplies the tokens by the levels of one group at a time, integers that are exact in the formats of tensor cores, and
 adds the sums times the group's scale: each weight keeps the value that the file states. One tile and one order of sums serve 1 to
-64 tokens, as in product.py. A prompt of more is multiplied by dequantized weights instead.
+64 tokens, and more in groups of 64, as in product.py. Only very long passes are multiplied by dequantized weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from foresay.models.gpu.product import OUTPUTS, TOKENS, parts_of, reduced
+from foresay.decoding.devices import launching_on
+from foresay.models.gpu.product import OUTPUTS, TOKENS, parts_of, product, reduced
 
 KINDS = {"Q8_0": (8, 32, 0, 0), "Q4_0": (4, 32, 8, 0), "Q4_K": (4, 32, 0, 8), "Q6_K": (6, 16, 32, 16)}
 """Types of GGUF files: bits of a level, weights of a group, the level that stands for 0, and the groups that share a scale of
 their scales, 0 if they have none."""
+MOST = 512
+"""Tokens beyond which weights are dequantized: they are read once for each 64 of fewer, and a copy takes memory."""
 _QUAD = 4
 """Groups of one step of the inner dimension."""
 
@@ -113,7 +116,8 @@ class BlockProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., in] -> [..., out]."""
         flat = x.reshape(-1, self.in_features)
-        out = self._skinny(flat.contiguous()) if len(flat) <= TOKENS else F.linear(flat, self.dense(), self.bias)
+        with launching_on(x.device):
+            out = self._skinny(flat.contiguous()) if len(flat) <= MOST else F.linear(flat, self.dense(), self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
     def _skinny(self, states: torch.Tensor) -> torch.Tensor:
@@ -146,10 +150,33 @@ class BlockProduct:
         return out.view(self.out_features, self.in_features).to(self.dtype)
 
 
+class NumberProduct:
+    """A frozen product of unquantized weights, next to those of other types."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """weight: [out, in]. bias: [out]."""
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.bias, self.dtype, self.nbytes = weight.contiguous(), bias, weight.dtype, weight.nbytes
+        self.bits = 8.0 * weight.element_size()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in] -> [..., out]."""
+        flat = x.reshape(-1, self.in_features).contiguous()
+        with launching_on(x.device):
+            out = (
+                product(flat, self.weight, self.bias) if len(flat) <= TOKENS else F.linear(flat, self.weight, self.bias)
+            )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def dense(self) -> torch.Tensor:
+        """Return the weights in plain layout, [out, in]."""
+        return self.weight
+
+
 class StackedProduct:
     """Products of the same input, one after the other: tensors of several types that are multiplied jointly."""
 
-    def __init__(self, parts: Sequence[BlockProduct]) -> None:
+    def __init__(self, parts: Sequence[BlockProduct | NumberProduct]) -> None:
         self._parts = parts
         self.in_features, self.out_features = parts[0].in_features, sum(one.out_features for one in parts)
         self.dtype, self.nbytes = parts[0].dtype, sum(one.nbytes for one in parts)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from foresay.decoding import sampling_kernels
 from foresay.decoding.chains import Drawn, Sampling, widened
-from foresay.decoding.devices import moved, to_device
+from foresay.decoding.devices import launching_on, moved, to_device
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_kernels import Cuts
 from foresay.models.gpu.flat import FIELDS, Buffers, FlatTokens, size_of
@@ -44,7 +44,8 @@ def _settle(chosen, ids, drawn, token_ids, fields, steps, left, size, MOST: tl.c
     tl.store(token_ids + row, token)
     tl.store(steps + row, step + 1)
     tl.store(left + row, rest - 1)
-    moves = tl.where(is_row & (step > 0), 1, 0)  # the first token's position is that of the first pass
+    # the first token's position is that of the first pass; a row without another token stays where it is
+    moves = tl.where(is_row & (step > 0) & (rest > 0), 1, 0)
     for field in tl.static_range(1, 5):  # positions, slots, firsts, ends
         value = tl.load(fields + field * size + row) + moves
         if field == 2:
@@ -55,9 +56,9 @@ def _settle(chosen, ids, drawn, token_ids, fields, steps, left, size, MOST: tl.c
 class _Rows:
     """The state of chains of a number of rows, at fixed addresses."""
 
-    def __init__(self, buffers: Buffers, like: torch.Tensor, num_scores: int, of_kind: Sequence[torch.Tensor]) -> None:
-        """buffers: inputs of a pass. like: [0, H], of the states. of_kind: what a kind of chain reads and overwrites, too."""
-        size, device = buffers.size, like.device
+    def __init__(self, buffers: Buffers, num_scores: int, of_kind: Sequence[torch.Tensor]) -> None:
+        """buffers: inputs of a pass. of_kind: what a kind of chain reads, too; a step overwrites the last of it."""
+        size, device = buffers.size, buffers.token_ids.device
         self.size, self.buffers, self.of_kind, self._num_scores = size, buffers, list(of_kind), num_scores
         self.drawn = torch.zeros(size, MOST, dtype=torch.int64, device=device)
         self.steps = torch.zeros(size, dtype=torch.int32, device=device)
@@ -97,7 +98,7 @@ class _Rows:
         """The state that a step reads and overwrites."""
         at = self.buffers
         features = [] if at.features is None else [at.features]
-        return [*self.of_kind, *features, self.drawn, self.steps, self.left, at.fields, at.token_ids]
+        return [self.of_kind[-1], *features, self.drawn, self.steps, self.left, at.fields, at.token_ids]
 
 
 class _Chains(ABC):
@@ -112,7 +113,7 @@ class _Chains(ABC):
 
     @abstractmethod
     def _of_kind(self, size: int) -> list[torch.Tensor]:
-        """Make what a step of a number of rows reads and overwrites, beyond the state of all kinds."""
+        """Make what a step of a number of rows reads beyond the state of all kinds; it overwrites the last tensor."""
 
     @abstractmethod
     def _scores(self, state: _Rows, *, first: bool) -> torch.Tensor:
@@ -121,7 +122,7 @@ class _Chains(ABC):
     def _state(self, size: int) -> _Rows:
         if size not in self._rows:
             buffers = self._passes.buffers(size)
-            self._rows[size] = _Rows(buffers, self._passes.decoder.like, self._num_scores, self._of_kind(size))
+            self._rows[size] = _Rows(buffers, self._num_scores, self._of_kind(size))
         return self._rows[size]
 
     def _tokens(self, rows: Sequence[int], slots: npt.NDArray[np.int64]) -> FlatTokens:
@@ -140,10 +141,11 @@ class _Chains(ABC):
         if sampling is not None:
             state.set_sampling(sampling, rows)
             kinds, probs = sampling.kinds, state.probs.new_empty(most, count, self._num_scores)
-        for step in range(most):
-            self._replay(state, first=step == 0, kinds=kinds)()
-            if probs is not None:
-                probs[step].copy_(state.probs[:count], non_blocking=True)
+        with launching_on(state.drawn.device):
+            for step in range(most):
+                self._replay(state, first=step == 0, kinds=kinds)()
+                if probs is not None:
+                    probs[step].copy_(state.probs[:count], non_blocking=True)
         drawn = state.drawn[:count, :most].clone()
         if count < len(room):
             every = drawn.new_zeros(len(room), most)
@@ -281,7 +283,8 @@ class BlockChains(_Chains):
     def _of_kind(self, size: int) -> list[torch.Tensor]:
         like, length = self._passes.decoder.like, self._length
         scores = like.new_zeros(size, length, self._num_scores)
-        return [like.new_zeros(size, length, like.shape[1]), scores, like.new_zeros(size, self._state_size)]
+        states = torch.zeros(size, self._state_size, device=like.device)  # float32, as where a token is drawn by itself
+        return [like.new_zeros(size, length, like.shape[1]), scores, states]
 
     def _scores(self, state: _Rows, *, first: bool) -> torch.Tensor:
         outputs, scores, states = state.of_kind

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foresay.decoding.devices import moved
+from foresay.decoding.devices import launching_on, moved
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu.attention import PAGE, tokens_per_tile
 from foresay.models.gpu.flat import Buffers, FlatTokens, PageTable, size_of
@@ -122,15 +122,16 @@ class PagedPasses:
         tokens = FlatTokens.of(model_input, cache, self._tile)
         self.table.update(cache.pages)
         size = size_of(len(tokens)) if captured else None
-        if size is None:
-            buffers = self.buffers(len(tokens))
-            buffers.fill(tokens, model_input.token_ids, model_input.features)
-            out = self._run(buffers, model_input.hidden_layers, scored)
-        else:
-            recording = self._recording(size, model_input.hidden_layers, scored)
-            recording.buffers.fill(tokens, model_input.token_ids, model_input.features)
-            out = recording.replay()
-            self.replays += 1
+        with launching_on(self.table.pages.device):
+            if size is None:
+                buffers = self.buffers(len(tokens))
+                buffers.fill(tokens, model_input.token_ids, model_input.features)
+                out = self._run(buffers, model_input.hidden_layers, scored)
+            else:
+                recording = self._recording(size, model_input.hidden_layers, scored)
+                recording.buffers.fill(tokens, model_input.token_ids, model_input.features)
+                out = recording.replay()
+                self.replays += 1
         for i, count in enumerate(model_input.num_tokens):
             cache.lengths[model_input.first_row + i] += count
         return torch.from_numpy(tokens.columns), out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
@@ -25,7 +26,7 @@ from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores, Stores, give
 from foresay.models.huggingface.fused import FusedDecoder, state_of
-from foresay.models.huggingface.graphs import Capture, CudaGraphs, GraphedPasses
+from foresay.models.huggingface.graphs import SWITCH, Capture, CudaGraphs, GraphedPasses, Replay
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 
 if TYPE_CHECKING:  # at run time this would import Triton
@@ -125,8 +126,19 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def capture_on(device: torch.device) -> Capture:
-    """Return the capture function of a device; where there are no graphs, a pass is repeated as it is."""
-    return CudaGraphs(device) if device.type == "cuda" else lambda run: run
+    """Return the capture function of a device; a pass that is not captured is repeated as it is."""
+    if device.type != "cuda" or os.environ.get(SWITCH) == "0":
+        return lambda run: run
+    graphs = CudaGraphs(device)
+
+    def capture(run: Replay) -> Replay:
+        try:
+            return graphs(run)
+        except Exception as error:  # operations may fail to be captured in any way
+            logger.warning("a pass is not captured as a CUDA graph: %s: %s", type(error).__name__, error)
+            return run
+
+    return capture
 
 
 class CausalModel(TransformersModel):

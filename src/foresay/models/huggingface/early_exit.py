@@ -98,7 +98,8 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
             )
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copy_path(model.model, path.split(".")[:-1])
-    rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, FrozenLinear)
+    rows = weight[columns].to(model.model.dtype)
+    frozen = isinstance(head, FrozenLinear) and rows.device.type == "cpu"
     _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
     return _wrap(model, short, VocabularySubset.of(kept, model.vocab_size))
 

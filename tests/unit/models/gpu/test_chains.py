@@ -199,6 +199,25 @@ def test_convolutions_that_reach_another_row_are_found(monkeypatch: pytest.Monke
         test_drafts_are_those_of_single_passes("DFlash2", SAMPLED, monkeypatch)
 
 
+class Longer(ConstantLength):
+    """A policy of another package, whose drafts may be longer than those of ours."""
+
+    def budget(self, rows: Rows) -> list[int]:
+        return [70 for _ in rows]
+
+
+@torch.inference_mode()
+def test_longer_chains_than_a_captured_one_are_drawn_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = made(monkeypatch, pages=True)
+    drafter = drafter_of("head", target, monkeypatch, True)
+    monkeypatch.setattr(drafter.context, "draw_chains", None)
+    drawn = []
+    monkeypatch.setattr(ModelDrafter, "_draw", lambda self, chain, *_: drawn.append(chain.room))
+    params = foresay.SamplingParams(max_new_tokens=80, ignore_eos=True)
+    run(target, PROMPTS[2:], [params], drafter=drafter, policy=Longer(3), enough=1)
+    assert drawn[0] == [70]
+
+
 @torch.inference_mode()
 def test_steps_are_captured_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     target = made(monkeypatch, pages=True)

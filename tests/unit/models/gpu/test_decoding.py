@@ -96,3 +96,26 @@ def test_weights_that_the_kernels_do_not_read_are_refused(model: CausalModel) ->
     model.fused._head = Joined(model.model.lm_head.weight.detach().T.contiguous().T, None)
     with pytest.raises(LookupError, match=r"do not read weights of torch\.float32 with strides \(1, 61\)"):
         model.fused.on_pages(64)
+
+
+def test_a_pass_that_is_not_captured_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Because its capture failed, or because FORESAY_GRAPHS=0 turns captures off."""
+
+    class Refusing:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def __call__(self, run: passes.Replay) -> passes.Replay:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def run() -> passes.Outputs:
+        return None, {}
+
+    monkeypatch.setattr(causal, "CudaGraphs", Refusing)
+    gpu = torch.device("cuda")
+    assert causal.capture_on(gpu)(run) is run and "not permitted" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("FORESAY_GRAPHS", "0")
+    assert causal.capture_on(gpu)(run) is run and not caplog.text

@@ -22,14 +22,16 @@ from helpers.gguf_files import write_gguf
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "value_type"), [(False, "Q8_0"), (True, "Q8_0"), (False, "Q5_0"), (False, "F32")])
 @torch.inference_mode()
-def test_scores_are_those_of_the_file_s_numbers(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two types in one product, rows in Llama's order, an output layer that is the embedding."""
+def test_scores_are_those_of_the_file_s_numbers(
+    tied: bool, value_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two types in one product, one of which the kernels may not read; rows in Llama's order; tied embeddings."""
     monkeypatch.setattr(attention, "SPLITS", 1)
     monkeypatch.setattr(passes, "MAX_ROWS", 2)
     model = make("llama", tie_word_embeddings=tied, num_hidden_layers=1, intermediate_size=64, vocab_size=264)
-    path = write_gguf(tmp_path / "model.gguf", model, {"attn_v": "Q8_0", "attn_norm": "F32"}, kind="Q4_0")
+    path = write_gguf(tmp_path / "model.gguf", model, {"attn_v": value_type, "attn_norm": "F32"}, kind="Q4_0")
     header = checked_header(path)
     numbers: Any = CausalModel(model_of_file(header, config_of(header), torch.float32, in_blocks=False))
     ids = torch.tensor([[3, 5, 7, 11]])
