@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from foresay.decoding.proposal import Proposal
+from foresay.decoding.proposal import INVALID, Proposal
 
 
 class Interruptible:
@@ -56,6 +56,8 @@ class ProposalBuilder(Interruptible):
             counts: [B] number of tokens to append, the first ones; None for all.
         """
         self.failure = self.failure or proposal.failure
+        if self.failure is None and proposal.defects is not None and bool(proposal.defects.rows.any()):
+            self.failure = ValueError(INVALID)
         counts = proposal.num_tokens if counts is None else counts
         if not any(counts):
             return

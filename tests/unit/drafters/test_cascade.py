@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foresay.decoding import devices
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
@@ -63,6 +64,16 @@ def test_ragged_budgets_are_kept() -> None:
     ]
     assert cascade.propose(rows, [0, 0, 0, 0], POLICY).width == 0
     assert [len(part.asked) for part in parts] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_invalid_token_of_a_part_is_reported(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host knows it, and where a device does: the part's tokens are reviewed by a model."""
+    monkeypatch.setattr(devices, "is_remote", lambda device: on_device)
+    model = ModelDrafter(whole(), SIZE, sample=False)
+    cascade = Cascade([model, Counted([SIZE + 7])], [[2, 0], [0, 2]])
+    out = cascade.propose(begun(cascade), [64], POLICY)
+    assert isinstance(out.failure, ValueError) and lists(out)[0] and max(lists(out)[0]) < SIZE
 
 
 def test_the_sources_semantics() -> None:
