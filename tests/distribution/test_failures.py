@@ -17,13 +17,13 @@ import pytest
 import torch
 from scipy import stats
 
-from foresay.decoding import step as step_module
+from foresay.decoding import clock
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.decoding.stopping import DraftStep
+from foresay.decoding.stopping import Stopping
 from foresay.drafters import ModelDrafter, ModelTreeDrafter, tree
 from foresay.drafters.proposal_builder import Interruptible
 from foresay.drafters.shortening import Shortening
@@ -135,15 +135,15 @@ def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budge
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
     """Control: a node without children ends in an exception, which loses the tree."""
-    intact = tree._best
+    intact = tree.Grower._expand
 
-    def best(trees: list[tree.Tree], places: list[list[int]], distributions: Distributions) -> DraftStep | None:
-        for one, some in zip(trees, places, strict=True):
+    def expand(self: tree.Grower, places: list[list[int]], distributions: Distributions, stopping: Stopping) -> None:
+        intact(self, places, distributions, stopping)
+        for one, some in zip(self._trees, places, strict=True):
             if some:
                 one.parents.index(max(some, key=lambda slot: one.scores[slot]) - 1)
-        return intact(trees, places, distributions)
 
-    monkeypatch.setattr(tree, "_best", best)
+    monkeypatch.setattr(tree.Grower, "_expand", expand)
     monkeypatch.setattr(Interruptible, "keeping", _raises_on)
     seen, failures = first_tokens(lambda: wide(2, 2), "speculative", SAMPLES, budget=4)
     assert failures > SAMPLES / 10 and p_value(seen) < ALPHA
@@ -175,7 +175,7 @@ def test_a_draft_that_is_slow_after_a_token(rule: str, policy: Callable[[], Leng
     """Lengths that follow measured time are learned from tokens that were drawn, over many requests."""
     draft, shared, seen = Slow(), policy(), Counter[int]()
     ticks = itertools.count()
-    monkeypatch.setattr(step_module, "perf_counter", lambda: draft.now + next(ticks) * 1e-4)
+    monkeypatch.setattr(clock, "perf_counter", lambda: draft.now + next(ticks) * 1e-4)
     for seed in range(SAMPLES):
         engine = Engine(EVEN, ModelDrafter(draft, VOCAB), make_rule(rule), shared)
         engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))

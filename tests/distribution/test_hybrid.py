@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from foresay.decoding import step as step_module
+from foresay.decoding import clock
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ LOOKUPS = {"max_gram": MaxGram, "suffix": lambda: SuffixDrafter(Memory(max_token
 def _virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting takes no time and a pass a millisecond, so that n-gram drafters are free: a step reads its clock four times."""
     calls = itertools.count()
-    monkeypatch.setattr(step_module, "perf_counter", lambda: (lambda n: n // 4 + (n % 4 > 1))(next(calls)) * 1e-3)
+    monkeypatch.setattr(clock, "perf_counter", lambda: (lambda n: n // 4 + (n % 4 > 1))(next(calls)) * 1e-3)
 
 
 def value(lookup: str, rule: str, policy: LengthPolicy, *, greedy_too: bool = False) -> tuple[float, int]:

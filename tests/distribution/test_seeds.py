@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from foresay.decoding import step as step_module
+from foresay.decoding import clock
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Drafter, LengthPolicy
@@ -64,7 +64,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 def second_requests(policy: Callable[[], LengthPolicy], drafter: str, rule: str, monkeypatch: Patch) -> Counter[int]:
     """First tokens of second requests with the seed and policy of a first one, on a virtual clock."""
     ticks = itertools.count()
-    monkeypatch.setattr(step_module, "perf_counter", lambda: next(ticks) * 1e-3)
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(ticks) * 1e-3)
     out: Counter[int] = Counter()
     for seed in range(SAMPLES):
         shared = policy()

@@ -24,6 +24,7 @@ EXTRAS = {
     "text/grammar_library": "server",
     "integrations/lm_eval": "eval",
     "models/gpu": "gpu",
+    "decoding/sampling_kernels": "gpu",
     "models/llama_cpp": "llamacpp",
     "workers/ray": "ray",
 }
