@@ -182,7 +182,8 @@ class DraftModel(SlotCacheRows):
         self, layers: Sequence[GatedLayer], activation: str, states: StatesOf, *, features: bool
     ) -> PagedPasses | None:
         """Return passes over pages of these layers, if the target's are. states, features: see Decoder."""
-        target, table = self.target.paged, self._rotary_table.until(self.max_length)
+        target = self.target.paged
+        table = None if target is None else self._rotary_table.until(self.max_length)
         if target is None or table is None:
             return None
         from foresay.models.gpu.layers import PagedLayers, check_linear, linear
