@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -51,7 +52,7 @@ class Clock:
     def parts(self) -> list[float]:
         """Seconds of each part up to the last mark, which the device must have reached."""
         out = []
-        for (one, began, before), (other, ended, after) in zip(self._marks, self._marks[1:], strict=False):
+        for (one, began, before), (other, ended, after) in pairwise(self._marks):
             if other is not None:  # on another GPU than the one that was read, it may be about to be reached
                 other.synchronize()
             took = ended - began if one is None else one.elapsed_time(other) / 1000

@@ -238,7 +238,7 @@ def _probabilities(scores: torch.Tensor, temperature: torch.Tensor, cuts: Cuts) 
     out = torch.empty(count, vocab, dtype=torch.float32, device=device)
     _peaks[grid](scores, tops, sums, best, vocab, SPAN=SPAN)
     _weigh[grid](scores, tops, temperature, out, sums, vocab, SPAN=SPAN, **shared)
-    if cuts != Cuts():
+    if any(one is not None for one in (cuts.top_k, cuts.top_p, cuts.min_p)):
         thresholds = torch.zeros(count, dtype=torch.int32, device=device)
         if cuts.top_k is not None:
             goals = torch.where(cuts.top_k > 0, cuts.top_k, vocab + 1).float()

@@ -140,10 +140,10 @@ def test_tokens_are_those_of_the_host(setting: str, rule: str, monkeypatch: pyte
         SamplingParams(max_new_tokens=12, seed=i, ignore_eos=True, **one) for i, one in enumerate(SETTINGS[setting])
     ]
     prompts = [[1, 2], [3]]
-    guesses = [[5] * 12, [7, 7, 2] * 4]
+    drafts = [[5] * 12, [7, 7, 2] * 4]
 
     def tokens() -> list[list[int]]:
-        drafters = (Sometimes(guesses, VOCAB), None)
+        drafters = (Sometimes(drafts, VOCAB), None)
         return [
             one
             for drafter in drafters
