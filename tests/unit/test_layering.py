@@ -76,7 +76,7 @@ INSIDE = {
         {"files"},
     ],
     "models/huggingface": [
-        {"config_sizes"},
+        {"config_sizes", "paged_chains"},
         {"attention"},
         {"operations"},
         {"frozen"},

@@ -69,7 +69,7 @@ class DrawsChains(Protocol):
             sampling: None takes the likeliest tokens.
 
         Returns:
-            The chains; None if there are more rows than it can draw for at once. Then nothing was read.
+            The chains; None if there are more rows, or longer chains, than it draws at once. Then nothing was read.
         """
         ...
 

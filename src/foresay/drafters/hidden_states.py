@@ -115,7 +115,7 @@ class BlockCache(FeatureCache):
         outputs, scores = self._blocks(rows, [n > 0 for n in room])
         last = to_device([int(row.committed.tokens[-1]) for row in rows], outputs.device)
         self.model.row_passes += sum(n > 0 for n in room)
-        return self.block.draw_chains(last, outputs, scores, room, sampling)
+        return self.block.draw_tokens(last, outputs, scores, room, sampling)
 
     def _previous(self, rows: Rows, drafted: Sequence[int], step: int) -> torch.Tensor:
         """Return the token before that at an index of each row's block, [B, 1] int64. drafted: tokens of its block it has."""

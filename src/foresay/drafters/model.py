@@ -104,8 +104,6 @@ class ModelDrafter(Drafter):
         needs, room = rows.needs, [max(0, n) for n in room]
         if not self.context.draws_chains or not is_plain(rows, stopping) or needs.confidence or needs.shares_noise:
             return None
-        if max(room) > MAX_DRAFT_TOKENS:  # by a policy of another package
-            return None
         device = self.context.model.device
         sampling = sampling_of(rows, device, max(room)) if self.samples else None
         drawn = self.context.draw_chains(viewed, room, sampling)

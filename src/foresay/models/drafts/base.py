@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.devices import launching_on, uses_kernels
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
@@ -238,7 +238,8 @@ class DraftModel(SlotCacheRows):
         if self.paged is not None:
             from foresay.models.gpu.layers import linear
 
-            return linear(product, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], product.out_features)
+            with launching_on(self.device):
+                return linear(product, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], product.out_features)
         if self._native is not None or self.device.type != "cpu":
             return product(x)
         flat = x.reshape(-1, x.shape[-1])

@@ -245,10 +245,10 @@ class BlockModel(DraftModel):
 
     @property
     def draws_chains(self) -> bool:
-        """True if `draw_chains` is possible."""
+        """True if `draw_tokens` is possible."""
         return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
 
-    def draw_chains(
+    def draw_tokens(
         self,
         last: torch.Tensor,
         outputs: torch.Tensor,

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import LlamaConfig
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -35,13 +34,13 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.fused import padded
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
+from foresay.models.huggingface.paged_chains import PagedChains
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.chains import DecoderChains
     from foresay.models.gpu.flat import Buffers
     from foresay.models.gpu.layers import PagedLayers, Turns
     from foresay.models.gpu.pages import PagePool
-    from foresay.models.gpu.passes import States
+    from foresay.models.gpu.passes import PagedPasses, States
 
 
 class HeadModule(DraftModule):
@@ -168,7 +167,7 @@ class HeadAttention(Projections):
         return attended
 
 
-class HeadModel(DraftModel):
+class HeadModel(DraftModel, PagedChains):
     """A draft head, bound to the target that it was trained for.
 
     Its input at each position is a pair: a token, and in `ModelInput.features` [B, T, D] the features of the target's hidden
@@ -195,7 +194,6 @@ class HeadModel(DraftModel):
         self._chain = self._compiled_chain()
         activation = str(config.layer.get("hidden_act", "silu"))
         self.paged = self._on_pages([self._layer], activation, self._states, features=True)
-        self._chains: DecoderChains | None = None
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
         """Run a pass over pages."""
@@ -211,24 +209,11 @@ class HeadModel(DraftModel):
         normed, _ = layers.run(x, at, pool, turns, first=read)
         return normed, {NEXT: normed if self._feeds_norm else x, LAST: normed}
 
-    @property
-    def draws_chains(self) -> bool:
-        """See DrawsChains."""
-        return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
+    def _passes(self) -> PagedPasses | None:
+        return self.paged
 
-    def draw_chains(
-        self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
-    ) -> Drawn | None:
-        """See DrawsChains."""
-        from foresay.models.gpu.chains import DecoderChains
-
-        assert self.paged is not None
-        if self._chains is None:
-            ids = None if self.subset is None else self.subset.token_ids
-            self._chains = DecoderChains(
-                self.paged, outputs=LAST, nexts=NEXT, token_ids=ids, vocab_size=self.vocab_size
-            )
-        return self._chains.draw(known, cache, room, sampling)
+    def _chain_states(self) -> tuple[int, int | None]:
+        return LAST, NEXT
 
     def _compiled_chain(self) -> NativeChain | None:
         table = table_of(self._embed)

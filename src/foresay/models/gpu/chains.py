@@ -106,7 +106,7 @@ class _Chains(ABC):
 
     def __init__(self, passes: PagedPasses, num_scores: int, token_ids: torch.Tensor | None, vocab_size: int) -> None:
         """token_ids: [num_scores] int64, the token of each score; None if both are the same."""
-        self._passes, self._num_scores = passes, num_scores
+        self.passes, self._num_scores = passes, num_scores
         self._token_ids, self._vocab_size = token_ids, vocab_size
         self._rows: dict[int, _Rows] = {}
         self._replays: dict[tuple[int, bool, tuple[bool, bool, bool] | None], Replay] = {}
@@ -121,7 +121,7 @@ class _Chains(ABC):
 
     def _state(self, size: int) -> _Rows:
         if size not in self._rows:
-            buffers = self._passes.buffers(size)
+            buffers = self.passes.buffers(size)
             self._rows[size] = _Rows(buffers, self._num_scores, self._of_kind(size))
         return self._rows[size]
 
@@ -158,7 +158,7 @@ class _Chains(ABC):
         key = (state.size, first, kinds)
         if key not in self._replays:
             saved = [one.clone() for one in state.changed]
-            self._replays[key] = self._passes.captured(lambda: self._step(state, first, kinds))
+            self._replays[key] = self.passes.captured(lambda: self._step(state, first, kinds))
             for one, before in zip(state.changed, saved, strict=True):  # capturing runs the step
                 one.copy_(before)
         return self._replays[key]
@@ -192,7 +192,7 @@ class DecoderChains(_Chains):
         """Draw chains; see DrawsChains.draw_chains. Raises OutOfMemoryError if the pool has too few pages."""
         rows = [i for i, n in enumerate(room) if n]
         size = size_of(len(rows))
-        if size is None:
+        if size is None or max(room) > MOST:
             return None
         for i in rows:
             cache.reserve(i, known.num_tokens[i] + room[i] - 1)
@@ -208,7 +208,7 @@ class DecoderChains(_Chains):
     ) -> None:
         """Run the pass over the known tokens, and let each row's first draft token follow them."""
         given = dataclasses.replace(known, logits=Logits.NONE, hidden_layers=self._keys)
-        _, (_, hidden) = self._passes.flat(given, cache, scored=False, captured=True)
+        _, (_, hidden) = self.passes.flat(given, cache, scored=False, captured=True)
         ends = np.cumsum(np.array(known.num_tokens))[list(rows)] - 1
         last = moved(torch.from_numpy(ends), hidden[self._outputs].device)
         (normed,), count = state.of_kind[:1], len(rows)
@@ -218,13 +218,13 @@ class DecoderChains(_Chains):
         state.begin(tokens, state.drawn.new_zeros(count, 1), [room[i] - 1 for i in rows], features)
 
     def _of_kind(self, size: int) -> list[torch.Tensor]:
-        like = self._passes.decoder.like
+        like = self.passes.decoder.like
         return [like.new_zeros(size, like.shape[1])]
 
     def _scores(self, state: _Rows, *, first: bool) -> torch.Tensor:
-        decoder, at, normed = self._passes.decoder, state.buffers, state.of_kind[0]
+        decoder, at, normed = self.passes.decoder, state.buffers, state.of_kind[0]
         if not first:
-            _, hidden = decoder.states(at, self._passes.pool, self._keys)
+            _, hidden = decoder.states(at, self.passes.pool, self._keys)
             normed.copy_(hidden[self._outputs])
             if at.features is not None and self._nexts is not None:
                 at.features.copy_(hidden[self._nexts])
@@ -268,7 +268,7 @@ class BlockChains(_Chains):
         """
         rows = [i for i, n in enumerate(room) if n]
         size = size_of(len(rows))
-        if size is None:
+        if size is None or max(room) > MOST:
             return None
         state, count = self._state(size), len(rows)
         index = to_device(rows, outputs.device)
@@ -281,7 +281,7 @@ class BlockChains(_Chains):
         return self._draw(state, room, sampling)
 
     def _of_kind(self, size: int) -> list[torch.Tensor]:
-        like, length = self._passes.decoder.like, self._length
+        like, length = self.passes.decoder.like, self._length
         scores = like.new_zeros(size, length, self._num_scores)
         states = torch.zeros(size, self._state_size, device=like.device)  # float32, as where a token is drawn by itself
         return [like.new_zeros(size, length, like.shape[1]), scores, states]

@@ -18,7 +18,6 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.devices import uses_kernels
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
@@ -28,9 +27,9 @@ from foresay.models.cache.stores import RowStores, Stores, give
 from foresay.models.huggingface.fused import FusedDecoder, state_of
 from foresay.models.huggingface.graphs import SWITCH, Capture, CudaGraphs, GraphedPasses, Replay
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
+from foresay.models.huggingface.paged_chains import PagedChains
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.chains import DecoderChains
     from foresay.models.gpu.passes import PagedPasses
 
 logger = logging.getLogger("foresay")
@@ -141,7 +140,7 @@ def capture_on(device: torch.device) -> Capture:
     return capture
 
 
-class CausalModel(TransformersModel):
+class CausalModel(TransformersModel, PagedChains):
     """A decoder-only transformers model that scores ragged rows."""
 
     rewinds_states: bool = False
@@ -165,8 +164,6 @@ class CausalModel(TransformersModel):
         self._body = model.base_model
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
-        self._chains: DecoderChains | None = None
-        """Chains drafted over pages, if this model drafts."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
         self._spare: list[Stores] = []
@@ -181,7 +178,7 @@ class CausalModel(TransformersModel):
 
         cache_dtype: of keys and values; None for the model's.
         """
-        self.fused, self._chains = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit), None
+        self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
         if uses_kernels(self.device):
             self.fused.paged = self._on_pages(self.fused)
         if self.fused.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
@@ -223,24 +220,11 @@ class CausalModel(TransformersModel):
         """Bytes of the model's devices that are not in use."""
         return super().free_bytes()
 
-    @property
-    def draws_chains(self) -> bool:
-        """See DrawsChains."""
-        return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
+    def _passes(self) -> PagedPasses | None:
+        return self.paged
 
-    def draw_chains(
-        self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
-    ) -> Drawn | None:
-        """See DrawsChains."""
-        from foresay.models.gpu.chains import DecoderChains
-
-        assert self.paged is not None
-        if self._chains is None:
-            ids = None if self.subset is None else self.subset.token_ids
-            self._chains = DecoderChains(
-                self.paged, outputs=self.num_layers, nexts=None, token_ids=ids, vocab_size=self.vocab_size
-            )
-        return self._chains.draw(known, cache, room, sampling)
+    def _chain_states(self) -> tuple[int, int | None]:
+        return self.num_layers, None
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """See TransformersModel."""

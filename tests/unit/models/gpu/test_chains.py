@@ -210,7 +210,6 @@ class Longer(ConstantLength):
 def test_longer_chains_than_a_captured_one_are_drawn_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     target = made(monkeypatch, pages=True)
     drafter = drafter_of("head", target, monkeypatch, True)
-    monkeypatch.setattr(drafter.context, "draw_chains", None)
     drawn = []
     monkeypatch.setattr(ModelDrafter, "_draw", lambda self, chain, *_: drawn.append(chain.room))
     params = foresay.SamplingParams(max_new_tokens=80, ignore_eos=True)
