@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from numbers import Integral, Real
 from typing import Any
@@ -38,6 +39,21 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError("must be true or false", param=name, value=value)
     return value
+
+
+def gigabytes(variable: str, default: float) -> float:
+    """Return the bytes of a number of gigabytes in an environment variable, or of the default without it.
+
+    Raises ConfigError for another text.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        found = float(text) if text else default
+    except ValueError:
+        found = math.nan
+    if text and not 0 <= found < math.inf:
+        raise ConfigError("must be a number of gigabytes", param=variable, value=text)
+    return found * 1e9
 
 
 def check_choice(name: str, value: Any, known: tuple[str, ...]) -> str:

@@ -41,10 +41,16 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         (
             attention._partial,
             HEADS
-            | {"GROUP": group, "GROUP_PADDED": 4, "TOKENS": 4, "SPLITS": attention.SPLITS, "NODES": attention.NODES}
+            | {
+                "GROUP": group,
+                "GROUP_PADDED": 4,
+                "TOKENS": tokens,
+                "SPLITS": attention.SPLITS,
+                "NODES": attention.NODES,
+            }
             | {"HAS_CAP": capped, "HAS_WINDOW": capped},
         )
-        for group, capped in ((4, False), (3, True))
+        for group, capped, tokens in ((4, False, 4), (3, True, 4), (4, False, 32))
     ),
     *(
         (attention._combine, {"HEADS": 32, "DIM": 128, "DIM_PADDED": 128, "SPLITS": attention.SPLITS, "HAS_SINKS": on})

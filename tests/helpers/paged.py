@@ -33,6 +33,8 @@ def of_rows(
     pages: torch.Tensor,
     tile: int,
     padding: int = 0,
+    *,
+    is_prompt: bool = False,
 ) -> Visible:
     """counts[i] tokens after the starts[i] cached ones of row i, whose pages are given."""
     width = max(counts)
@@ -42,7 +44,7 @@ def of_rows(
         tree = torch.tensor([[*(one or ()), *[0] * (width - len(one or ()))] for one in parents])
     cache: Any = SimpleNamespace(lengths=list(starts), reserve=lambda row, count: None)
     tokens = FlatTokens.of(ModelInput(ids, list(counts), parents=tree), cache, tile)
-    buffers = Buffers(len(tokens) + padding, pages.int())
+    buffers = Buffers(len(tokens) + padding, pages.int(), tile, is_prompt=is_prompt)
     buffers.fill(tokens, ids)
     return buffers.visible
 

@@ -86,6 +86,9 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
     fused = model.fused if isinstance(model, CausalModel) else None
     if fused is None:
         return "transformers' own layers"
+    if fused.paged is not None:
+        pool = fused.paged.pool
+        return f"fused layers, keys and values in pages of {pool.num_tokens} tokens ({pool.nbytes / 1e9:.1f} GB)"
     graphs = model.graphs if isinstance(model, CausalModel) else None
     if graphs is not None and graphs.off is None:
         return "fused layers, captured as graphs"
@@ -148,16 +151,23 @@ def _of_transformers(
         "weights": f"{weights}; one forward pass reads {weight_bytes(module) / 1e6:.0f} MB",
         **_activations(module),
         "forward pass": passes(model),
-        "same bits": "yes: a token's scores do not depend on what else its pass contains"
-        if model.batch_invariant
-        else "no: only compiled kernels guarantee them. Where two tokens' scores are as close as rounding errors, the output may "
-        "depend on batch and draft",
+        "same bits": _same_bits(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
         "memory": _memory(model, resident_bytes(module), rows, length),
         **(_of_states(model) if isinstance(model, RecurrentModel) else {}),
         **_shared(loaded),
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their range",
     }
+
+
+def _same_bits(model: CausalModel | Seq2SeqModel) -> str:
+    """Say whether a token's scores depend on what else its pass contains."""
+    if model.batch_invariant:
+        return "yes: a token's scores do not depend on what else its pass contains"
+    where = "Where two tokens' scores are as close as rounding errors, the output may depend on batch and draft"
+    if isinstance(model, CausalModel) and model.paged is not None:
+        return "in passes of up to 512 tokens; prompts that are prefilled together, and larger passes, have another order of sums"
+    return f"no: only compiled kernels guarantee them. {where}"
 
 
 def _of_states(model: RecurrentModel) -> dict[str, str]:

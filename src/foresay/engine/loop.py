@@ -148,6 +148,11 @@ class Engine:
         return int(getattr(self._cache, "nbytes", 0))
 
     @property
+    def capacity_bytes(self) -> int:
+        """Size in bytes of memory that was allocated for the target's caches in advance; 0 if they grow."""
+        return int(getattr(self._cache, "capacity_bytes", 0))
+
+    @property
     def prefix_bytes(self) -> int:
         """Size of the prefixes of ended rows in bytes."""
         return 0 if self._prefixes is None else self._prefixes.nbytes

@@ -22,7 +22,8 @@ _LENGTHS = tuple(range(1, 18))
 _ENGINE_GAUGES = {
     "num_requests_running": ("num_active", "Rows being decoded."),
     "num_requests_waiting": ("num_waiting", "Requests waiting for a row."),
-    "kv_cache_bytes": ("cached_bytes", "Bytes of the slot caches."),
+    "kv_cache_bytes": ("cached_bytes", "Bytes of the caches of open requests."),
+    "kv_cache_capacity_bytes": ("capacity_bytes", "Bytes of a GPU's pages of keys and values; 0 if caches grow."),
     "prefix_bytes": ("prefix_bytes", "Bytes of kept prefixes of ended requests."),
     "draft_failures": ("draft_failures", "Failures of a drafter; decoding continued without it."),
 }

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from foresay import __version__
+from foresay.checks import gigabytes
 from foresay.errors import ConfigError
 from foresay.files import atomic_write, cache_dir
 from foresay.models.cpu.build import source_digest
@@ -44,7 +45,7 @@ class PackedWeights:
 
     def __init__(self, header: GgufHeader, part: str = "") -> None:
         """part: name of a part of the file that is loaded separately. Raises ConfigError for an invalid $FORESAY_PACKED_GB."""
-        self._header, self._limit = header, _limit_bytes()
+        self._header, self._limit = header, gigabytes(LIMIT, _DEFAULT_LIMIT_GB)
         self._path = _root() / f"{_digest(header)}{part}.weights"
         self._kept = _read(self._path) if self._limit else {}
         self._new: Parts = {}
@@ -81,17 +82,6 @@ def settle() -> None:
 
 def _root() -> Path:
     return cache_dir() / "packed"
-
-
-def _limit_bytes() -> int:
-    text = os.environ.get(LIMIT, "")
-    try:
-        limit = float(text) if text else _DEFAULT_LIMIT_GB
-    except ValueError:
-        limit = math.nan
-    if not 0 <= limit < math.inf:
-        raise ConfigError("must be a number of gigabytes, or 0 to keep no packed weights", param=LIMIT, value=text)
-    return int(limit * 1e9)
 
 
 def _digest(header: GgufHeader) -> str:

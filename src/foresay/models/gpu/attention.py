@@ -2,7 +2,8 @@
 
 A token's result depends on its own row alone, to the bit: keys are read in pages of fixed size, each of a fixed number of
 programs takes every `SPLITS`-th page of a row, and the results are combined in a fixed order. Other rows, other draft tokens
-and the size of the pass change none of it: a page that a token does not see adds exact zeros.
+and the size of the pass change none of it: a page that a token does not see adds exact zeros. Prompts, whose products are a
+library's, have larger tiles, so that a page is read for many tokens at once.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ PAGE = 64
 """Slots of a page."""
 SPLITS = 16
 """Programs among which the pages of a row are divided."""
+LINES = 16
+"""Queries of a tile."""
+PROMPT_LINES, PROMPT_SPLITS = 128, 4
+"""The same for prompts; fewer queries if a head has more than 128 dimensions, for which memory is short."""
 NODES = 64
 """Slots of a row's last pass of which a token sees some only: the nodes of a draft tree."""
 _NO_WINDOW = 1 << 30
+_FAR = tl.constexpr(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,15 @@ class Visible:
     """[N, 2] int32: index of the first token and number of tokens of each tile, all of one row; (0, 0) after the last."""
     pages: torch.Tensor
     """[rows, P] int32, the page of every PAGE slots of a row."""
+    tile: int
+    """Tokens of a tile, at most; a power of two."""
+    is_prompt: bool = False
 
 
-def tokens_per_tile(query_heads: int, key_heads: int) -> int:
-    """Return the number of tokens that share a tile of 16 queries: heads that read the same keys, of as many tokens as fit."""
-    return max(1, 16 // int(triton.next_power_of_2(query_heads // key_heads)))
+def tokens_per_tile(query_heads: int, key_heads: int, dim: int, *, is_prompt: bool = False) -> int:
+    """Return the number of tokens that share a tile of queries: heads that read the same keys, of as many tokens as fit."""
+    lines = max(LINES, PROMPT_LINES * 128 // max(128, dim)) if is_prompt else LINES
+    return max(1, lines // int(triton.next_power_of_2(query_heads // key_heads)))
 
 
 @triton.jit
@@ -84,12 +94,15 @@ def _partial(
     )
     first = tl.load(firsts + token, mask=valid, other=0)
     bits = tl.load(seen + token, mask=valid, other=0)
-    low = tl.load(positions + token, mask=valid, other=0) - window + 1
+    low = tl.load(positions + token, mask=valid, other=_FAR) - window + 1
     end = tl.max(tl.load(ends + token, mask=valid, other=0))
     top = tl.full([GROUP_PADDED * TOKENS], float("-inf"), tl.float32)
     mass = tl.zeros([GROUP_PADDED * TOKENS], tl.float32)
     total = tl.zeros([GROUP_PADDED * TOKENS, DIM_PADDED], tl.float32)
-    for index in range(split, (end + PAGE - 1) // PAGE, SPLITS):
+    begin_at = split
+    if HAS_WINDOW:  # pages before every window are not read
+        begin_at += tl.maximum(tl.min(low), 0) // PAGE // SPLITS * SPLITS
+    for index in range(begin_at, (end + PAGE - 1) // PAGE, SPLITS):
         page = tl.load(pages + row * width + index).to(tl.int64)
         slot = index * PAGE + place
         start = (page * KEY_HEADS + head) * PAGE * DIM
@@ -166,21 +179,20 @@ def attend(
     """
     (count, heads, dim), key_heads = queries.shape, keys.shape[1]
     group, padded = heads // key_heads, max(16, triton.next_power_of_2(dim))
-    group_padded, tokens = triton.next_power_of_2(group), tokens_per_tile(heads, key_heads)
-    if group_padded * tokens < 16:
-        group_padded = 16 // tokens
-    sums = torch.empty(SPLITS, count, heads, dim, dtype=torch.float32, device=queries.device)
-    stats = torch.empty(SPLITS, count, heads, 2, dtype=torch.float32, device=queries.device)
+    group_padded = max(triton.next_power_of_2(group), LINES // at.tile)
+    splits = PROMPT_SPLITS if at.is_prompt else SPLITS
+    sums = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=queries.device)
+    stats = torch.empty(splits, count, heads, 2, dtype=torch.float32, device=queries.device)
     out = torch.zeros_like(queries)
-    _partial[(count, key_heads, SPLITS)](
+    _partial[(count, key_heads, splits)](
         queries, keys, values, at.pages, at.rows, at.positions, at.firsts, at.seen, at.ends, at.tiles, sums, stats,
         scaling, 1.0 if softcap is None else softcap, _NO_WINDOW if window is None else window, at.pages.shape[1], count,
-        KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=tokens, DIM=dim, DIM_PADDED=padded,
-        PAGE=PAGE, SPLITS=SPLITS, NODES=NODES,
-        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None,
+        KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=at.tile, DIM=dim, DIM_PADDED=padded,
+        PAGE=PAGE, SPLITS=splits, NODES=NODES,
+        HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=8 if at.is_prompt else 4,
     )  # fmt: skip
     _combine[(count, heads)](
         sums, stats, at.ends, queries if sinks is None else sinks, out, count,
-        HEADS=heads, DIM=dim, DIM_PADDED=padded, SPLITS=SPLITS, HAS_SINKS=sinks is not None,
+        HEADS=heads, DIM=dim, DIM_PADDED=padded, SPLITS=splits, HAS_SINKS=sinks is not None,
     )  # fmt: skip
     return out

@@ -17,13 +17,11 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import launching_on
-from foresay.models.gpu.product import OUTPUTS, TOKENS, parts_of, product, reduced
+from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced
 
 KINDS = {"Q8_0": (8, 32, 0, 0), "Q4_0": (4, 32, 8, 0), "Q4_K": (4, 32, 0, 8), "Q6_K": (6, 16, 32, 16)}
 """Types of GGUF files: bits of a level, weights of a group, the level that stands for 0, and the groups that share a scale of
 their scales, 0 if they have none."""
-MOST = 512
-"""Tokens beyond which weights are dequantized: they are read once for each 64 of fewer, and a copy takes memory."""
 _QUAD = 4
 """Groups of one step of the inner dimension."""
 
@@ -55,9 +53,9 @@ def _product(
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     SHARED: tl.constexpr, HAS_MINS: tl.constexpr, PARTS: tl.constexpr, QUAD: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.minimum(column, outputs - 1).to(tl.int64)  # padding repeats the last one, and is not stored
-    part, token = tl.program_id(1), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     groups = inputs // GROUP
     steps = (groups + QUAD - 1) // QUAD
     share = (steps + PARTS - 1) // PARTS
@@ -81,7 +79,7 @@ def _product(
             if HAS_MINS:
                 least = tl.load(mins + here).to(tl.float32) * tl.load(whole + shared + 1).to(tl.float32)
                 total -= tl.sum(x.to(tl.float32), 1)[:, None] * least[None, :]
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(
         sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
         total,
@@ -126,7 +124,7 @@ class BlockProduct:
         parts = parts_of(outputs, inputs)
         sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=states.device)
         none = self._levels
-        _product[(triton.cdiv(outputs, OUTPUTS), parts, triton.cdiv(count, TOKENS))](
+        _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
             states, self._levels, none if self._high is None else self._high, self._scales,
             none if self._mins is None else self._mins, none if self._whole is None else self._whole,
             sums, count, outputs, inputs, states.stride(0), self._levels.shape[1],
@@ -163,9 +161,8 @@ class NumberProduct:
         """Multiply x [..., in] -> [..., out]."""
         flat = x.reshape(-1, self.in_features).contiguous()
         with launching_on(x.device):
-            out = (
-                product(flat, self.weight, self.bias) if len(flat) <= TOKENS else F.linear(flat, self.weight, self.bias)
-            )
+            multiply = product if len(flat) <= MOST else F.linear
+            out = multiply(flat, self.weight, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
     def dense(self) -> torch.Tensor:

@@ -95,8 +95,17 @@ def _of_tree(
 class Buffers:
     """Inputs of passes of one size at fixed addresses."""
 
-    def __init__(self, size: int, pages: torch.Tensor, features: torch.Tensor | None = None) -> None:
-        """pages: the table of all rows' pages, [rows, P] int32. features: [0, F], for passes that read features, too."""
+    def __init__(
+        self,
+        size: int,
+        pages: torch.Tensor,
+        tile: int,
+        features: torch.Tensor | None = None,
+        *,
+        is_prompt: bool = False,
+    ) -> None:
+        """pages: the table of all rows' pages, [rows, P] int32. tile: tokens per tile of attention. features: [0, F], for passes
+        that read features, too."""
         device = pages.device
         self.size = size
         self.features = None if features is None else features.new_zeros(size, features.shape[1])
@@ -111,9 +120,9 @@ class Buffers:
         self.tiles = torch.zeros(size, 2, dtype=torch.int32, device=device)
         rows, positions, _, firsts, ends, _, _, row_ends, self.indices = self.fields
         """Index of each token among those of its row."""
-        self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages)
+        self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages, tile, is_prompt)
         none = torch.zeros_like(self._seen)
-        self.whole = Visible(rows, positions, row_ends, none, row_ends, self.tiles, pages)
+        self.whole = Visible(rows, positions, row_ends, none, row_ends, self.tiles, pages, tile, is_prompt)
         """For tokens that see those of their row after them, too."""
 
     def fill(self, tokens: FlatTokens, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> None:

@@ -16,7 +16,7 @@ from foresay.models.gpu.attention import attend
 from foresay.models.gpu.blocks import QUANTIZED
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import LayerShape, PagePool
-from foresay.models.gpu.product import TOKENS, product
+from foresay.models.gpu.product import MOST, product
 from foresay.models.gpu.rows import GATES, Weight, add_norm, gated, place
 
 Turns = tuple[torch.Tensor, torch.Tensor]
@@ -54,6 +54,7 @@ class PagedLayers:
         hidden: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
         after: Weight | None = None
+        how = {"is_prompt": at.visible.is_prompt}
         for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
             before_attention, after_attention, before_mlp, after_mlp = norms
             read = first
@@ -65,7 +66,7 @@ class PagedLayers:
             delta = _after(layer.attention_conv, self._attention(layer, read, at, pool, i, turns), kernel, at)
             read = add_norm(states, delta, after=after_attention, before=before_mlp, scale=self._scale)
             read, kernel = _around(layer.mlp_conv, read, at)
-            delta = linear(layer.down, gated(linear(layer.gate_up, read), self._activation))
+            delta = linear(layer.down, gated(linear(layer.gate_up, read, **how), self._activation), **how)
             delta, after = _after(layer.mlp_conv, delta, kernel, at), after_mlp
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
         if len(self._layers) in wanted:
@@ -75,7 +76,8 @@ class PagedLayers:
     def _attention(
         self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
     ) -> torch.Tensor:
-        joint, keys, values = linear(layer.qkv, read), pool.keys[i], pool.values[i]
+        how = {"is_prompt": at.visible.is_prompt}
+        joint, keys, values = linear(layer.qkv, read, **how), pool.keys[i], pool.values[i]
         seen = at.visible if layer.causal else at.whole
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -94,15 +96,15 @@ class PagedLayers:
         out = attend(
             queries, keys, values, seen, layer.scaling, window=layer.window, softcap=layer.softcap, sinks=layer.sinks
         )
-        return linear(layer.output, out.view(len(read), -1))
+        return linear(layer.output, out.view(len(read), -1), **how)
 
 
-def linear(layer: Any, states: torch.Tensor) -> torch.Tensor:
-    """Return a linear layer's outputs, [N, I] -> [N, O]; a pass of many tokens is a prompt, for which a library is faster."""
+def linear(layer: Any, states: torch.Tensor, *, is_prompt: bool = False) -> torch.Tensor:
+    """Return a linear layer's outputs, [N, I] -> [N, O]; those of many tokens, or of a prompt, by a library, which is faster."""
     if isinstance(layer, QUANTIZED):
         return layer(states)
-    weight, bias = layer.weight, layer.bias
-    return product(states, weight, bias) if len(states) <= TOKENS else F.linear(states, weight, bias)
+    multiply = F.linear if is_prompt or len(states) > MOST else product
+    return multiply(states, layer.weight, layer.bias)
 
 
 def outputs_of(layer: Any) -> int:

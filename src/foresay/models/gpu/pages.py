@@ -46,6 +46,11 @@ class PagePool:
         return len(self._users)
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens that all pages hold."""
+        return self.num_pages * PAGE
+
+    @property
     def num_free(self) -> int:
         """Number of pages without users."""
         return len(self._free)
@@ -54,6 +59,11 @@ class PagePool:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
         return sum(store[0].nbytes for store in (*self.keys, *self.values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.page_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -197,6 +207,11 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes of the pages in use; a page that several rows use counts once."""
         return len({page for pages in self.pages for page in pages}) * self.pool.page_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the pool, which this cache may share with others."""
+        return self.pool.nbytes
 
 
 def _give_all_back(pool: PagePool, rows: list[list[int]]) -> None:

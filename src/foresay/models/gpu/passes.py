@@ -7,11 +7,13 @@ function is an argument: CUDA graphs, or a replacement in tests.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from foresay.checks import gigabytes
 from foresay.decoding.devices import launching_on, moved
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu.attention import PAGE, tokens_per_tile
@@ -20,6 +22,8 @@ from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
 
 logger = logging.getLogger("foresay")
 
+LIMIT = "FORESAY_PAGES_GB"
+"""Environment variable: most gigabytes of a pool."""
 SHARE = 0.5
 """Share of the free memory that a pool takes."""
 MAX_ROWS = 256
@@ -71,11 +75,13 @@ def passes_on(
     """Return the passes of a decoder over a pool of its own.
 
     free_bytes: memory of the device that is not in use. most_pages: pages beyond which it needs none; None for the most that
-    MAX_ROWS rows fill.
+    MAX_ROWS rows fill. A pool has room for one row of max_length tokens at least. Raises ConfigError for an invalid
+    $FORESAY_PAGES_GB.
     """
     bytes_each = sum(2 * layer.heads * layer.dim for layer in decoder.layers) * PAGE * dtype.itemsize
     longest = -(-max_length // PAGE)
-    pages = min(max(int(SHARE * free_bytes) // bytes_each, longest), most_pages or MAX_ROWS * longest)
+    room = min(SHARE * free_bytes, gigabytes(LIMIT, math.inf))
+    pages = min(max(int(room) // bytes_each, longest), most_pages or MAX_ROWS * longest)
     pool = PagePool(decoder.layers, pages, dtype, device)
     return PagedPasses(decoder, pool, rows=MAX_ROWS, max_length=max_length, device=device, capture=capture)
 
@@ -90,7 +96,8 @@ class PagedPasses:
         self.decoder, self.pool, self._capture = decoder, pool, capture
         self.table = PageTable(rows, max_length, device)
         self._recordings: dict[tuple[int, tuple[int, ...], bool], _Recording] = {}
-        self._tile = tokens_per_tile(*decoder.heads)
+        dim = max(layer.dim for layer in decoder.layers)
+        self._tiles = [tokens_per_tile(*decoder.heads, dim, is_prompt=is_prompt) for is_prompt in (False, True)]
         self.captures = self.replays = 0
 
     def new_cache(self) -> PagedCache:
@@ -117,14 +124,15 @@ class PagedPasses:
     ) -> tuple[torch.Tensor, Outputs]:
         """Run one pass; return the index [N] of each real token in the flattened token ids, and the outputs, [N or more, ...].
 
-        The outputs of a captured pass are overwritten by the next one. scored: True for scores.
+        The outputs of a captured pass are overwritten by the next one. scored: True for scores. captured: False for a prompt,
+        whose sums have another order; those of larger passes, too.
         """
-        tokens = FlatTokens.of(model_input, cache, self._tile)
+        size = size_of(sum(model_input.num_tokens)) if captured else None
+        tokens = FlatTokens.of(model_input, cache, self._tiles[size is None])
         self.table.update(cache.pages)
-        size = size_of(len(tokens)) if captured else None
         with launching_on(self.table.pages.device):
             if size is None:
-                buffers = self.buffers(len(tokens))
+                buffers = self.buffers(len(tokens), is_prompt=True)
                 buffers.fill(tokens, model_input.token_ids, model_input.features)
                 out = self._run(buffers, model_input.hidden_layers, scored)
             else:
@@ -136,9 +144,10 @@ class PagedPasses:
             cache.lengths[model_input.first_row + i] += count
         return torch.from_numpy(tokens.columns), out
 
-    def buffers(self, size: int) -> Buffers:
+    def buffers(self, size: int, *, is_prompt: bool = False) -> Buffers:
         """Return the inputs of passes of a size."""
-        return Buffers(size, self.table.pages, self.decoder.like if self.decoder.features else None)
+        features = self.decoder.like if self.decoder.features else None
+        return Buffers(size, self.table.pages, self._tiles[is_prompt], features, is_prompt=is_prompt)
 
     def captured(self, run: Replay) -> Replay:
         """Capture a pass."""

@@ -2,7 +2,8 @@
 
 Decoding reads every weight once for a handful of tokens, so that the memory is the limit and the order of sums is free. One tile
 of 64 tokens, one instruction shape and one division of the inner dimension serve 1 to 64 tokens, and more in groups of 64: a
-token's outputs do not depend on the others.
+token's outputs do not depend on the others. Groups are the fastest dimension of the grid, so that those which read the same
+weights run at the same time: for all but the first these come from the cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import triton.language as tl
 
 TOKENS = 64
 """Tokens of a tile."""
+MOST = 512
+"""Tokens beyond which a library multiplies, in another order of sums."""
 OUTPUTS, INNER = 32, 128
 """Outputs and inputs of a tile of weights."""
 PROGRAMS = 512
@@ -32,8 +35,8 @@ def _product(
     states, weight, sums, num_tokens, outputs, inputs, stride,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    part, token = tl.program_id(1), tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inner = tl.arange(0, INNER)
     steps = (inputs + INNER - 1) // INNER
     share = (steps + PARTS - 1) // PARTS
@@ -79,7 +82,7 @@ def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     (count, inputs), outputs = states.shape, weight.shape[0]
     parts = parts_of(outputs, inputs)
     sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=states.device)
-    _product[(triton.cdiv(outputs, OUTPUTS), parts, triton.cdiv(count, TOKENS))](
+    _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
         states, weight, sums, count, outputs, inputs, states.stride(0),
         TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts,
     )  # fmt: skip

@@ -43,6 +43,8 @@ _SHARED_IN_A_PASS = ("gemma4_text",)
 """Families whose layers hand the keys and values that the cache returned to later layers of the same pass."""
 _CACHED = ("past_key_values", "cache_params", "state")
 """Names by which families take what they keep of earlier tokens."""
+_PAGED_CHUNK = 2048
+"""Tokens of a chunk of a prompt over pages: a GPU's tensor cores need many."""
 _BOUNDED_ROPE = ("dynamic", "longrope")
 
 
@@ -206,7 +208,9 @@ class CausalModel(TransformersModel, PagedChains):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         own = super().capabilities
-        return own if self.paged is None else dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False)
+        if self.paged is None:
+            return own
+        return dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False, prefill_chunk=_PAGED_CHUNK)
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel."""

@@ -7,12 +7,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
+from foresay.cli import info
 from foresay.decoding.protocols import ModelInput
 from foresay.engine.prefixes import PrefixStore
-from foresay.errors import UnsupportedModelError
+from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.gpu import attention, passes
-from foresay.models.gpu.pages import PagedCache
+from foresay.models.gpu.attention import PAGE
+from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.joined import Joined
@@ -75,6 +77,26 @@ def test_estimates_of_memory_count_pages(model: CausalModel) -> None:
     pool = model.paged.pool
     assert model.cache_bytes([1, 64, 65]) == 4 * pool.page_bytes and model.free_bytes() == pool.free_bytes
     assert model.capabilities.ragged and not model.capabilities.prefill_in_any_pieces
+
+
+def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By FORESAY_PAGES_GB, but for one row of the model's context; it is reported."""
+    assert model.paged is not None and model.fused is not None
+    decoder, page = model.paged.decoder, model.paged.pool.page_bytes
+
+    def pool(gigabytes: str, free: int = 100) -> PagePool:
+        monkeypatch.setenv(passes.LIMIT, gigabytes)
+        rest = {"max_length": 192, "free_bytes": free * page, "capture": lambda run: run}
+        return passes.passes_on(model.device, decoder, torch.float32, **rest).pool
+
+    assert [pool(f"{count * page / 1e9:.9f}").num_pages for count in (5, 1, 0)] == [5, 3, 3]
+    assert pool("").num_pages == 4 * 3 and pool("", free=14).num_pages == 7
+    with pytest.raises(ConfigError, match="FORESAY_PAGES_GB='many' must be a number of gigabytes"):
+        pool("many")
+    found = info.passes(model)
+    assert found == f"fused layers, keys and values in pages of {12 * PAGE} tokens ({12 * page / 1e9:.1f} GB)"
+    assert info._same_bits(model).startswith("in passes of up to 512 tokens")
+    assert model.new_cache().capacity_bytes == 12 * page
 
 
 def test_a_changed_model_goes_on_with_its_family_s_own_code(model: CausalModel) -> None:

@@ -19,6 +19,7 @@ from helpers.paged import of_rows, reference, sum_products_in_order
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of the interpreter takes a millisecond."""
     monkeypatch.setattr(attention, "SPLITS", 3)
+    monkeypatch.setattr(attention, "PROMPT_SPLITS", 1)
     sum_products_in_order(monkeypatch)
 
 
@@ -29,20 +30,23 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "trees": ((8, 2, 64), {"tree": True}),
     "seven heads a group, odd sizes, a cap": ((7, 1, 48), {"tree": True, "softcap": 5.0}),
     "sinks": ((4, 4, 16), {"sinks": torch.linspace(-1, 1, 4)}),
+    "a prompt": ((4, 1, 16), {"is_prompt": True}),
+    "a prompt with a window, three heads a group": ((6, 2, 32), {"is_prompt": True, "window": 20}),
 }
 
 
 def inputs(
-    seed: int, sizes: tuple[int, int, int], tree: bool
+    seed: int, sizes: tuple[int, int, int], tree: bool, is_prompt: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visible]:
     """Rows of random lengths around the borders of pages, and random numbers of tokens."""
     (heads, key_heads, dim), rng = sizes, random.Random(seed)
     starts = [rng.choice([0, 1, PAGE - 1, PAGE, PAGE + 1, 130]) for _ in range(3)]
-    counts = [rng.choice([0, 1, 3, 5]), 1, rng.choice([4, 7])]
+    counts = [rng.choice([0, 1, 3, 5]), 1, 70 if is_prompt else rng.choice([4, 7])]
     parents = [[rng.randrange(-1, column) for column in range(count)] if tree else None for count in counts]
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(12, generator=generator).view(3, 4)
-    at = of_rows(starts, counts, parents, pages, attention.tokens_per_tile(heads, key_heads), padding=2)
+    tile = attention.tokens_per_tile(heads, key_heads, dim, is_prompt=is_prompt)
+    at = of_rows(starts, counts, parents, pages, tile, padding=2, is_prompt=is_prompt)
     query, key, value = (
         torch.randn(*shape, dim, generator=generator)
         for shape in ((len(at.rows), heads), (12, key_heads, PAGE), (12, key_heads, PAGE))
@@ -54,7 +58,8 @@ def inputs(
 def test_attention_over_pages(case: str) -> None:
     sizes, options = CASES[case]
     options = dict(options)
-    query, key, value, at = inputs(len(case), sizes, options.pop("tree", False))
+    tree, is_prompt = options.pop("tree", False), options.pop("is_prompt", False)
+    query, key, value, at = inputs(len(case), sizes, tree, is_prompt)
     found = attend(query, key, value, at, sizes[2] ** -0.5, **options)
     expected = reference(query, key, value, at, sizes[2] ** -0.5, **options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
