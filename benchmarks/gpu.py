@@ -349,12 +349,12 @@ class Measure:
 
 def random_blocks(rows: int, depth: int, device: torch.device) -> Any:
     """A product over random blocks of Q4_0; a few rows are repeated, since all would take minutes to draw."""
-    from foresay.models.gpu import blocks
+    from foresay.models.gpu import blocks, levels
 
     data = np.random.default_rng(0).integers(0, 256, (64, depth // 32, 18), dtype=np.uint8)
     data[..., :2] = np.array([0.01], dtype=np.float16).view(np.uint8)
     data = np.tile(data.reshape(64, -1), (-(-rows // 64), 1))[:rows]
-    return blocks.BlockProduct("Q4_0", data, torch.bfloat16, device, None)
+    return blocks.BlockProduct(levels.Levels.of_file("Q4_0", data), torch.bfloat16, device, None)
 
 
 def main() -> int:

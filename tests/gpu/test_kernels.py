@@ -74,12 +74,13 @@ def test_probabilities_and_draws_are_those_of_the_operations(device: str) -> Non
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_quantized_products(kind: str, device: str) -> None:
     from foresay.models.gpu.blocks import BlockProduct
+    from foresay.models.gpu.levels import Levels
 
     generator = np.random.default_rng(0)
     weight = generator.normal(size=(96, 512 if device == "cuda" else 64)).astype(np.float32)
     data = gguf.quantize(weight, gguf.GGMLQuantizationType[kind])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    product = BlockProduct(kind, data, dtype, torch.device(device), None)
+    product = BlockProduct(Levels.of_file(kind, data), dtype, torch.device(device), None)
     x = torch.from_numpy(generator.normal(size=(70, weight.shape[1])).astype(np.float32)).to(device, dtype)
     expected = (
         x.float() @ torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))).to(device).T

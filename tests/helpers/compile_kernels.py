@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
 from foresay.models.gpu import attention, blocks, chains, product, rows
+from foresay.models.gpu.levels import KINDS
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
 INT32 = ("rows", "positions", "slots", "firsts", "ends", "tiles", "pages")
@@ -28,7 +29,7 @@ OF_SAMPLING = {
     "uniforms": "*fp64",
 }
 """Types of the arguments of the kernels that sample."""
-OF_BLOCKS = {"high": "*u8", "mins": "*u8", "whole": "*fp16", "level_stride": "i32"}
+OF_BLOCKS = {"high": "*u8", "mins": "*u8", "whole": "*fp16", "level_stride": "i32", "num_scales": "i32", "zeros": "*i8"}
 OF_CHAINS = {
     **dict.fromkeys(("chosen", "ids", "drawn", "token_ids"), "*i64"),
     **dict.fromkeys(("fields", "steps", "left"), "*i32"),
@@ -65,9 +66,19 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         (
             blocks._product,
             {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": group, "BITS": bits, "ZERO": zero}
-            | {"SHARED": shared, "HAS_MINS": kind == "Q4_K", "PARTS": 4, "QUAD": blocks._QUAD},
+            | {"SHARED": shared, "HAS_MINS": kind == "Q4_K", "PARTS": 4, "QUAD": blocks._QUAD}
+            | {"PER": 1, "HAS_ZEROS": False, "FLOATS": False},
         )
-        for kind, (bits, group, zero, shared) in blocks.KINDS.items()
+        for kind, (bits, group, zero, shared) in KINDS.items()
+    ),
+    *(
+        (
+            blocks._product,
+            {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": 32, "BITS": bits, "ZERO": 0, "SHARED": 0}
+            | {"HAS_MINS": not zeros, "PARTS": 4, "QUAD": blocks._QUAD}
+            | {"PER": 4, "HAS_ZEROS": zeros, "FLOATS": floats},
+        )
+        for bits, zeros, floats in ((4, True, False), (8, True, False), (4, False, False), (8, False, True))
     ),
     (product._reduce, {"BLOCK": 1024, "PARTS": 4, "HAS_BIAS": True}),
     (sampling._peaks, {"SPAN": sampling.SPAN, "GREATEST": 3e38}),
@@ -93,10 +104,20 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
+    if kernel.__module__ == blocks.__name__ and name == "mins" and not constants["SHARED"]:
+        return "*fp16"
     if kernel.__module__ == blocks.__name__ and name == "levels":
         return "*i8" if constants["BITS"] == 8 else "*u8"
     if kernel.__module__ == blocks.__name__ and name == "scales":
-        return "*fp16" if not constants["SHARED"] else "*u8" if constants["BITS"] == 4 else "*i8"
+        return (
+            "*fp32"
+            if constants["FLOATS"]
+            else "*fp16"
+            if not constants["SHARED"]
+            else "*u8"
+            if constants["BITS"] == 4
+            else "*i8"
+        )
     own = {sampling.__name__: OF_SAMPLING, chains.__name__: OF_CHAINS, blocks.__name__: OF_BLOCKS}.get(
         kernel.__module__, {}
     )

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from foresay.models.huggingface.joined import Joined
+from foresay.models.huggingface.linears import product_of
 
 VOCAB = 97
 _BASE: dict[str, Any] = {
@@ -479,6 +480,11 @@ def make_seq2seq(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 Maker = Callable[..., PreTrainedModel]
+
+
+def joint_of(*layers: Any) -> Any:
+    """The product of frozen layers, as on a GPU, where plain ones are not read by the kernels for CPUs."""
+    return product_of(*layers) if hasattr(layers[0], "product") else whole_product(*layers)
 
 
 def whole_product(*layers: Any) -> Joined:

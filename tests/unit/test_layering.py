@@ -64,7 +64,14 @@ INSIDE = {
         {"layers"},
         {"chain"},
     ],
-    "models/gpu": [{"attention", "product"}, {"pages", "rows", "blocks"}, {"flat"}, {"layers"}, {"passes"}, {"chains"}],
+    "models/gpu": [
+        {"attention", "product", "levels"},
+        {"pages", "rows", "blocks"},
+        {"flat"},
+        {"layers"},
+        {"passes"},
+        {"chains"},
+    ],
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
     "models/drafts": [
         {"fields", "layers"},
@@ -105,7 +112,8 @@ INSIDE = {
     ],
     "models/sources": [
         {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "multimodal"},
-        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4"},
+        {"kept_weights", "quantized_forms"},
+        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4", "quantized_layers"},
         {"location", "wrapping"},
         {"reading", "base_models"},
         {"loading", "assistants"},

@@ -139,7 +139,8 @@ def _of_transformers(
 ) -> dict[str, str]:
     difference, module = probe(model), model.model
     kept = {"": "in that dtype", "GGUF": "in the file's blocks", "MXFP4": "in that dtype, experts in MXFP4 as stored"}
-    weights = kept.get(loaded.weights, f"rounded to {loaded.weights}")
+    other = "rounded to" if loaded.weights in ("int8", "int4") else "as stored:"
+    weights = kept.get(loaded.weights, f"{other} {loaded.weights}")
     tested = "tested" if verified(model) else "self-checked, not in the tests"
     recurrent = isinstance(model, RecurrentModel)
     limits = "; no trees and no self-speculation" if recurrent else " except heads" * model.reads_source
@@ -161,7 +162,7 @@ def _of_transformers(
 
 
 def _same_bits(model: CausalModel | Seq2SeqModel) -> str:
-    """Say whether a token's scores depend on what else its pass contains."""
+    """Describe whether a token's scores depend on what else its pass contains."""
     if model.batch_invariant:
         return "yes: a token's scores do not depend on what else its pass contains"
     where = "Where two tokens' scores are as close as rounding errors, the output may depend on batch and draft"

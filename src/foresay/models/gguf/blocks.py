@@ -136,7 +136,8 @@ class FileWeights:
 
     def _on_gpu(self, names: Sequence[str], bias: torch.Tensor | None, device: torch.device) -> Any | None:
         """Return the product of weights of which some are in types that the kernels read; the others are numbers in it."""
-        from foresay.models.gpu.blocks import KINDS, BlockProduct, NumberProduct, StackedProduct
+        from foresay.models.gpu.blocks import BlockProduct, NumberProduct, StackedProduct
+        from foresay.models.gpu.levels import KINDS, Levels
 
         stored = [one for one in map(self._stored, names) if one is not None]
         if len(stored) < len(names) or not any(one.kind in KINDS for one in stored):
@@ -149,7 +150,7 @@ class FileWeights:
             assert weight is not None
             if isinstance(weight, BlockWeight) and weight.stored[0].kind in KINDS:
                 [one] = weight.stored
-                parts.append(BlockProduct(one.kind, one.data, self.dtype, device, own))
+                parts.append(BlockProduct(Levels.of_file(one.kind, one.data), self.dtype, device, own))
             else:
                 bias_there = None if own is None else own.to(device, self.dtype)
                 parts.append(NumberProduct(weight.dense(self.dtype).to(device), bias_there))

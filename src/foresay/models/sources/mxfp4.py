@@ -6,23 +6,19 @@ Rows of gates and ups alternate. The kernels read the blocks of GGUF files: an e
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from foresay.errors import ModelLoadError
 from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.types import MOST_EXPONENT
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.huggingface.linears import compiled
+from foresay.models.sources.kept_weights import Reader, kept, reader
 
 _FORMAT = "MXFP4"
 _FAMILY, _METHOD, _OURS = "gpt_oss", "mxfp4", "foresay_mxfp4"
@@ -42,45 +38,24 @@ def is_stored(config: Any) -> bool:
     )
 
 
-def kept(config: Any) -> Any:
+def kept_experts(config: Any) -> Any:
     """Return a copy of such a configuration with which transformers leaves the experts in their blocks."""
-    own = copy.deepcopy(config)
-    own.quantization_config = {"quant_method": _OURS}
-    return own
+    return kept(config, _OURS)
 
 
-@register_quantization_config(_OURS)
-class _Config(QuantizationConfigMixin):  # type: ignore[misc]
-    """A configuration without values."""
-
-    def __init__(self, **given: Any) -> None:
-        self.quant_method = _OURS
-
-
-@register_quantizer(_OURS)
-class _Blocks(HfQuantizer):  # type: ignore[misc]
-    """A reader of such folders instead of transformers' own: it packs a tensor when it is read."""
+@reader(_OURS)
+class _Blocks(Reader):
+    """Packs a tensor when it is read."""
 
     serialized_names: ClassVar[dict[str, list[str]]] = {part: [f"{part}_blocks", f"{part}_scales"] for part in _PARTS}
 
     def __init__(self, quantization_config: Any, **given: Any) -> None:
         super().__init__(quantization_config, **given)
         self._products: dict[str, list[NativeProduct]] = {}
-        self._problem = ""
-        """The first that was found; transformers would log an exception of an operation, and go on."""
 
     def get_load_operations(self) -> dict[str, Any]:
         """Return the operation for the tensors of `serialized_names`."""
         return {"deserialize": _Pack}
-
-    def is_serializable(self) -> bool:
-        """Return False: such models are decoded only."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """See `is_serializable`."""
-        return False
 
     def pack(self, model: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the products of a parameter's experts from its tensors, by their last names. A problem is raised after loading."""
@@ -93,11 +68,11 @@ class _Blocks(HfQuantizer):  # type: ignore[misc]
         for one, wanted in zip(found, ((count, rows, groups, _GROUP // 2), (count, rows, groups)), strict=True):
             if one is None or one.dtype != torch.uint8 or one.shape != wanted or depth % _GROUP:
                 stored = "are missing" if one is None else f"are of {one.dtype} in the shape {[*one.shape]}"
-                self._problem = f"the blocks or scales of {name} {stored}; allowed is torch.uint8 {[*wanted]}"
+                self.problem = f"the blocks or scales of {name} {stored}; allowed is torch.uint8 {[*wanted]}"
                 return
         blocks, scales = (one for one in found if one is not None)
         if int(scales.max()) > MOST_EXPONENT:
-            self._problem = f"the scales of {name} contain {int(scales.max())}; allowed is at most {MOST_EXPONENT}"
+            self.problem = f"the scales of {name} contain {int(scales.max())}; allowed is at most {MOST_EXPONENT}"
             return
         alternates = part == _PARTS[0]
         self._products[name] = [_product(*one, alternates=alternates) for one in zip(blocks, scales, strict=True)]
@@ -107,9 +82,8 @@ class _Blocks(HfQuantizer):  # type: ignore[misc]
         for path, module in list(model.named_modules()):
             gate_up, down = (self._products.pop(f"{path}.{part}", None) for part in _PARTS)
             if (gate_up is None) != (down is None):
-                self._problem = self._problem or f"only a part of {path} is in {_FORMAT}"
-            if self._problem:
-                raise ModelLoadError(f"{str(model.config.name_or_path)!r} cannot be read: {self._problem}")
+                self.problem = self.problem or f"only a part of {path} is in {_FORMAT}"
+            self.refuse(model)
             if gate_up is None or down is None:
                 continue
             biases = module.gate_up_proj_bias.detach().unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)

@@ -97,8 +97,10 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
         config = language_model_of(whole, location.name) if location.header is None else whole
         dtype = _dtype(location, options, config if for_decoding else None)
         changes = {} if config is whole else {"config": config, "key_mapping": dict(PREFIXES)}
-        if for_decoding and (own := _with_kept_experts(location, options, config)) is not None:
-            config, dtype, rounded, changes = own, torch.bfloat16, "MXFP4", {"config": own}
+        if (own := _with_kept_weights(location, options, config, for_decoding=for_decoding)) is not None:
+            config, rounded = own[0], own[1] or rounded
+            dtype = torch.bfloat16 if for_decoding and _keeps_blocks(options) else dtype
+            changes = {"config": config}
         return *_read_weights(location, options, config, dtype, changes), rounded
 
 
@@ -135,14 +137,29 @@ def _keeps_blocks_on_gpu(options: LoadOptions, header: GgufHeader) -> bool:
     return is_plain and uses_kernels(options.computes_on) and header.architecture not in HYBRIDS
 
 
-def _with_kept_experts(location: Location, options: LoadOptions, config: Any) -> Any | None:
-    """Return the configuration that keeps the experts of a folder in MXFP4 as they are; None for other folders and options."""
-    is_given = any(getattr(options, name) is not None for name in _OF_TRANSFORMERS)
-    if location.header is not None or is_given or not _keeps_blocks(options):
-        return None
-    from foresay.models.sources import mxfp4
+def _with_kept_weights(
+    location: Location, options: LoadOptions, config: Any, *, for_decoding: bool
+) -> tuple[Any, str] | None:
+    """Return the configuration with which we read the quantized weights of a folder; None for others.
 
-    return mxfp4.kept(config) if mxfp4.is_stored(config) else None
+    With the format if the weights are decoded in it; "" if they become numbers.
+    """
+    is_given = any(getattr(options, name) is not None for name in _OF_TRANSFORMERS)
+    values = getattr(config, "quantization_config", None)
+    if location.header is not None or is_given or not isinstance(values, Mapping):
+        return None
+    from foresay.models.sources import mxfp4, quantized_forms, quantized_layers
+
+    device = options.computes_on
+    if for_decoding and _keeps_blocks(options) and mxfp4.is_stored(config):
+        return mxfp4.kept_experts(config), "MXFP4"
+    form = quantized_forms.form_of(config) if device.type == "cpu" or uses_kernels(device) else None
+    if form is None:
+        return None
+    is_plain = for_decoding and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+    in_blocks = is_plain and (uses_kernels(device) or not form.is_float)
+    own = quantized_layers.config_for(config, form, location.folder, device, in_blocks=in_blocks)
+    return own, form.label if in_blocks else ""
 
 
 def suppress(config: Any, header: GgufHeader) -> Any:

@@ -16,7 +16,7 @@ from foresay.models.gpu import attention, passes
 from foresay.models.gpu.blocks import BlockProduct, StackedProduct
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
-from helpers.families import make, whole_product
+from helpers.families import joint_of, make
 from helpers.gguf_files import write_gguf
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_scores_are_those_of_the_file_s_numbers(
     expected = numbers.uncached(ids)
     with monkeypatch.context() as patch:
         for module in (family_layers, fused):
-            patch.setattr(module, "product_of", lambda *layers: joint_of(*layers))
+            patch.setattr(module, "product_of", joint_of)
         patch.setattr(causal, "uses_kernels", lambda device: True)
         found = CausalModel(model_of_file(header, config_of(header), torch.float32, in_blocks=False, gpu=CPU))
         found.use_fused()
@@ -50,10 +50,3 @@ def test_scores_are_those_of_the_file_s_numbers(
     cache.add_rows(1)
     scores = found.forward(ModelInput(ids, [4]), cache).scores()
     torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-4)
-
-
-def joint_of(*layers: Any) -> Any:
-    """The product of frozen layers, as on a GPU, where plain ones are not read by the kernels for CPUs."""
-    from foresay.models.huggingface.linears import product_of
-
-    return product_of(*layers) if hasattr(layers[0], "product") else whole_product(*layers)

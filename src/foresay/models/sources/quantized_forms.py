@@ -1,0 +1,207 @@
+"""Formats of quantized linear layers in folders: AWQ, GPTQ, compressed-tensors and FP8, as matrices of levels and scales.
+
+Owns the layouts of their tensors. Knows no product and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_UNREAD = ("kv_cache_scheme", "transform_config", "sparsity_config")
+"""Fields of compressed-tensors that change the model."""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A quantized matrix (level - zero) * scale, [out, in]."""
+
+    levels: torch.Tensor
+    """[out, in] uint8, or of a type of floats with 8 bits."""
+    scales: torch.Tensor
+    """[out, groups] float32."""
+    zeros: torch.Tensor | None
+    """[out, groups] int16; None for levels that are floats."""
+    order: torch.Tensor | None = None
+    """[in], index of the group of each input if they are not consecutive."""
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group; the last one of FP8 may have fewer."""
+        return -(-self.levels.shape[1] // self.scales.shape[1])
+
+    def dense(self) -> torch.Tensor:
+        """Return the numbers, [out, in] float32."""
+        columns = torch.arange(self.levels.shape[1]) // self.group if self.order is None else self.order.long()
+        levels = self.levels.float() if self.zeros is None else self.levels.float() - self.zeros.float()[:, columns]
+        return levels * self.scales[:, columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A format of quantized layers."""
+
+    label: str
+    main: str
+    """The tensor that a quantized layer has."""
+    parts: tuple[str, ...]
+    """Its other tensors, some of them optional."""
+    read: Callable[[Tensors, Mapping[str, Any]], Matrix]
+    """Read the tensors with the values of a quantization_config. Raises ValueError for tensors that do not fit together."""
+    is_float: bool = False
+    """True for levels that are floats, which kernels for CPUs do not read."""
+
+
+def form_of(config: Any) -> Form | None:
+    """Return the format of a folder that this module reads, by its configuration; None for another.
+
+    Experts, and language models inside of other models, are left to transformers, which renames their tensors.
+    """
+    found = getattr(config, "quantization_config", None)
+    is_whole = config.get_text_config(decoder=True) is config and not config.is_encoder_decoder
+    if not isinstance(found, Mapping) or not is_whole or any(getattr(config, name, None) for name in _EXPERTS):
+        return None
+    method, bits = str(found.get("quant_method")), found.get("bits", found.get("w_bit"))
+    if method == "awq" and bits == 4 and str(found.get("version", "gemm")).lower() == "gemm":
+        return _AWQ
+    if method == "gptq" and bits in (4, 8) and found.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"):
+        return _GPTQ
+    if method == "fp8" and found.get("scale_fmt") is None:
+        return _FP8
+    return _of_compressed_tensors(found) if method == "compressed-tensors" else None
+
+
+def _of_compressed_tensors(values: Mapping[str, Any]) -> Form | None:
+    """Return the format of a folder of compressed-tensors, all of whose groups have the same one."""
+    schemes = [one.get("weights") or {} for one in (values.get("config_groups") or {}).values()]
+    kinds = {(one.get("num_bits"), one.get("type")) for one in schemes}
+    plain = all(one.get("strategy") in ("group", "channel", "tensor", "block") for one in schemes)
+    if len(kinds) != 1 or not plain or any(map(values.get, _UNREAD)):
+        return None
+    form, [(bits, kind)] = values.get("format"), kinds
+    if form == "pack-quantized" and kind == "int" and bits in (4, 8):
+        return replace(_PACKED, label=f"compressed-tensors int{bits}")
+    if form == "int-quantized" and kind == "int" and bits == 8:
+        return _INT8
+    if form in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8:
+        return replace(_FP8, label="compressed-tensors FP8")
+    return None
+
+
+def rounds_inputs(values: Mapping[str, Any]) -> bool:
+    """Return True if a quantization_config states that inputs of layers are rounded, too."""
+    groups = (values.get("config_groups") or {}).values()
+    return values.get("quant_method") == "fp8" or any(one.get("input_activations") for one in groups)
+
+
+def stacked(matrices: Sequence[Matrix]) -> Matrix:
+    """Return matrices of the same input and groups as one."""
+    first = matrices[0]
+    levels = torch.cat([one.levels.view(torch.uint8) for one in matrices]).view(first.levels.dtype)
+    zeros = None if first.zeros is None else torch.cat([one.zeros for one in matrices if one.zeros is not None])
+    return Matrix(levels, torch.cat([one.scales for one in matrices]), zeros, first.order)
+
+
+def check(found: Matrix, shape: tuple[int, int]) -> None:
+    """Raise ValueError for a matrix of another shape, and for numbers that are not finite."""
+    if tuple(found.levels.shape) != shape or len(found.scales) != shape[0]:
+        raise ValueError(f"levels are {[*found.levels.shape]}, scales {[*found.scales.shape]}")
+    if found.zeros is not None and found.zeros.shape != found.scales.shape:
+        raise ValueError(f"levels of zero are {[*found.zeros.shape]}, scales {[*found.scales.shape]}")
+    groups = found.scales.shape[1]
+    if found.group * groups != -(-shape[1] // found.group) * found.group:
+        raise ValueError(f"{groups} groups do not divide {shape[1]} inputs")
+    if found.order is not None and (
+        found.order.shape != shape[1:] or not 0 <= found.order.min() <= found.order.max() < groups
+    ):
+        raise ValueError("the groups of its inputs are outside their range")
+    if not bool(torch.isfinite(found.scales).all()):
+        raise ValueError("scales are not finite")
+    if found.zeros is None and not bool(torch.isfinite(found.levels.float()).all()):
+        raise ValueError("floats are not finite")
+
+
+def unpacked(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the levels of 32-bit words along their last dimension, the lowest bits first, uint8.
+
+    order: position of each of a word's levels among them; None for that of the bits.
+    """
+    count = 32 // bits
+    parts = torch.stack([words >> (bits * i) & ((1 << bits) - 1) for i in range(count)], -1).to(torch.uint8)
+    if order is not None:
+        parts = parts[..., torch.tensor(order).argsort()]
+    return parts.flatten(-2)
+
+
+def _read_awq(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
+    levels = unpacked(tensors["qweight"], 4, _AWQ_ORDER).T.contiguous()
+    scales = tensors["scales"].T.contiguous()
+    if "qzeros" not in tensors:
+        return Matrix(levels, scales, torch.full(scales.shape, 8, dtype=torch.int16))
+    return Matrix(levels, scales, unpacked(tensors["qzeros"], 4, _AWQ_ORDER).T.contiguous().short())
+
+
+def _read_gptq(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
+    """The first version of the format stores levels of zero less one, and subtracts from whole words."""
+    bits = int(values["bits"])
+    levels = unpacked(tensors["qweight"].T.contiguous(), bits).contiguous()
+    words = tensors["qzeros"].long() & 0xFFFFFFFF
+    if values.get("checkpoint_format", "gptq") == "gptq":
+        words = words + sum(1 << (bits * i) for i in range(32 // bits)) & 0xFFFFFFFF
+    scales, order = tensors["scales"].T.contiguous(), tensors.get("g_idx")
+    found = Matrix(levels, scales, unpacked(words, bits).T.contiguous().short())
+    usual = torch.arange(levels.shape[1], device=levels.device) // found.group
+    return found if order is None or torch.equal(order.long(), usual) else replace(found, order=order)
+
+
+def _read_packed(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
+    [bits] = {int(one["weights"]["num_bits"]) for one in values["config_groups"].values()}
+    rows, columns = tensors["weight_shape"].tolist() if "weight_shape" in tensors else (None, None)
+    levels = unpacked(tensors["weight_packed"], bits)[:rows, :columns].contiguous()
+    scales, order = tensors["weight_scale"], tensors.get("weight_g_idx")
+    zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int16, device=scales.device)
+    if "weight_zero_point" in tensors:
+        zeros = unpacked(tensors["weight_zero_point"].T.contiguous(), bits).T[: len(scales)].contiguous().short()
+    is_usual = order is None or bool((order < 0).all())
+    return Matrix(levels, scales, zeros, None if is_usual else order)
+
+
+def _read_int8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
+    levels, scales = tensors["weight"], tensors["weight_scale"]
+    scales = scales.reshape(-1, 1) if scales.numel() > 1 else scales.reshape(1, 1).expand(len(levels), 1)
+    zeros = torch.full(scales.shape, 128, dtype=torch.int16, device=scales.device)
+    if "weight_zero_point" in tensors:
+        zeros = zeros + tensors["weight_zero_point"].reshape(zeros.shape).short()
+    return Matrix((levels.short() + 128).to(torch.uint8), scales.contiguous(), zeros)
+
+
+def _read_fp8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
+    """Scales are of the whole matrix, of its rows, or of blocks of rows and columns."""
+    levels, scales = tensors["weight"], tensors.get("weight_scale_inv", tensors.get("weight_scale"))
+    if scales is None:
+        raise ValueError("there are no scales")
+    (rows, columns), block = levels.shape, values.get("weight_block_size") or _block_of(values)
+    height, width = (rows, columns) if scales.numel() == 1 else block or (1, columns)
+    scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
+    if scales.shape != (-(-rows // height), -(-columns // width)):
+        raise ValueError(f"scales are {[*scales.shape]} for blocks of {height} x {width}")
+    index = torch.arange(rows, device=scales.device) // height
+    return Matrix(levels, scales[index].contiguous(), None)
+
+
+def _block_of(values: Mapping[str, Any]) -> Any:
+    groups = (values.get("config_groups") or {}).values()
+    return next((one["weights"].get("block_structure") for one in groups), None)
+
+
+_AWQ = Form("AWQ", "qweight", ("qzeros", "scales"), _read_awq)
+_GPTQ = Form("GPTQ", "qweight", ("qzeros", "scales", "g_idx"), _read_gptq)
+_PACKED = Form("", "weight_packed", ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"), _read_packed)
+_INT8 = Form("compressed-tensors int8", "weight", ("weight_scale", "weight_zero_point"), _read_int8)
+_FP8 = Form("FP8", "weight", ("weight_scale_inv", "weight_scale", "input_scale"), _read_fp8, is_float=True)

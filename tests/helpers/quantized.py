@@ -1,0 +1,167 @@
+"""Folders of quantized layers: random tensors of each format, packed by other code than ours, and the numbers they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from helpers import tiny
+from helpers.families import make
+
+VOCAB = len(tiny.tokenizer())
+Made = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""The numbers of a layer, [out, in], and its tensors by last name."""
+GROUP = 64
+
+
+def drawn(shape: torch.Size, bits: int, generator: torch.Generator, group: int = GROUP) -> tuple[torch.Tensor, ...]:
+    """Random levels, levels that stand for 0, and scales of groups, the last in float16."""
+    rows, groups = shape[0], -(-shape[1] // group)
+    levels = torch.randint(0, 1 << bits, shape, generator=generator)
+    zeros = torch.randint(1, 1 << bits, (rows, groups), generator=generator)
+    scales = (torch.rand(rows, groups, generator=generator) * 0.4 + 0.8) * 0.3 / (1 << bits)
+    return levels, zeros, scales.half()
+
+
+def numbers(levels: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group: int = GROUP) -> torch.Tensor:
+    out = torch.empty(levels.shape)
+    for column in range(levels.shape[1]):
+        at = column // group
+        out[:, column] = (levels[:, column] - zeros[:, at]).float() * scales[:, at].float()
+    return out
+
+
+def words(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Values of the last dimension in words of 32 bits. order[i]: which value of a word has the i-th lowest bits."""
+    count = 32 // bits
+    order = order or tuple(range(count))
+    out = torch.zeros(*values.shape[:-1], values.shape[-1] // count, dtype=torch.int64)
+    for i, one in enumerate(order):
+        out |= values[..., one::count].long() << (bits * i)
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).int()
+
+
+def awq(shape: torch.Size, generator: torch.Generator) -> Made:
+    levels, zeros, scales = drawn(shape, 4, generator)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    packed = {"qweight": words(levels.T, 4, order), "qzeros": words(zeros.T, 4, order), "scales": scales.T.contiguous()}
+    return numbers(levels, zeros, scales), packed
+
+
+def gptq(
+    shape: torch.Size,
+    generator: torch.Generator,
+    bits: int = 4,
+    symmetric: bool = True,
+    version: int = 1,
+    ordered: bool = False,
+) -> Made:
+    levels, zeros, scales = drawn(shape, bits, generator)
+    zeros = torch.full_like(zeros, 1 << (bits - 1)) if symmetric else zeros
+    groups = torch.arange(shape[1]) // GROUP
+    weight = numbers(levels, zeros, scales)
+    if ordered:
+        order = torch.randperm(shape[1], generator=generator)
+        levels, weight, groups = levels[:, order], weight[:, order], groups[order]
+    return weight, {
+        "qweight": words(levels, bits).T.contiguous(),
+        "qzeros": words((zeros - int(version == 1)).T, bits),
+        "scales": scales.T.contiguous(),
+        "g_idx": groups.int(),
+    }
+
+
+def packed(shape: torch.Size, generator: torch.Generator, bits: int = 4, symmetric: bool = True) -> Made:
+    levels, zeros, scales = drawn(shape, bits, generator)
+    zeros = torch.full_like(zeros, 1 << (bits - 1)) if symmetric else zeros
+    found = {"weight_packed": words(levels, bits), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
+    if not symmetric:
+        found["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+    return numbers(levels, zeros, scales), found
+
+
+def int8(shape: torch.Size, generator: torch.Generator) -> Made:
+    levels = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    scales = (torch.rand(shape[0], 1, generator=generator) * 0.002 + 0.001).half()
+    return levels.float() * scales.float(), {"weight": levels, "weight_scale": scales}
+
+
+def fp8(shape: torch.Size, generator: torch.Generator, kind: str = "blocks") -> Made:
+    levels = torch.randn(*shape, generator=generator).clamp(-3, 3).to(torch.float8_e4m3fn)
+    height, width = {"blocks": (64, 32), "rows": (1, shape[1]), "matrix": tuple(shape)}[kind]
+    scales = torch.rand(-(-shape[0] // height), -(-shape[1] // width), generator=generator) * 0.1 + 0.05
+    whole = scales.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
+    name = "weight_scale" if kind == "rows" else "weight_scale_inv"
+    return levels.float() * whole, {"weight": levels, name: scales if kind != "matrix" else scales.reshape(())}
+
+
+def scheme(bits: int, kind: str = "int", **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "strategy": "group", "group_size": GROUP, "symmetric": True}
+    return {"group_0": {"targets": ["Linear"], "weights": weights | more, "input_activations": None}}
+
+
+CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
+    "AWQ": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "GPTQ": (gptq, {}, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}),
+    "GPTQ with levels of zero": (gptq, {"symmetric": False}, {"quant_method": "gptq", "bits": 4, "sym": False}),
+    "GPTQ, second version": (
+        gptq, {"symmetric": False, "version": 2}, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    ),
+    "GPTQ, 8 bits": (gptq, {"bits": 8}, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
+    "compressed-tensors int4": (
+        packed, {}, {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": scheme(4)},
+    ),
+    "compressed-tensors int4 with levels of zero": (
+        packed,
+        {"symmetric": False},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": scheme(4, symmetric=False)},
+    ),
+    "compressed-tensors int8": (
+        int8,
+        {},
+        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": scheme(8, strategy="channel")},
+    ),
+}  # fmt: skip
+EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
+    "GPTQ in the order of activations": (gptq, {"ordered": True}, {"quant_method": "gptq", "bits": 4, "desc_act": True}),
+    "FP8": (fp8, {}, {"quant_method": "fp8", "weight_block_size": [64, 32], "activation_scheme": "dynamic"}),
+    "FP8 of rows": (
+        fp8,
+        {"kind": "rows"},
+        {"quant_method": "compressed-tensors", "format": "float-quantized",
+         "config_groups": scheme(8, "float", strategy="channel")},
+    ),
+    "FP8 of a matrix": (fp8, {"kind": "matrix"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+}  # fmt: skip
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+def folder_of(
+    path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3
+) -> tuple[Path, PreTrainedModel]:
+    """A folder whose layers, without the output layer, are quantized, and the model of their numbers in float32."""
+    quantize, given, values = (CASES | EXPANDED)[case]
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+    model = make("qwen2", layers, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.bfloat16).float()
+    tiny.save(path, model)
+    found = {name: one.to(torch.bfloat16) for name, one in load_file(path / "model.safetensors").items()}
+    generator = torch.Generator().manual_seed(1)
+    for name in [one for one in found if one.endswith("_proj.weight")]:
+        weight, tensors = quantize(found.pop(name).shape, generator, **given)
+        model.get_parameter(name).data = weight
+        found |= {f"{name.removesuffix('weight')}{part}": one for part, one in tensors.items()}
+    change(found)
+    save_file(
+        {name: one.contiguous() for name, one in found.items()}, path / "model.safetensors", metadata={"format": "pt"}
+    )
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": values, "dtype": "bfloat16"}))
+    return path, model

@@ -1,0 +1,143 @@
+"""Folders in AWQ, GPTQ, compressed-tensors and FP8: decoded in their stored bits, with the text of the dequantized model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ModelLoadError
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.frozen import FrozenLinear, JointLinear
+from foresay.models.sources import quantized_forms
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model, load_weights
+from helpers.comparing import NEW, assert_same, plain, prompts
+from helpers.quantized import CASES, EXPANDED, VOCAB, Change, folder_of
+from helpers.support import Sometimes, run
+
+PARAMS = SamplingParams(max_new_tokens=NEW)
+
+
+def in_float32(path: Path) -> Any:
+    """The kernels without the rounding of inputs, keys and values."""
+    loaded: Any = load_model(path, LoadOptions(activations="float32")).model
+    loaded.use_fused(torch.float32)
+    return loaded
+
+
+def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    cache = model.new_cache()
+    cache.add_rows(1)
+    out: torch.Tensor = model.forward(ModelInput(ids, [ids.shape[1]]), cache).logits
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_layers_stay_as_they_are_stored(case: str, tmp_path: Path) -> None:
+    """Each number is the stored one, up to offsets in float16; layers with the same input are one product."""
+    path, reference = folder_of(tmp_path / "tiny", case)
+    loaded: Any = load_model(path)
+    assert loaded.precision.startswith("bfloat16, ") and loaded.weights == case.split(",")[0].split(" with")[0]
+    assert loaded.model.fused.compiled
+    has_offsets = "zero" in case or "second" in case or case == "AWQ"
+    own, wanted = (one.model.layers[1] for one in (loaded.model.model, reference))
+    for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
+        layers = [getattr(own.self_attn, name) for name in names]
+        assert all(isinstance(one, JointLinear if len(names) > 1 else FrozenLinear) for one in layers)
+        product: Any = layers[0].product
+        assert isinstance(product, NativeProduct) and product.bits < 9
+        weight = torch.cat([getattr(wanted.self_attn, name).weight for name in names])
+        assert (product.dense() - weight).abs().max() < (weight.abs().max() / 2**11 if has_offsets else 1e-6)
+    ids = torch.arange(40)[None] % VOCAB
+    found, expected = scores(in_float32(path), ids), reference(ids).logits
+    assert (found - expected).abs().max() < (1e-2 if has_offsets else 1e-4) * expected.abs().max()
+
+
+def test_texts_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
+    """In float32, with rejected and with accepted drafts."""
+    path, reference = folder_of(tmp_path / "tiny", "GPTQ")
+    wanted = [plain(reference, prompt) for prompt in prompts()]
+    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
+    drafter = Sometimes(wanted, VOCAB)
+    ours, steps, _ = run(in_float32(path), prompts(), PARAMS, drafter=drafter, gamma=4, join_later=3)
+    assert {True, False} == {step.num_accepted == step.num_drafted for step in steps if step.num_drafted}
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+
+
+def test_any_draft_and_any_batch_write_the_same(tmp_path: Path) -> None:
+    path, _ = folder_of(tmp_path / "tiny", "AWQ")
+    model = load_model(path).model
+    alone = [run(model, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
+    for gamma, batch in ((1, 6), (4, 3)):
+        drafter = Sometimes(alone, VOCAB)
+        assert run(model, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
+
+
+def test_weights_that_are_trained_on_are_numbers(tmp_path: Path) -> None:
+    path, reference = folder_of(tmp_path / "tiny", "AWQ")
+    dense, _ = load_weights(path, LoadOptions(dtype="fp32"))
+    for name, weight in reference.state_dict().items():
+        torch.testing.assert_close(dense.state_dict()[name], weight)
+
+
+@pytest.mark.parametrize("case", EXPANDED)
+@torch.inference_mode()
+def test_layers_that_no_kernel_reads_become_numbers(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, reference = folder_of(tmp_path / "tiny", case)
+    with caplog.at_level(logging.INFO, "foresay"):
+        loaded: Any = load_model(path, LoadOptions(dtype="float32"))
+    assert loaded.precision == "float32" and "21 quantized layers of" in caplog.text
+    assert ("inputs of layers are rounded, too" in caplog.text) == (CASES | EXPANDED)[case][2][
+        "quant_method"
+    ].startswith("fp8")
+    ids = torch.arange(40)[None] % VOCAB
+    torch.testing.assert_close(scores(loaded.model, ids), reference(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def cut(part: str, at: Any) -> Change:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = next(one for one in tensors if one.endswith(part))
+        tensors[name] = tensors[name][at]
+
+    return change
+
+
+WRONG: dict[str, tuple[str, Change, str]] = {
+    "too few words": ("AWQ", cut("qweight", slice(64)), r"do not make a matrix of 128 x 192: levels are \[128, 64\]"),
+    "too few scales": ("GPTQ", cut(".scales", (slice(None), slice(8))), r"scales \[8, 3\]"),
+    "no scales": ("GPTQ", lambda tensors: [tensors.pop(one) for one in list(tensors) if one.endswith(".scales")], "scales"),
+    "scales of FP8 that fit nothing": ("FP8", cut("weight_scale_inv", slice(1, None)), "scales are .1, 6. for blocks of 64 x 32"),
+    "no quantized layer": (
+        "AWQ",
+        lambda tensors: [tensors.pop(one) for one in list(tensors) if one.endswith("qweight")],
+        r"it has no tensors named \.qweight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
+    kind, change, message = WRONG[case]
+    path, _ = folder_of(tmp_path / "tiny", kind, change)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(path)
+
+
+@torch.inference_mode()
+def test_another_order_of_bits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    path, reference = folder_of(tmp_path / "tiny", "AWQ")
+    monkeypatch.setattr(quantized_forms, "_AWQ_ORDER", tuple(range(8)))
+    ids = torch.arange(40)[None] % VOCAB
+    expected = reference(ids).logits
+    assert (scores(in_float32(path), ids) - expected).abs().max() > 0.05 * expected.abs().max()
