@@ -66,7 +66,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         (
             blocks._product,
             {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": group, "BITS": bits, "ZERO": zero}
-            | {"SHARED": shared, "HAS_MINS": kind == "Q4_K", "PARTS": 4, "QUAD": blocks._QUAD}
+            | {"SHARED": shared, "HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "PARTS": 4, "QUAD": blocks._QUAD}
             | {"PER": 1, "HAS_ZEROS": False, "FLOATS": False},
         )
         for kind, (bits, group, zero, shared) in KINDS.items()

@@ -148,7 +148,7 @@ class Resources:
             )
         options = self._options_of_heads(target)
         bits = options.bits or (8 if self._rounds_heads(target) else None)
-        return target, options, unquantized if bits is None else quantizer(bits)
+        return target, options, unquantized if bits is None else quantizer(bits, target.device)
 
     def _options_of_heads(self, target: CausalModel) -> LoadOptions:
         """Return the options to load heads with.

@@ -124,7 +124,10 @@ class DraftModel(SlotCacheRows):
     def _product(self, *weights: torch.Tensor) -> Product:
         parts = [one.detach().to(self.device, self.dtype) for one in weights]
         quantized = self._make is not unquantized
-        on_cpu = self.device.type == "cpu" and not uses_kernels(self.device)
+        on_gpu = uses_kernels(self.device)
+        if quantized and on_gpu:
+            return self._make(torch.cat(parts), None)
+        on_cpu = self.device.type == "cpu" and not on_gpu
         if on_cpu and (quantized or linears.available(self.dtype, self.device)):
             return self._make(torch.cat(parts), None)
         return DenseProduct(torch.cat(parts) if len(parts) > 1 or on_cpu else parts[0].contiguous())

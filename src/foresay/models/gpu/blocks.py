@@ -64,7 +64,7 @@ def _product(
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.minimum(column, outputs - 1).to(tl.int64)  # padding repeats the last one, and is not stored
     part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    groups = inputs // GROUP
+    groups = (inputs + GROUP - 1) // GROUP
     steps = (groups + QUAD - 1) // QUAD
     share = (steps + PARTS - 1) // PARTS
     total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
@@ -140,12 +140,14 @@ class BlockProduct:
 
     def dense(self) -> torch.Tensor:
         """Return the weights in plain layout, [out, in]."""
-        how, groups = self._how, self.in_features // self._how.group
+        how, groups = self._how, -(-self.in_features // self._how.group)
 
         def of_groups(one: torch.Tensor) -> torch.Tensor:
             return one.float().repeat_interleave(how.per, 1)[:, :groups]
 
-        levels = self._unpacked().view(self.out_features, -1, how.group)[:, :groups] - how.zero
+        levels = self._unpacked()
+        levels = F.pad(levels, (0, -levels.shape[1] % how.group)).view(self.out_features, -1, how.group)
+        levels = levels[:, :groups] - how.zero
         if self._zeros is not None:
             levels = levels - of_groups(self._zeros)[..., None]
         scales, mins = of_groups(self._scales), None if self._mins is None else of_groups(self._mins)
@@ -155,7 +157,7 @@ class BlockProduct:
             mins = None if mins is None else mins * whole[..., 1]
         out = levels * scales[..., None]
         out = out if mins is None else out - mins[..., None]
-        return out.view(self.out_features, self.in_features).to(self.dtype)
+        return out.flatten(1)[:, : self.in_features].to(self.dtype)
 
     def _unpacked(self) -> torch.Tensor:
         """Return the levels as float32, [out, in or more]."""

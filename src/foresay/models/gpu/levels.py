@@ -5,13 +5,16 @@ Knows no kernel; blocks.py arranges the arrays for the kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float16 | np.float32 | np.uint8 | np.int8]
-KINDS = {"Q8_0": (8, 32, 0, 0), "Q4_0": (4, 32, 8, 0), "Q4_K": (4, 32, 0, 8), "Q6_K": (6, 16, 32, 16)}
+KINDS = {"Q8_0": (8, 32, 0, 0), "Q4_0": (4, 32, 8, 0), "Q4_1": (4, 32, 0, 0), "Q5_0": (6, 32, 16, 0)}
+KINDS |= {"Q5_1": (6, 32, 0, 0), "Q4_K": (4, 32, 0, 8), "Q5_K": (6, 32, 0, 8), "Q6_K": (6, 16, 32, 16)}
 """Types of GGUF files: bits of a level, weights of a group, the level that stands for 0, and the groups that share a scale of
 their scales, 0 if they have none."""
 E4M3 = 256.0
@@ -53,6 +56,10 @@ class Levels:
             bits=bits, group=group, levels=levels, scales=scales, zero=zero, mins=mins, whole=whole, shared=shared
         )
 
+    def cut(self, depth: int) -> Levels:
+        """Return these with the first `depth` inputs of rows that were padded to whole groups."""
+        return self if depth == self.levels.shape[1] else replace(self, levels=self.levels[:, :depth])
+
 
 Read = tuple[npt.NDArray[np.uint8], Numbers, Numbers | None, Numbers | None]
 """Levels, scales, mins, and scales of these."""
@@ -71,6 +78,33 @@ def _read_q4_0(data: npt.NDArray[np.uint8]) -> Read:
     blocks = data.reshape(len(data), -1, 18)
     pairs = blocks[..., 2:]
     return np.concatenate([pairs & 15, pairs >> 4], -1).reshape(len(data), -1), _halves(blocks[..., :2]), None, None
+
+
+def _read_q4_1(data: npt.NDArray[np.uint8]) -> Read:
+    blocks = data.reshape(len(data), -1, 20)
+    pairs = blocks[..., 4:]
+    levels = np.concatenate([pairs & 15, pairs >> 4], -1).reshape(len(data), -1)
+    return levels, _halves(blocks[..., :2]), -_halves(blocks[..., 2:4]), None
+
+
+def _read_q5(data: npt.NDArray[np.uint8], at: int) -> Read:
+    """at: bytes before the upper bits."""
+    blocks = data.reshape(len(data), -1, at + 20)
+    upper = np.ascontiguousarray(blocks[..., at : at + 4]).view(np.uint32) >> np.arange(32, dtype=np.uint32) & 1
+    pairs = blocks[..., at + 4 :]
+    levels = np.bitwise_or(np.concatenate([pairs & 15, pairs >> 4], -1), (upper << 4).astype(np.uint8), dtype=np.uint8)
+    mins = -_halves(blocks[..., 2:4]) if at > 2 else None
+    return levels.reshape(len(data), -1), _halves(blocks[..., :2]), mins, None
+
+
+def _read_q5_k(data: npt.NDArray[np.uint8]) -> Read:
+    blocks = data.reshape(len(data), -1, 176)
+    low, scales, mins, whole = _read_q4_k(
+        np.concatenate([blocks[..., :16], blocks[..., 48:]], -1).reshape(len(data), -1)
+    )
+    upper = np.stack([blocks[..., 16:48] >> i & 1 for i in range(8)], -2)  # bit i is that of group i
+    levels = np.bitwise_or(low, upper.reshape(len(data), -1) << 4, dtype=np.uint8)
+    return levels, scales, mins, whole
 
 
 def _read_q4_k(data: npt.NDArray[np.uint8]) -> Read:
@@ -98,4 +132,13 @@ def _read_q6_k(data: npt.NDArray[np.uint8]) -> Read:
     return levels.reshape(len(data), -1), scales.reshape(len(data), -1), None, whole
 
 
-_READ = {"Q8_0": _read_q8_0, "Q4_0": _read_q4_0, "Q4_K": _read_q4_k, "Q6_K": _read_q6_k}
+_READ: dict[str, Callable[[npt.NDArray[np.uint8]], Read]] = {
+    "Q8_0": _read_q8_0,
+    "Q4_0": _read_q4_0,
+    "Q4_1": _read_q4_1,
+    "Q5_0": partial(_read_q5, at=2),
+    "Q5_1": partial(_read_q5, at=4),
+    "Q4_K": _read_q4_k,
+    "Q5_K": _read_q5_k,
+    "Q6_K": _read_q6_k,
+}

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from foresay.decoding.devices import uses_kernels
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cpu.build import failure_reason, library
 from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.product import NativeProduct, PackedProduct, Product
-from foresay.models.cpu.rounding import GROUP
+from foresay.models.cpu.rounding import GROUP, q4_1_blocks, q8_0_blocks
 from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
 from foresay.models.huggingface.frozen import (
     FrozenEmbedding,
@@ -41,6 +43,7 @@ JOINT_LAYERS = (
 """Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
+_CPU = torch.device("cpu")
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
@@ -220,10 +223,26 @@ def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return (NativeProduct.int8 if weight.shape[1] % GROUP else NativeProduct.int4)(weight, bias)
 
 
-def quantizer(bits: int) -> MakeProduct:
-    """Return the function that makes products with 8 or 4 bits per weight. Raises ConfigError without compiled kernels."""
+def quantizer(bits: int, device: torch.device = _CPU) -> MakeProduct:
+    """Return the function that makes products with 8 or 4 bits per weight on a device.
+
+    Raises ConfigError for a CPU without compiled kernels.
+    """
+    if device.type != "cpu":
+        return partial(_on_gpu, bits)
     check_compiled(f"weights='int{bits}'", "leave the weights in bfloat16")
     return NativeProduct.int8 if bits == 8 else int4
+
+
+def _on_gpu(bits: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """Return a product with the rounding that CPUs have."""
+    from foresay.models.gpu.blocks import BlockProduct
+    from foresay.models.gpu.levels import Levels
+
+    is_int8 = bits == 8 or weight.shape[1] % GROUP
+    data = (q8_0_blocks if is_int8 else q4_1_blocks)(weight.cpu())
+    found = Levels.of_file("Q8_0" if is_int8 else "Q4_1", data)
+    return BlockProduct(found.cut(weight.shape[1]), weight.dtype, weight.device, bias)
 
 
 _READ_DIRECTLY = ("dt_proj",)
@@ -236,7 +255,7 @@ _READ_FOR_DTYPE = ("lm_head",)
 
 
 def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:
-    """Replace each linear layer and each expert of `model` on a CPU by frozen products, and free weights that nothing else uses.
+    """Replace each linear layer and each expert of `model` by frozen products, and free weights that nothing else uses.
 
     all_dtypes: replace also layers whose dtype packing does not speed up. Returns the number of replaced layers. A weight tied
     to an embedding stays in memory, since the embedding reads it in plain layout.
@@ -246,7 +265,8 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
         return type(module) is nn.Linear and replaceable_weight(module.weight)
 
     def replaceable_weight(weight: torch.Tensor) -> bool:
-        return weight.device.type == "cpu" and (all_dtypes or available(weight.dtype, weight.device))
+        is_there = weight.device.type == "cpu" or uses_kernels(weight.device)
+        return is_there and (all_dtypes or available(weight.dtype, weight.device))
 
     count = 0
     for path, parent in list(model.named_modules()):

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from foresay.checks import check_int
+from foresay.decoding.devices import uses_kernels
 from foresay.errors import ConfigError, UnknownNameError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -185,12 +186,13 @@ class LoadOptions:
             return
         if self.quantization_config is not None:
             raise ConfigError("and quantization_config contradict; give one of them", param=name, value=weights)
-        elsewhere = self.device_map if self.device is None else self.device
+        elsewhere = str(self.computes_on if self.device_map is None else self.device_map)
         if name == "draft_weights" and self.draft_device is not None:
-            elsewhere = self.draft_device
-        if elsewhere is not None and str(elsewhere).partition(":")[0] != "cpu":
+            elsewhere = str(self.draft_device)
+        is_gpu = self.device_map is None and uses_kernels(torch.device(elsewhere))
+        if elsewhere.partition(":")[0] != "cpu" and not is_gpu:
             raise ConfigError(
-                f"is for CPUs, but {str(elsewhere)!r} was requested; there, load a checkpoint quantized by "
+                f"is for CPUs, but the model would be on {elsewhere!r}; give device='cpu', load a checkpoint quantized by "
                 "AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config",
                 param=name,
                 value=weights,

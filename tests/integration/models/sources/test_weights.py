@@ -15,7 +15,7 @@ import foresay
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.linears import activations_of
-from foresay.models.sources import loading, reading
+from foresay.models.sources import load_options, loading, reading
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.location import locate
 from helpers import tiny
@@ -76,7 +76,7 @@ def test_what_is_loaded_is_said(folder: Path) -> None:
     ("options", "said"),
     [
         ({"weights": "int4", "dtype": "fp32"}, "weights='int4' computes in bf16, but dtype='fp32' was given; drop one"),
-        ({"weights": "int8", "device_map": "cuda"}, "is for CPUs, but 'cuda' was requested"),
+        ({"weights": "int8", "device_map": "cuda"}, "is for CPUs, but the model would be on 'cuda'"),
         ({"weights": "int4", "quantization_config": object()}, "contradict; give one of them"),
         ({"weights": "bf16", "dtype": "fp16"}, "weights='bf16' computes in bf16, but dtype='fp16' was given; drop one"),
     ],
@@ -84,6 +84,16 @@ def test_what_is_loaded_is_said(folder: Path) -> None:
 def test_what_contradicts_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LoadOptions(**options)  # type: ignore[arg-type]
+
+
+def test_rounded_weights_are_refused_where_a_gpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were loaded as they are there, and reported as rounded; kernels for GPUs round them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"is for CPUs, but the model would be on 'cuda'; give device='cpu'"):
+        LoadOptions(weights="int8")
+    assert LoadOptions(weights="int8", device="cpu").bits == 8
+    monkeypatch.setattr(load_options, "uses_kernels", lambda device: device.type == "cuda")
+    assert LoadOptions(weights="int8").bits == 8
 
 
 @pytest.mark.parametrize("drafter", ["auto", "max_gram", "self(1)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"])

@@ -13,10 +13,19 @@ import torch
 from foresay.models.gpu import blocks, product
 from foresay.models.gpu.blocks import BlockProduct, StackedProduct
 from foresay.models.gpu.levels import E4M3, KINDS, Levels
+from foresay.models.huggingface import linears
 from helpers.paged import sum_products_in_order
 
 CPU = torch.device("cpu")
-SIZES = {"Q8_0": (40, 7 * 32), "Q4_0": (33, 5 * 32), "Q4_K": (40, 512), "Q6_K": (35, 256)}
+SIZES = {
+    "Q8_0": (40, 7 * 32),
+    "Q4_0": (33, 5 * 32),
+    "Q4_1": (33, 5 * 32),
+    "Q5_0": (33, 96),
+    "Q5_1": (33, 7 * 32),
+    "Q4_K": (40, 512),
+}
+SIZES |= {"Q5_K": (36, 256), "Q6_K": (35, 256)}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +42,7 @@ def stored(kind: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
     scales = rng.uniform(-0.02, 0.02, (rows, depth // size, 2)).astype(np.float16).view(np.uint8)
     if kind == "Q6_K":
         data[..., 208:] = scales[..., :2]
-    elif kind == "Q4_K":
+    elif kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1"):
         data[..., :4] = scales
     else:
         data[..., :2] = scales[..., :2]
@@ -98,6 +107,17 @@ def test_weights_are_those_of_a_checkpoint(kind: str) -> None:
     if levels.per > 1:
         found._how = replace(levels, per=levels.per - 1)
         assert not torch.allclose(found(x), x @ weight.T, atol=1e-2)
+
+
+@pytest.mark.parametrize(("bits", "depth"), [(8, 80), (8, 64), (4, 96)])
+def test_rounded_weights_are_those_of_cpus(bits: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of eight bits may end within a group."""
+    torch.manual_seed(depth)
+    weight, x, bias = torch.randn(40, depth), torch.randn(3, depth), torch.randn(40)
+    found: Any = linears._on_gpu(bits, weight, bias)
+    native = linears.quantizer(bits)(weight, bias)
+    torch.testing.assert_close(found.dense(), native.dense(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found(x), x @ native.dense().T + bias, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
