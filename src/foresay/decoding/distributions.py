@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from foresay.decoding import devices
-from foresay.decoding.processors import process_row, processes
+from foresay.decoding.processors import Processed, process_rows, processes
 from foresay.decoding.rows import Rows
 from foresay.decoding.truncation import plan_of, probabilities
 from foresay.errors import RequestError
@@ -138,30 +138,40 @@ def build_distributions(
     distributions may be arbitrary. parents: [B, K] of a tree, as `Proposal.parents`. greedy: point masses for sampled rows too,
     which only a draft may have.
     """
-    plan = plan_of(rows, logits.device)
-    processed, failures = _process(logits, rows, draft_ids, num_before, counts, parents)
+    plan, device = plan_of(rows, logits.device), logits.device
+    processed = process_rows(logits, rows, draft_ids, num_before, counts, parents)
+    failures = {} if processed is None else processed.failures
     batch, width, vocab = logits.shape
     if plan.sampled is None or greedy:
         greedy_ids = likeliest(logits, counts)
-        for i, scores in processed.items():
-            greedy_ids[i, : len(scores)] = likeliest(scores)
+        if processed is not None:
+            _take_likeliest(greedy_ids, processed, processed.rows)
         return Distributions(greedy_ids, scores=logits, failures=failures)
     count = len(plan.sampled)
-    greedy_ids = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    greedy_ids = torch.zeros(batch, width, dtype=torch.int64, device=device)
     if count < batch:
         greedy_ids = likeliest(logits, counts)
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
     flat = chosen.reshape(count * width, vocab)
-    if processed or not devices.uses_kernels(flat.device):
+    if processed is not None or not devices.uses_kernels(flat.device):
         flat = flat.to(torch.float32, copy=True)  # it is overwritten
-    for i, scores in processed.items():
-        if i in plan.index_of:
-            flat.view(count, width, vocab)[plan.index_of[i], : len(scores)] = scores
-        else:
-            greedy_ids[i, : len(scores)] = likeliest(scores)
-    index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
-    index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
+    if processed is not None:
+        sampled = {plan.index_of[i]: j for j, i in enumerate(processed.rows) if i in plan.index_of}
+        own = processed.scores.index_select(0, devices.to_device(list(sampled.values()), device))
+        flat.view(count, width, vocab)[:, : own.shape[1]].index_copy_(0, devices.to_device(list(sampled), device), own)
+        _take_likeliest(greedy_ids, processed, [i for i in processed.rows if i not in plan.index_of])
+    index = torch.full((batch, width), -1, dtype=torch.int64, device=device)
+    index[plan.sampled] = torch.arange(count * width, device=device).view(count, width)
     return Distributions(greedy_ids, probabilities(flat, plan, width), index, logits, failures=failures)
+
+
+def _take_likeliest(greedy_ids: torch.Tensor, processed: Processed, rows: Sequence[int]) -> None:
+    """Replace the greedy tokens [B, T] of some rows by those of their processed scores, in place."""
+    if not rows:
+        return
+    device, scores = greedy_ids.device, processed.scores
+    own = scores.index_select(0, devices.to_device([processed.rows.index(i) for i in rows], device))
+    greedy_ids[:, : scores.shape[1]].index_copy_(0, devices.to_device(list(rows), device), likeliest(own))
 
 
 def subset_distributions(
@@ -174,28 +184,3 @@ def subset_distributions(
     if not (greedy or all(row.params.greedy for row in rows)) or any(map(processes, rows)):
         return None
     return Distributions(subset.token_ids[likeliest(logits)], scores=logits, subset=subset)
-
-
-def _process(
-    logits: torch.Tensor,
-    rows: Rows,
-    draft_ids: torch.Tensor | None,
-    num_before: int,
-    counts: Sequence[int] | None,
-    parents: torch.Tensor | None,
-) -> tuple[dict[int, torch.Tensor], dict[tuple[int, int], RequestError]]:
-    """Processed scores of the rows that have processing, [positions used, V] float32 each, and the errors by (row, position)."""
-    failures: dict[tuple[int, int], RequestError] = {}
-    processed = [i for i, row in enumerate(rows) if processes(row)]
-    if not processed:
-        return {}, failures
-    drafted = draft_ids.tolist() if draft_ids is not None else [[]] * len(rows)
-    trees = None if parents is None else parents.tolist()
-    out: dict[int, torch.Tensor] = {}
-    for i in processed:
-        num_positions = logits.shape[1] if counts is None else counts[i] + 1
-        out[i] = logits[i, :num_positions].to(torch.float32, copy=True)
-        tree = None if trees is None else trees[i]
-        failed = process_row(out[i], rows[i], drafted[i], num_before, for_target=counts is not None, parents=tree)
-        failures |= {(i, position): error for position, error in failed.items()}
-    return out, failures

@@ -6,15 +6,16 @@ processors that are known to keep state are refused by name.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from foresay.decoding.rows import Row
+from foresay.decoding.devices import is_remote, to_device
+from foresay.decoding.penalties import Paths, add_constants, forbid_ends, is_penalised, penalise
+from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
-from foresay.decoding.state import StateKey
 from foresay.errors import ConfigError, RequestError
 
 STATEFUL_PROCESSORS = frozenset(
@@ -33,10 +34,6 @@ STATEFUL_PROCESSORS = frozenset(
     }
 )
 """transformers processors that are not functions of (ids, scores): they keep state, or need the encoder's input or the beam."""
-
-
-_VECTORS = StateKey[dict[tuple[torch.device, int], torch.Tensor]](dict)
-"""Biases and masks of a row, by device and vocabulary size."""
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> None:
@@ -91,62 +88,128 @@ def processes(row: Row) -> bool:
     return params.processes or row.num_new < params.min_new_tokens
 
 
-def process_row(
-    scores: torch.Tensor,
-    row: Row,
-    draft_ids: Sequence[int],
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The processed scores of R rows."""
+
+    rows: list[int]
+    scores: torch.Tensor
+    """[R, T, V] float32; meaningless at positions after a row's own."""
+    failures: Mapping[tuple[int, int], RequestError]
+    """(row, position) -> why no token can be generated there; its scores are raw."""
+
+
+def process_rows(
+    logits: torch.Tensor,
+    rows: Rows,
+    draft_ids: torch.Tensor | None,
     num_before: int,
-    *,
-    for_target: bool,
-    parents: Sequence[int] | None = None,
-) -> dict[int, RequestError]:
-    """Process a row's scores in place; return the errors by position.
+    counts: Sequence[int] | None,
+    parents: torch.Tensor | None,
+) -> Processed | None:
+    """Return the scores of the rows that have processing; None if no row has any. See `build_distributions`.
 
-    scores: [T, V] float32. Position 0 follows the committed tokens and `num_before` drafted ones, position 1 + j also token
-    num_before + j of draft_ids and, if `parents` is given, its ancestors. Positions that no output can reach are left
-    unprocessed, because a processor must not see text that is never generated: after a token that the processing forbids, after
-    one that ends the output, after a position that failed. for_target: a position where a processor raises, or where no token
-    is left, is an error and keeps its raw scores; a draft uses the raw scores silently, since any distribution is valid for a
-    draft.
+    On a device only a row with processors of its own, or with a list of allowed tokens, is read back: others always have a token
+    left. For a draft (counts is None) a position where a processor raises, or where no token is left, keeps its raw scores
+    silently, since any distribution is valid for a draft.
     """
-    constants, penalties = _constants(row, scores), _Penalties.of(row, scores)
-    contexts: dict[int, list[int]] = {}
-    failures: dict[int, RequestError] = {}
-    for t in range(scores.shape[0]):
-        parent = t - 1 if parents is None or t == 0 else parents[t - 1] + 1
-        prefix = list(draft_ids[:num_before])
-        if t > 0:
-            token = draft_ids[num_before + t - 1]
-            if parent not in contexts or parent in failures or not _possible(scores[parent], token):
-                continue
-            prefix = [*contexts[parent], token]
-            if row.ends_with(token, row.num_new + len(prefix)):
-                continue
-        contexts[t] = prefix
-        raw = scores[t].clone()
-        try:
-            _process_position(scores[t], row, prefix, constants, penalties)
-        except RequestError as error:
-            scores[t] = raw
-            if for_target:
-                failures[t] = error
-    return failures
+    chosen = [i for i, row in enumerate(rows) if processes(row)]
+    if not chosen:
+        return None
+    width, vocab, device = (
+        logits.shape[1] if counts is None else max(counts[i] for i in chosen) + 1,
+        logits.shape[2],
+        logits.device,
+    )
+    index = to_device(chosen, device)
+    raw = logits[:, :width].index_select(0, index)
+    scores, own = raw.to(torch.float32, copy=True), [rows[i] for i in chosen]
+    ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=device) if draft_ids is None else draft_ids
+    tree = None if parents is None else parents.index_select(0, index)
+    paths = Paths.of(ids.index_select(0, index), width, num_before, tree, vocab)
+    _apply(scores, own, paths)
+    walked = [j for j, row in enumerate(own) if _may_fail(row, vocab, is_remote=is_remote(device))]
+    failures: dict[tuple[int, int], RequestError] = {}
+    if walked:
+        drafted = ids.tolist()
+        trees = None if parents is None else parents.tolist()
+        for j in walked:
+            i, count = chosen[j], width if counts is None else counts[chosen[j]] + 1
+            walk = _Walk(
+                scores[j, :count], raw[j, :count], own[j], drafted[i], num_before, None if trees is None else trees[i]
+            )
+            if counts is not None:
+                failures |= {(i, position): error for position, error in walk.failures.items()}
+    return Processed(chosen, scores, failures)
 
 
-def _process_position(
-    scores: torch.Tensor,
-    row: Row,
-    prefix: Sequence[int],
-    constants: torch.Tensor | None,
-    penalties: _Penalties | None,
-) -> None:
-    """Apply penalties, biases, the minimum length and the request's processors. scores: [V], changed in place."""
-    if penalties is not None:
-        penalties.apply(scores, prefix)
-    if constants is not None:
-        scores += constants
-    if row.num_new + len(prefix) < row.params.min_new_tokens and row.eos:
-        scores[[token for token in row.eos if token < len(scores)]] = -torch.inf
+def _apply(scores: torch.Tensor, rows: Sequence[Row], paths: Paths) -> None:
+    """Apply penalties, then biases, then the minimum length to rows' scores, [R, T, V], in place."""
+    chosen = [j for j, row in enumerate(rows) if is_penalised(row.params)]
+    if len(chosen) == len(rows):
+        penalise(scores, rows, paths)
+    elif chosen:
+        index = to_device(chosen, scores.device)
+        some = scores.index_select(0, index)
+        own = Paths(paths.token_ids.index_select(0, index), paths.before.index_select(0, index))
+        penalise(some, [rows[j] for j in chosen], own)
+        scores.index_copy_(0, index, some)
+    add_constants(scores, rows)
+    forbid_ends(scores, rows, paths)
+
+
+def _may_fail(row: Row, vocab: int, *, is_remote: bool) -> bool:
+    """True if a position may have no token left, or if processors must see its text."""
+    params = row.params
+    if params.processors or params.allowed_token_ids is not None:
+        return True
+    if is_remote:
+        return len({*params.banned_token_ids, *row.eos}) >= vocab
+    return bool(params.banned_token_ids or params.logit_bias or params.min_new_tokens)
+
+
+class _Walk:
+    """Calls a row's processors, in place, at the positions that an output can reach, and finds those without a token.
+
+    Positions that no output can reach keep their raw scores, because a processor must not see text that is never generated: after
+    a token that the processing forbids, after one that ends the output, after a position that failed.
+    """
+
+    def __init__(
+        self,
+        scores: torch.Tensor,
+        raw: torch.Tensor,
+        row: Row,
+        draft_ids: Sequence[int],
+        num_before: int,
+        parents: Sequence[int] | None,
+    ) -> None:
+        """scores: [T, V] float32, processed but for processors. raw: [T, V]. Others as in `process_rows`."""
+        self.failures: dict[int, RequestError] = {}
+        contexts: dict[int, list[int]] = {}
+        for t in range(scores.shape[0]):
+            parent = t - 1 if parents is None or t == 0 else parents[t - 1] + 1
+            prefix = list(draft_ids[:num_before])
+            if t > 0:
+                token = draft_ids[num_before + t - 1]
+                is_open = parent in contexts and parent not in self.failures
+                if not is_open or not _possible(scores[parent], token):
+                    scores[t] = raw[t]
+                    continue
+                prefix = [*contexts[parent], token]
+                if row.ends_with(token, row.num_new + len(prefix)):
+                    scores[t] = raw[t]
+                    continue
+            contexts[t] = prefix
+            try:
+                _process_position(scores[t], row, prefix)
+            except RequestError as error:
+                scores[t] = raw[t]
+                self.failures[t] = error
+
+
+def _process_position(scores: torch.Tensor, row: Row, prefix: Sequence[int]) -> None:
+    """Apply the request's processors. scores: [V], changed in place."""
     if row.params.processors:
         _call_processors(scores, row, prefix)
     if not bool((scores > -torch.inf).any()):
@@ -155,65 +218,6 @@ def _process_position(
 
 def _possible(scores: torch.Tensor, token: int) -> bool:
     return token < scores.shape[0] and bool(scores[token] > -torch.inf)
-
-
-def _constants(row: Row, scores: torch.Tensor) -> torch.Tensor | None:
-    """Biases and masks, which depend on the parameters alone: one vector [V], built once per request."""
-    params, vocab = row.params, scores.shape[1]
-    if not params.logit_bias and params.allowed_token_ids is None and not params.banned_token_ids:
-        return None
-    vectors, key = _VECTORS.of(row), (scores.device, vocab)
-    if key not in vectors:
-        vectors[key] = _constant_vector(params, vocab).to(scores.device)
-    return vectors[key]
-
-
-def _constant_vector(params: SamplingParams, vocab: int) -> torch.Tensor:
-    vector = torch.zeros(vocab)
-    if params.allowed_token_ids is not None:
-        vector.fill_(-torch.inf)
-        vector[[token for token in params.allowed_token_ids if token < vocab]] = 0.0
-    for token, bias in params.logit_bias.items():
-        if token < vocab:
-            vector[token] += bias
-    vector[[token for token in params.banned_token_ids if token < vocab]] = -torch.inf
-    return vector
-
-
-class _Penalties:
-    """Penalties of one row: repetition over prompt and output, presence and frequency over the output.
-
-    The committed tokens are counted once; each position adds the draft tokens before it.
-    """
-
-    def __init__(self, row: Row, scores: torch.Tensor) -> None:
-        self._params, self._device, self._vocab = row.params, scores.device, scores.shape[1]
-        self._seen = set(row.tokens.tolist())
-        self._counts = Counter(row.tokens[row.prompt_length :].tolist())
-
-    @staticmethod
-    def of(row: Row, scores: torch.Tensor) -> _Penalties | None:
-        """Return a row's penalties for scores [T, V], or None if it has none."""
-        params = row.params
-        any_set = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        return _Penalties(row, scores) if any_set else None
-
-    def apply(self, scores: torch.Tensor, prefix: Sequence[int]) -> None:
-        """Penalise scores [V], raw logits after the committed tokens and `prefix`, in place."""
-        params = self._params
-        if params.repetition_penalty != 1.0:
-            ids = self._ids(self._seen.union(prefix))
-            seen = scores[ids]
-            scores[ids] = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
-        if params.presence_penalty or params.frequency_penalty:
-            counts = self._counts + Counter(prefix) if prefix else self._counts
-            ids = self._ids(counts)
-            occurrences = torch.tensor([counts[token] for token in counts if token < self._vocab], device=self._device)
-            scores[ids] -= params.presence_penalty + params.frequency_penalty * occurrences
-
-    def _ids(self, tokens: Iterable[int]) -> torch.Tensor:
-        inside = [token for token in tokens if token < self._vocab]
-        return torch.tensor(inside, dtype=torch.int64, device=self._device)
 
 
 def _call_processors(scores: torch.Tensor, row: Row, prefix: Sequence[int]) -> None:

@@ -16,7 +16,8 @@ from transformers import (
 from transformers.generation import logits_process
 
 from foresay.decoding.distributions import build_distributions
-from foresay.decoding.processors import STATEFUL_PROCESSORS, check_processors, check_token_ids, process_row
+from foresay.decoding.processors import STATEFUL_PROCESSORS, check_processors, check_token_ids, process_rows
+from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, RequestError
 from helpers.making import make_row, make_rows
@@ -30,11 +31,13 @@ def processed(
 ) -> list[float]:
     eos = params.pop("eos", frozenset())
     scores = torch.tensor(SCORES)
-    row = make_row(prompt or [5], output, eos=eos, **params)
-    failures = process_row(scores[None], row, drafted, len(drafted), for_target=True)
-    if failures:
-        raise failures[0]
-    return scores.tolist()
+    rows = Rows([make_row(prompt or [5], output, eos=eos, **params)])
+    found = process_rows(scores[None, None], rows, torch.tensor([drafted]).long(), len(drafted), [0], None)
+    if found is None:
+        return scores.tolist()
+    if found.failures:
+        raise found.failures[0, 0]
+    return found.scores[0, 0].tolist()
 
 
 def changed(**changes: float) -> list[float]:
@@ -299,17 +302,20 @@ def _alternating(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 def test_places_behind_a_forbidden_guess_are_left_alone() -> None:
     """No rule reaches them, and a processor must not see a context that it ruled out."""
-    scores = torch.zeros(4, 8)
-    process_row(scores, make_row([2], [], processors=(_alternating,)), [3, 5, 6], 0, for_target=True)
+    rows = Rows([make_row([2], [], processors=(_alternating,))])
+    found = process_rows(torch.zeros(1, 4, 8), rows, torch.tensor([[3, 5, 6]]), 0, [3], None)
+    assert found is not None
+    scores = found.scores[0]
     assert scores[0].isinf().tolist() == [True, False] * 4
     assert scores[1].isinf().tolist() == [False, True] * 4
     assert not scores[2:].isinf().any()
 
 
 def test_a_draft_without_a_token_left_keeps_its_raw_scores() -> None:
-    scores = torch.arange(8.0)[None].clone()
-    process_row(scores, make_row([2], [], allowed_token_ids=(60,)), [], 0, for_target=False)
-    assert torch.equal(scores[0], torch.arange(8.0))
+    rows = Rows([make_row([2], [], allowed_token_ids=(60,))])
+    found = process_rows(torch.arange(8.0)[None, None], rows, None, 0, None, None)
+    assert found is not None and not found.failures
+    assert torch.equal(found.scores[0, 0], torch.arange(8.0))
 
 
 def test_a_processor_that_raises_or_returns_something_else_names_the_request() -> None:

@@ -31,6 +31,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}, {}],
     "sampled": [{"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 0.5, "min_p": 0.1}],
     "mixed": [{}, {"temperature": 1.0}],
+    "penalised": [
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "banned_token_ids": (2,)},
+        {"temperature": 1.0, "presence_penalty": 0.5, "min_new_tokens": 5},
+    ],
 }
 
 
