@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
-from foresay.models.gpu import attention, blocks, chains, product, rows
+from foresay.models.gpu import attention, blocks, chains, experts, product, rows
 from foresay.models.gpu.levels import KINDS
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
@@ -33,6 +33,12 @@ OF_BLOCKS = {"high": "*u8", "mins": "*u8", "whole": "*fp16", "level_stride": "i3
 OF_CHAINS = {
     **dict.fromkeys(("chosen", "ids", "drawn", "token_ids"), "*i64"),
     **dict.fromkeys(("fields", "steps", "left"), "*i32"),
+}
+OF_EXPERTS = {
+    **dict.fromkeys(("selected", "slots", "pairs", "counts"), "*i32"),
+    **dict.fromkeys(("num_pairs", "expert_stride", "output_stride", "input_stride"), "i32"),
+    **dict.fromkeys(("alpha", "limit"), "fp32"),
+    "weights": "*fp32",
 }
 PARTS = {"PARTS": 32, "PARTS_PADDED": 32}
 DIGITS = PARTS | {"DIGITS": 32}
@@ -80,6 +86,16 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         )
         for bits, zeros, floats in ((4, True, False), (8, True, False), (4, False, False), (8, False, True))
     ),
+    (experts._list, {"ACTIVE": 8, "CHUNK": 1024}),
+    *(
+        (
+            experts._grouped,
+            {"ACTIVE": 8, "OF_TOKENS": first, "HAS_BIAS": first, "TOKENS": tokens, "OUTPUTS": 32, "INNER": 128},
+        )
+        for first, tokens in ((True, 16), (False, 64))
+    ),
+    (experts._clamped, {"BLOCK": 1024}),
+    (experts._mix, {"ACTIVE": 8, "BLOCK": 1024}),
     (product._reduce, {"BLOCK": 1024, "PARTS": 4, "HAS_BIAS": True}),
     (sampling._peaks, {"SPAN": sampling.SPAN, "GREATEST": 3e38}),
     (sampling._likeliest, PARTS),
@@ -118,9 +134,8 @@ def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
             if constants["BITS"] == 4
             else "*i8"
         )
-    own = {sampling.__name__: OF_SAMPLING, chains.__name__: OF_CHAINS, blocks.__name__: OF_BLOCKS}.get(
-        kernel.__module__, {}
-    )
+    tables = {chains: OF_CHAINS, blocks: OF_BLOCKS, experts: OF_EXPERTS, sampling: OF_SAMPLING}
+    own = {module.__name__: table for module, table in tables.items()}.get(kernel.__module__, {})
     if name in own:
         return own[name]
     if name in NUMBERS:

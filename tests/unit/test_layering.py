@@ -68,7 +68,7 @@ INSIDE = {
     "models/gpu": [
         {"attention", "product", "levels"},
         {"pages", "rows", "blocks"},
-        {"flat"},
+        {"flat", "experts"},
         {"layers"},
         {"passes"},
         {"chains"},

@@ -120,6 +120,22 @@ class ExpertNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """The weights of all experts of a layer, for kernels of GPUs; of any strides."""
+
+    gate_up: torch.Tensor
+    """[experts, 2 * inner, hidden]."""
+    down: torch.Tensor
+    """[experts, hidden, inner]."""
+    gate_up_bias: torch.Tensor | None = None
+    """[experts, 2 * inner]."""
+    down_bias: torch.Tensor | None = None
+    """[experts, hidden]."""
+    alternates: bool = False
+    """True if rows of gate and up alternate (gpt-oss); otherwise those of the gate come first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of one gated feed-forward, or next to it.
 
@@ -142,6 +158,8 @@ class Experts:
     """[..., 1], whose sigmoid multiplies that expert's output; None for a factor of 1."""
     norms: ExpertNorms | None = None
     """None for experts in place of the feed-forward."""
+    stacked: StackedExperts | None = None
+    """In place of `gate_up` and `down`, which are empty, on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,16 @@ Owns the order of the kernels in a layer. Knows no family: huggingface/fused.py 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from foresay.models.cpu.gated_layer import Convolution, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm
 from foresay.models.gpu.attention import attend
 from foresay.models.gpu.blocks import QUANTIZED
+from foresay.models.gpu.experts import mixture
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import LayerShape, PagePool
 from foresay.models.gpu.product import MOST, product
@@ -66,12 +68,28 @@ class PagedLayers:
             delta = _after(layer.attention_conv, self._attention(layer, read, at, pool, i, turns), kernel, at)
             read = add_norm(states, delta, after=after_attention, before=before_mlp, scale=self._scale)
             read, kernel = _around(layer.mlp_conv, read, at)
-            delta = linear(layer.down, gated(linear(layer.gate_up, read, **how), self._activation), **how)
+            if layer.experts is not None:
+                delta = self._experts(layer.experts, read, at)
+            else:
+                delta = linear(layer.down, gated(linear(layer.gate_up, read, **how), self._activation), **how)
             delta, after = _after(layer.mlp_conv, delta, kernel, at), after_mlp
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
         if len(self._layers) in wanted:
             hidden[len(self._layers)] = out
         return out, hidden
+
+    def _experts(self, experts: Experts, read: torch.Tensor, at: Buffers) -> torch.Tensor:
+        is_prompt = at.visible.is_prompt
+        scores = linear(experts.router, read, is_prompt=is_prompt)
+        out = mixture(read, scores, experts, self._activation, at.slots, is_prompt=is_prompt)
+        if experts.shared is None:
+            return out
+        gate_up, down = experts.shared
+        inner = gated(linear(gate_up, read, is_prompt=is_prompt), self._activation)
+        common = linear(down, inner, is_prompt=is_prompt)
+        if experts.shared_gate is not None:
+            common = common * linear(experts.shared_gate, read, is_prompt=is_prompt).sigmoid()
+        return out + common
 
     def _attention(
         self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
@@ -93,6 +111,8 @@ class PagedLayers:
             seen.pages,
             norms,
         )
+        if layer.query_scale is not None:
+            queries = (queries * layer.query_scale.at(seen.positions)[:, None, None]).to(queries.dtype)
         out = attend(
             queries, keys, values, seen, layer.scaling, window=layer.window, softcap=layer.softcap, sinks=layer.sinks
         )
@@ -135,16 +155,26 @@ def _convolved(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, at: Buf
 
 
 def _check(layer: GatedLayer, activation: str) -> None:
-    if not layer.is_plain:
-        raise LookupError("the kernels do not compute experts, nor layers with inputs of their own or shared keys")
-    if layer.query_scale is not None:
-        raise LookupError("the kernels do not scale queries by their position")
+    experts = layer.experts
+    if not replace(layer, experts=None).is_plain or (experts is not None and experts.norms is not None):
+        raise LookupError(
+            "the kernels do not compute layers with inputs of their own, shared keys, or experts next to others"
+        )
     if layer.wide_norm:
         raise LookupError("the kernels do not normalize the queries of all heads as one vector")
     if activation not in GATES:
         raise LookupError(f"the kernels do not compute the activation {activation!r}")
     convs = [one.projection for one in (layer.attention_conv, layer.mlp_conv) if one is not None]
-    for part in (layer.qkv, layer.output, layer.gate_up, layer.down, *convs):
+    parts: list[Any] = [layer.qkv, layer.output, *convs]
+    if experts is None:
+        parts += [layer.gate_up, layer.down]
+    elif experts.stacked is None:
+        raise LookupError("the kernels do not read experts whose weights are apart")
+    else:
+        parts += [experts.router, *(experts.shared or ()), *([experts.shared_gate] if experts.shared_gate else [])]
+        if experts.stacked.gate_up.dtype != layer.norms[0].weight.dtype:
+            raise LookupError(f"the kernels do not read experts of {experts.stacked.gate_up.dtype}")
+    for part in parts:
         check_linear(part, layer.norms[0].weight.dtype)
 
 

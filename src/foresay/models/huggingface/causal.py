@@ -24,6 +24,7 @@ from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores, Stores, give
+from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.fused import FusedDecoder, state_of
 from foresay.models.huggingface.graphs import SWITCH, Capture, CudaGraphs, GraphedPasses, Replay
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
@@ -183,6 +184,9 @@ class CausalModel(TransformersModel, PagedChains):
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
         if uses_kernels(self.device):
             self.fused.paged = self._on_pages(self.fused)
+        if self.fused.paged is None and self.fused.needs_kernels and not self.fused.compiled:
+            self.fused = None
+            raise NotFusedError("such layers are fused by kernels only, which do not run this model")
         if self.fused.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
             self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)
 

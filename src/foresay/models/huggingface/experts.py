@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.models.cpu.gated_layer import ClampedGate
+from foresay.models.cpu.gated_layer import ClampedGate, StackedExperts
 from foresay.models.huggingface.frozen import FrozenExperts, UsualGate
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]
@@ -87,6 +87,19 @@ def _gpt_oss(module: Any, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWe
         lambda i: (down[i].T.contiguous(), biases[1][i]),
         ClampedGate(float(module.alpha), float(module.limit)),
     )
+
+
+def stacked_weights(module: Any) -> tuple[StackedExperts, ClampedGate | None] | None:
+    """Return the weights of a layer's experts in the model's own memory, and gpt-oss's gate; None for another kind."""
+    found = expert_weights(module)
+    if found is None:
+        return None
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    if found.in_place:
+        return StackedExperts(gate_up, down), None
+    assert isinstance(found.gate, ClampedGate)
+    biases = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+    return StackedExperts(gate_up.transpose(1, 2), down.transpose(1, 2), *biases, alternates=True), found.gate
 
 
 def set_expert_weights(module: Any, gate_up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> None:

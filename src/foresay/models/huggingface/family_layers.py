@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from foresay.decoding.devices import uses_kernels
 from foresay.models.cpu.gated_layer import (
     ClampedGate,
     ExpertNorms,
@@ -20,10 +21,12 @@ from foresay.models.cpu.gated_layer import (
     Product,
     QueryScale,
     Sigmoids,
+    StackedExperts,
 )
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.huggingface.experts import active_experts
+from foresay.models.huggingface.experts import active_experts, stacked_weights
 from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, ZERO_CENTRED, usual_names
+from foresay.models.huggingface.joined import Joined
 from foresay.models.huggingface.linears import expert_products, product_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -156,18 +159,16 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     """Read a mixture-of-experts layer; None for a gated feed-forward."""
     if not hasattr(mlp, "experts"):
         return None
-    parts = expert_products(mlp.experts)
-    if parts is None:
-        raise NotFusedError(f"the kernels do not read {type(mlp.experts).__name__} in their current layout")
-    gate_up, down, gate = parts
     router = getattr(mlp, "router", None) or mlp.gate
     is_apart = hasattr(router, "proj")  # Gemma 4's
+    gate_up, down, gate, stacked = _expert_parts(mlp.experts)
     try:
-        scores = (
-            product_of(router.proj)
-            if is_apart
-            else NativeProduct.in_place([router.weight], [getattr(router, "bias", None)])
-        )
+        if is_apart:
+            scores: Product = product_of(router.proj)
+        elif stacked is not None:
+            scores = Joined(router.weight.detach(), _detached(getattr(router, "bias", None)))
+        else:
+            scores = NativeProduct.in_place([router.weight], [getattr(router, "bias", None)])
     except LookupError as error:
         raise NotFusedError(str(error)) from None
     # Mixtral and gpt-oss always normalize the weights
@@ -180,7 +181,23 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
     active = active_experts(config)
     gated = product_of(mlp.shared_expert_gate) if hasattr(mlp, "shared_expert_gate") else None
     norms = _expert_norms(mlp, router) if is_apart else None
-    return Experts(scores, gate_up, down, active, normalizes, clamped, _sigmoids(mlp, router), shared, gated, norms)
+    by = _sigmoids(mlp, router)
+    return Experts(scores, gate_up, down, active, normalizes, clamped, by, shared, gated, norms, stacked)
+
+
+def _expert_parts(experts: Any) -> tuple[Sequence[Product], Sequence[Product], Any, StackedExperts | None]:
+    """Return the two products of each expert and the gate, or the stacked weights of all on a GPU with kernels."""
+    weight = getattr(experts, "down_proj", None)
+    if isinstance(weight, torch.Tensor) and uses_kernels(weight.device):
+        if (own := stacked_weights(experts)) is not None:
+            return (), (), own[1], own[0]
+    elif (parts := expert_products(experts)) is not None:
+        return *parts, None
+    raise NotFusedError(f"the kernels do not read {type(experts).__name__} in their current layout")
+
+
+def _detached(weight: torch.Tensor | None) -> torch.Tensor | None:
+    return None if weight is None else weight.detach()
 
 
 def _expert_norms(layer: Any, router: Any) -> ExpertNorms:

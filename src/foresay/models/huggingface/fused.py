@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foresay.decoding.devices import uses_kernels
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.flat_tokens import FlatTokens
@@ -81,7 +82,9 @@ class FusedDecoder:
         self.paged: PagedPasses | None = None
         """Passes over flat tokens and pages, in place of those over a SlotCache."""
         self._native = self._compiled()
-        if self._native is None and not all(layer.is_plain for layer in self._layers):
+        self.needs_kernels = not all(layer.is_plain for layer in self._layers)
+        """True for layers that PyTorch's operations do not compute."""
+        if self._native is None and self.needs_kernels and not uses_kernels(model.device):
             raise NotFusedError("such layers are fused by the compiled kernels only, which do not run this model")
 
     def __call__(

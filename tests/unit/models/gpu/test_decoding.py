@@ -17,8 +17,9 @@ from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.joined import Joined
-from helpers.families import whole_product
+from helpers.families import make, whole_product
 from helpers.support import Sometimes, run
 
 VOCAB, NEW = 61, 5
@@ -70,6 +71,28 @@ def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
     for prompt in ([1, 2], [3] * 63):
         run(model, [prompt], [params])
     assert model.paged.captures == 1 and model.paged.replays == 2 * NEW
+
+
+@torch.inference_mode()
+def test_mixtures_are_decoded_over_pages(monkeypatch: pytest.MonkeyPatch, model: CausalModel) -> None:
+    """They have no other fused layers on a GPU: without pages they keep their family's own code."""
+    for module in (family_layers, fused):
+        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    mixture = CausalModel(make("qwen3_moe", 1, vocab_size=VOCAB, hidden_size=32))
+    mixture.use_fused()
+    assert mixture.paged is not None and not mixture.batch_invariant
+    prompts = [[5, 6, 7], [8]]
+    wanted = [greedy(mixture, prompt) for prompt in prompts]
+    params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
+    assert run(mixture, prompts, params, drafter=Sometimes(wanted, VOCAB), gamma=2)[0] == wanted
+
+    def refused(self: fused.FusedDecoder, max_length: int) -> None:
+        raise LookupError("no such kernel")
+
+    monkeypatch.setattr(fused.FusedDecoder, "on_pages", refused)
+    with pytest.raises(NotFusedError, match="fused by kernels only"):
+        mixture.use_fused()
+    assert mixture.fused is None
 
 
 def test_estimates_of_memory_count_pages(model: CausalModel) -> None:

@@ -14,7 +14,7 @@ from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
 from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
-from helpers.families import whole_product
+from helpers.families import make, whole_product
 
 VOCAB, HEADS = 97, (4, 2)
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -27,6 +27,14 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 32},
+    "gpt_oss": {"hidden_size": 32},
+    "glm4_moe": {"hidden_size": 32},
+    "ministral3": {"hidden_size": 32},
+}
+"""Families with experts, and one whose queries are scaled by their position."""
+
 
 def run_before(run: Replay) -> Replay:
     """As graphs are captured: after a run of the pass, whose buffers are empty."""
@@ -38,7 +46,10 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     monkeypatch.setattr(attention, "SPLITS", 2)
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "product_of", whole_product)
+        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     torch.manual_seed(0)
+    if kind in MIXTURES:
+        return over_pages(make(kind, 2, vocab_size=VOCAB, max_position_embeddings=256, **MIXTURES[kind]))
     model_class, config_class, more = KINDS[kind]
     sizes = {
         "hidden_size": 32,
@@ -49,6 +60,10 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     model = model_class(
         config_class(vocab_size=VOCAB, head_dim=16, max_position_embeddings=256, **sizes, **more)
     ).eval()
+    return over_pages(model)
+
+
+def over_pages(model: Any) -> tuple[PagedPasses, CausalModel]:
     whole = fused.FusedDecoder(model)
     decoder = whole.on_pages(256)
     device = torch.device("cpu")
@@ -57,7 +72,7 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     return passes, CausalModel(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
 @torch.inference_mode()
 def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill over a page's border, ragged chains with hidden states, a tree of which some tokens are kept, an idle row."""
