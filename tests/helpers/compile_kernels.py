@@ -43,6 +43,7 @@ OF_EXPERTS = {
 PARTS = {"PARTS": 32, "PARTS_PADDED": 32}
 DIGITS = PARTS | {"DIGITS": 32}
 HEADS = {"KEY_HEADS": 8, "DIM": 128, "DIM_PADDED": 128, "PAGE": attention.PAGE}
+KINDS_OF_VALUES = [{"EQUAL": equal, "UNIT": unit} for equal, unit in ((False, False), (True, True), (False, True))]
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *(
         (
@@ -64,8 +65,12 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         for on in (False, True)
     ),
     *((rows._add_norm, {"BLOCK": 4096, "ADDS": on, "AFTER": on, "BEFORE": True}) for on in (False, True)),
-    *((rows._place, HEADS | {"QUERY_HEADS": 32, "ROTATED": turned, "NORMS": turned > 0}) for turned in (0, 128)),
-    (rows._place, HEADS | {"QUERY_HEADS": 0, "ROTATED": 128, "NORMS": True}),
+    *(
+        (rows._place, HEADS | KINDS_OF_VALUES[0] | {"QUERY_HEADS": 32, "ROTATED": turned, "NORMS": turned > 0})
+        for turned in (0, 128)
+    ),
+    *((rows._place, HEADS | kind | {"QUERY_HEADS": 0, "ROTATED": 128, "NORMS": True}) for kind in KINDS_OF_VALUES),
+    (rows._place, HEADS | KINDS_OF_VALUES[0] | {"QUERY_HEADS": 8, "KEY_HEADS": 0, "ROTATED": 128, "NORMS": True}),
     *((rows._gate, {"BLOCK": 1024, "KIND": kind}) for kind in range(len(rows.GATES))),
     (product._product, {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "INNER": product.INNER, "PARTS": 4}),
     *(

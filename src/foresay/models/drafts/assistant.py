@@ -10,7 +10,7 @@ transformers computes the layers; this module owns what they read, and the score
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,15 @@ class AssistantModule(nn.Module):
         return scores, self.post_projection(out)
 
 
+@runtime_checkable
+class _Readable(Protocol):
+    """A cache that returns what it holds: in slots, or in pages."""
+
+    lengths: list[int]
+
+    def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 class Assistant(OnLastStates):
     """An assistant bound to the target whose keys and values it reads. Rows are those of the target's cache."""
 
@@ -168,7 +177,7 @@ class Assistant(OnLastStates):
         if self.device.type == "cpu":
             self._module.freeze(make)
         self._embed = target.model.get_input_embeddings()
-        self._source: SlotCache | None = None
+        self._source: _Readable | None = None
         self._read: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
         """Row -> kind of layer -> the keys and values that are read in this step."""
 
@@ -191,8 +200,8 @@ class Assistant(OnLastStates):
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Read keys and values of this cache from now on. Raises UnsupportedModelError if it has none to compute with."""
-        if not isinstance(cache, SlotCache) or self.target.cache_dtype is torch.int8:
-            found = "in 8 bits (kv_cache_dtype)" if isinstance(cache, SlotCache) else "in another layout or not at all"
+        if not isinstance(cache, _Readable) or self.target.cache_dtype is torch.int8:
+            found = "in 8 bits (kv_cache_dtype)" if isinstance(cache, _Readable) else "in another layout or not at all"
             raise UnsupportedModelError(f"an assistant reads the target's keys and values, which are kept {found}")
         self._source = cache
         self.forget()

@@ -6,7 +6,6 @@ Owns the order of the kernels in a layer. Knows no family: huggingface/fused.py 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +34,10 @@ class PagedLayers:
         self._layers, self._scale, self._activation = layers, residual_scale, activation
         self._norms = [tuple(map(_weight, _norms_of(layer))) for layer in layers]
         self._last = _weight(norm)
-        self.shapes = [LayerShape(layer.heads[1], layer.dim) for layer in layers]
-        """Sizes of the keys and values of each layer."""
+        own = [i for i, layer in enumerate(layers) if layer.shares is None]
+        self.shapes = [LayerShape(layers[i].heads[1], layers[i].dim) for i in own]
+        """Sizes of the keys and values of each layer that has its own."""
+        self._stores = [own.index(i if layer.shares is None else layer.shares) for i, layer in enumerate(layers)]
 
     def run(
         self,
@@ -46,12 +47,13 @@ class PagedLayers:
         turns: Mapping[str, Turns],
         wanted: Sequence[int] = (),
         first: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the layers over the states of a pass, [N, H]; keys and values go to the pool.
 
         The states are overwritten by those before the last norm. turns: by kind of layer. wanted: layers whose hidden states are
-        returned. first: the first layer's input, if it is not the norm of the states. Returns the normalized states, [N, H], and
-        the hidden states, [N, H] each.
+        returned. first: the first layer's input, if it is not the norm of the states. inputs: of all layers, [N, layers * width],
+        for layers with inputs of their own. Returns the normalized states, [N, H], and the hidden states, [N, H] each.
         """
         hidden: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
@@ -73,10 +75,34 @@ class PagedLayers:
             else:
                 delta = linear(layer.down, gated(linear(layer.gate_up, read, **how), self._activation), **how)
             delta, after = _after(layer.mlp_conv, delta, kernel, at), after_mlp
+            if layer.input is not None or layer.scale != 1.0:
+                self._finish(layer, states, delta, after, inputs, at)
+                delta = after = None
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
         if len(self._layers) in wanted:
             hidden[len(self._layers)] = out
         return out, hidden
+
+    def _finish(
+        self,
+        layer: GatedLayer,
+        states: torch.Tensor,
+        delta: torch.Tensor,
+        after: Weight | None,
+        inputs: torch.Tensor | None,
+        at: Buffers,
+    ) -> None:
+        """Add a layer's last delta and its own input to the states, and scale them, in place (Gemma 4)."""
+        read = add_norm(states, delta, after=after, before=None, scale=self._scale)
+        if (one := layer.input) is not None:
+            assert inputs is not None and layer.activation is not None
+            how = {"is_prompt": at.visible.is_prompt}
+            gate = linear(one.gate, read, **how)
+            width = gate.shape[1]
+            own = inputs[:, one.index * width : (one.index + 1) * width]
+            inner = (layer.activation(gate.float()) * own.float()).to(gate.dtype)
+            add_norm(states, linear(one.projection, inner, **how), after=_of_norm(one.norm), before=None)
+        states.mul_(layer.scale)
 
     def _experts(self, experts: Experts, read: torch.Tensor, at: Buffers) -> torch.Tensor:
         is_prompt = at.visible.is_prompt
@@ -95,11 +121,12 @@ class PagedLayers:
         self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
     ) -> torch.Tensor:
         how = {"is_prompt": at.visible.is_prompt}
-        joint, keys, values = linear(layer.qkv, read, **how), pool.keys[i], pool.values[i]
+        joint, store = linear(layer.qkv, read, **how), self._stores[i]
+        keys, values = pool.keys[store], pool.values[store]
         seen = at.visible if layer.causal else at.whole
         norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm)
+        if layer.q_norm is not None:
+            norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm or layer.q_norm)
         queries = place(
             joint.view(len(read), -1, layer.dim),
             keys,
@@ -110,6 +137,9 @@ class PagedLayers:
             seen.rows,
             seen.pages,
             norms,
+            writes=layer.shares is None,
+            equal=layer.equal_values,
+            unit=layer.unit_values,
         )
         if layer.query_scale is not None:
             queries = (queries * layer.query_scale.at(seen.positions)[:, None, None]).to(queries.dtype)
@@ -156,16 +186,17 @@ def _convolved(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, at: Buf
 
 def _check(layer: GatedLayer, activation: str) -> None:
     experts = layer.experts
-    if not replace(layer, experts=None).is_plain or (experts is not None and experts.norms is not None):
-        raise LookupError(
-            "the kernels do not compute layers with inputs of their own, shared keys, or experts next to others"
-        )
+    if layer.mixer is not None or layer.gates_heads or (experts is not None and experts.norms is not None):
+        raise LookupError("the kernels do not compute recurrent layers, gated heads, or experts next to a feed-forward")
+    if layer.unit_values and layer.q_norm is None:
+        raise LookupError("the kernels do not normalize values alone")
     if layer.wide_norm:
         raise LookupError("the kernels do not normalize the queries of all heads as one vector")
     if activation not in GATES:
         raise LookupError(f"the kernels do not compute the activation {activation!r}")
     convs = [one.projection for one in (layer.attention_conv, layer.mlp_conv) if one is not None]
     parts: list[Any] = [layer.qkv, layer.output, *convs]
+    parts += [] if layer.input is None else [layer.input.gate, layer.input.projection]
     if experts is None:
         parts += [layer.gate_up, layer.down]
     elif experts.stacked is None:

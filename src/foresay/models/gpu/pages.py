@@ -168,6 +168,18 @@ class PagedCache:
     def _at(self, row: int, slot: int) -> tuple[int, int]:
         return self.pages[row][slot // PAGE], slot % PAGE
 
+    def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first `width` keys and values of rows, [B, heads, width, dim] each; copies.
+
+        layer: index among those with keys and values of their own. Slots after a row's last one are meaningless.
+        """
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        count = -(-width // PAGE)
+        rows = [[*pages[:count], *[0] * (count - len(pages))] for pages in self.pages[first_row : first_row + batch]]
+        index = to_device(rows, keys.device)
+        found = [store[index].transpose(1, 2).flatten(2, 3)[:, :, :width] for store in (keys, values)]
+        return found[0], found[1]
+
     def prefix_length(self, row: int, length: int) -> int:
         """Return the length of the longest prefix of at most `length` tokens that can be shared with another row."""
         return min(length, self.lengths[row])

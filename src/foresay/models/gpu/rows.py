@@ -46,7 +46,7 @@ def _add_norm(
 def _place(
     joint, q_weight, k_weight, cosines, sines, positions, slots, rows, pages, queries, keys, values, q_eps, k_eps, width,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    ROTATED: tl.constexpr, PAGE: tl.constexpr, NORMS: tl.constexpr,
+    ROTATED: tl.constexpr, PAGE: tl.constexpr, NORMS: tl.constexpr, EQUAL: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token)
@@ -54,7 +54,11 @@ def _place(
         return
     is_value = head >= QUERY_HEADS + KEY_HEADS
     depth = tl.arange(0, DIM_PADDED)
-    inside, base = depth < DIM, (token.to(tl.int64) * (QUERY_HEADS + 2 * KEY_HEADS) + head) * DIM
+    heads: tl.constexpr = QUERY_HEADS + (1 if EQUAL else 2) * KEY_HEADS
+    source = head
+    if EQUAL:  # the keys are the values, too
+        source = tl.where(is_value, head - KEY_HEADS, head)
+    inside, base = depth < DIM, (token.to(tl.int64) * heads + source) * DIM
     turns = depth < tl.where(is_value, 0, ROTATED)
     half: tl.constexpr = ROTATED // 2
     partner = tl.where(turns, tl.where(depth < half, depth + half, depth - half), depth)
@@ -67,6 +71,8 @@ def _place(
         scale = tl.math.rsqrt(tl.sum(x * x, 0) / DIM + eps)
         x = x * scale * tl.load(weight + depth, mask=inside, other=0.0)
         y = y * scale * tl.load(weight + partner, mask=inside, other=0.0)
+    if UNIT and is_value:
+        x = x * tl.math.rsqrt(tl.sum(x * x, 0) / DIM + k_eps)
     if ROTATED > 0:
         turn = tl.load(positions + token).to(tl.int64) * ROTATED + depth
         cosine = tl.load(cosines + turn, mask=turns, other=1.0)
@@ -77,7 +83,7 @@ def _place(
         tl.store(queries + at + depth, x.to(queries.dtype.element_ty), mask=inside)
     else:
         page = tl.load(pages + tl.load(rows + token) * width + slot // PAGE).to(tl.int64)
-        key_head = (head - QUERY_HEADS) % KEY_HEADS
+        key_head = (head - QUERY_HEADS) % max(KEY_HEADS, 1)
         at = ((page * KEY_HEADS + key_head) * PAGE + slot % PAGE) * DIM
         if is_value:
             tl.store(values + at + depth, x.to(values.dtype.element_ty), mask=inside)
@@ -134,23 +140,31 @@ def place(
     rows: torch.Tensor,
     pages: torch.Tensor,
     norms: tuple[Weight, Weight] | None = None,
+    *,
+    writes: bool = True,
+    equal: bool = False,
+    unit: bool = False,
 ) -> torch.Tensor:
     """Normalize and rotate queries and keys, write keys and values to their pages, and return the queries, [N, Hq, D].
 
-    joint: [N, Hq + 2 Hk, D], queries, keys and values of each token. keys, values: [pages, Hk, PAGE, D]. turns: cosines and sines
-    of every position, [P, R] float32 each, of which the first R of D dimensions turn; None for none. positions, rows: [N] int32.
+    joint: [N, Hq + 2 Hk, D], queries, keys and values of each token. writes: False for queries alone, [N, Hq, D]. equal: True for
+    queries and keys, [N, Hq + Hk, D], whose keys are the values, too. unit: True if values are normalized, without weights.
+    keys, values: [pages, Hk, PAGE, D]. turns: cosines and sines of every position, [P, R] float32 each, of which the first R of D
+    dimensions turn; None for none. positions, rows: [N] int32.
     slots: [N] int32, -1 for padding, which is not written. pages: see attention.Visible. norms: of each query and key head.
     """
     count, heads, dim = joint.shape
-    key_heads = keys.shape[1]
-    queries = torch.zeros(count, heads - 2 * key_heads, dim, dtype=joint.dtype, device=joint.device)
+    key_heads = keys.shape[1] if writes else 0
+    query_heads = heads - (1 if equal else 2) * key_heads
+    queries = torch.zeros(count, query_heads, dim, dtype=joint.dtype, device=joint.device)
     cosines, sines = turns or (joint, joint)
     first, second = norms or ((joint, 0.0), (joint, 0.0))
-    _place[(count, heads)](
+    _place[(count, query_heads + 2 * key_heads)](
         joint, first[0], second[0], cosines, sines, positions, slots, rows, pages, queries, keys, values,
         first[1], second[1], pages.shape[1],
-        QUERY_HEADS=heads - 2 * key_heads, KEY_HEADS=key_heads, DIM=dim, DIM_PADDED=triton.next_power_of_2(dim),
+        QUERY_HEADS=query_heads, KEY_HEADS=key_heads, DIM=dim, DIM_PADDED=triton.next_power_of_2(dim),
         ROTATED=0 if turns is None else cosines.shape[1], PAGE=PAGE, NORMS=norms is not None,
+        EQUAL=equal, UNIT=unit,
     )  # fmt: skip
     return queries
 

@@ -196,7 +196,9 @@ class FusedDecoder:
             turns[kind] = (found[0].to(weight.device), found[1].to(weight.device))
 
         def states(at: Buffers, pool: PagePool, wanted: Sequence[int]) -> States:
-            return layers.run(self._embed(at.token_ids) * self._embedding_scale, at, pool, turns, wanted)
+            x = self._embed(at.token_ids)
+            inputs = None if self._inputs is None else self._inputs(at.token_ids, x, linear)
+            return layers.run(x * self._embedding_scale, at, pool, turns, wanted, inputs=inputs)
 
         return Decoder(
             states=states,

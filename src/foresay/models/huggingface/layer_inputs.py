@@ -5,12 +5,21 @@ The sum of an embedding of the token and a normalized projection of its hidden s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from foresay.models.cpu.gated_layer import Norm
 from foresay.models.huggingface.linears import product_of
+
+Multiply = Callable[[Any, torch.Tensor], torch.Tensor]
+"""A function of a product and its input, [N, in] -> [N, out]."""
+
+
+def _plainly(product: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = product(x)
+    return out
 
 
 class LayerInputs:
@@ -22,9 +31,12 @@ class LayerInputs:
         self._project = product_of(body.per_layer_model_projection)
         self._factors = float(body.per_layer_model_projection_scale), float(body.per_layer_input_scale)
 
-    def __call__(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of all layers, one after the other: token_ids [N], hidden states x [N, H] -> [N, layers * width]."""
-        projected = (self._project(x) * self._factors[0]).view(len(x), -1, len(self._norm.weight))
+    def __call__(self, token_ids: torch.Tensor, x: torch.Tensor, multiply: Multiply = _plainly) -> torch.Tensor:
+        """Return the inputs of all layers, one after the other: token_ids [N], hidden states x [N, H] -> [N, layers * width].
+
+        multiply: computes a product.
+        """
+        projected = (multiply(self._project, x).float() * self._factors[0]).view(len(x), -1, len(self._norm.weight))
         normed = self._norm(projected).flatten(1)
         out: torch.Tensor = (normed + self._embed(token_ids).float()) * self._factors[1]
         return out

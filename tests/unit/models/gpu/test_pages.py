@@ -35,6 +35,10 @@ def read(cache: PagedCache, row: int) -> list[int]:
         for store in (*cache.pool.keys, *cache.pool.values)
     ]
     assert found.count(found[0]) == len(found)
+    if found[0]:
+        keys, values = cache.read(1, row, 1, len(found[0]))
+        assert keys.shape == (1, 2, len(found[0]), 2) and keys[0, 1, :, 1].int().tolist() == found[0]
+        assert torch.equal(keys, values)
     return found[0]
 
 

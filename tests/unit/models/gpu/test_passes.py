@@ -12,7 +12,7 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu import attention
 from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
-from foresay.models.huggingface import family_layers, fused
+from foresay.models.huggingface import family_layers, fused, layer_inputs
 from foresay.models.huggingface.causal import CausalModel
 from helpers.families import make, whole_product
 
@@ -32,8 +32,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 32},
     "glm4_moe": {"hidden_size": 32},
     "ministral3": {"hidden_size": 32},
+    "gemma4": {"hidden_size": 32, "vocab_size_per_layer_input": 97},
+    "gemma4_equal": {"hidden_size": 32},
 }
-"""Families with experts, and one whose queries are scaled by their position."""
+"""Families with experts, with queries that are scaled by their position, with inputs of layers and shared or equal values."""
+
+
+NUM_LAYERS = {"gemma4": 6, "gemma4_equal": 6}
 
 
 def run_before(run: Replay) -> Replay:
@@ -47,9 +52,12 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "product_of", whole_product)
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(layer_inputs, "product_of", whole_product)
     torch.manual_seed(0)
     if kind in MIXTURES:
-        return over_pages(make(kind, 2, vocab_size=VOCAB, max_position_embeddings=256, **MIXTURES[kind]))
+        return over_pages(
+            make(kind, NUM_LAYERS.get(kind, 2), vocab_size=VOCAB, max_position_embeddings=256, **MIXTURES[kind])
+        )
     model_class, config_class, more = KINDS[kind]
     sizes = {
         "hidden_size": 32,
