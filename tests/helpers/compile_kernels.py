@@ -58,7 +58,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
             }
             | {"HAS_CAP": capped, "HAS_WINDOW": capped},
         )
-        for group, capped, tokens in ((4, False, 4), (3, True, 4), (4, False, 32))
+        for group, capped, tokens in ((4, False, 4), (3, True, 4), (4, False, 32), (4, True, 16))
     ),
     *(
         (attention._combine, {"HEADS": 32, "DIM": 128, "DIM_PADDED": 128, "SPLITS": attention.SPLITS, "HAS_SINKS": on})

@@ -94,7 +94,7 @@ def int8(shape: torch.Size, generator: torch.Generator) -> Made:
 
 def fp8(shape: torch.Size, generator: torch.Generator, kind: str = "blocks") -> Made:
     levels = torch.randn(*shape, generator=generator).clamp(-3, 3).to(torch.float8_e4m3fn)
-    height, width = {"blocks": (64, 32), "rows": (1, shape[1]), "matrix": tuple(shape)}[kind]
+    height, width = {"blocks": (64, 32), "early": (48, 48), "rows": (1, shape[1]), "matrix": tuple(shape)}[kind]
     scales = torch.rand(-(-shape[0] // height), -(-shape[1] // width), generator=generator) * 0.1 + 0.05
     whole = scales.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
     name = "weight_scale" if kind == "rows" else "weight_scale_inv"
@@ -109,13 +109,21 @@ def scheme(bits: int, kind: str = "int", **more: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
     "AWQ": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "GPTQ": (gptq, {}, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}),
-    "GPTQ with levels of zero": (gptq, {"symmetric": False}, {"quant_method": "gptq", "bits": 4, "sym": False}),
+    "GPTQ with levels of zero": (
+        gptq,
+        {"symmetric": False},
+        {"quant_method": "gptq", "bits": 4, "sym": False, "group_size": GROUP},
+    ),
     "GPTQ, second version": (
-        gptq, {"symmetric": False, "version": 2}, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        gptq,
+        {"symmetric": False, "version": 2},
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
     ),
     "GPTQ, 8 bits": (gptq, {"bits": 8}, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
     "compressed-tensors int4": (
-        packed, {}, {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": scheme(4)},
+        packed,
+        {},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": scheme(4)},
     ),
     "compressed-tensors int4 with levels of zero": (
         packed,
@@ -125,27 +133,43 @@ CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
     "compressed-tensors int8": (
         int8,
         {},
-        {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": scheme(8, strategy="channel")},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": scheme(8, strategy="channel"),
+        },
     ),
-}  # fmt: skip
+}
 EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
-    "GPTQ in the order of activations": (gptq, {"ordered": True}, {"quant_method": "gptq", "bits": 4, "desc_act": True}),
+    "GPTQ in the order of activations": (
+        gptq,
+        {"ordered": True},
+        {"quant_method": "gptq", "bits": 4, "desc_act": True, "group_size": GROUP},
+    ),
     "FP8": (fp8, {}, {"quant_method": "fp8", "weight_block_size": [64, 32], "activation_scheme": "dynamic"}),
     "FP8 of rows": (
         fp8,
         {"kind": "rows"},
-        {"quant_method": "compressed-tensors", "format": "float-quantized",
-         "config_groups": scheme(8, "float", strategy="channel")},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": scheme(8, "float", strategy="channel"),
+        },
+    ),
+    "FP8 of blocks that end early": (
+        fp8,
+        {"kind": "early"},
+        {"quant_method": "fp8", "weight_block_size": [48, 48], "scale_fmt": "float"},
     ),
     "FP8 of a matrix": (fp8, {"kind": "matrix"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
-}  # fmt: skip
+}
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
 def folder_of(
-    path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3
+    path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3, *, with_head: bool = False
 ) -> tuple[Path, PreTrainedModel]:
-    """A folder whose layers, without the output layer, are quantized, and the model of their numbers in float32."""
+    """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32."""
     quantize, given, values = (CASES | EXPANDED)[case]
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
     model = make("qwen2", layers, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
@@ -154,7 +178,8 @@ def folder_of(
     tiny.save(path, model)
     found = {name: one.to(torch.bfloat16) for name, one in load_file(path / "model.safetensors").items()}
     generator = torch.Generator().manual_seed(1)
-    for name in [one for one in found if one.endswith("_proj.weight")]:
+    chosen = ("_proj.weight", "lm_head.weight") if with_head else "_proj.weight"
+    for name in [one for one in found if one.endswith(chosen)]:
         weight, tensors = quantize(found.pop(name).shape, generator, **given)
         model.get_parameter(name).data = weight
         found |= {f"{name.removesuffix('weight')}{part}": one for part, one in tensors.items()}

@@ -23,17 +23,25 @@ class _Seen:
     """The distinct tokens of a row, and how often each occurs in its output."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._index: dict[int, int] = {}
+        self._counts = np.empty((2, 0), dtype=np.int64)
         self._size = 0
 
-    def of(self, row: Row) -> tuple[list[int], list[int]]:
-        """Return tokens and counts of a row, of which those added since the last call are new."""
-        prompt = row.tokens[self._size : row.prompt_length]
-        self._counts |= dict.fromkeys(np.unique(prompt).tolist(), 0)
-        for token in row.tokens[max(self._size, row.prompt_length) :].tolist():
-            self._counts[token] = self._counts.get(token, 0) + 1
+    def of(self, row: Row) -> npt.NDArray[np.int64]:
+        """Return tokens and counts of a row, [2, L], of which those added since the last call are new."""
+        if not self._size:
+            tokens = np.unique(row.tokens[: row.prompt_length])
+            self._index = dict(zip(tokens.tolist(), range(len(tokens)), strict=True))
+            self._counts = np.stack([tokens, np.zeros_like(tokens)])
+            self._size = row.prompt_length
+        for token in row.tokens[self._size :].tolist():
+            index = self._index.setdefault(token, len(self._index))
+            if index == self._counts.shape[1]:
+                self._counts = np.pad(self._counts, ((0, 0), (0, max(64, index // 4))))
+            self._counts[0, index] = token
+            self._counts[1, index] += 1
         self._size = row.size
-        return list(self._counts), list(self._counts.values())
+        return self._counts[:, : len(self._index)]
 
 
 _SEEN = StateKey[_Seen](_Seen)
@@ -121,13 +129,15 @@ def _known(
     """
     seen, is_known = [], []
     for row in rows:
-        tokens, occurrences = _SEEN.of(row).of(row)
-        inside = [(token, count) for token, count in zip(tokens, occurrences, strict=True) if token < vocab]
-        seen.append(np.array(inside or [(0, 0)], dtype=np.int64))
-        is_known.append(bool(inside))
+        found = _SEEN.of(row).of(row)
+        inside = found[0] < vocab
+        if row.params.repetition_penalty == 1.0:  # tokens of the prompt alone change nothing
+            inside &= found[1] > 0
+        is_known.append(bool(inside.any()))
+        seen.append(found[:, inside].T if is_known[-1] else np.zeros((1, 2), dtype=np.int64))
     width = max(map(len, seen))
-    found = np.stack([np.concatenate([one, one[:1].repeat(width - len(one), 0)]) for one in seen])
-    return found[..., 0], found[..., 1], np.array(is_known)[:, None].repeat(width, 1)
+    whole = np.stack([np.concatenate([one, one[:1].repeat(width - len(one), 0)]) for one in seen])
+    return whole[..., 0], whole[..., 1], np.array(is_known)[:, None].repeat(width, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.devices import is_remote, to_device
+from foresay.decoding.devices import is_remote, moved, to_device
 from foresay.decoding.penalties import Paths, add_constants, forbid_ends, is_penalised, penalise
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
@@ -124,10 +124,13 @@ def process_rows(
     index = to_device(chosen, device)
     raw = logits[:, :width].index_select(0, index)
     scores, own = raw.to(torch.float32, copy=True), [rows[i] for i in chosen]
-    ids = torch.zeros(len(rows), 0, dtype=torch.int64, device=device) if draft_ids is None else draft_ids
+    ids = torch.zeros(len(rows), 0, dtype=torch.int64) if draft_ids is None else draft_ids
+    ids, parents = moved(ids, device), None if parents is None else moved(parents, device)
     tree = None if parents is None else parents.index_select(0, index)
     paths = Paths.of(ids.index_select(0, index), width, num_before, tree, vocab)
     _apply(scores, own, paths)
+    if counts is None and is_remote(device):  # banned tokens may be all that a trimmed draft scores
+        scores = torch.where((scores > -torch.inf).any(-1, keepdim=True), scores, raw)
     walked = [j for j, row in enumerate(own) if _may_fail(row, vocab, is_remote=is_remote(device))]
     failures: dict[tuple[int, int], RequestError] = {}
     if walked:

@@ -88,6 +88,6 @@ def test_the_branches_of_others_are_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tokens_are_counted_once_as_a_row_grows() -> None:
     row = make_row([1, 2, 2], [], presence_penalty=1.0)
     seen = penalties._Seen()
-    assert seen.of(row) == ([1, 2], [0, 0])
+    assert seen.of(row).tolist() == [[1, 2], [0, 0]]
     row.extend([2, 5, 5])
-    assert seen.of(row) == seen.of(row) == ([1, 2, 5], [0, 1, 2])
+    assert seen.of(row).tolist() == seen.of(row).tolist() == [[1, 2, 5], [0, 1, 2]]

@@ -58,7 +58,7 @@ class Visible:
 
 def tokens_per_tile(query_heads: int, key_heads: int, dim: int, *, is_prompt: bool = False) -> int:
     """Return the number of tokens that share a tile of queries: heads that read the same keys, of as many tokens as fit."""
-    lines = max(LINES, PROMPT_LINES * 128 // max(128, dim)) if is_prompt else LINES
+    lines = max(LINES, PROMPT_LINES * 128 // max(128, int(triton.next_power_of_2(dim)))) if is_prompt else LINES
     return max(1, lines // int(triton.next_power_of_2(query_heads // key_heads)))
 
 

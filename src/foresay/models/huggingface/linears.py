@@ -149,6 +149,11 @@ def device_of(embedding: nn.Module) -> torch.device:
     return weight.device
 
 
+def has_products(model: nn.Module) -> bool:
+    """Return True if any linear layer or expert of a model is a frozen product."""
+    return any(isinstance(one, FrozenLinear | JointLinear) for one in model.modules())
+
+
 def set_activations(model: nn.Module, kind: str) -> None:
     """Set the rounding of the inputs of all frozen products. Raises ConfigError for a kind that weights do not support."""
     products = _compiled_products(model)
@@ -228,8 +233,10 @@ def quantizer(bits: int, device: torch.device = _CPU) -> MakeProduct:
 
     Raises ConfigError for a CPU without compiled kernels.
     """
-    if device.type != "cpu":
+    if uses_kernels(device):
         return partial(_on_gpu, bits)
+    if device.type != "cpu":
+        raise ConfigError("is for CPUs, but the model is on a GPU", param="weights", value=f"int{bits}")
     check_compiled(f"weights='int{bits}'", "leave the weights in bfloat16")
     return NativeProduct.int8 if bits == 8 else int4
 

@@ -187,8 +187,8 @@ class LoadOptions:
         if self.quantization_config is not None:
             raise ConfigError("and quantization_config contradict; give one of them", param=name, value=weights)
         elsewhere = str(self.computes_on if self.device_map is None else self.device_map)
-        if name == "draft_weights" and self.draft_device is not None:
-            elsewhere = str(self.draft_device)
+        if name == "draft_weights":  # without a device a draft is where its target is, which may be an object
+            elsewhere = str(self.draft_device or self.device or self.device_map or "cpu")
         is_gpu = self.device_map is None and uses_kernels(torch.device(elsewhere))
         if elsewhere.partition(":")[0] != "cpu" and not is_gpu:
             raise ConfigError(

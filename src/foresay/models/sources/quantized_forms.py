@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_UNREAD = ("kv_cache_scheme", "transform_config", "sparsity_config")
+_UNREAD = ("kv_cache_scheme", "transform_config")
 """Fields of compressed-tensors that change the model."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = Mapping[str, torch.Tensor]
@@ -28,13 +28,10 @@ class Matrix:
     """[out, groups] float32."""
     zeros: torch.Tensor | None
     """[out, groups] int16; None for levels that are floats."""
+    group: int
+    """Inputs of a group; the last one may have fewer."""
     order: torch.Tensor | None = None
     """[in], index of the group of each input if they are not consecutive."""
-
-    @property
-    def group(self) -> int:
-        """Inputs of a group; the last one of FP8 may have fewer."""
-        return -(-self.levels.shape[1] // self.scales.shape[1])
 
     def dense(self) -> torch.Tensor:
         """Return the numbers, [out, in] float32."""
@@ -72,7 +69,7 @@ def form_of(config: Any) -> Form | None:
         return _AWQ
     if method == "gptq" and bits in (4, 8) and found.get("checkpoint_format", "gptq") in ("gptq", "gptq_v2"):
         return _GPTQ
-    if method == "fp8" and found.get("scale_fmt") is None:
+    if method == "fp8" and found.get("scale_fmt") in (None, "float") and not found.get("modules_to_convert"):
         return _FP8
     return _of_compressed_tensors(found) if method == "compressed-tensors" else None
 
@@ -82,16 +79,25 @@ def _of_compressed_tensors(values: Mapping[str, Any]) -> Form | None:
     schemes = [one.get("weights") or {} for one in (values.get("config_groups") or {}).values()]
     kinds = {(one.get("num_bits"), one.get("type")) for one in schemes}
     plain = all(one.get("strategy") in ("group", "channel", "tensor", "block") for one in schemes)
-    if len(kinds) != 1 or not plain or any(map(values.get, _UNREAD)):
+    if len(kinds) != 1 or not plain or any(map(values.get, _UNREAD)) or not _is_dense(values):
         return None
     form, [(bits, kind)] = values.get("format"), kinds
     if form == "pack-quantized" and kind == "int" and bits in (4, 8):
         return replace(_PACKED, label=f"compressed-tensors int{bits}")
-    if form == "int-quantized" and kind == "int" and bits == 8:
+    if (
+        form == "int-quantized"
+        and kind == "int"
+        and bits == 8
+        and all(one["strategy"] in ("channel", "tensor") for one in schemes)
+    ):
         return _INT8
     if form in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8:
         return replace(_FP8, label="compressed-tensors FP8")
     return None
+
+
+def _is_dense(values: Mapping[str, Any]) -> bool:
+    return bool((values.get("sparsity_config") or {}).get("format", "dense") == "dense")
 
 
 def rounds_inputs(values: Mapping[str, Any]) -> bool:
@@ -105,7 +111,7 @@ def stacked(matrices: Sequence[Matrix]) -> Matrix:
     first = matrices[0]
     levels = torch.cat([one.levels.view(torch.uint8) for one in matrices]).view(first.levels.dtype)
     zeros = None if first.zeros is None else torch.cat([one.zeros for one in matrices if one.zeros is not None])
-    return Matrix(levels, torch.cat([one.scales for one in matrices]), zeros, first.order)
+    return Matrix(levels, torch.cat([one.scales for one in matrices]), zeros, first.group, first.order)
 
 
 def check(found: Matrix, shape: tuple[int, int]) -> None:
@@ -115,8 +121,8 @@ def check(found: Matrix, shape: tuple[int, int]) -> None:
     if found.zeros is not None and found.zeros.shape != found.scales.shape:
         raise ValueError(f"levels of zero are {[*found.zeros.shape]}, scales {[*found.scales.shape]}")
     groups = found.scales.shape[1]
-    if found.group * groups != -(-shape[1] // found.group) * found.group:
-        raise ValueError(f"{groups} groups do not divide {shape[1]} inputs")
+    if found.group < 1 or groups != -(-shape[1] // found.group):
+        raise ValueError(f"{groups} groups of {found.group} do not make {shape[1]} inputs")
     if found.order is not None and (
         found.order.shape != shape[1:] or not 0 <= found.order.min() <= found.order.max() < groups
     ):
@@ -142,9 +148,15 @@ def unpacked(words: torch.Tensor, bits: int, order: Sequence[int] | None = None)
 def _read_awq(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     levels = unpacked(tensors["qweight"], 4, _AWQ_ORDER).T.contiguous()
     scales = tensors["scales"].T.contiguous()
+    group = _group_of(values.get("group_size", values.get("q_group_size")), levels)
     if "qzeros" not in tensors:
-        return Matrix(levels, scales, torch.full(scales.shape, 8, dtype=torch.int16))
-    return Matrix(levels, scales, unpacked(tensors["qzeros"], 4, _AWQ_ORDER).T.contiguous().short())
+        return Matrix(levels, scales, torch.full(scales.shape, 8, dtype=torch.int16, device=scales.device), group)
+    return Matrix(levels, scales, unpacked(tensors["qzeros"], 4, _AWQ_ORDER).T.contiguous().short(), group)
+
+
+def _group_of(size: Any, levels: torch.Tensor) -> int:
+    """Return the inputs of a group, as a configuration states them: all if it states none, or -1."""
+    return int(size) if size and int(size) > 0 else levels.shape[1]
 
 
 def _read_gptq(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
@@ -155,7 +167,8 @@ def _read_gptq(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     if values.get("checkpoint_format", "gptq") == "gptq":
         words = words + sum(1 << (bits * i) for i in range(32 // bits)) & 0xFFFFFFFF
     scales, order = tensors["scales"].T.contiguous(), tensors.get("g_idx")
-    found = Matrix(levels, scales, unpacked(words, bits).T.contiguous().short())
+    group = _group_of(values.get("group_size"), levels)
+    found = Matrix(levels, scales, unpacked(words, bits).T.contiguous().short(), group)
     usual = torch.arange(levels.shape[1], device=levels.device) // found.group
     return found if order is None or torch.equal(order.long(), usual) else replace(found, order=order)
 
@@ -169,7 +182,10 @@ def _read_packed(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     if "weight_zero_point" in tensors:
         zeros = unpacked(tensors["weight_zero_point"].T.contiguous(), bits).T[: len(scales)].contiguous().short()
     is_usual = order is None or bool((order < 0).all())
-    return Matrix(levels, scales, zeros, None if is_usual else order)
+    sizes = {one["weights"].get("group_size") for one in values["config_groups"].values()}
+    if len(sizes) > 1:
+        raise ValueError("groups of several sizes")
+    return Matrix(levels, scales, zeros, _group_of(sizes.pop(), levels), None if is_usual else order)
 
 
 def _read_int8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
@@ -178,7 +194,7 @@ def _read_int8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     zeros = torch.full(scales.shape, 128, dtype=torch.int16, device=scales.device)
     if "weight_zero_point" in tensors:
         zeros = zeros + tensors["weight_zero_point"].reshape(zeros.shape).short()
-    return Matrix((levels.short() + 128).to(torch.uint8), scales.contiguous(), zeros)
+    return Matrix((levels.short() + 128).to(torch.uint8), scales.contiguous(), zeros, levels.shape[1])
 
 
 def _read_fp8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
@@ -192,7 +208,7 @@ def _read_fp8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     if scales.shape != (-(-rows // height), -(-columns // width)):
         raise ValueError(f"scales are {[*scales.shape]} for blocks of {height} x {width}")
     index = torch.arange(rows, device=scales.device) // height
-    return Matrix(levels, scales[index].contiguous(), None)
+    return Matrix(levels, scales[index].contiguous(), None, width)
 
 
 def _block_of(values: Mapping[str, Any]) -> Any:

@@ -7,9 +7,9 @@ become numbers elsewhere.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,18 +32,21 @@ _GROUP = 32
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}
 
 
-def config_for(config: Any, form: Form, folder: str, device: torch.device, *, in_blocks: bool) -> Any:
+def config_for(
+    config: Any, form: Form, name: str, device: torch.device, *, in_blocks: bool, is_trained: bool = False
+) -> Any:
     """Return the configuration with which transformers calls this reader.
 
-    device: of the weights. in_blocks: False for numbers.
+    name: of the model, for messages. device: of the weights. in_blocks: False for numbers. is_trained: True if these are trained.
     """
     if rounds_inputs(config.quantization_config):
         logger.warning(
-            "%s states that inputs of layers are rounded, too; foresay rounds its weights only, which is more exact",
-            folder,
+            "%s states how inputs of layers are rounded; foresay uses the weights alone, and activations= rounds inputs",
+            name,
         )
     stored = dict(config.quantization_config)
-    return kept(config, _METHOD, folder=folder, device=str(device), in_blocks=in_blocks, stored=stored)
+    given = {"name": name, "device": str(device), "in_blocks": in_blocks, "is_trained": is_trained}
+    return kept(config, _METHOD, stored=stored, **given)
 
 
 @reader(_METHOD)
@@ -53,14 +56,15 @@ class _Layers(Reader):
     def __init__(self, quantization_config: Any, **given: Any) -> None:
         super().__init__(quantization_config, **given)
         values = quantization_config.given
-        self._stored, self._folder = values["stored"], Path(values["folder"])
+        self._stored, self._name, self._is_trained = values["stored"], values["name"], bool(values["is_trained"])
         self._device, self._in_blocks = torch.device(values["device"]), bool(values["in_blocks"])
         self._dtype = torch.bfloat16
         self._found: dict[str, nn.Linear] = {}
 
     def _process_model_before_weight_loading(self, model: Any, **given: Any) -> None:
         """Give each quantized layer parameters for its tensors instead of its weight."""
-        form, tensors = self._form(model), stored_tensors(sorted(self._folder.glob("*.safetensors")))
+        files = [one for one in given["checkpoint_files"] or () if str(one).endswith(".safetensors")]
+        form, tensors = self._form(model), stored_tensors(files)
         for path, module in model.named_modules():
             main = tensors.get(f"{path}.{form.main}")
             if not isinstance(module, nn.Linear) or main is None or main.floats:
@@ -78,6 +82,13 @@ class _Layers(Reader):
             marked: Any = module
             marked._is_hf_initialized = True  # transformers initializes no weights of it
             self._found[path] = module
+        ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+        for name, one in tensors.items():
+            path, _, last = name.rpartition(".")
+            if last not in (form.main, *form.parts) or path in self._found or (last == "weight" and one.floats):
+                continue
+            if not any(pattern.search(name) for pattern in ignored):
+                self.problem = f"it has {name}, which belongs to none of its linear layers"
         if not self._found:
             self.problem = f"it has no tensors named .{form.main}"
         self.refuse(model)
@@ -97,17 +108,21 @@ class _Layers(Reader):
         for path, parent in list(model.named_modules()):
             groups = [*JOINT_LAYERS, *((name,) for name, _ in parent.named_children())]
             for names in groups:
-                layers = [self._found.get(f"{path}.{name}") for name in names]
+                paths = [f"{path}.{name}" if path else name for name in names]
+                layers = [self._found.get(one) for one in paths]
                 if any(one is None for one in layers):
                     continue
-                matrices = [self._matrix(form, f"{path}.{name}", one) for name, one in zip(names, layers, strict=True)]
+                matrices = [self._matrix(form, *pair) for pair in zip(paths, layers, strict=True)]
                 self.refuse(model)
                 expanded += self._replace(parent, names, [one for one in matrices if one is not None])
-                for name in names:
-                    del self._found[f"{path}.{name}"]
+                for one in paths:
+                    del self._found[one]
+        if self._found:
+            self.problem = f"{min(self._found)} was not found after loading"
+            self.refuse(model)
         self.remove_quantization_config(model)
         if expanded:
-            logger.info("%d quantized layers of %s become numbers of %s", expanded, self._folder, self._dtype)
+            logger.info("%d quantized layers of %s become numbers of %s", expanded, self._name, self._dtype)
 
     def _matrix(self, form: Form, path: str, layer: Any) -> Matrix | None:
         """Take a layer's matrix out of its parameters; None for tensors that do not fit together, which is a problem."""
@@ -138,7 +153,7 @@ class _Layers(Reader):
                 replace_jointly(parent, names, product)
             return 0
         for layer, one in zip(layers, matrices, strict=True):
-            layer.weight = nn.Parameter(one.dense().to(self._device, self._dtype), requires_grad=False)
+            layer.weight = nn.Parameter(one.dense().to(self._device, self._dtype), self._is_trained)
         return len(names)
 
     def _product(self, matrices: Sequence[Matrix], biases: Sequence[Any]) -> Product | None:
@@ -181,7 +196,7 @@ def _bytes(levels: torch.Tensor) -> Any:
 def _blocks(matrix: Matrix) -> tuple[str, Any] | None:
     """Return a matrix as blocks of a type of GGUF for the kernels of CPUs, and the type; None if there is none for it.
 
-    The offsets of levels that stand for 0 are rounded to float16.
+    Scales, and offsets of levels that stand for 0, are rounded to float16.
     """
     if matrix.zeros is None:
         return None
@@ -189,6 +204,8 @@ def _blocks(matrix: Matrix) -> tuple[str, Any] | None:
     scales, zeros = (one.repeat_interleave(per, 1)[:, :groups, None] for one in (matrix.scales, matrix.zeros))
     grouped = matrix.levels.view(len(matrix.levels), groups, _GROUP)
     halves = scales.half()
+    if bool(((halves.float() - scales).abs() > scales.abs() / 2048).any()):  # too small for float16
+        return None
     if int(matrix.levels.max()) > 15:
         if bool((zeros != 128).any()):
             return None

@@ -99,9 +99,10 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
         changes = {} if config is whole else {"config": config, "key_mapping": dict(PREFIXES)}
         if (own := _with_kept_weights(location, options, config, for_decoding=for_decoding)) is not None:
             config, rounded = own[0], own[1] or rounded
-            dtype = torch.bfloat16 if for_decoding and _keeps_blocks(options) else dtype
+            dtype = torch.bfloat16 if for_decoding and _keeps_blocks(options) and linears.compiled() else dtype
             changes = {"config": config}
-        return *_read_weights(location, options, config, dtype, changes), rounded
+        weights, tokenizer = _read_weights(location, options, config, dtype, changes)
+        return weights, tokenizer, rounded if options.bits is not None or linears.has_products(weights) else ""
 
 
 def _config(location: Location, options: LoadOptions) -> Any:
@@ -157,8 +158,9 @@ def _with_kept_weights(
     if form is None:
         return None
     is_plain = for_decoding and options.weights == "auto" and options.dtype in ("auto", *_BF16)
-    in_blocks = is_plain and (uses_kernels(device) or not form.is_float)
-    own = quantized_layers.config_for(config, form, location.folder, device, in_blocks=in_blocks)
+    in_blocks = is_plain and (uses_kernels(device) or (linears.compiled() and not form.is_float))
+    how = {"in_blocks": in_blocks, "is_trained": not for_decoding}
+    own = quantized_layers.config_for(config, form, location.name, device, **how)
     return own, form.label if in_blocks else ""
 
 

@@ -101,7 +101,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
 def _arrange(weights: Any, options: LoadOptions) -> None:
     """Arrange the linear layers for the processor."""
     if options.bits is not None:
-        linears.freeze_model(weights, linears.quantizer(options.bits, options.computes_on), all_dtypes=True)
+        linears.freeze_model(weights, linears.quantizer(options.bits, weights.device), all_dtypes=True)
     else:
         linears.freeze_model(weights)
         linears.join_layers(weights)

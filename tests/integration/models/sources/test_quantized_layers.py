@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
@@ -81,11 +82,33 @@ def test_any_draft_and_any_batch_write_the_same(tmp_path: Path) -> None:
         assert run(model, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
 
 
+def test_a_quantized_output_layer_is_read(tmp_path: Path) -> None:
+    path, reference = folder_of(tmp_path / "tiny", "compressed-tensors int4", with_head=True)
+    ids = torch.arange(40)[None] % VOCAB
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    assert (scores(in_float32(path), ids) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_models_of_the_hub_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their id, of what is in the cache."""
+    path, _ = folder_of(tmp_path / "tiny", "GPTQ")
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    path.rename(snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load_model("org/tiny").precision == "bfloat16, GPTQ weights"
+
+
 def test_weights_that_are_trained_on_are_numbers(tmp_path: Path) -> None:
     path, reference = folder_of(tmp_path / "tiny", "AWQ")
     dense, _ = load_weights(path, LoadOptions(dtype="fp32"))
     for name, weight in reference.state_dict().items():
         torch.testing.assert_close(dense.state_dict()[name], weight)
+    assert all(one.requires_grad for one in dense.parameters())
 
 
 @pytest.mark.parametrize("case", EXPANDED)
@@ -97,9 +120,10 @@ def test_layers_that_no_kernel_reads_become_numbers(
     with caplog.at_level(logging.INFO, "foresay"):
         loaded: Any = load_model(path, LoadOptions(dtype="float32"))
     assert loaded.precision == "float32" and "21 quantized layers of" in caplog.text
-    assert ("inputs of layers are rounded, too" in caplog.text) == (CASES | EXPANDED)[case][2][
+    assert ("how inputs of layers are rounded" in caplog.text) == (CASES | EXPANDED)[case][2][
         "quant_method"
     ].startswith("fp8")
+    assert load_model(path).precision == "bfloat16"
     ids = torch.arange(40)[None] % VOCAB
     torch.testing.assert_close(scores(loaded.model, ids), reference(ids).logits, rtol=1e-3, atol=1e-3)
 
@@ -112,11 +136,25 @@ def cut(part: str, at: Any) -> Change:
     return change
 
 
+def add(name: str, one: torch.Tensor) -> Change:
+    return lambda tensors: tensors.update({name: one})
+
+
 WRONG: dict[str, tuple[str, Change, str]] = {
     "too few words": ("AWQ", cut("qweight", slice(64)), r"do not make a matrix of 128 x 192: levels are \[128, 64\]"),
     "too few scales": ("GPTQ", cut(".scales", (slice(None), slice(8))), r"scales \[8, 3\]"),
     "no scales": ("GPTQ", lambda tensors: [tensors.pop(one) for one in list(tensors) if one.endswith(".scales")], "scales"),
     "scales of FP8 that fit nothing": ("FP8", cut("weight_scale_inv", slice(1, None)), "scales are .1, 6. for blocks of 64 x 32"),
+    "scales of activations": (
+        "AWQ", add("model.layers.0.mlp.act.scales", torch.ones(192)), r"it has model\.layers\.0\.mlp\.act\.scales, which belongs",
+    ),
+    "a quantized embedding": (
+        "FP8",
+        lambda tensors: tensors.update(
+            {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)}
+        ),
+        r"it has model\.embed_tokens\.weight, which belongs to none of its linear layers",
+    ),
     "no quantized layer": (
         "AWQ",
         lambda tensors: [tensors.pop(one) for one in list(tensors) if one.endswith("qweight")],

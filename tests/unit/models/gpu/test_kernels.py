@@ -65,6 +65,15 @@ def test_attention_over_pages(case: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dim", [16, 64, 128, 160, 192, 256, 512])
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (24, 8), (64, 1)])
+def test_tiles_are_powers_of_two_that_fit(dim: int, heads: tuple[int, int]) -> None:
+    for is_prompt in (False, True):
+        tile = attention.tokens_per_tile(*heads, dim, is_prompt=is_prompt)
+        assert tile & (tile - 1) == 0
+        assert tile == 1 or tile * heads[0] // heads[1] * dim <= attention.PROMPT_LINES * 128
+
+
 def _another_page(at: Visible) -> dict[str, torch.Tensor]:
     return {"pages": at.pages.roll(1, 1)}
 
