@@ -170,7 +170,9 @@ def _take_likeliest(greedy_ids: torch.Tensor, processed: Processed, rows: Sequen
     if not rows:
         return
     device, scores = greedy_ids.device, processed.scores
-    own = scores.index_select(0, devices.to_device([processed.rows.index(i) for i in rows], device))
+    own = scores
+    if len(rows) < len(processed.rows):
+        own = scores.index_select(0, devices.to_device([processed.rows.index(i) for i in rows], device))
     greedy_ids[:, : scores.shape[1]].index_copy_(0, devices.to_device(list(rows), device), likeliest(own))
 
 

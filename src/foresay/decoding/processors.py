@@ -122,7 +122,7 @@ def process_rows(
         logits.device,
     )
     index = to_device(chosen, device)
-    raw = logits[:, :width].index_select(0, index)
+    raw = logits[:, :width] if len(chosen) == len(rows) else logits[:, :width].index_select(0, index)
     scores, own = raw.to(torch.float32, copy=True), [rows[i] for i in chosen]
     ids = torch.zeros(len(rows), 0, dtype=torch.int64) if draft_ids is None else draft_ids
     ids, parents = moved(ids, device), None if parents is None else moved(parents, device)
