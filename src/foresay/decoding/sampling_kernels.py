@@ -275,6 +275,17 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor) 
     return tokens
 
 
+def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernels for scores of V tokens in a dtype, and in float32, so that no step waits for a compiler."""
+    temperature, half = torch.ones(1, device=device), torch.full((1,), 0.5, device=device)
+    one = torch.ones(1, dtype=torch.int64, device=device)
+    for kind in {dtype, torch.float32}:
+        scores = torch.zeros(1, vocab, dtype=kind, device=device)
+        likeliest(scores)
+        probs = probabilities(scores, temperature, Cuts(one, half, half))
+    inverse_cdf(probs, half.double(), torch.zeros_like(one))
+
+
 def _raise_thresholds(weights: torch.Tensor, thresholds: torch.Tensor, goals: torch.Tensor, *, by_mass: bool) -> None:
     """Raise each row's threshold, bits of a float, to the largest weight that enough tokens reach.
 

@@ -93,3 +93,35 @@ def test_the_likeliest_token_is_the_first_of_equals() -> None:
     assert tokens.tolist() == [300, 699, 0, int(scores[3].argmax())]
     expected = scores.softmax(-1).amax(-1)
     torch.testing.assert_close(probability[[0, 3]], expected[[0, 3]])
+
+
+def test_every_kernel_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the module that the host launches."""
+    launched: set[str] = set()
+
+    class Recorded:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            launched.add(self.name)
+            return self.kernel[grid]
+
+        def __call__(self, *args: Any, **given: Any) -> Any:
+            return self.kernel(*args, **given)
+
+    for name, kernel in list(vars(sampling_kernels).items()):
+        if name.startswith("_") and hasattr(kernel, "__getitem__") and hasattr(kernel, "fn"):
+            monkeypatch.setattr(sampling_kernels, name, Recorded(name, kernel))
+    sampling_kernels.warm_up(61, torch.float32, torch.device("cpu"))
+    assert launched == {
+        "_peaks",
+        "_likeliest",
+        "_weigh",
+        "_search",
+        "_threshold",
+        "_cut",
+        "_divide",
+        "_block_sums",
+        "_inverse",
+    }

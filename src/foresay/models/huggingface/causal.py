@@ -184,6 +184,10 @@ class CausalModel(TransformersModel, PagedChains):
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
         if uses_kernels(self.device):
             self.fused.paged = self._on_pages(self.fused)
+            if self.fused.paged is not None:
+                from foresay.decoding import sampling_kernels  # Triton
+
+                sampling_kernels.warm_up(self.vocab_size, self.model.dtype, self.device)
         if self.fused.paged is None and self.fused.needs_kernels and not self.fused.compiled:
             self.fused = None
             raise NotFusedError("such layers are fused by kernels only, which do not run this model")
