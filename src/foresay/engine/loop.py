@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
+from typing import Any
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
@@ -148,9 +149,9 @@ class Engine:
         return int(getattr(self._cache, "nbytes", 0))
 
     @property
-    def capacity_bytes(self) -> int:
-        """Size in bytes of memory that was allocated for the target's caches in advance; 0 if they grow."""
-        return int(getattr(self._cache, "capacity_bytes", 0))
+    def pool(self) -> Any:
+        """Memory that was allocated for caches of the target in advance, which engines may share; None if they grow."""
+        return getattr(self._cache, "pool", None)
 
     @property
     def prefix_bytes(self) -> int:

@@ -23,7 +23,6 @@ _ENGINE_GAUGES = {
     "num_requests_running": ("num_active", "Rows being decoded."),
     "num_requests_waiting": ("num_waiting", "Requests waiting for a row."),
     "kv_cache_bytes": ("cached_bytes", "Bytes of the caches of open requests."),
-    "kv_cache_capacity_bytes": ("capacity_bytes", "Bytes of a GPU's pages of keys and values; 0 if caches grow."),
     "prefix_bytes": ("prefix_bytes", "Bytes of kept prefixes of ended requests."),
     "draft_failures": ("draft_failures", "Failures of a drafter; decoding continued without it."),
 }
@@ -71,6 +70,9 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "Time from a request to its first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between two tokens of a row.")
         self.request_latency = histogram("e2e_request_latency_seconds", "Time from a request to its last token.")
+        self.pool_bytes = gauge(
+            "kv_cache_capacity_bytes", "Bytes of a GPU's pages of keys and values; 0 if caches grow."
+        )
         self.weight_bytes = gauge("weight_bytes", "Bytes of the target's weights.")
         self.slack_bytes = gauge(
             "allocator_slack_bytes",
@@ -123,6 +125,8 @@ class Metrics:
         for name, (attribute, _) in _ENGINE_GAUGES.items():
             self._gauges[name].set(sum(getattr(engine, attribute) for engine in engines))
         self._gauges["num_requests_waiting"].inc(waiting)
+        pools = {id(engine.pool): engine.pool for engine in engines if engine.pool is not None}
+        self.pool_bytes.set(sum(pool.nbytes for pool in pools.values()))
         self.slack_bytes.set(slack_bytes())
         self.resident_bytes.set(resident_bytes())
         return generate_latest(self.registry)

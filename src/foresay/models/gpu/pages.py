@@ -220,11 +220,6 @@ class PagedCache:
         """Bytes of the pages in use; a page that several rows use counts once."""
         return len({page for pages in self.pages for page in pages}) * self.pool.page_bytes
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of the pool, which this cache may share with others."""
-        return self.pool.nbytes
-
 
 def _give_all_back(pool: PagePool, rows: list[list[int]]) -> None:
     for pages in rows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,6 +22,7 @@ from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.joined import Joined
+from foresay.server.metrics import Metrics
 from helpers.families import make, whole_product
 from helpers.support import Sometimes, run
 
@@ -119,7 +123,10 @@ def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.
     found = info.passes(model)
     assert found == f"fused layers, keys and values in pages of {12 * PAGE} tokens ({12 * page / 1e9:.1f} GB)"
     assert info._same_bits(model).startswith("in passes of up to 512 tokens")
-    assert model.new_cache().capacity_bytes == 12 * page
+    one = foresay.SamplingParams(max_new_tokens=1)
+    sessions: list[Any] = [SimpleNamespace(engine=run(model, [[1]], [one])[2]) for _ in range(2)]
+    text = Metrics().text(sessions, (), {}).decode()
+    assert f"foresay_kv_cache_capacity_bytes {12.0 * page}" in text, "both engines use one pool, which counts once"
 
 
 def test_a_changed_model_goes_on_with_its_family_s_own_code(model: CausalModel) -> None:
