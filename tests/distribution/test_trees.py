@@ -111,14 +111,14 @@ def test_a_path_one_position_off(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("rule", ["speculative", "match"])
 def test_a_path_of_chosen_tokens_one_position_off(rule: str, monkeypatch: Patch) -> None:
     """The tokens drawn at the position before the one where the walk stands."""
-    intact = trees._followed
-    monkeypatch.setattr(trees, "_followed", lambda tokens, proposal: intact(tokens.roll(1, -1), proposal))
+    intact = trees.draw
+    monkeypatch.setattr(trees, "draw", lambda *given, **more: intact(*given, **more).roll(1, -1))
     assert value(TableTree(DRAFT, named=range(8)), rule) < ALPHA
 
 
 @pytest.mark.parametrize("params", ["greedy", "plain"])
 def test_chosen_tokens_are_followed_as_by_a_walk(params: str) -> None:
-    """The walk over tensors, for devices that must not be waited for, and the one over lists."""
+    """All nodes at once, and one after the other."""
     torch.manual_seed(0)
     width, size = 11, 4
     rows = Rows([Row(i, [1, 2], SamplingParams.of(PARAMS["plain"], seed=i), limit=99, seed=i) for i in range(200)])
@@ -133,10 +133,10 @@ def test_chosen_tokens_are_followed_as_by_a_walk(params: str) -> None:
         target = Distributions(probs.argmax(-1).view(len(rows), -1), probs, index)
     proposal = Proposal(ids, counts, parents=parents)
     streams = rows.streams(torch.device("cpu"))
-    listed, walked = trees.match_tree(target, proposal, streams), trees.speculative_tree(target, proposal, streams)
+    at_once, walked = trees.match_tree(target, proposal, streams), trees.speculative_tree(target, proposal, streams)
     for name in ("num_accepted", "token_ids", "num_tested", "path", "tried"):
-        assert torch.equal(getattr(listed, name), getattr(walked, name)), name
-    assert int(listed.num_accepted.max()) > 2
+        assert torch.equal(getattr(at_once, name), getattr(walked, name)), name
+    assert int(at_once.num_accepted.max()) > 2
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match"])

@@ -72,6 +72,7 @@ INSIDE = {
         {"layers"},
         {"passes"},
         {"chains"},
+        {"trees"},
     ],
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
     "models/drafts": [

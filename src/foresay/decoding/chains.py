@@ -1,4 +1,4 @@
-"""Chains of draft tokens that a model draws by itself, without the host between its tokens.
+"""Chains and trees of draft tokens that a model draws by itself, without the host between its tokens.
 
 Owns what such a model receives and returns. Knows no model and no device.
 """
@@ -70,6 +70,50 @@ class DrawsChains(Protocol):
 
         Returns:
             The chains; None if there are more rows, or longer chains, than it draws at once. Then nothing was read.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """Trees of B rows."""
+
+    token_ids: torch.Tensor
+    """[B, K] int64; meaningless from a row's own number of nodes on."""
+    parents: torch.Tensor
+    """[B, K] int64, see Proposal."""
+    num_tokens: Sequence[int]
+    """[B], nodes of each row."""
+    row_passes: int
+    """Rows scored over all levels."""
+
+
+@runtime_checkable
+class DrawsTrees(Protocol):
+    """A model that may draw trees of likeliest tokens, where it draws chains."""
+
+    def draw_trees(
+        self,
+        known: ModelInput,
+        cache: Any,
+        budget: Sequence[int],
+        depths: Sequence[int],
+        *,
+        branches: int,
+        width: int,
+    ) -> Grown | None:
+        """Append known tokens to the cache and grow trees after them; nodes are not added to the cache's lengths.
+
+        Args:
+            known: At least one token of each row that drafts.
+            cache: A cache of this model.
+            budget: [B], most nodes of each row's tree, 0 for a row that does not draft.
+            depths: [B], most nodes of a path.
+            branches: Children of a node.
+            width: Most nodes of a level that get children.
+
+        Returns:
+            The trees; None if there are more rows or nodes than it draws at once. Then nothing was read.
         """
         ...
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from foresay.decoding.devices import moved, to_device
+from foresay.decoding.proposal import ancestors_of
 from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.state import StateKey
@@ -80,17 +81,8 @@ class Paths:
             return cls(ids, (columns < ends[:, None]).expand(rows, positions, count))
         before = torch.zeros(rows, positions, count, dtype=torch.bool, device=device)
         before[:, :, :num_before] = True
-        before[:, 1:, num_before:] = _reached(parents[:, : positions - 1])
+        before[:, 1:, num_before:] = ancestors_of(parents[:, : positions - 1])
         return cls(ids, before)
-
-
-def _reached(parents: torch.Tensor) -> torch.Tensor:
-    """Return the nodes on the path to each node of a forest, itself included, [R, N, N] bool. parents: [R, N]."""
-    nodes = torch.arange(parents.shape[1], device=parents.device)
-    above = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
-    for _ in range(max(1, parents.shape[1]).bit_length()):  # each time paths of twice the length
-        above = (above @ above).clamp(max=1.0)
-    return above > 0
 
 
 def penalise(scores: torch.Tensor, rows: Sequence[Row], paths: Paths) -> None:

@@ -2,7 +2,7 @@
 
 The only module that checks proposals; what it returns has neutral values where no token was drafted. A defect at one token ends
 that row's draft there: the tokens before it were drawn, and dropping them because of later ones would change the output
-distribution. A defect of the proposal's form (shapes, types) discards all of it. Chains on a device are checked there, without
+distribution. A defect of the proposal's form (shapes, types) discards all of it. Proposals on a device are checked there, without
 waiting for it. Knows no drafter and no rule.
 """
 
@@ -45,7 +45,7 @@ def _checked(
     if kept != counts:
         problem = f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}"
     out = _trimmed(proposal, kept, device)
-    if devices.is_remote(device) and out.parents is None:
+    if devices.is_remote(device) and (trees or out.parents is None):
         failure = proposal.failure or (None if problem is None else ValueError(problem))
         return dataclasses.replace(_without_defects(out, vocab_size), failure=failure)
     for find in (_bad_tokens, _bad_parents if trees else _branches):
@@ -137,15 +137,23 @@ _NONE: Found = ([], None)
 
 
 def _without_defects(proposal: Proposal, vocab_size: int) -> Proposal:
-    """Replace the tokens of each row from its first defect on by a token that was not sampled, which is exact whatever it is."""
+    """Replace the tokens of each row from its first defect on by a token that was not sampled, which is exact whatever it is.
+
+    In a tree these are nodes below themselves, which verification does not reach.
+    """
     if not proposal.width:
         return proposal
-    bad = torch.stack([mask for mask, _ in _token_defects(proposal, vocab_size)]).any(0) & _drafted(proposal)
-    after, index = bad.long().cumsum(1) > 0, proposal.distribution_index
+    defects = _token_defects(proposal, vocab_size)
+    if proposal.parents is not None:
+        defects += _parent_defects(proposal)
+    bad = torch.stack([mask for mask, _ in defects]).any(0) & _drafted(proposal)
+    after, index, parents = bad.long().cumsum(1) > 0, proposal.distribution_index, proposal.parents
+    itself = torch.arange(proposal.width, device=after.device)
     return dataclasses.replace(
         proposal,
         token_ids=proposal.token_ids.masked_fill(after, 0),
         distribution_index=None if index is None else index.masked_fill(after, -1),
+        parents=None if parents is None else torch.where(after, itself, parents),
         defects=Defects(bad.any(1)),
     )
 
@@ -201,35 +209,20 @@ def _branches(proposal: Proposal, vocab_size: int) -> Found:
 
 
 def _bad_parents(proposal: Proposal, vocab_size: int) -> Found:
+    return _NONE if proposal.parents is None else _first(proposal, _parent_defects(proposal))
+
+
+def _parent_defects(proposal: Proposal) -> list[tuple[torch.Tensor, str]]:
     """Nodes whose parent is not an earlier node, repeated siblings, and sampled siblings after others."""
-    if proposal.parents is None:
-        return _NONE
-    sampled = (
-        [[False] * proposal.width] * len(proposal.num_tokens)
-        if proposal.distribution_index is None
-        else (proposal.distribution_index >= 0).tolist()
-    )
-    ends, first = [], None
-    for above, ids, drawn, n in zip(
-        proposal.parents.tolist(), proposal.token_ids.tolist(), sampled, proposal.num_tokens, strict=True
-    ):
-        end, why = _first_bad_node(above[:n], ids, drawn)
-        ends.append(end)
-        first = first or why
-    return (ends, first) if first is not None else _NONE
-
-
-def _first_bad_node(parents: Sequence[int], ids: Sequence[int], drawn: Sequence[bool]) -> tuple[int, str | None]:
-    chosen: set[int] = set()
-    seen: set[tuple[int, int]] = set()
-    for column, parent in enumerate(parents):
-        if not -1 <= parent < column:
-            return column, f"node {column} of a tree follows node {parent}"
-        if (parent, ids[column]) in seen:
-            return column, f"token {ids[column]} follows node {parent} of a tree twice"
-        seen.add((parent, ids[column]))
-        if not drawn[column]:
-            chosen.add(parent)
-        elif parent in chosen:
-            return column, f"node {column} of a tree was sampled, and a sibling before it was not"
-    return len(parents), None
+    parents, ids, index = proposal.parents, proposal.token_ids, proposal.distribution_index
+    assert parents is not None
+    nodes = torch.arange(proposal.width, device=ids.device)
+    siblings = (parents[:, :, None] == parents[:, None, :]) & (nodes < nodes[:, None])  # the earlier ones of each node
+    defects = [
+        ((parents < -1) | (parents >= nodes), "a node of a tree does not follow an earlier one"),
+        ((siblings & (ids[:, :, None] == ids[:, None, :])).any(-1), "a token follows a node of a tree twice"),
+    ]
+    if index is not None:
+        late = (siblings & (index < 0)[:, None]).any(-1) & (index >= 0)
+        defects.append((late, "a node of a tree was sampled, and a sibling before it was not"))
+    return defects

@@ -1,8 +1,8 @@
 """Verification of trees of draft tokens: a walk from the root, child after child, until no child is accepted.
 
-SpecInfer (Miao et al. 2023) with children drawn without replacement. Nodes are visited in order, and a parent always precedes its
-children, so that one loop over the nodes walks all rows at once without waiting for the device. A walk's position is 0 after the
-committed text and 1 + j after the token of node j.
+SpecInfer (Miao et al. 2023) with children drawn without replacement. A parent always precedes its children. Where no child was
+drawn, all nodes are compared at once; else one loop over the nodes walks all rows. Neither waits for the device. The position of
+a walk is 0 after the committed text and 1 + j after the token of node j.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.devices import to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw, inverse_cdf
-from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.proposal import Proposal, Verification, ancestors_of
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.residuals import residual
 
@@ -55,35 +55,28 @@ def _position_depths(proposal: Proposal) -> torch.Tensor:
 
 def match_tree(target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
     """Draw the target's token at each position and follow the child that equals it; without one the walk ends with the draw."""
-    tokens = draw(target, streams, Purpose.TARGET, depths=_position_depths(proposal))
-    if tokens.device.type == "cpu":  # where nothing waits for a device, lists are faster
-        return _followed(tokens, proposal)
-    walk = _Walk(proposal)
-    for node in range(proposal.width):
-        here = walk.visit(node)
-        walk.move_to(node, here & (tokens[walk.rows, walk.position] == proposal.token_ids[:, node]))
-    return walk.verification(tokens[walk.rows, walk.position])
-
-
-def _followed(tokens: torch.Tensor, proposal: Proposal) -> Verification:
-    """Follow the children that equal the drawn tokens [B, 1 + K]."""
     assert proposal.parents is not None
-    counts, extra, paths, tried = [], [], [], []
-    for drawn, ids, parents, n in zip(
-        tokens.tolist(), proposal.token_ids.tolist(), proposal.parents.tolist(), proposal.num_tokens, strict=True
-    ):
-        position, path, here = 0, [], [False] * proposal.width
-        for node in range(n):
-            here[node] = parents[node] + 1 == position
-            if here[node] and ids[node] == drawn[position]:
-                path.append(node)
-                position = node + 1
-        counts.append(len(path))
-        extra.append(drawn[position])
-        paths.append(path + [-1] * (proposal.width - len(path)))
-        tried.append(here)
-    visited = torch.tensor(tried)
-    return Verification(torch.tensor(counts), torch.tensor(extra), visited.sum(-1), torch.tensor(paths), visited)
+    tokens = draw(target, streams, Purpose.TARGET, depths=_position_depths(proposal))
+    parents, ids = proposal.parents, proposal.token_ids
+    nodes = torch.arange(proposal.width, device=ids.device)
+    counts = to_device(proposal.num_tokens, ids.device)[:, None]
+    real = (nodes < counts) & (parents < nodes)  # a node below itself is never reached
+    siblings = (parents[:, :, None] == parents[:, None]) & (nodes < nodes[:, None])  # the earlier ones of each node
+    matches = real & (ids == tokens.gather(1, parents + 1))
+    matches &= ~(siblings & matches[:, None]).any(-1)
+    accepted = ~(ancestors_of(parents) & ~matches[:, None]).any(-1)
+    position = torch.where(accepted, nodes + 1, 0)
+    last = torch.nn.functional.pad(position, (1, 0)).amax(-1)
+    path = torch.where(accepted, nodes, proposal.width).sort(-1).values
+    followed = torch.nn.functional.pad(accepted, (1, 0), value=True).gather(1, parents + 1)
+    tried = real & followed & ~(siblings & accepted[:, None]).any(-1)
+    return Verification(
+        accepted.sum(-1),
+        tokens.gather(1, last[:, None])[:, 0],
+        tried.sum(-1),
+        torch.where(path < proposal.width, path, -1),
+        tried,
+    )
 
 
 def speculative_tree(target: Distributions, proposal: Proposal, streams: Streams) -> Verification:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foresay.decoding.chains import Drawn, DrawsChains, Sampling
+from foresay.decoding.chains import Drawn, DrawsChains, DrawsTrees, Grown, Sampling
 from foresay.decoding.devices import moved
 from foresay.decoding.prefill import pending, prefill_chunk
 from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
@@ -104,14 +104,35 @@ class DraftCache:
 
     def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
         """Feed the tokens that the cache lacks and draw chains after them; see DrawsChains. rows: a result of `view`."""
-        return self._draw_chains(self._missing(rows, [n > 0 for n in room]), room, sampling)
-
-    def _draw_chains(self, known: ModelInput, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
         model = self.model.inner
         assert isinstance(model, DrawsChains)
+        known, fed = self._known(rows, [n > 0 for n in room])
         drawn = model.draw_chains(known, self.cache, room, sampling)
-        self.model.row_passes += 0 if drawn is None else sum(room)
+        if drawn is not None:
+            self.model.row_passes += sum(room)
+            fed()
         return drawn
+
+    def draw_trees(
+        self, rows: Rows, budget: Sequence[int], depths: Sequence[int], *, branches: int, width: int
+    ) -> Grown | None:
+        """Feed the tokens that the cache lacks and grow trees of likeliest tokens; see DrawsTrees. rows: a result of `view`.
+
+        Returns None for a model that does not.
+        """
+        model = self.model.inner
+        if not self.draws_chains or not isinstance(model, DrawsTrees):
+            return None
+        known, fed = self._known(rows, [n > 0 for n in budget])
+        grown = model.draw_trees(known, self.cache, budget, depths, branches=branches, width=width)
+        if grown is not None:
+            self.model.row_passes += grown.row_passes
+            fed()
+        return grown
+
+    def _known(self, rows: Rows, fed: Sequence[bool]) -> tuple[ModelInput, Callable[[], None]]:
+        """Return a pass over the tokens that the cache lacks, and a function to call after it."""
+        return self._missing(rows, fed), lambda: None
 
     def _missing(self, rows: Rows, fed: Sequence[bool]) -> ModelInput:
         """Return a pass over the tokens that the cache lacks."""

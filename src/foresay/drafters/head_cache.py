@@ -6,12 +6,11 @@ Draft tokens are cached with the head's own output instead, and are rewound once
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.devices import moved
 from foresay.decoding.protocols import Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
@@ -78,14 +77,9 @@ class HeadCache(FeatureCache):
         """Pairs of a row that are fed together with those of other rows."""
         return _MOST_ON_DEVICE if self.draws_chains else MAX_CATCH_UP
 
-    def draw_chains(self, rows: Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn | None:
-        """Feed the pending pairs and draw chains after them; see `DraftCache.draw_chains`."""
-        parts, known = self._pending(rows, [n > 0 for n in room])
-        drawn = self._draw_chains(known, room, sampling)
-        for one, count in zip(parts, known.num_tokens, strict=True):
-            if one is not None and drawn is not None:
-                one.mark_cached(count)
-        return drawn
+    def _known(self, rows: Rows, fed: Sequence[bool]) -> tuple[ModelInput, Callable[[], None]]:
+        parts, known = self._pending(rows, fed)
+        return known, lambda: _mark_cached(parts, known)
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
         """Feed the pending pairs, then the rows' draft tokens one by one; see `DraftCache.catch_up`."""
@@ -103,9 +97,7 @@ class HeadCache(FeatureCache):
     def _feed_pending(self, rows: Rows, fed: Sequence[bool]) -> ModelOutput:
         """Run a pass over the pending pairs; a row without any feeds its last pair again."""
         parts, model_input = self._pending(rows, fed)
-        for one, count in zip(parts, model_input.num_tokens, strict=True):
-            if one is not None:
-                one.mark_cached(count)
+        _mark_cached(parts, model_input)
         output = super().forward(model_input)
         hidden = {n: model_input.of_last(states) for n, states in output.hidden.items()}
         self._last_output = self._outputs = hidden[NEXT]
@@ -178,3 +170,10 @@ class HeadCache(FeatureCache):
             one.mark_cached(len(known))
             self.model.row_passes += len(drawn[0])
         return drawn
+
+
+def _mark_cached(parts: Sequence[RowFeatures | None], fed: ModelInput) -> None:
+    """Record that a pass over pending pairs was run."""
+    for one, count in zip(parts, fed.num_tokens, strict=True):
+        if one is not None:
+            one.mark_cached(count)

@@ -135,6 +135,16 @@ class ModelDrafter(Drafter):
         if not any(fed):
             return Proposal.empty(len(rows), device)
         context.prepare(viewed, fed)
+        stopping = policy.stopping(rows)
+        trees = [
+            Tree(row, n * on, depth, row.params.greedy or not self.samples)
+            for row, n, depth, on in zip(rows, budget, depths, fed, strict=True)
+        ]
+        if is_plain(rows, stopping) and all(tree.chosen for tree in trees):
+            most = [tree.budget for tree in trees]
+            grown = context.draw_trees(viewed, most, depths, branches=branches, width=width)
+            if grown is not None:
+                return Proposal(grown.token_ids, grown.num_tokens, parents=grown.parents)
         output = context.catch_up(viewed, fed)
         starts = list(context.cache.lengths)
 
@@ -145,11 +155,9 @@ class ModelDrafter(Drafter):
             context.cache.truncate(starts)
             return out
 
-        each = zip(rows, budget, depths, fed, strict=True)
-        trees = [Tree(row, n * on, depth, row.params.greedy or not self.samples) for row, n, depth, on in each]
         grower = Grower(trees, rows, device, branches=branches, width=width)
         with grower.keeping():
-            grower.grow(output, score, policy.stopping(rows))
+            grower.grow(output, score, stopping)
         return grower.proposal()
 
 

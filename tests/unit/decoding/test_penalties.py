@@ -80,7 +80,7 @@ def test_each_position_is_that_of_its_own_text(tree: bool, num_before: int) -> N
 
 def test_the_branches_of_others_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
-    monkeypatch.setattr(penalties, "_reached", lambda parents: torch.ones(*parents.shape, parents.shape[1]) > 0)
+    monkeypatch.setattr(penalties, "ancestors_of", lambda parents: torch.ones(*parents.shape, parents.shape[1]) > 0)
     with pytest.raises(AssertionError):
         test_each_position_is_that_of_its_own_text(True, 0)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from foresay.decoding import devices
 from foresay.decoding.acceptance import RULES, make_rule
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import ModelOutput
@@ -63,13 +64,13 @@ TREES: dict[str, tuple[Proposal, list[int], str]] = {
     "a parent after its child": (
         chain([[1, 2, 3]], parents=torch.tensor([[-1, 2, 0]])),
         [1],
-        "node 1 .* follows node 2",
+        "does not follow an earlier one",
     ),
-    "a parent that is none": (chain([[1, 2]], parents=torch.tensor([[-1, -2]])), [1], "follows node -2"),
+    "a parent that is none": (chain([[1, 2]], parents=torch.tensor([[-1, -2]])), [1], "does not follow an earlier one"),
     "a sibling twice": (
         chain([[1, 1]], parents=torch.tensor([[-1, -1]])),
         [1],
-        "token 1 follows node -1 of a tree twice",
+        "a token follows a node of a tree twice",
     ),
     "a sampled sibling after a chosen one": (
         sampled([[1, 2]], [LAW], [[-1, 0]], parents=torch.tensor([[-1, -1]])),
@@ -292,3 +293,20 @@ def test_on_a_device_tokens_from_the_first_defect_on_are_replaced(name: str, mon
         if out.distribution_index is not None and proposal.distribution_index is not None:
             before = proposal.distribution_index[i, :n].tolist()
             assert out.distribution_index[i].tolist() == [*before, *[-1] * (out.width - n)]
+
+
+@pytest.mark.parametrize(("proposal", "kept", "why"), TREES.values(), ids=TREES.keys())
+def test_on_a_device_nodes_from_the_first_defect_on_are_not_reached(
+    proposal: Proposal, kept: list[int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "is_remote", lambda device: True)
+    out = checked(proposal, [3] * len(kept), VOCAB, CPU, trees=True)
+    assert out.defects is not None and out.defects.rows.tolist() == [True] * len(kept), why
+    assert out.parents is not None and proposal.parents is not None
+    for i, n in enumerate(kept):
+        assert out.parents[i].tolist() == [*proposal.parents[i, :n].tolist(), *range(n, out.width)]
+    for token in range(VOCAB):  # whatever the target draws
+        target = Distributions(torch.full((len(kept), 1 + out.width), token))
+        rows = Rows([Row(i, [1], SamplingParams(), limit=9) for i in range(len(kept))])
+        path = make_rule("match").verify(target, out, rows.streams(CPU)).path
+        assert path is not None and int(path.max()) < max(kept)

@@ -27,6 +27,8 @@ from foresay.models.table import TableModel
 from helpers.support import Always, Sometimes, run
 
 META, VOCAB, DRAFTED = torch.device("meta"), 11, 3
+RULES = {name: make_rule(name).trees for name in ("speculative", "block", "match", "lenience", "typical")}
+"""Whether each takes trees."""
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}, {}],
     "sampled": [{"temperature": 1.0, "top_k": 5, "top_p": 0.9}, {"temperature": 0.5, "min_p": 0.1}],
@@ -74,20 +76,24 @@ class Drafts(Always):
 
     samples = True
 
-    def __init__(self, sampled: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(0)
-        self.sampled = sampled
+        self.kind = kind
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         ids = torch.empty(len(rows), DRAFTED, dtype=torch.int64, device=META)
-        if not self.sampled:
+        if self.kind == "tree":
+            return Proposal(ids, list(budget), parents=torch.empty_like(ids))
+        if self.kind == "chosen":
             return Proposal(ids, list(budget))
         return Proposal(ids, list(budget), torch.empty(6, VOCAB, device=META), torch.empty_like(ids))
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block", "match", "lenience", "typical"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("drafts", ["none", "chosen", "sampled"])
+@pytest.mark.parametrize(
+    ("drafts", "rule"),
+    [(kind, rule) for kind in ("none", "chosen", "sampled", "tree") for rule in RULES if kind != "tree" or RULES[rule]],
+)
 def test_a_step_waits_for_the_device_once(
     setting: str, drafts: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +110,8 @@ def test_a_step_waits_for_the_device_once(
     rows = Rows([Row(i, [1, 2], SamplingParams(**one), seed=i, limit=20) for i, one in enumerate(SETTINGS[setting])])
     target, cache = Remote(), TableModel.random(VOCAB, seed=0).new_cache()
     cache.lengths, cache.contexts = [1, 1], [[1], [1]]  # type: ignore[attr-defined]
-    drafter = GuardedDrafter(Drafts(drafts == "sampled"), VOCAB, META, trees=False)
+    monkeypatch.setattr(cache, "keep", lambda starts, paths: None)
+    drafter = GuardedDrafter(Drafts(drafts), VOCAB, META, trees=drafts == "tree")
     for _ in range(2):  # sampling parameters are copied when rows join
         with Waits() as waits:
             length = ConstantLength(0 if drafts == "none" else DRAFTED)
@@ -136,7 +143,7 @@ def test_uniforms_of_any_length_are_those_of_the_host(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("rule", ["speculative", "block", "match", "lenience", "typical"])
+@pytest.mark.parametrize("rule", RULES)
 def test_tokens_are_those_of_the_host(setting: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations of a device, on the host: draws at all positions, numbers from a table, checks without reading."""
     model = TableModel.random(VOCAB, seed=3)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from foresay.decoding.proposal import depths_of
+from foresay.decoding.proposal import ancestors_of, depths_of
 from foresay.decoding.protocols import Move
 from foresay.models.cache.stores import WIDTH, KeyValues, RowStores, SavedSlots, Stores, round_up
 
@@ -122,31 +120,6 @@ class Placement:
         columns = self.slots[:, None, None, :].expand(-1, 1, seen.shape[2], -1)
         seen = seen.expand(self.batch, -1, -1, -1)
         return seen.scatter(3, columns, seen.gather(3, columns) & self.ancestors[:, None])
-
-
-def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
-    """Return [B, T, T] bool, True at [:, t, s] if column s lies on the path to column t, t included.
-
-    parents: [B, T] int64, -1 for a root.
-    """
-    batch, width = parents.shape
-    if parents.device.type == "cpu":  # NumPy's calls for a column take a fifth of the time of PyTorch's
-        return torch.from_numpy(_ancestors_of(parents.numpy()))
-    out = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    rows = torch.arange(batch, device=parents.device)
-    for column in range(1, width):
-        above = parents[:, column]
-        out[:, column] |= out[rows, above.clamp(min=0)] & (above >= 0)[:, None]
-    return out
-
-
-def _ancestors_of(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    batch, width = parents.shape
-    out, rows = np.tile(np.eye(width, dtype=np.bool_), (batch, 1, 1)), np.arange(batch)
-    for column in range(1, width):
-        above = parents[:, column]
-        out[:, column] |= out[rows, np.maximum(above, 0)] & (above >= 0)[:, None]
-    return out
 
 
 def moves_of(starts: Sequence[int], paths: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:

@@ -132,7 +132,7 @@ class _Chains(ABC):
         fields[_ROWS], fields[_STARTS], fields[_COUNTS] = rows, np.arange(count), 1
         fields[_POSITIONS] = fields[_SLOTS] = fields[_FIRSTS] = slots
         fields[_ENDS] = fields[_ROW_ENDS] = slots + 1
-        return FlatTokens(np.arange(count, dtype=np.int64), fields, np.ones(count, dtype=np.int64))
+        return FlatTokens(np.arange(count, dtype=np.int64), fields)
 
     def _draw(self, state: _Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn:
         """Replay a step for each token."""
@@ -207,13 +207,10 @@ class DecoderChains(_Chains):
         self, known: ModelInput, cache: PagedCache, rows: Sequence[int], room: Sequence[int], state: _Rows
     ) -> None:
         """Run the pass over the known tokens, and let each row's first draft token follow them."""
-        given = dataclasses.replace(known, logits=Logits.NONE, hidden_layers=self._keys)
-        _, (_, hidden) = self.passes.flat(given, cache, scored=False, captured=True)
-        ends = np.cumsum(np.array(known.num_tokens))[list(rows)] - 1
-        last = moved(torch.from_numpy(ends), hidden[self._outputs].device)
+        hidden = after_known(self.passes, known, cache, rows, self._keys)
         (normed,), count = state.of_kind[:1], len(rows)
-        torch.index_select(hidden[self._outputs], 0, last, out=normed[:count])
-        features = None if self._nexts is None else hidden[self._nexts][last][:, None]
+        normed[:count] = hidden[self._outputs]
+        features = None if self._nexts is None else hidden[self._nexts][:, None]
         tokens = self._tokens(rows, np.array([cache.lengths[i] for i in rows]))
         state.begin(tokens, state.drawn.new_zeros(count, 1), [room[i] - 1 for i in rows], features)
 
@@ -229,6 +226,17 @@ class DecoderChains(_Chains):
             if at.features is not None and self._nexts is not None:
                 at.features.copy_(hidden[self._nexts])
         return decoder.scores(normed)
+
+
+def after_known(
+    passes: PagedPasses, known: ModelInput, cache: PagedCache, rows: Sequence[int], keys: tuple[int, ...]
+) -> dict[int, torch.Tensor]:
+    """Run the pass over the known tokens; return the hidden states [R, H] of the last token of each row, by key."""
+    given = dataclasses.replace(known, logits=Logits.NONE, hidden_layers=keys)
+    _, (_, hidden) = passes.flat(given, cache, scored=False, captured=True)
+    ends = np.cumsum(np.array(known.num_tokens))[list(rows)] - 1
+    last = moved(torch.from_numpy(ends), hidden[keys[0]].device)
+    return {key: hidden[key][last] for key in keys}
 
 
 After = Callable[

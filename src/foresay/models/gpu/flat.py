@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from foresay.decoding.devices import moved, to_device
+from foresay.decoding.proposal import ancestors_of
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError
 from foresay.models.gpu.attention import NODES, PAGE, Visible
@@ -25,14 +26,13 @@ FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_c
 
 @dataclass(frozen=True, slots=True)
 class FlatTokens:
-    """The real tokens of a pass, row by row, on the host; see attention.Visible."""
+    """The real tokens of a pass, row by row, on the host as those of chains; see attention.Visible."""
 
     columns: npt.NDArray[np.int64]
     """[N], index of each token in the flattened token ids of the input."""
     fields: npt.NDArray[np.int32]
     """[len(FIELDS), N]."""
-    seen: npt.NDArray[np.int64]
-    """[N]."""
+    trees: _Trees | None = None
 
     @staticmethod
     def of(model_input: ModelInput, cache: PagedCache, tile: int) -> FlatTokens:
@@ -41,55 +41,59 @@ class FlatTokens:
         Raises OutOfMemoryError if the pool has too few pages.
         """
         width, first_row = model_input.token_ids.shape[1], model_input.first_row
-        parents = None if model_input.parents is None else model_input.parents.tolist()
-        columns, fields, tiles = [], [], []
-        seen: list[int] = []
+        columns, fields, tiles, total = [], [], [], 0
         for i, count in enumerate(model_input.num_tokens):
             if not count:
                 continue
             row, start = first_row + i, cache.lengths[first_row + i]
             cache.reserve(row, count)
             slots = np.arange(start, start + count)
-            positions, firsts, bits = slots, slots, np.ones(count, dtype=np.int64)
-            if parents is not None:
-                positions, firsts, bits = _of_tree(start, parents[i][:count])
-            tiles += [(len(seen) + at, min(tile, count - at)) for at in range(0, count, tile)]
+            tiles += [(total + at, min(tile, count - at)) for at in range(0, count, tile)]
             columns.append(np.arange(i * width, i * width + count))
             ends, indices = np.full(count, start + count), np.arange(count)
-            fields.append(np.stack([np.full(count, row), positions, slots, firsts, slots + 1, ends, indices]))
-            seen += bits.tolist()
-        described = np.zeros((len(FIELDS), len(seen)), dtype=np.int32)
+            fields.append(np.stack([np.full(count, row), slots, slots, slots, slots + 1, ends, indices]))
+            total += count
+        described = np.zeros((len(FIELDS), total), dtype=np.int32)
         described[[0, 1, 2, 3, 4, 7, 8]] = np.concatenate(fields, 1)
         described[5:7, : len(tiles)] = np.array(tiles).T
-        return FlatTokens(np.concatenate(columns), described, np.array(seen, dtype=np.int64))
+        parents = model_input.parents
+        trees = None if parents is None else _Trees.of(parents, model_input.num_tokens)
+        return FlatTokens(np.concatenate(columns), described, trees)
 
     def __len__(self) -> int:
-        return len(self.seen)
+        return len(self.columns)
 
 
-def _of_tree(
-    start: int, parents: Sequence[int]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions, `firsts` and `seen` of one row's tokens after `start` cached ones. parents: see ModelInput.
+@dataclass(frozen=True, slots=True)
+class _Trees:
+    """Differences of each token of trees from one of a chain, [B * T] each, on the device of their parents."""
 
-    Columns that every later one follows are seen like cached tokens; the others are nodes.
-    """
-    count, trunk = len(parents), len(parents)
-    for column in range(count - 1, 0, -1):
-        if parents[column] != column - 1:
-            trunk = min(trunk, parents[column] + 1)
-    if count - trunk > NODES:
-        raise ConfigError(f"a tree has {count - trunk} nodes in one row; allowed are {NODES}")
-    slots = np.arange(start, start + count)
-    positions, firsts, seen = slots.copy(), slots.copy(), np.ones(count, dtype=np.int64)
-    bits = [0] * count
-    for column in range(trunk, count):
-        above = parents[column]
-        positions[column] = start if above < 0 else positions[above] + 1
-        bits[column] = (bits[above] if above >= trunk else 0) | 1 << (column - trunk)
-        firsts[column] = start + trunk
-        seen[column] = np.uint64(bits[column]).astype(np.int64)
-    return positions, firsts, seen
+    positions: torch.Tensor
+    """Added to the positions."""
+    firsts: torch.Tensor
+    """Added to `firsts`."""
+    seen: torch.Tensor
+
+    @staticmethod
+    def of(parents: torch.Tensor, counts: Sequence[int]) -> _Trees:
+        """Return the differences of rows of trees. parents: [B, T], see ModelInput. counts: [B], real tokens.
+
+        Columns that every later one follows are seen like cached tokens; the others are nodes.
+        """
+        width = parents.shape[1]
+        columns = torch.arange(width, device=parents.device)
+        real = columns < to_device(counts, parents.device)[:, None]
+        branches = real & (parents != columns - 1)
+        trunk = torch.where(branches, parents + 1, width).amin(-1, keepdim=True)
+        if width > NODES:  # waits for the device; smaller passes need no check
+            most = int((to_device(counts, parents.device)[:, None] - trunk).max())
+            if most > NODES:
+                raise ConfigError(f"a tree has {most} nodes in one row; allowed are {NODES}")
+        above, is_node = ancestors_of(parents), columns >= trunk
+        bits = (above & is_node[:, None]).long() << (columns - trunk).clamp(0, NODES - 1)[:, None]
+        depths = above.sum(-1) - 1
+        each = (depths - columns, torch.where(is_node, trunk - columns, 0), torch.where(is_node, bits.sum(-1), 1))
+        return _Trees(*(one.flatten() for one in each))
 
 
 class Buffers:
@@ -133,16 +137,18 @@ class Buffers:
         fields[:, :count] = tokens.fields
         self.fields.copy_(self._moved(fields), non_blocking=True)
         self.tiles.copy_(self.fields[5:7].T)
-        seen = np.zeros(self.size, dtype=np.int64)
-        seen[:count] = tokens.seen
-        self._seen.copy_(self._moved(seen), non_blocking=True)
         columns = moved(torch.from_numpy(tokens.columns), token_ids.device)
+        self._seen.fill_(1)
+        if tokens.trees is not None:
+            self.fields[1, :count] += tokens.trees.positions[columns]
+            self.fields[3, :count] += tokens.trees.firsts[columns]
+            self._seen[:count] = tokens.trees.seen[columns]
         self.token_ids[:count].copy_(token_ids.reshape(-1)[columns], non_blocking=True)
         if self.features is not None:
             assert features is not None
             self.features[:count].copy_(features.flatten(0, 1)[columns], non_blocking=True)
 
-    def _moved(self, values: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
+    def _moved(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return moved(torch.from_numpy(values), self.fields.device)
 
 

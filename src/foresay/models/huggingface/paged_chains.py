@@ -1,17 +1,18 @@
-"""Models that draw chains of draft tokens over their pages; see DrawsChains. Does not import Triton before it is needed."""
+"""Models that draw chains and trees of tokens over their pages; see DrawsChains. Does not import Triton before it is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from foresay.decoding.chains import Drawn, Sampling
+from foresay.decoding.chains import Drawn, Grown, Sampling
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import ModelInput
 
 if TYPE_CHECKING:  # at run time this would import Triton
     from foresay.models.gpu.chains import DecoderChains
     from foresay.models.gpu.passes import PagedPasses
+    from foresay.models.gpu.trees import DecoderTrees
 
 
 class PagedChains:
@@ -20,6 +21,7 @@ class PagedChains:
     vocab_size: int
     subset: VocabularySubset | None
     _chains: DecoderChains | None = None
+    _trees: DecoderTrees | None = None
 
     def _passes(self) -> PagedPasses | None:
         """Return the passes over pages; None without them."""
@@ -50,3 +52,24 @@ class PagedChains:
                 passes, outputs=outputs, nexts=nexts, token_ids=ids, vocab_size=self.vocab_size
             )
         return self._chains.draw(known, cache, room, sampling)
+
+    def draw_trees(
+        self,
+        known: ModelInput,
+        cache: Any,
+        budget: Sequence[int],
+        depths: Sequence[int],
+        *,
+        branches: int,
+        width: int,
+    ) -> Grown | None:
+        """See DrawsTrees."""
+        from foresay.models.gpu.trees import DecoderTrees
+
+        passes = self._passes()
+        assert passes is not None
+        if self._trees is None or self._trees.passes is not passes:
+            ids = None if self.subset is None else self.subset.token_ids
+            outputs, nexts = self._chain_states()
+            self._trees = DecoderTrees(passes, outputs=outputs, nexts=nexts, token_ids=ids)
+        return self._trees.grow(known, cache, budget, depths, branches=branches, width=width)

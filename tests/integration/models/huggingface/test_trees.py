@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 
-from foresay.decoding.proposal import depths_of
+from foresay.decoding.proposal import ancestors_of, depths_of
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, ModelTreeDrafter, SuffixTreeDrafter
 from foresay.errors import UnsupportedModelError
-from foresay.models.cache.slot_cache import Placement, ancestors_of
+from foresay.models.cache.slot_cache import Placement
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
