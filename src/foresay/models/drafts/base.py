@@ -63,11 +63,14 @@ class StoredDraft:
 
 
 class SlotCacheRows(LanguageModel):
-    """Base of drafts that keep their keys and values in a slot cache."""
+    """Base of drafts that keep their keys and values in a slot cache, or in pages."""
 
-    def new_cache(self) -> SlotCache:
+    paged: PagedPasses | None = None
+    """Passes over flat tokens and pages, as the target's, for a kind of draft that has them."""
+
+    def new_cache(self) -> Any:
         """Return a cache without rows."""
-        return SlotCache()
+        return SlotCache() if self.paged is None else self.paged.new_cache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
@@ -117,8 +120,6 @@ class DraftModel(SlotCacheRows):
         head = target_rows(target, token_ids) if module.lm_head is None else module.lm_head.weight
         self._head = self._product(head)
         self._native: NativeLayers | None = None
-        self.paged: PagedPasses | None = None
-        """Passes over flat tokens and pages, as the target's, for a kind of draft that has them."""
         self.num_parameters = sum(weight.numel() for weight in module.parameters())
 
     def _product(self, *weights: torch.Tensor) -> Product:
@@ -185,44 +186,21 @@ class DraftModel(SlotCacheRows):
         self, layers: Sequence[GatedLayer], activation: str, states: StatesOf, *, features: bool
     ) -> PagedPasses | None:
         """Return passes over pages of these layers, if the target's are. states, features: see Decoder."""
-        target = self.target.paged
-        table = None if target is None else self._rotary_table.until(self.max_length)
-        if target is None or table is None:
-            return None
-        from foresay.models.gpu.layers import PagedLayers, check_linear, linear
-        from foresay.models.gpu.passes import Decoder, passes_on
-
-        try:
-            paged = PagedLayers(layers, self._norm, activation, 1.0)
-            check_linear(self._head, self.dtype)
-        except LookupError as error:
-            logger.warning("the draft's passes are not made over pages: %s", error)
-            return None
-        turns = {layers[0].kind: (table[0].to(self.device), table[1].to(self.device))}
-        decoder = Decoder(
-            states=lambda at, pool, wanted: states(paged, at, pool, turns),
-            scores=lambda normed: linear(self._head, normed),
-            layers=paged.shapes,
-            heads=layers[0].heads,
-            like=self._norm.weight.new_empty(0, self.width),
-            num_scores=self._head.out_features,
+        return draft_on_pages(
+            self.target,
+            layers,
+            self._norm,
+            self._head,
+            self._rotary_table,
+            activation,
+            states,
+            width=self.width,
             features=features,
-        )
-        return passes_on(
-            self.device,
-            decoder,
-            self.dtype,
-            max_length=self.max_length,
-            free_bytes=self.target.memory_bytes(),
-            capture=capture_on(self.device),
-            most_pages=target.pool.num_pages,
         )
 
     def new_cache(self) -> Any:
         """Return a cache without rows."""
-        if self.paged is not None:
-            return self.paged.new_cache()
-        return SlotCache() if self._native is None else self._native.new_cache()
+        return super().new_cache() if self._native is None else self._native.new_cache()
 
     def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the target's hidden states, given as layer -> [..., H], as one vector for each position, [..., L * H]."""
@@ -251,6 +229,58 @@ class DraftModel(SlotCacheRows):
             parts = [product(part) for part in filled.view(-1, FEATURE_ROWS, flat.shape[-1])]
         out = torch.cat([*parts, flat.new_empty(0, product.out_features)])[: len(flat)]
         return out.view(*x.shape[:-1], product.out_features)
+
+
+def draft_on_pages(
+    target: CausalModel,
+    layers: Sequence[GatedLayer],
+    norm: Norm,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    rotary: RotaryTable,
+    activation: str,
+    states: StatesOf,
+    *,
+    width: int,
+    features: bool,
+    first_position: int = 0,
+) -> PagedPasses | None:
+    """Return passes of a draft's layers over pages, if its target's are; None if the kernels do not compute them.
+
+    norm: after the layers. head: the output layer, a product that the kernels read. rotary: of all layers. states, features: see
+    Decoder. width: of the states. first_position: that of a row's first token.
+    """
+    table = None if target.paged is None else rotary.until(target.max_length + first_position)
+    if target.paged is None or table is None:
+        return None
+    from foresay.models.gpu.layers import PagedLayers, check_linear, linear, outputs_of
+    from foresay.models.gpu.passes import Decoder, passes_on
+
+    dtype, device = norm.weight.dtype, target.device
+    try:
+        paged = PagedLayers(layers, norm, activation, 1.0)
+        check_linear(head, dtype)
+    except LookupError as error:
+        logger.warning("the draft's passes are not made over pages: %s", error)
+        return None
+    turns = {layers[0].kind: (table[0][first_position:].to(device), table[1][first_position:].to(device))}
+    decoder = Decoder(
+        states=lambda at, pool, wanted: states(paged, at, pool, turns),
+        scores=lambda normed: linear(head, normed),
+        layers=paged.shapes,
+        heads=layers[0].heads,
+        like=norm.weight.new_empty(0, width),
+        num_scores=outputs_of(head),
+        features=features,
+    )
+    return passes_on(
+        device,
+        decoder,
+        dtype,
+        max_length=target.max_length,
+        free_bytes=target.memory_bytes(),
+        capture=capture_on(device),
+        most_pages=target.paged.pool.num_pages,
+    )
 
 
 class DenseProduct:

@@ -8,12 +8,13 @@ configurations that name no such layers. drafters/mtp_cache.py chooses the layer
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,19 @@ from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.drafts.base import LAST, NEXT, OnLastStates
+from foresay.models.drafts.base import LAST, NEXT, OnLastStates, draft_on_pages
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel, TransformersCache
+from foresay.models.huggingface.family_layers import NotFusedError, layer_kinds, norm_of, read_layer
 from foresay.models.huggingface.linears import MakeProduct
+from foresay.models.huggingface.operations import RotaryTable
+from foresay.models.huggingface.paged_chains import PagedChains
+
+if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.flat import Buffers
+    from foresay.models.gpu.layers import PagedLayers, Turns
+    from foresay.models.gpu.pages import PagePool
+    from foresay.models.gpu.passes import PagedPasses, States
 
 logger = logging.getLogger("foresay")
 
@@ -40,7 +50,7 @@ def num_mtp_layers(model: CausalModel) -> int:
     return int(found or 0)
 
 
-class MtpHead(OnLastStates):
+class MtpHead(OnLastStates, PagedChains):
     """The multi-token-prediction layers of the target's checkpoint."""
 
     def __init__(
@@ -57,20 +67,76 @@ class MtpHead(OnLastStates):
         self.device, self.dtype = target.device, model.dtype
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
-        self.num_mtp_layers = len(layers.layers)
-        if self.device.type == "cpu":
-            linears.freeze_linears(layers.layers, make, all_dtypes=make is not linears.unquantized)
+        self.num_mtp_layers, self.subset = len(layers.layers), None
         self._layers = layers.eval()
+        self.paged = self._on_pages()
+        if self.device.type == "cpu" and self.paged is None:
+            linears.freeze_linears(layers.layers, make, all_dtypes=make is not linears.unquantized)
+
+    def _on_pages(self) -> PagedPasses | None:
+        """Return passes of a single layer over pages, if the target's are and the kernels compute it."""
+        layers, (one, *others) = self._layers, self._layers.layers
+        config = layers.config
+        shared = (layers.use_shared_post_norm, layers.has_per_layer_rope, getattr(config, "unpadded_vocab_size", None))
+        if self.target.paged is None or others or any(shared) or one.post_norm is None:
+            return None
+        if getattr(config, "logits_mup_width_multiplier", None) is not None:
+            return None
+        linears.join_layers(one)
+        try:
+            layer = read_layer(one.mtp_block, layer_kinds(config)[0], config)
+            joint, head = linears.product_of(one.eh_proj), linears.product_of(layers.shared_head)
+            norms = [norm_of(norm) for norm in (one.enorm, one.hnorm, one.post_norm)]
+        except (AttributeError, NotFusedError) as error:
+            logger.warning("the multi-token-prediction layer is not run over pages: %s", error)
+            return None
+        hidden_first = bool(getattr(config, "mtp_hidden_states_first", False))
+
+        def states(paged: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
+            from foresay.models.gpu.layers import linear
+            from foresay.models.gpu.rows import add_norm
+
+            assert at.features is not None
+            parts = [
+                add_norm(x, None, after=None, before=(norm.float32(), norm.eps))
+                for x, norm in zip((layers.embed_tokens(at.token_ids), at.features), norms, strict=False)
+            ]
+            read = torch.cat(parts[::-1] if hidden_first else parts, -1)
+            x = linear(joint, read, is_prompt=at.visible.is_prompt)
+            normed, _ = paged.run(x, at, pool, turns)
+            return normed, {NEXT: normed, LAST: normed}
+
+        return draft_on_pages(
+            self.target,
+            [layer],
+            norms[2],
+            head,
+            RotaryTable(layers.rotary_emb),
+            str(config.hidden_act),
+            states,
+            width=self.width,
+            features=True,
+            first_position=1,
+        )
+
+    def _passes(self) -> PagedPasses | None:
+        return self.paged
+
+    def _chain_states(self) -> tuple[int, int | None]:
+        return LAST, NEXT
 
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        is_single = self.num_mtp_layers == 1
-        return Capabilities(trees=is_single, num_layers=LAST, prefill_together=self.device.type != "cpu")
+        is_single, ragged = self.num_mtp_layers == 1, self.paged is not None
+        return Capabilities(trees=is_single, num_layers=LAST, prefill_together=self.device.type != "cpu", ragged=ragged)
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """Run one layer over pairs of a token and, in `ModelInput.features` [B, T, H], the hidden state before it."""
+        if self.paged is not None:
+            scores, found = self.paged(dataclasses.replace(model_input, hidden_layers=(NEXT, LAST)), cast(Any, cache))
+            return ModelOutput(scores, found)
         assert isinstance(cache, SlotCache) and model_input.features is not None
         tokens, features = model_input.token_ids, model_input.features
         batch, columns = tokens.shape
