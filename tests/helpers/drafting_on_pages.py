@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
-from foresay.decoding import sampling_kernels
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
@@ -22,12 +21,11 @@ from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
-from foresay.models.gpu import attention, passes
-from foresay.models.huggingface import causal, family_layers, fused
+from foresay.models.huggingface import causal
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
-from helpers.families import whole_product
 from helpers.heads import random_head
+from helpers.paged import few_programs
 from helpers.support import run
 
 VOCAB, NEW = 61, 6
@@ -61,17 +59,8 @@ def on_pages(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
         monkeypatch.setattr(other, "capture_on", lambda device: capture)
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of the interpreter takes a millisecond."""
-    monkeypatch.setattr(attention, "SPLITS", 1)
-    monkeypatch.setattr(sampling_kernels, "SPAN", 128)
-    monkeypatch.setattr(passes, "MAX_ROWS", 4)
-    for module in (family_layers, fused):
-        monkeypatch.setattr(module, "product_of", whole_product)
-
-
 def made(monkeypatch: pytest.MonkeyPatch, pages: bool, seed: int = 0, spread: float = 0.02) -> CausalModel:
+    few_programs(monkeypatch)
     on_pages(monkeypatch, pages)
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -10,9 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+from foresay.decoding import sampling_kernels
 from foresay.decoding.protocols import ModelInput
+from foresay.models.gpu import attention, passes
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, FlatTokens
+from foresay.models.huggingface import family_layers, fused
+from helpers.families import whole_product
+
+
+def few_programs(monkeypatch: pytest.MonkeyPatch, product: Any = whole_product) -> None:
+    """A program of the interpreter takes a millisecond. product: of layers that read the same input."""
+    monkeypatch.setattr(attention, "SPLITS", 1)
+    monkeypatch.setattr(sampling_kernels, "SPAN", 128)
+    monkeypatch.setattr(passes, "MAX_ROWS", 4)
+    for module in (family_layers, fused):
+        monkeypatch.setattr(module, "product_of", product)
 
 
 def sum_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,8 @@ def _levels(matrix: Matrix) -> Levels:
         return Levels(
             bits=8, group=_GROUP, levels=_bytes(matrix.levels), scales=(scales * E4M3).numpy(), per=per, is_float=True
         )
-    bits = 4 if max(int(matrix.levels.max()), int(matrix.zeros.max())) <= 16 else 8  # 16 stands for 0 in GPTQ at most
+    is_small = int(matrix.levels.max()) < 16 and int(matrix.zeros.max()) <= 16  # 16 stands for 0 in GPTQ at most
+    bits = 4 if is_small else 8
     least = 0 if bits == 4 else 128  # bytes are integers from -128 to 127
     levels, zeros = matrix.levels - least if bits == 8 else matrix.levels, matrix.zeros.cpu() - least
     exact = scales.half() if bool((scales.half().float() == scales).all()) else scales

@@ -13,10 +13,8 @@ from foresay.decoding.rows import Rows
 from foresay.drafters import ModelDrafter
 from foresay.lengths.constant import ConstantLength
 from foresay.models.gpu import chains, flat
-from helpers.drafting_on_pages import BLOCKS, PROMPTS, SAMPLED, drafter_of, drafts, few_programs, made
+from helpers.drafting_on_pages import BLOCKS, PROMPTS, SAMPLED, drafter_of, drafts, made
 from helpers.support import run
-
-__all__ = ["few_programs"]
 
 
 def same(found: Proposal, expected: Proposal) -> bool:

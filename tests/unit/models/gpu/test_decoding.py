@@ -15,7 +15,7 @@ from foresay.decoding.protocols import ModelInput
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.gpu import attention, passes
+from foresay.models.gpu import passes
 from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.huggingface import causal, family_layers, fused
@@ -23,7 +23,8 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.joined import Joined
 from foresay.server.metrics import Metrics
-from helpers.families import make, whole_product
+from helpers.families import make
+from helpers.paged import few_programs
 from helpers.support import Sometimes, run
 
 VOCAB, NEW = 61, 5
@@ -31,10 +32,7 @@ VOCAB, NEW = 61, 5
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
-    monkeypatch.setattr(attention, "SPLITS", 1)
-    monkeypatch.setattr(passes, "MAX_ROWS", 4)
-    for module in (family_layers, fused):
-        monkeypatch.setattr(module, "product_of", whole_product)
+    few_programs(monkeypatch)
     monkeypatch.setattr(causal, "uses_kernels", lambda device: True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -14,14 +14,15 @@ from foresay.models.drafts.mtp import MtpHead
 from foresay.models.gpu import layers
 from foresay.models.huggingface import family_layers, fused, linears
 from foresay.models.huggingface.causal import CausalModel
-from helpers.drafting_on_pages import SAMPLED, Recorded, drafts, few_programs, on_pages
+from helpers.drafting_on_pages import SAMPLED, Recorded, drafts, on_pages
 from helpers.families import make, whole_product
+from helpers.paged import few_programs
 
-__all__ = ["few_programs"]
 VOCAB = 61
 
 
 def drafting(monkeypatch: pytest.MonkeyPatch, pages: bool, nodes: int) -> tuple[HeadDrafter, CausalModel]:
+    few_programs(monkeypatch)
     on_pages(monkeypatch, pages)
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "uses_kernels", lambda device: pages)

@@ -10,6 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu import attention
+from foresay.models.gpu.layers import PagedLayers
 from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
 from foresay.models.huggingface import family_layers, fused, layer_inputs
@@ -113,6 +114,24 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
             for cache in (ours, theirs):
                 cache.keep([67, 8], [[0, 1, 3], [0, 3]])
     assert passes.captures == 3 and passes.replays == 4
+
+
+@torch.inference_mode()
+def test_a_layer_that_reads_another_one_s_keys_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: Gemma 4's layers without keys of their own read those of the last layer of the other kind."""
+    known = PagedLayers.__init__
+
+    def init(self: Any, *given: Any) -> None:
+        known(self, *given)
+        sizes = [self.shapes[store] for store in self._stores]
+        own = [store for layer, store in zip(self._layers, self._stores, strict=True) if layer.shares is None]
+        for i, layer in enumerate(self._layers):
+            if layer.shares is not None:  # of the same size, or the pass would fail otherwise
+                self._stores[i] = next(store for store in own if self.shapes[store] == sizes[i])
+
+    monkeypatch.setattr(PagedLayers, "__init__", init)
+    with pytest.raises(AssertionError, match="not close"):
+        test_passes_score_as_the_family_s_own_code("gemma4", monkeypatch)
 
 
 @torch.inference_mode()

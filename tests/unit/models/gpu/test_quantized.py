@@ -9,27 +9,36 @@ import pytest
 import torch
 
 from foresay.decoding.protocols import ModelInput
-from foresay.models.gpu import attention, passes
 from foresay.models.gpu.blocks import BlockProduct
-from foresay.models.huggingface import causal, family_layers, fused
+from foresay.models.huggingface import causal
 from foresay.models.sources import quantized_layers, reading, wrapping
 from foresay.models.sources.loading import load_model
+from foresay.models.sources.quantized_forms import Matrix
 from helpers.families import joint_of
+from helpers.paged import few_programs
 from helpers.quantized import CASES, EXPANDED, folder_of
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a GPU with kernels, which compute in float32."""
-    monkeypatch.setattr(attention, "SPLITS", 1)
-    monkeypatch.setattr(passes, "MAX_ROWS", 2)
-    for module in (family_layers, fused):
-        monkeypatch.setattr(module, "product_of", joint_of)
+    few_programs(monkeypatch, joint_of)
     for module in (causal, quantized_layers, reading):
         monkeypatch.setattr(module, "uses_kernels", lambda device: True)
     monkeypatch.setattr(reading, "_keeps_blocks", lambda options: False)
     monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
     monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
+
+
+@pytest.mark.parametrize(("largest", "zero"), [(15, 8), (15, 16), (16, 16), (255, 128), (3, 0)])
+def test_levels_of_any_size_are_kept(largest: int, zero: int) -> None:
+    """16 is the first level that four bits do not hold, and a level that stands for 0 in four bits, too."""
+    levels = torch.arange(largest + 1).clamp(max=255).repeat(300)[: 4 * 128].view(4, 128).to(torch.uint8)
+    levels[0, 0] = largest
+    matrix = Matrix(levels, torch.full((4, 4), 0.5), torch.full((4, 4), zero, dtype=torch.int16), 32)
+    product = BlockProduct(quantized_layers._levels(matrix), torch.float32, torch.device("cpu"), None)
+    assert torch.equal(product.dense(), matrix.dense())
+    assert product.bits < (6 if largest < 16 else 10)
 
 
 @pytest.mark.parametrize("case", ["AWQ", "GPTQ, 8 bits", "FP8"])

@@ -22,12 +22,10 @@ from helpers.drafting_on_pages import (
     Recorded,
     drafter_of,
     drafts,
-    few_programs,
     made,
 )
 from helpers.support import run
 
-__all__ = ["few_programs"]
 GREEDY: list[dict[str, Any]] = [{}] * 3
 
 
