@@ -107,6 +107,7 @@ PATHS = {
     "selector": PathShape(SELECTOR, 6, candidates=3),
     "domino": PathShape(DOMINO, 6, state=8),
     "rnn": PathShape("rnn", 6),
+    "gated": PathShape("gated", 6),
 }
 
 
@@ -115,7 +116,7 @@ def value(target: CausalModel, drafter: str, rule: str, *, nodes: int = 0, path:
 
     changes: of the parameters.
     """
-    made: dict[str, Any] = {"path": PATHS[path], "from_anchor": path == "rnn"} if path else {}
+    made: dict[str, Any] = {"path": PATHS[path], "from_anchor": path in ("rnn", "gated")} if path else {}
     if path == "selector":
         made |= {"taps": (2, 8), "sights": [Sight(window=3)] * 2}
     made |= {name: changes.pop(name) for name in ("from_anchor",) if name in changes}

@@ -95,8 +95,10 @@ def reference_block(
     def turned(x: torch.Tensor, position: int, name: str) -> torch.Tensor:
         x = norm(x, name) if f"{name}.weight" in w else x
         angles = position / config["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        low, high = x[..., : dim // 2], x[..., dim // 2 :]
-        return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1)
+        apart = config.get("rope_is_neox_style", True)  # pairs of the two halves; otherwise of neighbours
+        low, high = (x[..., : dim // 2], x[..., dim // 2 :]) if apart else (x[..., ::2], x[..., 1::2])
+        pairs = low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()
+        return torch.cat(pairs, -1) if apart else torch.stack(pairs, -1).flatten(-2)
 
     def kernels(x: torch.Tensor, name: str) -> torch.Tensor | None:
         """[T, 2, taps, D] for the inputs of a sublayer."""

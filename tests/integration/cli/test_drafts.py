@@ -145,6 +145,19 @@ def test_a_draft_is_downloaded(fake: FakeHub, target: Path, drafts: dict[str, Pa
     assert set(fake.requests) == {"download a/block"}
 
 
+def test_a_draft_whose_configuration_is_refused_is_passed_over(
+    fake: FakeHub, target: Path, drafts: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its configuration is read before its weights are downloaded; the next draft is taken."""
+    files = content(drafts["block"])
+    values = {**json.loads(files["config.json"]), "model_type": "gemma4_text"}
+    fake.downloads["a/block"] = {"config.json": json.dumps(values).encode()}
+    fake.downloads["a/head"] = content(drafts["head"])
+    assert foresay.load(target, drafter="published").drafter_name == "hybrid(suffix, head(a/head))"
+    assert fake.requests[0] == "download a/block" and fake.requests.count("download a/block") == 1
+    assert 'the published draft a/block is not used: model_type="gemma4_text"' in caplog.text
+
+
 def test_no_draft_and_wrong_uses_are_refused(fake: FakeHub, target: Path, folder: Path, shell: tiny.Shell) -> None:
     given = ("generate", "x", "--drafter", "published")
     assert str(target) in shell.refused(*given, "-m", str(target)), "it cannot be reached"

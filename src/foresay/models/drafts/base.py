@@ -24,6 +24,7 @@ from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
 from foresay.models.cpu.product import NativeProduct, Product
+from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
 from foresay.models.huggingface import linears
@@ -116,7 +117,8 @@ class DraftModel(SlotCacheRows):
         self._rotary = module.rotary.to(self.device)
         self._rotary_table = RotaryTable(self._rotary)
         own = module.embed_tokens
-        self._embed = embeddings_of(target) if own is None else own.to(self.device, self.dtype)
+        keeps = isinstance(config, BlockConfig) and config.keeps_embedding_factor
+        self._embed = embeddings_of(target, keeps_factor=keeps) if own is None else own.to(self.device, self.dtype)
         head = target_rows(target, token_ids) if module.lm_head is None else module.lm_head.weight
         self._head = self._product(head)
         self._native: NativeLayers | None = None
@@ -302,16 +304,20 @@ class DenseProduct:
         return self.weight
 
 
-def embeddings_of(target: CausalModel) -> torch.nn.Module:
-    """Return the target's embeddings as drafts read them: without the factor of Gemma's module, as other engines do."""
-    module = target.model.get_input_embeddings()
+def embeddings_of(target: CausalModel, *, keeps_factor: bool = False) -> torch.nn.Module:
+    """Return the target's embeddings as drafts read them: without the factor of Gemma's module, as other engines do.
+
+    keeps_factor: see BlockConfig.
+    """
+    module: torch.nn.Module = target.model.get_input_embeddings()
+    if keeps_factor:
+        return module
     if isinstance(module, FrozenEmbedding):
         return module.without_scale()
     if isinstance(module, torch.nn.Embedding) and hasattr(module, "embed_scale"):
         plain: torch.nn.Module = torch.nn.Embedding.from_pretrained(module.weight)  # type: ignore[no-untyped-call]
         return plain
-    found: torch.nn.Module = module
-    return found
+    return module
 
 
 def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from foresay.json_files import short
 from foresay.models.drafts.block_fields import MAX_BLOCK, BlockFields, block_fields_of, sights_of
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.fields import (
+    BLOCKS,
     FULL,
     LAYER_PARTS,
     SLIDING,
@@ -34,21 +35,29 @@ from foresay.models.drafts.fields import (
 
 logger = logging.getLogger("foresay")
 
-SPECULATORS = ("dflash", "dspark", "dflash2")
-"""Kinds of block drafters in the speculators layout."""
 MARKOV = ("vanilla", "gated", "rnn")
 DOMINO, SELECTOR = "domino", "selector"
 _SOURCE = "the block drafter's config.json"
 _PARTS: Mapping[str, tuple[Any, ...]] = {
     **LAYER_PARTS,
-    **dict.fromkeys(("use_swa", "backbone_conv"), (False, None)),
+    **dict.fromkeys(("use_swa", "backbone_conv", "attention_sink_bias", "dspark_bonus_anchor"), (False, None)),
     "attention_mode": (None, "gqa", "mha"),
     "projector_type": (None, "dflash", "dflash2", "dspark", DOMINO),
 }
 """Fields of variants that are not supported, and the values that select none of them."""
 _TRAINING = ("num_anchors", "max_anchors", "loss_decay_gamma", "num_target_layers", "training_block_size")
+_OTHER_NAMES = {"swa_window_size": "sliding_window", "dflash_query_causal": "is_causal"}
+"""Fields that some files have in place of others."""
 _ALPHAS = ("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "selector_loss_weight")
-_KNOWN = {*BlockFields.model_fields, *_PARTS, *_TRAINING, *_ALPHAS, "target_layer_ids", "draft_vocab_size"}
+_KNOWN = {
+    *BlockFields.model_fields,
+    *_PARTS,
+    *_TRAINING,
+    *_ALPHAS,
+    "target_layer_ids",
+    "draft_vocab_size",
+    *_OTHER_NAMES,
+}
 """Fields of a `dflash_config`: those above, and those of training."""
 
 
@@ -102,6 +111,9 @@ class BlockConfig(DraftConfig):
     normalizes_queries: bool = True
     """True if the layers normalize queries and keys, as Qwen3's do."""
     embedding_scale: float = 1.0
+    keeps_embedding_factor: bool = False
+    """True if embeddings that it reads from a Gemma target keep the factor of the target's own module, as those of files that do
+    not set `input_embedding_scale` (DFlash)."""
     logits_scale: float = 1.0
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap)."""
@@ -167,6 +179,8 @@ class BlockConfig(DraftConfig):
         }
         if not self.is_dspark:
             own = {**fields, "block_size": self.block_size, "causal": out["is_causal"], **self._parts()}
+            if not self.keeps_embedding_factor:
+                own["input_embedding_scale"] = self.embedding_scale
             return {**out, "dflash_config": {**own, **({"shift_label": True} if self.from_anchor else {})}}
         path = self.path
         return {
@@ -219,17 +233,27 @@ class BlockConfig(DraftConfig):
     @classmethod
     def _of_plain(cls, values: Mapping[str, Any]) -> BlockConfig:
         own = object_of(values, "dflash_config")
+        named = {
+            new: part[old] for part in (values, own) for old, new in _OTHER_NAMES.items() if part.get(old) is not None
+        }
+        values = {**values, **named}
         if unknown := sorted(set(own) - _KNOWN):
             logger.warning("fields of a draft's dflash_config that are not known are ignored: %s", ", ".join(unknown))
         layers = layers_of({**values, **own}, "target_layer_ids", _SOURCE, least=-1) or ()
-        dspark = "dflash_config" not in values or own.get("projector_type") == "dspark"
-        return cls._build(values, {**values, **own}, [i + 1 for i in layers], from_anchor=dspark)
+        every = {**values, **own}
+        # LiquidAI's files have DSpark's Markov head and a dflash_config
+        dspark = (
+            "dflash_config" not in values or every.get("projector_type") == "dspark" or bool(every.get("markov_rank"))
+        )
+        keeps = "dflash_config" in values and every.get("input_embedding_scale") is None
+        hidden = [i + 1 for i in layers]
+        return cls._build(values, every, hidden, from_anchor=dspark, keeps_embedding_factor=keeps)
 
     @classmethod
     def _of_speculators(cls, values: Mapping[str, Any]) -> BlockConfig:
         kind = values.get("speculators_model_type")
-        if kind not in SPECULATORS:
-            allowed = ", ".join(map(repr, SPECULATORS))
+        if kind not in BLOCKS:
+            allowed = ", ".join(map(repr, BLOCKS))
             raise ConfigError(
                 f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
             )
@@ -328,5 +352,7 @@ def _both(block: BlockFields, first: str, second: str) -> tuple[int, int]:
 
 def is_block(values: Mapping[str, Any]) -> bool:
     """Return True if a config.json is that of a block drafter."""
-    kind = values.get("speculators_model_type")
-    return kind in SPECULATORS or "dflash_config" in values or "target_layer_ids" in values
+    kind, listed = values.get("speculators_model_type"), values.get("architectures")
+    if isinstance(listed, list) and any("eagle3" in str(one).lower() for one in listed):
+        return False
+    return kind in BLOCKS or "dflash_config" in values or "target_layer_ids" in values

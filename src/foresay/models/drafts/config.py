@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError
 from foresay.models.drafts.fields import (
+    BLOCKS,
     LAYER_PARTS,
     REQUIRED,
     SLIDING,
@@ -30,7 +31,7 @@ _DRAFT_TOKENS = 5
 """Draft length that an exported configuration recommends to other engines."""
 _OFF = (False, None)
 _HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-_HEAD_PARTS = {**LAYER_PARTS, "parallel_drafting": (*_OFF, 0)}
+_HEAD_PARTS = {**LAYER_PARTS, "parallel_drafting": (*_OFF, 0), "target_layer_ids": (None,)}
 """Fields of variants that are not supported, and the values that select none of them."""
 
 
@@ -206,7 +207,10 @@ class HeadConfig(DraftConfig):
     def _of_speculators(cls, values: Mapping[str, Any]) -> HeadConfig:
         kind = values.get("speculators_model_type")
         if kind != "eagle3":
-            raise ConfigError("is not supported; it must be 'eagle3'", param="speculators_model_type", value=kind)
+            allowed = ", ".join(map(repr, ("eagle3", *BLOCKS)))
+            raise ConfigError(
+                f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
+            )
         layer = object_of(values, "transformer_layer_config")
         fields = {"vocab_size": layer.get("vocab_size"), **values}
         return cls._build(layer, fields, values, before_residual=True, **verifier_of(values))

@@ -32,6 +32,8 @@ LAYER_PARTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logits_scaling", "logit_scale", "embedding_multiplier", "residual_multiplier"), (None, 1, 1.0)),
 }
 """Fields of layers that are not supported, such as latent attention, and the values that select none of them."""
+BLOCKS = ("dflash", "dspark", "dflash2")
+"""Kinds of block drafters in the speculators layout."""
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE = 1 << 18, 1 << 12, 1 << 24
 """Larger than any model's, and small enough that a product of two sizes does not overflow."""

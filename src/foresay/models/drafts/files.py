@@ -54,7 +54,7 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
 
     tensors: by their names in safetensors files, not read yet. read: returns the numbers of some of them. source: for errors.
     """
-    config = (BlockConfig if is_block(values) else HeadConfig).read(values)
+    config = (BlockConfig if is_block(values) else HeadConfig).read(_with_shapes(values, tensors))
     stored = dict(tensors)
     stored.pop(DRAFTABLE, None)  # redundant: the offsets determine it
     offsets = {OFFSETS: stored.pop(OFFSETS)} if OFFSETS in stored else {}
@@ -82,6 +82,16 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
     module.load_state_dict(weights, assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return StoredDraft(config, module, ids)
+
+
+def _with_shapes(values: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Mapping[str, Any]:
+    """Add to a config.json whether the confidence head reads the Markov embedding, if that is left to the tensor's shape."""
+    sections = [values, *(object_of(values, name) for name in ("dflash_config", "transformer_layer_config"))]
+    head, name = tensors.get("confidence_head.proj.weight"), "confidence_head_with_markov"
+    sizes = [one["hidden_size"] for one in sections if isinstance(one.get("hidden_size"), int)]
+    if head is None or len(head.shape) != 2 or not sizes or any(one.get(name) is not None for one in sections):
+        return values
+    return {**values, name: head.shape[1] > sizes[-1]}
 
 
 def interleaves(values: Mapping[str, Any]) -> bool:

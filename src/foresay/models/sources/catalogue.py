@@ -5,8 +5,9 @@ Owns the order of choice: a draft that is in the cache before one that is not, t
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from foresay.models.sources.location import locate
 from foresay.models.sources.packaged import ALIASES, DEFAULT_DRAFTERS, WITH_MTP, packaged_file, packaged_head
 from foresay.models.sources.published import KIND, PublishedDraft, table
 
+logger = logging.getLogger("foresay")
 PUBLISHED = "published"
 """Name of the choice of the best known draft, in place of a drafter's expression."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -183,32 +185,52 @@ def published_drafter(model: str, options: LoadOptions) -> str:
     A draft that is not in the cache is downloaded; the hub is searched if the table and the cache have none. Raises
     ModelNotFoundError, which names the model, if no draft is known or none can be reached.
     """
-    whole = catalogue(model, search_hub=False)
+    whole, refused = catalogue(model, search_hub=False), dict[str, str]()
     if _choice(whole, options) is None:
         whole = catalogue(model, search_hub=True)
-    chosen = _choice(whole, options)
-    if chosen is None:
-        known = [f"{one.draft.repo} ({one.refusal or 'not in the cache'})" for one in whole.found]
-        listed = f"; known: {', '.join(known[:5])}" if known else ""
-        searched = f"; the hub: {whole.hub}" if whole.hub else ""
-        raise ModelNotFoundError(
-            f"no published draft of {model!r} that can be used here is known{listed}{searched}; name a drafter instead"
-        )
-    try:
-        if chosen.folder is None and chosen.draft.kind == "model":
-            locate(chosen.draft.repo, options.for_draft())
-        elif chosen.folder is None and chosen.draft.kind != "mtp":
-            from foresay.models.sources.drafts import fetched  # which imports transformers
+    while (chosen := _choice(whole, options, refused)) is not None:
+        try:
+            reason = _fetched(chosen, options)
+        except ModelNotFoundError as error:
+            raise ModelNotFoundError(f"the published draft of {model!r} cannot be loaded: {error}") from error
+        if reason is None:
+            return chosen.drafter
+        logger.warning("the published draft %s is not used: %s", chosen.draft.repo, reason)
+        refused[chosen.draft.repo] = reason
+    known = [
+        f"{one.draft.repo} ({one.refusal or refused.get(one.draft.repo) or 'not in the cache'})" for one in whole.found
+    ]
+    listed = f"; known: {', '.join(known[:5])}" if known else ""
+    searched = f"; the hub: {whole.hub}" if whole.hub else ""
+    raise ModelNotFoundError(
+        f"no published draft of {model!r} that can be used here is known{listed}{searched}; name a drafter instead"
+    )
 
-            fetched(chosen.draft.repo, None)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"the published draft of {model!r} cannot be loaded: {error}") from error
-    return chosen.drafter
+
+def _fetched(chosen: Found, options: LoadOptions) -> str | None:
+    """Download a draft that is not here; return the reason for which its configuration, which comes first, is refused.
+
+    Raises ModelNotFoundError if the hub does not give it.
+    """
+    if chosen.folder is not None or chosen.draft.kind == "mtp":
+        return None
+    if chosen.draft.kind == "model":
+        locate(chosen.draft.repo, options.for_draft())
+        return None
+    from foresay.models.sources.drafts import fetched  # which imports transformers
+
+    if drafter_of(chosen.draft.kind) in ("head", "block"):
+        reason = refusal(read_values(Path(fetched(chosen.draft.repo, None, ["config.json"]))))
+        if reason is not None:
+            return reason
+    fetched(chosen.draft.repo, None)
+    return None
 
 
-def _choice(whole: Catalogue, options: LoadOptions) -> Found | None:
-    """Return the first draft that these options can decode; without requests, one that is in the cache."""
-    return next((one for one in whole.found if one.refusal is None and _usable(one, options)), None)
+def _choice(whole: Catalogue, options: LoadOptions, but: Container[str] = ()) -> Found | None:
+    """Return the first draft that these options can decode; without requests, one that is in the cache. but: those left out."""
+    each = (one for one in whole.found if one.refusal is None and one.draft.repo not in but)
+    return next((one for one in each if _usable(one, options)), None)
 
 
 def _usable(one: Found, options: LoadOptions) -> bool:

@@ -6,6 +6,7 @@ Owns the location of its files; drafts/files.py reads them.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,14 +91,15 @@ def _check_hub_id(text: str, noun: str) -> None:
         raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of {noun}, or org/name of one on the hub")
 
 
-def fetched(name: str, revision: str | None) -> str:
-    """Return the folder of a draft on the hub, downloaded if it is not in the cache. Raises ModelNotFoundError."""
+def fetched(name: str, revision: str | None, files: Sequence[str] = ("*.json", "*.safetensors")) -> str:
+    """Return the folder of a draft on the hub, downloaded if it is not in the cache. files: patterns of their names.
+
+    Raises ModelNotFoundError.
+    """
     from huggingface_hub import snapshot_download
 
     try:
-        found: str = snapshot_download(
-            name, revision=revision, allow_patterns=["*.json", "*.safetensors"], etag_timeout=10.0
-        )
+        found: str = snapshot_download(name, revision=revision, allow_patterns=list(files), etag_timeout=10.0)
     except Exception as error:  # any exception of the network library
         raise ModelNotFoundError(
             f"{name!r} is not a folder here, and the hub did not give it: {error} (check your network)"

@@ -45,6 +45,8 @@ class PublishedDraft(_Strict):
     files: Literal["safetensors", "gguf", "pickle", "unknown"] = "safetensors"
     tested: bool = False
     """True if foresay's own tests decode with these weights."""
+    refused: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Part of its configuration that foresay does not decode."""
 
     @property
     def refusal(self) -> str | None:
@@ -52,6 +54,8 @@ class PublishedDraft(_Strict):
         drafter = drafter_of(self.kind)
         if drafter is None:
             return f"no drafter decodes {self.kind}"
+        if self.refused is not None:
+            return f"{self.refused} is not supported"
         if self.files == "pickle":
             return "its weights are pickled, which can run code"
         if self.files == "gguf":

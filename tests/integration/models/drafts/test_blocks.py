@@ -89,6 +89,7 @@ CASES: list[dict[str, Any]] = [
     {"normalizes": False},
     {"ids": [1, 5, 6, 30, 41, 89]},
     {"depth": 1, "layers": (0, 3), "size": 8},
+    {"from_anchor": False, "sights": [Sight(causal=True)] * 2},
 ]
 
 
@@ -137,6 +138,57 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any],
         assert float(accepted) == pytest.approx(
             float(torch.sigmoid(torch.cat([wanted[2], w1[9]]) @ w + bias).detach()), abs=1e-4
         )
+
+
+def reread(
+    made: StoredDraft, folder: Path, change: Callable[[dict[str, Any]], None]
+) -> tuple[StoredDraft, dict[str, Any]]:
+    """A drafter whose config.json was changed."""
+    write_draft(made, folder)
+    values = json.loads((folder / "config.json").read_text())
+    change(values)
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_draft(folder), values
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_neighbouring_pairs_are_turned_where_a_file_states_it(kernels: bool, tmp_path: Path) -> None:
+    model, text = target(), torch.tensor([3, 17, 29, 3, 80, 41, 5])
+    made, values = reread(random_block(model), tmp_path, lambda one: one.update(rope_is_neox_style=False))
+    block = BlockModel(made, model)
+    block._native = block._native if kernels else None
+    states, weights = states_of(model, block, text), load_file(tmp_path / "model.safetensors")
+    ids = torch.tensor([5, *[values["mask_token_id"]] * (values["block_size"] - 1)])
+    embedded = model.model.get_input_embeddings()(ids)
+    found = outputs_of(block, states[:-1], 5).double()
+    torch.testing.assert_close(found, reference_block(weights, values, states[:-1], embedded), atol=2e-4, rtol=1e-3)
+    halves = reference_block(weights, {**values, "rope_is_neox_style": True}, states[:-1], embedded)
+    assert not torch.allclose(halves, found, atol=1e-2)
+
+
+@pytest.mark.parametrize("states_scale", [True, False])
+def test_embeddings_of_a_gemma_target_have_the_factor_that_a_file_means(states_scale: bool, tmp_path: Path) -> None:
+    """DFlash's own files read the target's module, with its factor, unless they state another one."""
+    model, text = CausalModel(make("gemma2", 3, vocab_size=VOCAB)), torch.tensor([3, 17, 29, 3, 80, 41, 5])
+
+    def change(values: dict[str, Any]) -> None:
+        if not states_scale:
+            del values["dflash_config"]["input_embedding_scale"]
+
+    made, values = reread(random_block(model, from_anchor=False), tmp_path, change)
+    block = BlockModel(made, model)
+    states, weights = states_of(model, block, text), load_file(tmp_path / "model.safetensors")
+    ids = torch.tensor([5, *[values["dflash_config"]["mask_token_id"]] * (values["block_size"] - 1)])
+    with_factor = model.model.get_input_embeddings()(ids)
+    plain = torch.nn.functional.embedding(ids, model.model.get_input_embeddings().weight)
+    assert not torch.allclose(plain, with_factor)
+    wanted, other = (
+        reference_block(weights, values, states[:-1], one)
+        for one in ((plain, with_factor) if states_scale else (with_factor, plain))
+    )
+    found = outputs_of(block, states[:-1], 5).double()
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(found, other, atol=1e-2)
 
 
 @pytest.mark.parametrize("case", CASES[:7])
@@ -196,11 +248,15 @@ DECODED: dict[str, dict[str, Any]] = {
     "dflash2": {**DFLASH2, "path": PathShape(SELECTOR, 6, candidates=4), "sights": [Sight(window=6)] * 2},
     "domino": {"from_anchor": False, "path": DOMINO_SHAPE},
     "rnn": {"path": RNN, "seed": 1},
+    "jetspec": {"from_anchor": False, "sights": [Sight(causal=True)] * 2, "seed": 7},
 }
 """Drafters of whose draft tokens some are right, whatever the method."""
 CHECKED = [(kind, fused, made) for made in ("dspark", "dflash") for fused in (True, False) for kind in KINDS]
 CHECKED += [
-    (kind, kind == "chain", made) for made in ("dflash2", "domino", "rnn") for kind in KINDS if kind != "confident"
+    (kind, kind == "chain", made)
+    for made in ("dflash2", "domino", "rnn", "jetspec")
+    for kind in KINDS
+    if kind != "confident"
 ]
 
 
@@ -319,6 +375,7 @@ def test_published_layouts(tmp_path: Path) -> None:
         "target_layer_ids": [0, 1],
         "block_size": 5,
         "causal": False,
+        "input_embedding_scale": 1.0,
     }
     assert BlockConfig.read(values) == dflash and dflash.num_draft_tokens == 4
     for case in CASES:
