@@ -11,6 +11,7 @@ import torch
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.models.cache.state_cache import RowStates, StateCache
+from foresay.models.huggingface import self_check
 from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import use_fused_layers
 from helpers.broken_kernels import Broken
@@ -23,8 +24,8 @@ SIZE, LENGTH, SAMPLES, PROMPT = 3, 4, 1500, [1, 2, 1, 0, 2]
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LENGTH)
 
 
-FAMILIES = ("qwen3_5", "granitemoehybrid")
-"""A gated delta rule and a state space."""
+FAMILIES = ("qwen3_5", "granitemoehybrid", "lfm2")
+"""A gated delta rule, a state space, and short convolutions."""
 
 
 def model(seed: int, family: str = "qwen3_5") -> RecurrentModel:
@@ -57,13 +58,24 @@ def test_output_has_the_distribution_of_the_target(rule: str, drafter: str) -> N
     assert value(rule, drafter) > ALPHA
 
 
-def test_a_state_space_has_the_distribution_of_the_target() -> None:
-    assert value("speculative", family="granitemoehybrid") > ALPHA
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_other_states_have_the_distribution_of_the_target(family: str) -> None:
+    assert value("speculative", family=family) > ALPHA
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_state_one_token_off_is_seen(family: str, broken_kernels: Broken) -> None:
-    with broken_kernels("a state restored one token off"):
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    [
+        ("qwen3_5", "a state restored one token off"),
+        ("granitemoehybrid", "a state restored one token off"),
+        ("lfm2", "inputs of convolutions one token off"),
+    ],
+)
+def test_a_state_one_token_off_is_seen(
+    family: str, fault: str, broken_kernels: Broken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "fused_difference", lambda model: 0.0)  # which finds the last fault when it loads
+    with broken_kernels(fault):
         assert value("speculative", family=family) < ALPHA
 
 

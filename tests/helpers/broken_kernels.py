@@ -93,6 +93,13 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "repeat(base, row.base, row.next - (FAULT && row.next > row.base));",
         ),
     ),
+    "inputs of convolutions one token off": (
+        (
+            "recurrent.h",
+            "row.ring + position % states.slots * states.entry_size",
+            "row.ring + (position - (FAULT && position > row.from)) % states.slots * states.entry_size",
+        ),
+    ),
     "inputs before the base of the token after": (
         ("recurrent.h", "row.next - states.tail + i);", "row.next - states.tail + i + FAULT);"),
     ),

@@ -276,8 +276,13 @@ def test_greedy_output_is_that_of_plain_decoding(kind: str, fused: bool, made: s
     assert 0 in accepted and max(accepted) >= 2
 
 
-def test_greedy_output_over_a_recurrent_target() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_greedy_output_over_a_recurrent_target(fused: bool) -> None:
+    """Fused layers keep a state for each position; the family's own code feeds tokens again."""
     model = RecurrentModel(make("qwen3_5", 3, vocab_size=SMALL, tie_word_embeddings=False))
+    if fused:
+        model.use_fused()
+        assert model.fused is not None and model.fused.compiled
     block = BlockModel(random_block(model), model)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,29 @@ def recurrent_target() -> RecurrentModel:
     return RecurrentModel(make("qwen3_5", 3, vocab_size=SMALL, tie_word_embeddings=False))
 
 
+def fused_target(family: str) -> CausalModel:
+    """A target over kernels that keep a state for each position; latent attention runs its family's own code."""
+    weights = make(family, 3, vocab_size=SMALL, tie_word_embeddings=False)
+    made = CausalModel(weights) if family == "deepseek_v3" else RecurrentModel(weights)
+    if isinstance(made, RecurrentModel):
+        made.use_fused()
+        assert made.fused is not None and made.fused.compiled
+    return made
+
+
+TARGETS: dict[str, Callable[[], CausalModel]] = {
+    "llama": lambda: target(vocab=SMALL),
+    "feeds again": recurrent_target,
+    **{family: partial(fused_target, family) for family in ("qwen3_5", "lfm2", "deepseek_v3")},
+}
+
+
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("made", [lambda: target(vocab=SMALL), recurrent_target])
-def test_each_guess_is_that_of_a_pass_over_the_whole_text(made: Callable[[], CausalModel], batch: int) -> None:
+@pytest.mark.parametrize("made", TARGETS)
+def test_each_guess_is_that_of_a_pass_over_the_whole_text(made: str, batch: int) -> None:
     """Whatever was accepted, rewound, missed or moved before it; alone, a row drafts in one call."""
-    model = made()
-    drafter = _Reference(HeadModel(random_head(model, seed=8), model), SMALL)
+    model = TARGETS[made]()
+    drafter = _Reference(HeadModel(random_head(model, seed=7 if made == "lfm2" else 8), model), SMALL)
     params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=batch)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error

@@ -20,7 +20,7 @@ from helpers import tiny
 from helpers.mtp import save_with_mtp
 from helpers.support import run
 
-FAMILIES = ["deepseek_v3", "qwen3_next", "qwen3_5"]
+FAMILIES = ["deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "glm4_moe"]
 SMALL = 264
 PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
 
