@@ -29,6 +29,7 @@ from foresay.lab.bench.specdec import specdec_records
 from foresay.lab.bench.transformers import TransformersRunner
 from foresay.lab.data.datasets import SHIPPED
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.report.table import NOISE, rows
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.models.sources.reading import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
@@ -134,6 +135,7 @@ def _running() -> Iterator[Callable[[Progress], None]]:
 def show(results: Results) -> int:
     """Print the table. Return 1 if an exact method's output differs from plain decoding's, or if nothing could be run."""
     lines, wrong = [], []
+    noise = {row.cell for row in rows(results) if row.is_noise}
     for cell, runs in results.by_cell().items():
         rates = median_and_spread(run.tokens_per_s for run in runs)
         gains = [run.speed_up for run in runs if run.speed_up is not None]
@@ -148,7 +150,11 @@ def show(results: Results) -> int:
                 str(cell.batch_size),
                 cell.sampling,
                 f"{rates[0]:.1f}",
-                "1x" if cell.method == BASELINE else gain(*median_and_spread(gains)) if gains else "",
+                "1x"
+                if cell.method == BASELINE
+                else NOISE * (cell in noise) + gain(*median_and_spread(gains))
+                if gains
+                else "",
                 f"{stats.block_efficiency:.2f}" if stats.num_passes else "",
                 percent(stats.draft_utilization),
                 "" if runs[0].identical is None else different[0].note.partition(" outputs")[0] if different else "yes",
@@ -156,6 +162,8 @@ def show(results: Results) -> int:
         )
     headings = ["method", "prompts", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
     show_table(headings, lines, drop=("prompts", "batch", "sampling"))
+    if noise:
+        click.echo(f"{NOISE} noise: within the spread of its runs or of plain decoding, or above tokens per pass")
     for failure in {(one.cell, one.error) for one in results.failures}:
         click.echo(f"failed: {failure[0]}: {failure[1]}")
     for cell in wrong:

@@ -6,7 +6,7 @@ Owns the options and which kinds they apply to; `prune`, `ngram` and `acceptance
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,15 @@ def run(given: Given) -> int:
     given.kind = given.kind or (MODEL if given.draft is not None else HEAD)
     _check(given)
     use_threads(given.threads)
-    for line in MAKERS[given.kind](given) if given.kind in MAKERS else _trained(given):
-        click.echo(line)
+    is_new = not given.output.exists()
+    try:
+        for line in MAKERS[given.kind](given) if given.kind in MAKERS else _trained(given):
+            click.echo(line)
+    except BaseException:
+        if is_new and given.output.is_dir():
+            with suppress(OSError):  # not empty: training goes on from what it has
+                given.output.rmdir()
+        raise
     return 0
 
 

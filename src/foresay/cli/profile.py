@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 
 from foresay.cli.command import Given
-from foresay.cli.common import load_target
+from foresay.cli.common import check_output, load_target
 from foresay.cli.options import numbers
 from foresay.cli.progress import advancing
 from foresay.cli.tables import show_table
@@ -23,6 +23,8 @@ def run(given: Given) -> int:
         "columns": [1 + count for count in numbers(given.length, "--length", 0)],
         "contexts": numbers(given.context, "--context"),
     }
+    if given.output is not None:
+        check_output(given.output, force=True)
     generator = load_target(given)
     with advancing("Timing") as advance:
         made = profile(generator, fresh=given.fresh, repeats=given.repeats, on_progress=advance, **settings)

@@ -85,6 +85,8 @@ class Confirmed:
 
     candidate: Candidate
     tokens_per_s: float
+    """Plain decoding's median at the same batch size, times the speed-up: a machine that becomes slower between the runs of two
+    methods changes neither."""
     speed_up: float
     """Median over repeats, relative to the plain decoding next to each run; low and high are the extremes."""
     low: float
@@ -245,7 +247,8 @@ class Tuner:
         turn = sum(2 * max(count, one.batch_size) * tokens / one.plain.tokens_per_s for one in candidates)
         repeats = max(1, min(repeats, int(min(seconds / turn, repeats))))
         count = max(1, min(count, int(count * min(seconds / turn, 1.0))))
-        runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
+        runs: dict[int, list[float]] = {i: [] for i in range(len(candidates))}
+        rates: dict[int, float] = {}
         differences: list[float] = []
         for size in sorted({one.batch_size for one in candidates}):
             block = PromptBlock("", requests[: max(count, size)], size, params)
@@ -253,7 +256,7 @@ class Tuner:
             runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
             turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
             plain = MethodRunner(self.target, PLAIN_METHOD)
-            plain_s = []
+            plain_s, plain_rates = [], []
             for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=requests[:1]), between=1):
                 if isinstance(run, Failure):
                     self.tuning.failed[run.cell.method] = run.error
@@ -264,17 +267,17 @@ class Tuner:
                     )
                 if run.speed_up is None:
                     plain_s.append(run.seconds)
+                    plain_rates.append(run.tokens_per_s)
                 else:
-                    runs[found[run.cell.method]].append((run.tokens_per_s, run.speed_up))
+                    runs[found[run.cell.method]].append(run.speed_up)
+            rates[size] = statistics.median(plain_rates) if plain_rates else 0.0
             differences += [abs(math.log(after / before)) for before, after in pairwise(plain_s)]
         self.tuning.plain_spread = statistics.median(differences) if differences else 0.0
         self.tuning.confirmed = sorted(
             (
-                _confirmed(
-                    candidates[i], found, self._predicted(candidates[i], max(count, candidates[i].batch_size), tokens)
-                )
-                for i, found in runs.items()
-                if found
+                _confirmed(one, gains, rates[one.batch_size], self._predicted(one, max(count, one.batch_size), tokens))
+                for one, gains in zip(candidates, runs.values(), strict=True)
+                if gains
             ),
             key=lambda one: -one.tokens_per_s,
         )
@@ -318,10 +321,10 @@ def _round_robin(recording: Recording) -> list[PromptRequest]:
     ]
 
 
-def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]], predicted: float | None) -> Confirmed:
-    gains = sorted(gain for _, gain in found)
-    rate = statistics.median(rate for rate, _ in found)
-    return Confirmed(candidate, rate, statistics.median(gains), gains[0], gains[-1], predicted)
+def _confirmed(candidate: Candidate, gains: Sequence[float], plain_rate: float, predicted: float | None) -> Confirmed:
+    """gains: speed-ups of its runs. plain_rate: tokens per second of plain decoding."""
+    middle = statistics.median(gains)
+    return Confirmed(candidate, middle * plain_rate, middle, min(gains), max(gains), predicted)
 
 
 def _rate(candidate: Candidate) -> float:

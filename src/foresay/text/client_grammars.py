@@ -38,21 +38,26 @@ _LARK_REFUSED = re.compile(
 
 
 def of_regex(pattern: str) -> str:
-    """Return the grammar of a text that a regular expression matches as a whole. Raises ConfigError for an empty one.
+    r"""Return the grammar of a text that a regular expression matches as a whole. Raises ConfigError for an empty one.
 
-    The library refuses what it does not support, but for a backslash at the end, which it would drop.
+    `\d` is a digit from 0 to 9, as in JSON schemas; the library's is one of any script. The library refuses what it does not
+    support, but for a backslash at the end, which it would drop.
     """
     if not pattern:
         raise ConfigError("the regular expression is empty")
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ConfigError("the regular expression ends with a backslash that escapes nothing")
-    escaped = re.sub(r"\\(.)|/|\n", _in_slashes, pattern, flags=re.DOTALL)
-    return f"start: /{escaped}/\n"
+    sets, parts = 0, []
+    for part in re.findall(r"\\.|\[\^?\]?|.", pattern, re.DOTALL):  # a bracket that begins a set does not end it
+        sets += part.startswith("[") - (part == "]" and sets > 0)
+        parts.append(_in_slashes(part, in_set=sets > 0))
+    return f"start: /{''.join(parts)}/\n"
 
 
-def _in_slashes(found: re.Match[str]) -> str:
-    """Return an escape, a slash or a line break as it stands between slashes."""
-    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
+def _in_slashes(part: str, *, in_set: bool) -> str:
+    """Return an escape or a character as it stands between slashes. in_set: True inside brackets, which may be nested."""
+    digit = {r"\d": "0-9" if in_set else "[0-9]", r"\D": "[^0-9]"}
+    return {"/": r"\/", "\n": r"\n", "\\\n": r"\n", **digit}.get(part, part)
 
 
 def of_choices(choices: Sequence[str]) -> str:

@@ -238,6 +238,29 @@ def test_confirming_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuner.tuning.plain_spread == 0
 
 
+def test_a_machine_that_changes_between_runs_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of the shorter drafts are four times as fast as those before them, and so is plain decoding next to them."""
+    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
+    tuner.search(methods(["suffix"], ["8", "2"]), (1,))
+    best, _ = pick(tuner.tuning.candidates)
+    assert [one.method.name for one in best] == ["suffix, 8", "suffix, 2"]
+    honest, scales = run_live, iter([1.0, 1.0, 1.0, 1.0, 0.25, 0.0625])  # warm, plain, 8, plain, 2, plain
+
+    def watched(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
+        live = honest(generator, asks, params)
+        scale = 1.0 if len(asks) < 2 else next(scales)
+        return dataclasses.replace(live, seconds=scale * live.stats.num_passes)
+
+    monkeypatch.setattr(runners, "run_live", watched)
+    next(scales)
+    found = tuner.confirm(best, repeats=1, count=2)
+    raw = {one.candidate.method.name: one for one in found}
+    assert raw["suffix, 8"].speed_up > raw["suffix, 2"].speed_up > 1
+    assert tuner.tuning.confirmed[0] is raw["suffix, 8"]
+    tuner.tuning.plain_spread = 0.0
+    assert tuner.tuning.best is raw["suffix, 8"]
+
+
 def test_a_method_without_a_prediction_is_run_live_and_may_win() -> None:
     """Such as a head, which a replay has no hidden states for: the search alone would never have tried it."""
     tuner = Tuner(repeating(), recording(repeats=True), profile=costs(9.0))

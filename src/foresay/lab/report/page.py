@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from foresay.generation.method import PLAIN
-from foresay.lab.report.table import Span, TableRow
+from foresay.lab.report.table import NOISE, Span, TableRow
 from foresay.records.results import Cell, Failure, Trace
 from foresay.text.formatting import MEANINGS, percent, yes_no
 
@@ -99,7 +99,7 @@ COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "batch": lambda row: str(row.cell.batch_size),
     "sampling": lambda row: row.cell.sampling,
     "tokens/s": lambda row: f"{row.tokens_per_s[0]:.1f}",
-    "speed-up": lambda row: times(row.speed_up),
+    "speed-up": lambda row: NOISE * row.is_noise + times(row.speed_up),
     "tokens per pass": lambda row: _two_decimals(row.stats.block_efficiency if row.stats else None),
     "acceptance rate": lambda row: percent(row.stats.acceptance_rate if row.stats else None),
     "draft utilization": lambda row: percent(row.stats.draft_utilization if row.stats else None),
@@ -112,7 +112,8 @@ COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
 NAMES = ("method", "data set", "sampling")
 """Columns of text; the others are numbers."""
 TABLE_NOTE = (
-    "tokens/s and speed-up: medians over repeats, with minimum and maximum in parentheses. Acceptance rate: accepted "
+    "tokens/s and speed-up: medians over repeats, with minimum and maximum in parentheses; ~ marks a speed-up that is noise: "
+    "within the spread of its runs or of plain decoding, or above tokens per pass. Acceptance rate: accepted "
     "/ tested. Draft utilization: accepted / drafted. Discard rate: draft tokens not accepted / tokens. Verification rate: "
     "target passes / tokens. Identical: every output equals that of plain decoding."
 )

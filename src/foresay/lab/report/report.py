@@ -20,9 +20,9 @@ from foresay.generation.method import PLAIN
 from foresay.json_files import short
 from foresay.lab.report import figures
 from foresay.lab.report.page import Picture, Report, Source, html, markdown, times
-from foresay.lab.report.table import Group, TableRow, rows
+from foresay.lab.report.table import Group, TableRow, grouped, plain_spread, rows
 from foresay.records.lines import differences
-from foresay.records.results import Cell, Results, median_and_spread
+from foresay.records.results import Cell, Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,11 +98,7 @@ def _source_differences(sources: Sequence[Source]) -> list[str]:
 
 def summary(table: Sequence[TableRow]) -> list[str]:
     """Return a sentence per data set, batch size and sampling: the fastest exact method, and if it pays."""
-    return [_conclusion(group, of) for group, of in _grouped(table).items()]
-
-
-def _grouped(table: Sequence[TableRow]) -> dict[Group, list[TableRow]]:
-    return {group: [row for row in table if row.group == group] for group in sorted({row.group for row in table})}
+    return [_conclusion(group, of) for group, of in grouped(table).items()]
 
 
 def _in_words(group: Group) -> str:
@@ -114,9 +110,7 @@ def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
     methods = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
     if not methods:
         return f"{where} no exact method was compared with plain decoding."
-    noise = _plain_spread(of) or 0.0
-    spans = [row.speed_up for row in methods if row.speed_up]
-    paying = [row for row, span in zip(methods, spans, strict=True) if span[0] - 1 > max(span[2] - span[1], noise)]
+    paying = [row for row in methods if row.speed_up and row.speed_up[0] > 1 and not row.is_noise]
     best = (paying or methods)[0]
     assert best.speed_up is not None
     gain, name = f"{times(best.speed_up)} the speed of plain decoding", best.cell.method
@@ -132,16 +126,8 @@ def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
     return text + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in faster[:1])
 
 
-def _plain_spread(of: Sequence[TableRow]) -> float | None:
-    """Return (maximum - minimum) / median of plain decoding's tokens per second in a group, or None if it was not run."""
-    spans = [row.plain_per_s for row in of if row.plain_per_s]
-    if not spans or not (middle := median_and_spread(span[0] for span in spans)[0]):
-        return None
-    return (max(span[2] for span in spans) - min(span[1] for span in spans)) / middle
-
-
 def _unsteady(table: Sequence[TableRow]) -> list[str]:
-    spreads = {group: _plain_spread(of) or 0.0 for group, of in _grouped(table).items()}
+    spreads = {group: plain_spread(of) or 0.0 for group, of in grouped(table).items()}
     found = [f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY]
     return [f"Plain decoding itself varies, so smaller gains are not significant: {'; '.join(found)}."] if found else []
 

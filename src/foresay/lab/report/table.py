@@ -7,7 +7,7 @@ draws no conclusions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from foresay.checks import check_int
 from foresay.engine import Stats
@@ -18,6 +18,8 @@ from foresay.records.results import Cell, Results, Run, median_and_spread, merge
 Span = tuple[float, float, float]
 """(median, minimum, maximum)."""
 
+NOISE = "~"
+"""Mark of a speed-up that is noise; see TableRow."""
 Group = tuple[str, int, str]
 """(data set, batch size, sampling): methods are compared within a group."""
 
@@ -38,6 +40,9 @@ class TableRow:
     exact: bool
     expected: float | None
     """Predicted tokens per second."""
+    is_noise: bool = False
+    """True for a speed-up that is no gain and no loss as far as these runs show: within the spread of its own runs or of plain
+    decoding's, or above the tokens per pass."""
 
     @property
     def group(self) -> Group:
@@ -68,7 +73,30 @@ def rows(results: Results) -> list[TableRow]:
     }
     expected = {one.cell: one.tokens_per_s for one in results.predictions}
     out = [_row(cell, of, plain.get(_group(cell)), expected.get(cell)) for cell, of in cells.items()]
+    spreads = {group: plain_spread(of) or 0.0 for group, of in grouped(out).items()}
+    out = [replace(row, is_noise=_is_noise(row, spreads[row.group])) for row in out]
     return sorted(out, key=lambda row: (row.speed_up is None, -(row.speed_up or row.tokens_per_s)[0], row.cell))
+
+
+def grouped(table: Sequence[TableRow]) -> dict[Group, list[TableRow]]:
+    """Return the rows of each group."""
+    return {group: [row for row in table if row.group == group] for group in sorted({row.group for row in table})}
+
+
+def plain_spread(of: Sequence[TableRow]) -> float | None:
+    """Return (maximum - minimum) / median of plain decoding's tokens per second in a group, or None if it was not run."""
+    spans = [row.plain_per_s for row in of if row.plain_per_s]
+    if not spans or not (middle := median_and_spread(span[0] for span in spans)[0]):
+        return None
+    return (max(span[2] for span in spans) - min(span[1] for span in spans)) / middle
+
+
+def _is_noise(row: TableRow, spread: float) -> bool:
+    if row.speed_up is None or row.stats is None or row.cell.method == PLAIN:
+        return False
+    middle, low, high = row.speed_up
+    per_pass = row.stats.block_efficiency if row.stats.num_passes else None
+    return abs(middle - 1) <= max(high - low, spread) or (per_pass is not None and middle > max(1.0, per_pass))
 
 
 def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> TableRow:

@@ -234,6 +234,8 @@ class HeadConfig(DraftConfig):
         kind = layer.get("model_type", "llama")
         if kind != "llama":
             raise ConfigError("is not supported for a head's layer; it must be 'llama'", param="model_type", value=kind)
+        if layer.get("num_hidden_layers", 1) != 1 and not lists_layers and "draft_vocab_size" not in values:
+            raise ConfigError("the config.json is that of a whole model, not of a draft head")
         if layer.get("num_hidden_layers", 1) != 1:
             raise ConfigError(
                 f"num_hidden_layers={layer['num_hidden_layers']}: only heads with one layer are supported"

@@ -79,7 +79,7 @@ def test_the_table_against_hand_computation(tmp_path):
         "batch": "1",
         "sampling": "greedy",
         "tokens/s": "20.0",  # of 20, 25 and 12.5
-        "speed-up": "2.00x (1.25 to 2.50)",
+        "speed-up": "~2.00x (1.25 to 2.50)",  # more than tokens per pass allow
         "tokens per pass": "1.88",  # 300 / 160
         "acceptance rate": "64%",  # 140 / 220; the mean of the rates would be 63%
         "draft utilization": "50%",  # 140 / 280
