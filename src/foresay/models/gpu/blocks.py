@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import launching_on
+from foresay.models.cpu.gated_layer import StackedExperts
 from foresay.models.gpu.levels import DOUBLED, Levels
 from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced
 
@@ -181,6 +182,12 @@ class BlockProduct:
         has = {"HAS_ZEROS": self._zeros is not None, "HAS_MINS": self._mins is not None, "FLOATS": how.is_float}
         return own | has | {"QUAD": _QUAD}
 
+    def with_bias(self, bias: torch.Tensor) -> BlockProduct:
+        """Return the product of the same weights, in the same memory, with a bias [out]."""
+        out = copy(self)
+        out.bias = bias.to(self._levels.device, self.dtype)
+        return out
+
     def rows(self, first: int, count: int) -> BlockProduct:
         """Return the product of some outputs, over the same memory and without a bias."""
         out = copy(self)
@@ -235,7 +242,7 @@ class ExpertProduct:
     """One expert's rows of a product of all experts, with its bias: as a product of its own it is dequantized for each use."""
 
     def __init__(self, whole: BlockProduct, index: int, count: int) -> None:
-        """index, count: of the expert and of all."""
+        """whole: its bias is [count * out]. index, count: of the expert and of all."""
         self.out_features, self.in_features = whole.out_features // count, whole.in_features
         self._rows = whole.rows(index * self.out_features, self.out_features)
         self.bias = None if whole.bias is None else whole.bias.view(count, -1)[index]
@@ -248,6 +255,17 @@ class ExpertProduct:
     def dense(self) -> torch.Tensor:
         """Return the weights in plain layout, [out, in]."""
         return self._rows.dense()
+
+
+def stacked_experts(gate_up: BlockProduct, down: BlockProduct, count: int) -> StackedExperts:
+    """Return experts over products of the rows of one after another, gates first; each product may have a bias."""
+    bias, down_bias = (None if one.bias is None else one.bias.view(count, -1) for one in (gate_up, down))
+    return StackedExperts(gate_up, down, bias, down_bias)
+
+
+def experts_of(whole: BlockProduct, count: int) -> list[ExpertProduct]:
+    """Return the product of each expert."""
+    return [ExpertProduct(whole, i, count) for i in range(count)]
 
 
 class NumberProduct:

@@ -61,8 +61,17 @@ class Levels:
         """Take the blocks of a type in KINDS apart. data: [out, bytes]."""
         bits, group, zero, shared = KINDS[kind]
         levels, scales, mins, whole = _READ[kind](np.ascontiguousarray(data))
-        how = {"bits": bits, "group": group, "zero": zero, "shared": shared, "is_float": kind == "MXFP4"}
-        return Levels(**how, levels=levels, scales=scales, mins=mins, whole=whole)
+        return Levels(
+            bits=bits,
+            group=group,
+            levels=levels,
+            scales=scales,
+            zero=zero,
+            mins=mins,
+            whole=whole,
+            shared=shared,
+            is_float=kind == "MXFP4",
+        )
 
     @staticmethod
     def of_experts(parts: Sequence[Levels], count: int) -> Levels:
