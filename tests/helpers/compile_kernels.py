@@ -133,13 +133,13 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 
 
 def of_blocks(name: str, constants: dict[str, Any]) -> str:
-    """The type of an argument of kernels over quantized weights. Exponents of MXFP4 may be in float16 or float32."""
+    """The type of an argument of kernels over quantized weights. Scales of floats of 4 bits are exponents."""
     if name == "levels":
         return "*i8" if constants["BITS"] == 8 else "*u8"
     if name == "mins" and not constants["SHARED"]:
         return "*fp16"
     if name == "scales" and constants["FLOATS"]:
-        return "*fp32"
+        return "*fp32" if constants["BITS"] == 8 else "*u8"
     if name == "scales":
         return "*fp16" if not constants["SHARED"] else "*u8" if constants["BITS"] == 4 else "*i8"
     return OF_BLOCKS[name]

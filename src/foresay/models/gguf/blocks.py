@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.gated_layer import StackedExperts
-from foresay.models.cpu.product import BLOCKS, NativeProduct
+from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order, split_inputs
@@ -175,7 +175,7 @@ class FileWeights:
         from foresay.models.gpu.levels import KINDS, Levels
 
         kinds = [one.kind for one in stored if one is not None]
-        if len(set(kinds[:-1])) > 1 or not {*kinds} <= {*KINDS} & {*BLOCKS}:
+        if len(set(kinds[:-1])) > 1 or not {*kinds} <= KINDS.keys():
             return None
 
         def product(names: Sequence[str], own: torch.Tensor | None) -> BlockProduct:

@@ -66,6 +66,13 @@ def _float4_of(code):
 
 
 @triton.jit
+def _power_of(stored):
+    """2^(stored - 128), [...] int32 -> float32. The two smallest exponents are those of subnormal numbers."""
+    bits = tl.where(stored > 1, (tl.maximum(stored, 1) - 1) << 23, 0x200000 << tl.minimum(stored, 1))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def weights_of_group(
     levels, high, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
     GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
@@ -79,7 +86,8 @@ def weights_of_group(
         level = _float_of(level) if BITS == 8 else _float4_of(level)
     if HAS_ZEROS:
         level -= tl.load(zeros + here).to(tl.int32)[None, :]
-    scale = tl.load(scales + here).to(tl.float32)
+    stored = tl.load(scales + here)
+    scale = _power_of(stored.to(tl.int32)) if FLOATS and BITS == 4 else stored.to(tl.float32)
     if SHARED > 0:
         shared = (column * (groups // SHARED) + tl.minimum(group, groups - 1) // SHARED) * 2
         scale *= tl.load(whole + shared).to(tl.float32)
@@ -127,6 +135,13 @@ def _product(
         total,
         mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
     )
+
+
+def _powers(stored: torch.Tensor) -> torch.Tensor:
+    """See `_power_of`."""
+    exponents = stored.int()
+    bits = torch.where(exponents > 1, (exponents - 1) << 23, 0x200000 << exponents.clamp(max=1))
+    return bits.view(torch.float32)
 
 
 class BlockProduct:
@@ -210,7 +225,8 @@ class BlockProduct:
         levels = levels[:, :groups] - how.zero
         if self._zeros is not None:
             levels = levels - of_groups(self._zeros)[..., None]
-        scales, mins = of_groups(self._scales), None if self._mins is None else of_groups(self._mins)
+        scales = of_groups(_powers(self._scales) if how.is_float and how.bits == 4 else self._scales)
+        mins = None if self._mins is None else of_groups(self._mins)
         if self._whole is not None:
             whole = self._whole.float().repeat_interleave(how.shared, 1)
             scales = scales * whole[..., 0]

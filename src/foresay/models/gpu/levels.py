@@ -41,7 +41,7 @@ class Levels:
     levels: npt.NDArray[np.uint8]
     """[out, in]. The bytes of int8 for 8 bits, or of floats with 4 bits of exponent and 3 of mantissa."""
     scales: Numbers
-    """[out, S], of `per` consecutive groups each."""
+    """[out, S], of `per` consecutive groups each. Of floats of 4 bits exponents, uint8: 2^(exponent - 128) is half the scale."""
     per: int = 1
     zero: int = 0
     """The level that stands for 0."""
@@ -124,15 +124,7 @@ def _read_mxfp4(data: npt.NDArray[np.uint8]) -> Read:
     blocks = data.reshape(len(data), -1, 17)
     pairs = blocks[..., 1:]
     levels = np.concatenate([pairs & 15, pairs >> 4], -1).reshape(len(data), -1)
-    return levels, exponents_of(blocks[..., 0]), None, None
-
-
-def exponents_of(stored: npt.NDArray[np.uint8]) -> Numbers:
-    """Return half the scales of MXFP4, 2^(stored - 127): as float16 if it holds all of them."""
-    scales = np.ldexp(np.float32(0.5), stored.astype(np.int32) - 127)
-    with np.errstate(over="ignore"):
-        halves = scales.astype(np.float16)
-    return halves if bool((halves.astype(np.float32) == scales).all()) else scales
+    return levels, np.ascontiguousarray(blocks[..., 0]), None, None
 
 
 def _read_q5(data: npt.NDArray[np.uint8], at: int) -> Read:

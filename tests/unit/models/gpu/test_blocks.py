@@ -54,15 +54,15 @@ def test_weights_are_those_of_the_file(kind: str, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(found(x.repeat(12, 1, 1)), expected.repeat(12, 1, 1), rtol=1e-4, atol=1e-4)
 
 
-def test_exponents_that_float16_does_not_hold_are_exact() -> None:
-    """In float32; a block whose exponent is 100 has weights of at most 12 * 2^-28."""
+@pytest.mark.parametrize("exponents", [(0, 1), (2, 100), (160, 252)])
+def test_exponents_of_any_size_are_exact(exponents: tuple[int, int]) -> None:
+    """Exponents of MXFP4: of 0 and 1 half the scale is a subnormal number."""
     data, _ = stored("MXFP4")
-    data.reshape(len(data), -1, 17)[0, 0, 0], data.reshape(len(data), -1, 17)[0, 1, 0] = 100, 160
+    data.reshape(len(data), -1, 17)[..., 0] = np.random.default_rng(1).choice(exponents, (len(data), 7))
     weight = torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType.MXFP4)))
     found = BlockProduct(Levels.of_file("MXFP4", data), torch.float32, CPU, None)
-    assert torch.equal(found.dense(), weight) and found._scales.dtype == torch.float32
-    x = torch.eye(weight.shape[1])[:3]
-    assert torch.equal(found(x), weight[:, :3].T)
+    assert torch.equal(found.dense(), weight)
+    assert torch.equal(found(torch.eye(weight.shape[1])[:3]), weight[:, :3].T)
 
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {

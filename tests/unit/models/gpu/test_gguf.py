@@ -65,7 +65,11 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"mlp_only_layers": [], "moe_intermediate_size": 64},
         {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_0", "ffn_down_exps": "Q8_0"},
     ),
-    "gpt-oss": ("gpt_oss", {"head_dim": 16, "intermediate_size": 32, "swiglu_limit": 0.5}, dict.fromkeys(EXPERTS, "MXFP4")),
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 16, "intermediate_size": 32, "swiglu_limit": 0.5},
+        dict.fromkeys(EXPERTS, "MXFP4"),
+    ),
 }
 """Families, changes of their configurations, and types of experts."""
 
