@@ -26,6 +26,8 @@ from foresay.models.sources.kept_weights import Reader, kept, reader
 _FORMAT = "MXFP4"
 _FAMILY, _METHOD, _OURS = "gpt_oss", "mxfp4", "foresay_mxfp4"
 _GROUP = 32
+_NUMBER_BYTES = 0.5 + 1 / _GROUP
+"""Bytes of a number in MXFP4."""
 _LOW, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 _PARTS = ("gate_up_proj", "down_proj")
 
@@ -63,6 +65,10 @@ class _Blocks(Reader):
     def get_load_operations(self) -> dict[str, Any]:
         """Return the operation for the tensors of `serialized_names`."""
         return {"deserialize": _Pack}
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Return the bytes of an element, for which transformers reserves memory of a GPU before it reads any tensor."""
+        return _NUMBER_BYTES if param_name.endswith(_PARTS) else param.element_size()
 
     def pack(self, model: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the products of a parameter's experts from its tensors, by their last names: one for all of them on a GPU.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import modeling_utils
 
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
@@ -14,9 +15,10 @@ from foresay.models.gpu.blocks import BlockProduct
 from foresay.models.huggingface import causal, fused
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.sources import mxfp4, reading, wrapping
+from foresay.models.sources.kept_weights import _Values
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
-from helpers.families import joint_of
+from helpers.families import joint_of, make
 from helpers.mxfp4 import folder_of
 from helpers.paged import few_programs
 
@@ -58,6 +60,16 @@ def test_scores_are_those_of_the_numbers(tmp_path: Path) -> None:
         assert torch.equal(product.dense().view(rows.shape), rows)
     torch.testing.assert_close(scores(model), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(model.uncached(IDS), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_memory_is_reserved_for_the_stored_bits() -> None:
+    """transformers allocates that of all parameters of a GPU at once; numbers in bf16 may not fit."""
+    model = make("gpt_oss", num_hidden_layers=1)
+    read = mxfp4._Blocks(_Values("foresay_mxfp4", device="cpu"))
+    places = {name: torch.device("cuda") for name, _ in model.named_parameters()}
+    experts = sum(one.numel() for name, one in model.named_parameters() if name.endswith("_proj"))
+    plain, kept = (modeling_utils.get_total_byte_count(model, places, one) for one in (None, read))
+    assert sum(plain.values()) - sum(kept.values()) == experts * (4 - 17 / 32) > 0
 
 
 def test_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
