@@ -78,7 +78,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
             blocks._product,
             {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": group, "BITS": bits, "ZERO": zero}
             | {"SHARED": shared, "HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "PARTS": 4, "QUAD": blocks._QUAD}
-            | {"PER": 1, "HAS_ZEROS": False, "FLOATS": False},
+            | {"PER": 1, "HAS_ZEROS": False, "FLOATS": kind == "MXFP4"},
         )
         for kind, (bits, group, zero, shared) in KINDS.items()
     ),
@@ -99,7 +99,17 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         )
         for first, tokens in ((True, 16), (False, 64))
     ),
-    (experts._clamped, {"BLOCK": 1024}),
+    *(
+        (
+            experts._grouped_levels,
+            {"ACTIVE": 8, "OF_TOKENS": first, "HAS_BIAS": first, "TOKENS": tokens, "OUTPUTS": 32, "QUAD": blocks._QUAD}
+            | {"GROUP": group, "BITS": bits, "ZERO": zero, "SHARED": shared, "PER": 1, "HAS_ZEROS": False}
+            | {"HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "FLOATS": kind == "MXFP4"},
+        )
+        for kind, (bits, group, zero, shared) in KINDS.items()
+        for first, tokens in ((True, experts.TOKENS), (False, experts.PROMPT_TOKENS))
+    ),
+    *((experts._clamped, {"BLOCK": 1024, "ALTERNATES": on}) for on in (False, True)),
     (experts._mix, {"ACTIVE": 8, "BLOCK": 1024}),
     (product._reduce, {"BLOCK": 1024, "PARTS": 4, "HAS_BIAS": True}),
     (sampling._peaks, {"SPAN": sampling.SPAN, "GREATEST": 3e38}),
@@ -122,24 +132,25 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+def of_blocks(name: str, constants: dict[str, Any]) -> str:
+    """The type of an argument of kernels over quantized weights. Scales of floats of 4 bits are exponents."""
+    if name == "levels":
+        return "*i8" if constants["BITS"] == 8 else "*u8"
+    if name == "mins" and not constants["SHARED"]:
+        return "*fp16"
+    if name == "scales" and constants["FLOATS"]:
+        return "*fp32" if constants["BITS"] == 8 else "*u8"
+    if name == "scales":
+        return "*fp16" if not constants["SHARED"] else "*u8" if constants["BITS"] == 4 else "*i8"
+    return OF_BLOCKS[name]
+
+
 def kind_of(kernel: Any, name: str, constants: dict[str, Any]) -> str:
     if name in constants:
         return "constexpr"
-    if kernel.__module__ == blocks.__name__ and name == "mins" and not constants["SHARED"]:
-        return "*fp16"
-    if kernel.__module__ == blocks.__name__ and name == "levels":
-        return "*i8" if constants["BITS"] == 8 else "*u8"
-    if kernel.__module__ == blocks.__name__ and name == "scales":
-        return (
-            "*fp32"
-            if constants["FLOATS"]
-            else "*fp16"
-            if not constants["SHARED"]
-            else "*u8"
-            if constants["BITS"] == 4
-            else "*i8"
-        )
-    tables = {chains: OF_CHAINS, blocks: OF_BLOCKS, experts: OF_EXPERTS, sampling: OF_SAMPLING}
+    if "BITS" in constants and name in ("levels", "scales", *OF_BLOCKS):
+        return of_blocks(name, constants)
+    tables = {chains: OF_CHAINS, experts: OF_EXPERTS, sampling: OF_SAMPLING}
     own = {module.__name__: table for module, table in tables.items()}.get(kernel.__module__, {})
     if name in own:
         return own[name]

@@ -98,6 +98,24 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
+def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> tuple[Any, torch.Tensor]:
+    """Random blocks of a quantized type with scales that are numbers, [rows, bytes], and their weights [rows, depth]."""
+    rng = np.random.default_rng(seed)
+    size, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = rng.integers(0, 256, (rows, depth // size, width), dtype=np.uint8)
+    scales = rng.uniform(-0.02, 0.02, (rows, depth // size, 2)).astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = rng.integers(118, 125, data.shape[:2])
+    elif kind == "Q6_K":
+        data[..., 208:] = scales[..., :2]
+    elif kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1"):
+        data[..., :4] = scales
+    else:
+        data[..., :2] = scales[..., :2]
+    data = data.reshape(rows, -1)
+    return data, torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType[kind])))
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,11 +122,12 @@ class ExpertNorms:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """The weights of all experts of a layer, for kernels of GPUs; of any strides."""
+    """The weights of all experts of a layer, for kernels of GPUs: tensors of any strides, or quantized products (BlockProduct) of
+    the rows of one expert after another."""
 
-    gate_up: torch.Tensor
+    gate_up: Any
     """[experts, 2 * inner, hidden]."""
-    down: torch.Tensor
+    down: Any
     """[experts, hidden, inner]."""
     gate_up_bias: torch.Tensor | None = None
     """[experts, 2 * inner]."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foresay.models.cpu.gated_layer import StackedExperts
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
@@ -31,6 +32,7 @@ from foresay.models.gguf.types import (
 )
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.experts import expert_weights, is_experts, set_expert_weights
+from foresay.models.huggingface.family_layers import OF_EXPERTS
 from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, ReorderedInput
 from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
 
@@ -41,7 +43,8 @@ def model_of_file(
     """Return a transformers model with a file's weights; numbers are in `dtype`.
 
     header: checked by `check_values`, of one of ARCHITECTURES. in_blocks: True for linear layers and experts over the file's
-    blocks; otherwise all weights are numbers, except those of linear layers in types that our kernels for GPUs read, on `gpu`.
+    blocks; otherwise all weights are numbers, except those of linear layers and experts in types that our kernels for GPUs read,
+    on `gpu`.
     Raises ModelLoadError if the tensors do not match the model or contain numbers that are not finite, and ConfigError for blocks
     without compiled kernels.
     """
@@ -157,6 +160,33 @@ class FileWeights:
         if len({part.in_features for part in parts}) > 1:
             concatenated([self.get(name) for name in names])  # refuses them
         return parts[0] if len(parts) == 1 else StackedProduct(parts)
+
+    def experts_on_gpu(
+        self, ups: Sequence[str], down: str, count: int, bias: torch.Tensor | None, down_bias: torch.Tensor | None
+    ) -> StackedExperts | None:
+        """Return the experts of a layer over their blocks; None unless all are in types that the kernels of a GPU read.
+
+        ups: parameters [experts, out, in] of one type, whose rows are concatenated. bias, down_bias: [experts, all out].
+        """
+        stored, device = [self._stored(name) for name in (*ups, down)], self._gpu
+        if device is None or None in stored or self.config.model_type not in OF_EXPERTS:
+            return None
+        from foresay.models.gpu.blocks import BlockProduct, stacked_experts
+        from foresay.models.gpu.levels import KINDS, Levels
+
+        kinds = [one.kind for one in stored if one is not None]
+        if len(set(kinds[:-1])) > 1 or not {*kinds} <= KINDS.keys():
+            return None
+
+        def product(names: Sequence[str], own: torch.Tensor | None) -> BlockProduct:
+            weights = concatenated([self.get(name) for name in names])  # refuses rows of different lengths
+            assert weights is not None
+            levels = [Levels.of_file(one.kind, one.data) for one in weights.stored]
+            return BlockProduct(
+                Levels.of_experts(levels, count), self.dtype, device, None if own is None else own.flatten()
+            )
+
+        return stacked_experts(product(ups, bias), product([down], down_bias), count)
 
     def _native(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | None:
         stored = [one for one in map(self._stored, names) if one is not None]
@@ -297,10 +327,17 @@ def _filled_experts(experts: Any, path: str, file: FileWeights) -> Any:
     *ups, down = (f"{path}.{short}" for short in expert_parts(path, file.contains))
     biases = [one for name in ups if (one := file.dense(f"{name}.bias")) is not None]
     bias, down_bias = torch.cat(biases, 1) if biases else None, file.dense(f"{down}.bias")
-    gate_up = file.expert_products([f"{name}.weight" for name in ups], experts.num_experts, bias)
+    names = [f"{name}.weight" for name in ups]
+    gate_up = file.expert_products(names, experts.num_experts, bias)
     products = file.expert_products([f"{down}.weight"], experts.num_experts, down_bias)
     weights = expert_weights(experts)
     assert weights is not None
+    stacked = file.experts_on_gpu(names, f"{down}.weight", weights.count, bias, down_bias)
+    if stacked is not None:
+        from foresay.models.gpu.blocks import experts_of
+
+        own, own_down = (experts_of(one, weights.count) for one in (stacked.gate_up, stacked.down))
+        return FrozenExperts(own, own_down, weights.gate, stacked)
     if gate_up is not None and products is not None:
         return FrozenExperts(gate_up, products, weights.gate)
     hidden = weights.down(0)[0].shape[0]

@@ -8,7 +8,9 @@ adds the sums times the group's scale: each weight keeps the value that the file
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,8 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import launching_on
-from foresay.models.gpu.levels import Levels
+from foresay.models.cpu.gated_layer import StackedExperts
+from foresay.models.gpu.levels import DOUBLED, Levels
 from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced
 
 _QUAD = 4
@@ -55,8 +58,50 @@ def _float_of(byte):
 
 
 @triton.jit
+def _float4_of(code):
+    """Twice the float of 4 bits (E2M1), an integer: [...] int32."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    size = tl.where(exponent > 0, (2 + mantissa) << tl.maximum(exponent - 1, 0), mantissa)
+    return tl.where((code & 8) > 0, -size, size)
+
+
+@triton.jit
+def _power_of(stored):
+    """2^(stored - 128), [...] int32 -> float32. The two smallest exponents are those of subnormal numbers."""
+    bits = tl.where(stored > 1, (tl.maximum(stored, 1) - 1) << 23, 0x200000 << tl.minimum(stored, 1))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def weights_of_group(
+    levels, high, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
+    GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr,
+):  # fmt: skip
+    """The levels of a group of some columns [GROUP, C], its scales [C] float32, and its mins [C] float32 if there are any."""
+    groups = (inputs + GROUP - 1) // GROUP
+    level = _of_group(levels, high, column, group, index, level_stride, inputs, GROUP, BITS, ZERO)
+    here = column * num_scales + tl.minimum(group, groups - 1) // PER
+    if FLOATS:
+        level = _float_of(level) if BITS == 8 else _float4_of(level)
+    if HAS_ZEROS:
+        level -= tl.load(zeros + here).to(tl.int32)[None, :]
+    stored = tl.load(scales + here)
+    scale = _power_of(stored.to(tl.int32)) if FLOATS and BITS == 4 else stored.to(tl.float32)
+    if SHARED > 0:
+        shared = (column * (groups // SHARED) + tl.minimum(group, groups - 1) // SHARED) * 2
+        scale *= tl.load(whole + shared).to(tl.float32)
+    least = scale
+    if HAS_MINS:
+        least = tl.load(mins + here).to(tl.float32)
+        if SHARED > 0:
+            least *= tl.load(whole + shared + 1).to(tl.float32)
+    return level, scale, least
+
+
+@triton.jit
 def _product(
-    states, levels, high, scales, zeros, mins, whole, sums, num_tokens, outputs, inputs, stride, level_stride, num_scales,
+    states, levels, high, scales, zeros, mins, whole, sums, num_tokens, outputs, stride, inputs, level_stride, num_scales,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     PER: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr,
     PARTS: tl.constexpr, QUAD: tl.constexpr,
@@ -77,21 +122,12 @@ def _product(
                 mask=(token < num_tokens)[:, None] & (at < inputs)[None, :],
                 other=0.0,
             )
-            level = _of_group(levels, high, column, group, index, level_stride, inputs, GROUP, BITS, ZERO)
-            here = column * num_scales + tl.minimum(group, groups - 1) // PER
-            if FLOATS:
-                level = _float_of(level)
-            if HAS_ZEROS:
-                level -= tl.load(zeros + here).to(tl.int32)[None, :]
-            scale = tl.load(scales + here).to(tl.float32)
-            if SHARED > 0:
-                shared = (column * (groups // SHARED) + tl.minimum(group, groups - 1) // SHARED) * 2
-                scale *= tl.load(whole + shared).to(tl.float32)
+            level, scale, least = weights_of_group(
+                levels, high, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
+                GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS,
+            )  # fmt: skip
             total += tl.dot(x, level.to(x.dtype), input_precision="ieee") * scale[None, :]
             if HAS_MINS:
-                least = tl.load(mins + here).to(tl.float32)
-                if SHARED > 0:
-                    least *= tl.load(whole + shared + 1).to(tl.float32)
                 total -= tl.sum(x.to(tl.float32), 1)[:, None] * least[None, :]
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     tl.store(
@@ -99,6 +135,13 @@ def _product(
         total,
         mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
     )
+
+
+def _powers(stored: torch.Tensor) -> torch.Tensor:
+    """See `_power_of`."""
+    exponents = stored.int()
+    bits = torch.where(exponents > 1, (exponents - 1) << 23, 0x200000 << exponents.clamp(max=1))
+    return bits.view(torch.float32)
 
 
 class BlockProduct:
@@ -126,17 +169,49 @@ class BlockProduct:
         return out.view(*x.shape[:-1], self.out_features)
 
     def _skinny(self, states: torch.Tensor) -> torch.Tensor:
-        how, count, (outputs, inputs) = self._how, len(states), (self.out_features, self.in_features)
-        parts = parts_of(outputs, inputs)
+        count, outputs = len(states), self.out_features
+        parts = parts_of(outputs, self.in_features)
         sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=states.device)
-        rest = [self._levels if one is None else one for one in (self._zeros, self._mins, self._whole)]
         _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
-            states, self._levels, self._levels if self._high is None else self._high, self._scales, *rest,
-            sums, count, outputs, inputs, states.stride(0), self._levels.shape[1], self._scales.shape[1],
-            TOKENS=TOKENS, OUTPUTS=OUTPUTS, GROUP=how.group, BITS=how.bits, ZERO=how.zero, PER=how.per, SHARED=how.shared,
-            HAS_ZEROS=self._zeros is not None, HAS_MINS=self._mins is not None, FLOATS=how.is_float, PARTS=parts, QUAD=_QUAD,
+            states, *self.tensors, sums, count, outputs, states.stride(0), *self.sizes,
+            TOKENS=TOKENS, OUTPUTS=OUTPUTS, PARTS=parts, **self.constants,
         )  # fmt: skip
         return reduced(sums, self.bias, states.dtype)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Levels, their upper bits, scales, zeros, mins and factors of these; the levels in place of those that are missing."""
+        every = (self._levels, self._high, self._scales, self._zeros, self._mins, self._whole)
+        return [self._levels if one is None else one for one in every]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Inputs, and columns of the levels and of the scales."""
+        return self.in_features, self._levels.shape[1], self._scales.shape[1]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Arguments of `weights_of_group` that are known when a kernel is compiled, and the groups of a step."""
+        how = self._how
+        own = {"GROUP": how.group, "BITS": how.bits, "ZERO": how.zero, "PER": how.per, "SHARED": how.shared}
+        has = {"HAS_ZEROS": self._zeros is not None, "HAS_MINS": self._mins is not None, "FLOATS": how.is_float}
+        return own | has | {"QUAD": _QUAD}
+
+    def with_bias(self, bias: torch.Tensor) -> BlockProduct:
+        """Return the product of the same weights, in the same memory, with a bias [out]."""
+        out = copy(self)
+        out.bias = bias.to(self._levels.device, self.dtype)
+        return out
+
+    def rows(self, first: int, count: int) -> BlockProduct:
+        """Return the product of some outputs, over the same memory and without a bias."""
+        out = copy(self)
+        out.out_features, out.bias, last = count, None, first + count
+        for name in ("_levels", "_high", "_scales", "_zeros", "_mins", "_whole"):
+            one = getattr(self, name)
+            setattr(out, name, None if one is None else one[first:last])
+        out.nbytes = self.nbytes * count // self.out_features
+        return out
 
     def dense(self) -> torch.Tensor:
         """Return the weights in plain layout, [out, in]."""
@@ -150,7 +225,8 @@ class BlockProduct:
         levels = levels[:, :groups] - how.zero
         if self._zeros is not None:
             levels = levels - of_groups(self._zeros)[..., None]
-        scales, mins = of_groups(self._scales), None if self._mins is None else of_groups(self._mins)
+        scales = of_groups(_powers(self._scales) if how.is_float and how.bits == 4 else self._scales)
+        mins = None if self._mins is None else of_groups(self._mins)
         if self._whole is not None:
             whole = self._whole.float().repeat_interleave(how.shared, 1)
             scales = scales * whole[..., 0]
@@ -162,7 +238,7 @@ class BlockProduct:
     def _unpacked(self) -> torch.Tensor:
         """Return the levels as float32, [out, in or more]."""
         levels, rows = self._levels, self.out_features
-        if self._how.is_float:
+        if self._how.is_float and self._how.bits == 8:
             byte = levels.int()
             return ((byte & 128) << 8 | (byte & 127) << 7).to(torch.int16).view(torch.float16).float()
         if self._how.bits == 8:
@@ -173,7 +249,39 @@ class BlockProduct:
             quads = self._high.view(rows, -1, self._how.group)
             upper = torch.stack([quads >> (2 * i) & 3 for i in range(_QUAD)], 2)
             low = low + upper.view(rows, -1, self._how.group) * 16
+        if self._how.is_float:
+            return torch.tensor(DOUBLED, dtype=torch.float32, device=low.device)[low.long()].view(rows, -1)
         return low.float().view(rows, -1)
+
+
+class ExpertProduct:
+    """One expert's rows of a product of all experts, with its bias: as a product of its own it is dequantized for each use."""
+
+    def __init__(self, whole: BlockProduct, index: int, count: int) -> None:
+        """whole: its bias is [count * out]. index, count: of the expert and of all."""
+        self.out_features, self.in_features = whole.out_features // count, whole.in_features
+        self._rows = whole.rows(index * self.out_features, self.out_features)
+        self.bias = None if whole.bias is None else whole.bias.view(count, -1)[index]
+        self.bits, self.nbytes = whole.bits, self._rows.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in] -> [..., out]."""
+        return F.linear(x, self.dense(), self.bias)
+
+    def dense(self) -> torch.Tensor:
+        """Return the weights in plain layout, [out, in]."""
+        return self._rows.dense()
+
+
+def stacked_experts(gate_up: BlockProduct, down: BlockProduct, count: int) -> StackedExperts:
+    """Return experts over products of the rows of one after another, gates first; each product may have a bias."""
+    bias, down_bias = (None if one.bias is None else one.bias.view(count, -1) for one in (gate_up, down))
+    return StackedExperts(gate_up, down, bias, down_bias)
+
+
+def experts_of(whole: BlockProduct, count: int) -> list[ExpertProduct]:
+    """Return the product of each expert."""
+    return [ExpertProduct(whole, i, count) for i in range(count)]
 
 
 class NumberProduct:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from foresay.models.cpu.gated_layer import ClampedGate, Experts, Sigmoids, StackedExperts
+from foresay.models.gpu.blocks import BlockProduct, weights_of_group
 from foresay.models.gpu.product import INNER, OUTPUTS
 from foresay.models.gpu.rows import gated
 
@@ -74,13 +75,58 @@ def _grouped(
 
 
 @triton.jit
-def _clamped(joint, out, size, alpha, limit, BLOCK: tl.constexpr):
-    """gpt-oss's gate, see ClampedGate. Gates and ups alternate."""
+def _grouped_levels(
+    states, levels, high, scales, zeros, mins, whole, bias, pairs, counts, out, num_tokens, outputs,
+    inputs, level_stride, num_scales,
+    ACTIVE: tl.constexpr, OF_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr, QUAD: tl.constexpr,
+):  # fmt: skip
+    """As `_grouped`, over quantized weights."""
+    column, expert = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1).to(tl.int64)
+    row_of_all = expert * outputs + tl.minimum(column, outputs - 1)  # padding repeats the last one, and is not stored
+    count = tl.load(counts + expert)
+    steps = ((inputs + GROUP - 1) // GROUP + QUAD - 1) // QUAD
+    for start in range(0, count, TOKENS):
+        place = start + tl.arange(0, TOKENS)
+        valid = place < count
+        pair = tl.load(pairs + expert * num_tokens + place, mask=valid, other=0).to(tl.int64)
+        row = pair // ACTIVE if OF_TOKENS else pair
+        total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+        for step in range(steps):
+            for index in tl.static_range(QUAD):
+                group = step * QUAD + index
+                at = group * GROUP + tl.arange(0, GROUP)
+                x = tl.load(
+                    states + row[:, None] * inputs + at[None, :],
+                    mask=valid[:, None] & (at < inputs)[None, :],
+                    other=0.0,
+                )
+                level, scale, least = weights_of_group(
+                    levels, high, scales, zeros, mins, whole, row_of_all, group, index, inputs, level_stride, num_scales,
+                    GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS,
+                )  # fmt: skip
+                total += tl.dot(x, level.to(x.dtype), input_precision="ieee") * scale[None, :]
+                if HAS_MINS:
+                    total -= tl.sum(x.to(tl.float32), 1)[:, None] * least[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            out + pair[:, None] * outputs + column[None, :],
+            total.to(out.dtype.element_ty),
+            mask=valid[:, None] & (column < outputs)[None, :],
+        )
+
+
+@triton.jit
+def _clamped(joint, out, size, alpha, limit, ALTERNATES: tl.constexpr, BLOCK: tl.constexpr):
+    """gpt-oss's gate, see ClampedGate. Gates and ups alternate, or the gates come first."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
-    gate = tl.load(joint + row * 2 * size + 2 * offsets, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(joint + row * 2 * size + 2 * offsets + 1, mask=inside, other=0.0).to(tl.float32)
+    first, second = (2 * offsets, 2 * offsets + 1) if ALTERNATES else (offsets, size + offsets)
+    gate = tl.load(joint + row * 2 * size + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(joint + row * 2 * size + second, mask=inside, other=0.0).to(tl.float32)
     gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     value = gate / (1 + tl.exp(-alpha * gate)) * (up + 1)
     tl.store(out + row * size + offsets, value.to(out.dtype.element_ty), mask=inside)
@@ -141,7 +187,7 @@ def mixture(
     assert stacked is not None
     index, weights = selected(scores, experts)
     (count, active), size, device = index.shape, states.shape[1], states.device
-    num_experts = stacked.gate_up.shape[0]
+    num_experts = scores.shape[1]
     pairs = torch.empty(num_experts, count, dtype=torch.int32, device=device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     _list[(num_experts,)](
@@ -158,10 +204,19 @@ def mixture(
 
 
 def _multiply(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lists: Any, active: int, *, of_tokens: bool
+    states: torch.Tensor, weight: Any, bias: torch.Tensor | None, lists: Any, active: int, *, of_tokens: bool
 ) -> torch.Tensor:
-    """Return each selection's product, [N * k, outputs]; zeros for padding. weight: [experts, outputs, inputs], any strides."""
+    """Return each selection's product, [N * k, outputs]; zeros for padding. weight: see StackedExperts."""
     pairs, counts, tokens = lists
+    if isinstance(weight, BlockProduct):
+        num_experts, outputs = len(counts), weight.out_features // len(counts)
+        out = states.new_zeros(pairs.shape[1] * active, outputs)
+        _grouped_levels[(triton.cdiv(outputs, OUTPUTS), num_experts)](
+            states, *weight.tensors, counts if bias is None else bias, pairs, counts, out, pairs.shape[1], outputs,
+            *weight.sizes, ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None, TOKENS=tokens, OUTPUTS=OUTPUTS,
+            **weight.constants,
+        )  # fmt: skip
+        return out
     num_experts, outputs, inputs = weight.shape
     out = states.new_zeros(pairs.shape[1] * active, outputs)
     _grouped[(triton.cdiv(outputs, OUTPUTS), num_experts)](
@@ -173,9 +228,11 @@ def _multiply(
 
 
 def _gated(joint: torch.Tensor, clamped: ClampedGate | None, stacked: StackedExperts, activation: str) -> torch.Tensor:
-    if not stacked.alternates or clamped is None:
+    if clamped is None:
         return gated(joint, activation)
     rows, size = joint.shape[0], joint.shape[1] // 2
     out = joint.new_empty(rows, size)
-    _clamped[(rows, triton.cdiv(size, 1024))](joint, out, size, clamped.alpha, clamped.limit, BLOCK=1024)
+    _clamped[(rows, triton.cdiv(size, 1024))](
+        joint, out, size, clamped.alpha, clamped.limit, ALTERNATES=stacked.alternates, BLOCK=1024
+    )
     return out

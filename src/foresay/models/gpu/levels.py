@@ -5,18 +5,27 @@ Knows no kernel; blocks.py arranges the arrays for the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float16 | np.float32 | np.uint8 | np.int8]
 KINDS = {"Q8_0": (8, 32, 0, 0), "Q4_0": (4, 32, 8, 0), "Q4_1": (4, 32, 0, 0), "Q5_0": (6, 32, 16, 0)}
-KINDS |= {"Q5_1": (6, 32, 0, 0), "Q4_K": (4, 32, 0, 8), "Q5_K": (6, 32, 0, 8), "Q6_K": (6, 16, 32, 16)}
+KINDS |= {
+    "MXFP4": (4, 32, 0, 0),
+    "Q5_1": (6, 32, 0, 0),
+    "Q4_K": (4, 32, 0, 8),
+    "Q5_K": (6, 32, 0, 8),
+    "Q6_K": (6, 16, 32, 16),
+}
 """Types of GGUF files: bits of a level, weights of a group, the level that stands for 0, and the groups that share a scale of
 their scales, 0 if they have none."""
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each float of 4 bits (E2M1)."""
 E4M3 = 256.0
 """Factor of 8-bit floats with 4 bits of exponent over float16 with the same bits of exponent and mantissa."""
 
@@ -32,7 +41,7 @@ class Levels:
     levels: npt.NDArray[np.uint8]
     """[out, in]. The bytes of int8 for 8 bits, or of floats with 4 bits of exponent and 3 of mantissa."""
     scales: Numbers
-    """[out, S], of `per` consecutive groups each."""
+    """[out, S], of `per` consecutive groups each. Of floats of 4 bits exponents, uint8: 2^(exponent - 128) is half the scale."""
     per: int = 1
     zero: int = 0
     """The level that stands for 0."""
@@ -45,7 +54,7 @@ class Levels:
     shared: int = 0
     """Groups that share such factors; 0 without any."""
     is_float: bool = False
-    """True for levels that are floats."""
+    """True for levels that are floats: of 8 bits with 4 of exponent, or of 4 bits with 2, whose doubled values are multiplied."""
 
     @staticmethod
     def of_file(kind: str, data: npt.NDArray[np.uint8]) -> Levels:
@@ -53,8 +62,32 @@ class Levels:
         bits, group, zero, shared = KINDS[kind]
         levels, scales, mins, whole = _READ[kind](np.ascontiguousarray(data))
         return Levels(
-            bits=bits, group=group, levels=levels, scales=scales, zero=zero, mins=mins, whole=whole, shared=shared
+            bits=bits,
+            group=group,
+            levels=levels,
+            scales=scales,
+            zero=zero,
+            mins=mins,
+            whole=whole,
+            shared=shared,
+            is_float=kind == "MXFP4",
         )
+
+    @staticmethod
+    def of_experts(parts: Sequence[Levels], count: int) -> Levels:
+        """Return matrices whose rows are those of one expert after another as one, in which each expert has its rows of all.
+
+        parts: of one type, [count * out, in] each.
+        """
+
+        def joined(name: str) -> Any:
+            arrays = [getattr(one, name) for one in parts]
+            if arrays[0] is None:
+                return None
+            apart = [one.reshape(count, -1, *one.shape[1:]) for one in arrays]
+            return np.concatenate(apart, 1).reshape(-1, *arrays[0].shape[1:])
+
+        return replace(parts[0], **{name: joined(name) for name in ("levels", "scales", "zeros", "mins", "whole")})
 
     def cut(self, depth: int) -> Levels:
         """Return these with the first `depth` inputs of rows that were padded to whole groups."""
@@ -85,6 +118,13 @@ def _read_q4_1(data: npt.NDArray[np.uint8]) -> Read:
     pairs = blocks[..., 4:]
     levels = np.concatenate([pairs & 15, pairs >> 4], -1).reshape(len(data), -1)
     return levels, _halves(blocks[..., :2]), -_halves(blocks[..., 2:4]), None
+
+
+def _read_mxfp4(data: npt.NDArray[np.uint8]) -> Read:
+    blocks = data.reshape(len(data), -1, 17)
+    pairs = blocks[..., 1:]
+    levels = np.concatenate([pairs & 15, pairs >> 4], -1).reshape(len(data), -1)
+    return levels, np.ascontiguousarray(blocks[..., 0]), None, None
 
 
 def _read_q5(data: npt.NDArray[np.uint8], at: int) -> Read:
@@ -136,6 +176,7 @@ _READ: dict[str, Callable[[npt.NDArray[np.uint8]], Read]] = {
     "Q8_0": _read_q8_0,
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,
+    "MXFP4": _read_mxfp4,
     "Q5_0": partial(_read_q5, at=2),
     "Q5_1": partial(_read_q5, at=4),
     "Q4_K": _read_q4_k,

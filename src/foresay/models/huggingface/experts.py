@@ -90,7 +90,9 @@ def _gpt_oss(module: Any, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWe
 
 
 def stacked_weights(module: Any) -> tuple[StackedExperts, ClampedGate | None] | None:
-    """Return the weights of a layer's experts in the model's own memory, and gpt-oss's gate; None for another kind."""
+    """Return the weights of a layer's experts as the model has them in memory, and gpt-oss's gate; None for another kind."""
+    if isinstance(module, FrozenExperts) and module.stacked is not None:
+        return module.stacked, module.gate if isinstance(module.gate, ClampedGate) else None
     found = expert_weights(module)
     if found is None:
         return None

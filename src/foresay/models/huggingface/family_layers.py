@@ -187,8 +187,8 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
 
 def _expert_parts(experts: Any) -> tuple[Sequence[Product], Sequence[Product], Any, StackedExperts | None]:
     """Return the two products of each expert and the gate, or the stacked weights of all on a GPU with kernels."""
-    weight = getattr(experts, "down_proj", None)
-    if isinstance(weight, torch.Tensor) and uses_kernels(weight.device):
+    weight, frozen = getattr(experts, "down_proj", None), getattr(experts, "stacked", None)
+    if frozen is not None or (isinstance(weight, torch.Tensor) and uses_kernels(weight.device)):
         if (own := stacked_weights(experts)) is not None:
             return (), (), own[1], own[0]
     elif (parts := expert_products(experts)) is not None:

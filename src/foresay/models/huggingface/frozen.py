@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from foresay.models.cpu.gated_layer import ClampedGate
+from foresay.models.cpu.gated_layer import ClampedGate, StackedExperts
 from foresay.models.cpu.product import NativeProduct, Product
 
 
@@ -144,10 +144,19 @@ class UsualGate:
 class FrozenExperts(nn.Module):
     """The experts of a mixture-of-experts layer, each with products of its own, so that only selected ones are read."""
 
-    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], gate: UsualGate | ClampedGate) -> None:
-        """gate_up: of each expert, [2 * inner, hidden], the rows of the gate first. down: of each expert, [hidden, inner]."""
+    def __init__(
+        self,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        gate: UsualGate | ClampedGate,
+        stacked: StackedExperts | None = None,
+    ) -> None:
+        """gate_up: of each expert, [2 * inner, hidden], the rows of the gate first. down: of each expert, [hidden, inner].
+
+        stacked: the same weights, of all experts, for kernels of GPUs.
+        """
         super().__init__()
-        self.num_experts, self.gate = len(gate_up), gate
+        self.num_experts, self.gate, self.stacked = len(gate_up), gate, stacked
         self.gate_up, self.down = (nn.ModuleList(map(FrozenLinear, products)) for products in (gate_up, down))
 
     def forward(

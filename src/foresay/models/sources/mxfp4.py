@@ -1,7 +1,8 @@
 """Folders whose experts are stored in MXFP4 (gpt-oss): read by transformers, but with the experts in their 4.25 bits.
 
 A folder has blocks [experts, out, in / 32, 16] of two neighbouring 4-bit floats in a byte, and exponents [experts, out, in / 32].
-Rows of gates and ups alternate. The kernels read the blocks of GGUF files: an exponent, then bytes with a float of each half.
+Rows of gates and ups alternate; those of products do not. The kernels for CPUs read the blocks of GGUF files: an exponent, then
+bytes with a float of each half. Those for GPUs read levels.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import numpy as np
 import torch
 from transformers.core_model_loading import ConversionOps
 
+from foresay.decoding.devices import uses_kernels
 from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.types import MOST_EXPONENT
+from foresay.models.gpu.levels import Levels
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.huggingface.linears import compiled
 from foresay.models.sources.kept_weights import Reader, kept, reader
@@ -23,24 +26,29 @@ from foresay.models.sources.kept_weights import Reader, kept, reader
 _FORMAT = "MXFP4"
 _FAMILY, _METHOD, _OURS = "gpt_oss", "mxfp4", "foresay_mxfp4"
 _GROUP = 32
+_NUMBER_BYTES = 0.5 + 1 / _GROUP
+"""Bytes of a number in MXFP4."""
 _LOW, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 _PARTS = ("gate_up_proj", "down_proj")
 
 
-def is_stored(config: Any) -> bool:
-    """Return True for a folder whose experts are in MXFP4, if there are kernels for them. config: transformers'."""
+def is_stored(config: Any, device: torch.device) -> bool:
+    """Return True for a folder whose experts are in MXFP4, if there are kernels for them on a device. config: transformers'."""
     found = getattr(config, "quantization_config", None)
     return (
         config.model_type == _FAMILY
         and isinstance(found, Mapping)
         and found.get("quant_method") == _METHOD
-        and compiled()
+        and (uses_kernels(device) or (device.type == "cpu" and compiled()))
     )
 
 
-def kept_experts(config: Any) -> Any:
-    """Return a copy of such a configuration with which transformers leaves the experts in their blocks."""
-    return kept(config, _OURS)
+def kept_experts(config: Any, device: torch.device) -> Any:
+    """Return a copy of such a configuration with which transformers leaves the experts in their blocks.
+
+    device: of the weights.
+    """
+    return kept(config, _OURS, device=str(device))
 
 
 @reader(_OURS)
@@ -51,14 +59,22 @@ class _Blocks(Reader):
 
     def __init__(self, quantization_config: Any, **given: Any) -> None:
         super().__init__(quantization_config, **given)
-        self._products: dict[str, list[NativeProduct]] = {}
+        self._device = torch.device(quantization_config.given["device"])
+        self._products: dict[str, Any] = {}
 
     def get_load_operations(self) -> dict[str, Any]:
         """Return the operation for the tensors of `serialized_names`."""
         return {"deserialize": _Pack}
 
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Return the bytes of an element, for which transformers reserves memory of a GPU before it reads any tensor."""
+        return _NUMBER_BYTES if param_name.endswith(_PARTS) else param.element_size()
+
     def pack(self, model: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the products of a parameter's experts from its tensors, by their last names. A problem is raised after loading."""
+        """Make the products of a parameter's experts from its tensors, by their last names: one for all of them on a GPU.
+
+        A problem is raised after loading.
+        """
         path, _, part = name.rpartition(".")
         module = model.get_submodule(path)
         count, depth, rows = getattr(module, part).shape
@@ -75,6 +91,12 @@ class _Blocks(Reader):
             self.problem = f"the scales of {name} contain {int(scales.max())}; allowed is at most {MOST_EXPONENT}"
             return
         alternates = part == _PARTS[0]
+        if uses_kernels(self._device):
+            from foresay.models.gpu.blocks import BlockProduct
+
+            levels = _levels(blocks.cpu(), scales.cpu(), alternates=alternates)
+            self._products[name] = BlockProduct(levels, model.dtype, self._device, None)
+            return
         self._products[name] = [_product(*one, alternates=alternates) for one in zip(blocks, scales, strict=True)]
 
     def _process_model_after_weight_loading(self, model: Any, **given: Any) -> None:
@@ -87,11 +109,12 @@ class _Blocks(Reader):
             if gate_up is None or down is None:
                 continue
             biases = module.gate_up_proj_bias.detach().unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-            gate_up = [one.with_bias(bias) for one, bias in zip(gate_up, biases, strict=True)]
-            down = [one.with_bias(bias) for one, bias in zip(down, module.down_proj_bias.detach(), strict=True)]
             parent, _, short = path.rpartition(".")
             gate = ClampedGate(float(module.alpha), float(module.limit))
-            setattr(model.get_submodule(parent), short, FrozenExperts(gate_up, down, gate))
+            make = _experts_on_gpu if uses_kernels(self._device) else _experts
+            setattr(
+                model.get_submodule(parent), short, make(gate_up, down, biases, module.down_proj_bias.detach(), gate)
+            )
         self.remove_quantization_config(model)
 
 
@@ -111,6 +134,38 @@ class _Pack(ConversionOps):  # type: ignore[misc]
         self.hf_quantizer.pack(given["model"], given["full_layer_name"], tensors)
         given["missing_keys"].discard(given["full_layer_name"])
         return {}
+
+
+def _experts(
+    gate_up: Any, down: Any, biases: torch.Tensor, down_biases: torch.Tensor, gate: ClampedGate
+) -> FrozenExperts:
+    """Return experts over products of their own. biases, down_biases: [experts, out]."""
+    gate_up = [one.with_bias(bias) for one, bias in zip(gate_up, biases, strict=True)]
+    down = [one.with_bias(bias) for one, bias in zip(down, down_biases, strict=True)]
+    return FrozenExperts(gate_up, down, gate)
+
+
+def _experts_on_gpu(
+    gate_up: Any, down: Any, biases: torch.Tensor, down_biases: torch.Tensor, gate: ClampedGate
+) -> FrozenExperts:
+    """Return experts over products of all. biases, down_biases: [experts, out]."""
+    from foresay.models.gpu.blocks import experts_of, stacked_experts
+
+    whole = gate_up.with_bias(biases.flatten()), down.with_bias(down_biases.flatten())
+    parts, parts_down = (experts_of(one, len(biases)) for one in whole)
+    return FrozenExperts(parts, parts_down, gate, stacked_experts(*whole, len(biases)))
+
+
+def _levels(blocks: torch.Tensor, scales: torch.Tensor, *, alternates: bool) -> Levels:
+    """Return the levels of all experts, blocks [experts, out, groups, 16] and scales [experts, out, groups].
+
+    alternates: as for `_product`.
+    """
+    if alternates:  # gates first
+        blocks, scales = (torch.cat([one[:, ::2], one[:, 1::2]], 1) for one in (blocks, scales))
+    depth = scales.shape[2] * _GROUP
+    levels = torch.stack([blocks & 15, blocks >> 4], -1).view(-1, depth)
+    return Levels(bits=4, group=_GROUP, levels=levels.numpy(), scales=scales.flatten(0, 1).numpy(), is_float=True)
 
 
 def _product(blocks: torch.Tensor, scales: torch.Tensor, *, alternates: bool) -> NativeProduct:

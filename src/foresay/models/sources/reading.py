@@ -152,12 +152,12 @@ def _with_kept_weights(
     from foresay.models.sources import mxfp4, quantized_forms, quantized_layers
 
     device = options.computes_on
-    if for_decoding and _keeps_blocks(options) and mxfp4.is_stored(config):
-        return mxfp4.kept_experts(config), "MXFP4"
+    is_plain = for_decoding and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+    if is_plain and mxfp4.is_stored(config, device):
+        return mxfp4.kept_experts(config, device), "MXFP4"
     form = quantized_forms.form_of(config) if device.type == "cpu" or uses_kernels(device) else None
     if form is None:
         return None
-    is_plain = for_decoding and options.weights == "auto" and options.dtype in ("auto", *_BF16)
     in_blocks = is_plain and (uses_kernels(device) or (linears.compiled() and not form.is_float))
     how = {"in_blocks": in_blocks, "is_trained": not for_decoding}
     own = quantized_layers.config_for(config, form, location.name, device, **how)

@@ -14,6 +14,7 @@ from foresay.models.gpu import blocks, product
 from foresay.models.gpu.blocks import BlockProduct, StackedProduct
 from foresay.models.gpu.levels import E4M3, KINDS, Levels
 from foresay.models.huggingface import linears
+from helpers.gguf_files import random_blocks
 from helpers.paged import sum_products_in_order
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ SIZES = {
     "Q5_1": (33, 7 * 32),
     "Q4_K": (40, 512),
 }
-SIZES |= {"Q5_K": (36, 256), "Q6_K": (35, 256)}
+SIZES |= {"Q5_K": (36, 256), "Q6_K": (35, 256), "MXFP4": (33, 7 * 32)}
 
 
 @pytest.fixture(autouse=True)
@@ -34,20 +35,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stored(kind: str, seed: int = 0) -> tuple[Any, torch.Tensor]:
-    """Random blocks with scales that are numbers, and their weights."""
-    rows, depth = SIZES[kind]
-    rng = np.random.default_rng(seed)
-    size, width = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    data = rng.integers(0, 256, (rows, depth // size, width), dtype=np.uint8)
-    scales = rng.uniform(-0.02, 0.02, (rows, depth // size, 2)).astype(np.float16).view(np.uint8)
-    if kind == "Q6_K":
-        data[..., 208:] = scales[..., :2]
-    elif kind in ("Q4_K", "Q5_K", "Q4_1", "Q5_1"):
-        data[..., :4] = scales
-    else:
-        data[..., :2] = scales[..., :2]
-    data = data.reshape(rows, -1)
-    return data, torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType[kind])))
+    return random_blocks(kind, *SIZES[kind], seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,6 +52,17 @@ def test_weights_are_those_of_the_file(kind: str, monkeypatch: pytest.MonkeyPatc
     for most in (blocks.MOST, 64):  # by the kernel in groups of 64 tokens, and by dequantized weights
         monkeypatch.setattr(blocks, "MOST", most)
         torch.testing.assert_close(found(x.repeat(12, 1, 1)), expected.repeat(12, 1, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("exponents", [(0, 1), (2, 100), (160, 252)])
+def test_exponents_of_any_size_are_exact(exponents: tuple[int, int]) -> None:
+    """Exponents of MXFP4: of 0 and 1 half the scale is a subnormal number."""
+    data, _ = stored("MXFP4")
+    data.reshape(len(data), -1, 17)[..., 0] = np.random.default_rng(1).choice(exponents, (len(data), 7))
+    weight = torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType.MXFP4)))
+    found = BlockProduct(Levels.of_file("MXFP4", data), torch.float32, CPU, None)
+    assert torch.equal(found.dense(), weight)
+    assert torch.equal(found(torch.eye(weight.shape[1])[:3]), weight[:, :3].T)
 
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
