@@ -116,11 +116,17 @@ class Recording:
         if b'"format"' in head.split(b"\n", 1)[0]:
             return _read_foresay(name)
         if head.startswith(b"{"):
-            return _imported(name, read_cs_drafting_cache(name), "CS-Drafting cache")
-        raise ConfigError(
-            f"{name!r} is not a recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object "
-            "of token ids joined by '_'"
-        )
+            try:
+                return _imported(name, read_cs_drafting_cache(name), "CS-Drafting cache")
+            except ConfigError as error:
+                raise ConfigError(f"{_OTHER_FILE.format(name)} ({error})") from None
+        raise ConfigError(_OTHER_FILE.format(name))
+
+
+_OTHER_FILE = (
+    f"{{!r}} is not a recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object of token ids "
+    "joined by '_'"
+)
 
 
 def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) -> LineWriter:
