@@ -11,15 +11,13 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from foresay import __version__
-from foresay.cli.command import CONTEXT, write_panels
+from foresay.cli.command import CONTEXT, INTERRUPTED, write_panels
 from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, the exit code that a shell reports for a program ended by that signal."""
-INTERRUPTED = 130
-"""128 + SIGINT."""
 _OBJECTS = 200_000
 """Objects created between two garbage collections. Importing PyTorch and transformers creates a million, none of them garbage."""
 SHELLS = ("bash", "zsh", "fish")

@@ -20,6 +20,8 @@ from foresay.errors import ConfigError, ForesayError
 
 Given = SimpleNamespace
 """Values of a command's parameters by name. `typed`: the flags of options on the command line, by name."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, 128 + SIGINT."""
 _TYPES = {"N": int, "X": float, "FILE": Path, "FOLDER": Path, "DIR": Path}
 _NARROW = 70
 """Columns below which the description of an option goes under its name."""

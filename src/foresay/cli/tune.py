@@ -18,7 +18,7 @@ import click
 
 from foresay.checks import check_float
 from foresay.cli import options as opt
-from foresay.cli.command import Given
+from foresay.cli.command import INTERRUPTED, Given
 from foresay.cli.common import check_output, load_target, model_expression, own_methods
 from foresay.cli.options import items, numbers, source_name
 from foresay.cli.progress import advancing, loading
@@ -34,7 +34,7 @@ from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import header, record
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.lab.tune import LENGTHS as TRIED
-from foresay.lab.tune import Tuner, Tuning, pick, with_draft
+from foresay.lab.tune import Candidate, Tuner, Tuning, pick, with_draft
 from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
@@ -93,13 +93,16 @@ def run(given: Given) -> int:
     tuner = Tuner(target, recorded, rounds=expected.rounds, count=expected.count)
     with loading("Timing passes, replaying candidates"):
         tuner.search(named, sizes, own)
-    size = _finish(tuner, latency, end)
+    size, interrupted = _finish(tuner, latency, end)
     _show(tuner.tuning)
+    if interrupted and tuner.tuning.best is None:
+        click.echo("interrupted before any candidate gained in a live run: nothing was written")
+        return INTERRUPTED
     name = source_name(given, given.prompts) if given.recording is None else given.recording.name
     code = _write(tuner.tuning, size, target, name, given)
-    if kept is not None:
+    if kept is not None and not interrupted:
         kept.unlink(missing_ok=True)
-    return code
+    return INTERRUPTED if interrupted else code
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
@@ -136,19 +139,32 @@ def _files(model: Path) -> list[tuple[str, int, int]]:
     return [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found]
 
 
-def _finish(tuner: Tuner, latency: float | None, end: float) -> int:
-    """Run the best candidates live until `end`, a time of `monotonic`. Return the batch size of the fastest."""
+def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]:
+    """Run the best candidates live until `end`, a time of `monotonic`.
+
+    Returns the batch size of the fastest, and True if the user interrupted the runs.
+    """
     best, plain = pick(tuner.tuning.candidates, count=FINALISTS, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
         fastest = min((one.expected or one.plain).latency_s for one in tuner.tuning.candidates)
         raise ConfigError(
             f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
         )
+    predicted = [f"{one.method.name} {one.speed_up:.2f}x" for one in best if one.speed_up]
+    click.echo(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}", err=True)
+    interrupted = False
     if best:
-        with loading(f"Running {len(best)} live"):
-            tuner.confirm(best, repeats=_REPEATS, seconds=end - monotonic())
+        try:
+            with loading(f"Running {len(best)} live"):
+                tuner.confirm(best, repeats=_REPEATS, seconds=end - monotonic(), on_run=_show_run)
+        except KeyboardInterrupt:
+            interrupted = True
     found = tuner.tuning.best
-    return (found.candidate if found else plain or best[0]).batch_size
+    return (found.candidate if found else plain or best[0]).batch_size, interrupted
+
+
+def _show_run(candidate: Candidate, speed_up: float) -> None:
+    click.echo(f"live: {candidate.method.name} {speed_up:.2f}x", err=True)
 
 
 def _show(tuning: Tuning) -> None:

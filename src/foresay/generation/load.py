@@ -60,7 +60,7 @@ def load(
             replace its values.
         draft: A draft model, named like a target.
         drafter: "auto": the draft model if one is given, else "suffix", before the target's packaged head or MTP layer if any.
-            "published": the best known draft of the target that others published (docs/how-to/choose-a-drafter.md). Or an
+            "published": the best known draft of the target that others published (`foresay drafts` lists them). Or an
             expression like "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes
             one.
         num_draft_tokens: Draft tokens per pass; 0 is plain decoding. By default lengths adapt to throughput unless that changes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
@@ -93,6 +93,23 @@ class Confirmed:
     high: float
     predicted: float | None = None
     """The speed-up predicted for the prompts and tokens of the live runs; None if the method cannot be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """The results of live runs so far."""
+
+    gains: list[list[float]]
+    """Speed-ups of each candidate's runs."""
+    plain: dict[int, list[tuple[float, float]]]
+    """Batch size -> seconds and tokens per second of the runs of plain decoding, in order."""
+
+    @property
+    def plain_spread(self) -> float:
+        """Median relative difference between two consecutive runs of plain decoding."""
+        pairs = (pair for runs in self.plain.values() for pair in pairwise(seconds for seconds, _ in runs))
+        differences = [abs(math.log(after / before)) for before, after in pairs]
+        return statistics.median(differences) if differences else 0.0
 
 
 @dataclass(slots=True)
@@ -234,11 +251,18 @@ class Tuner:
         return self._precomputed[name]
 
     def confirm(
-        self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8, seconds: float = math.inf
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        repeats: int = 2,
+        count: int = 8,
+        seconds: float = math.inf,
+        on_run: Callable[[Candidate, float], None] | None = None,
     ) -> list[Confirmed]:
         """Run candidates live, each between two runs of plain decoding, on `count` recorded prompts or a full batch if larger.
 
         seconds: what the runs may take, by plain decoding's expected speed; fewer repeats and prompts follow, at least one each.
+        on_run: called with the speed-up of each run. An interruption leaves what was measured in `tuning`.
         """
         start = perf_counter()
         requests = _round_robin(self.recording)
@@ -247,42 +271,54 @@ class Tuner:
         turn = sum(2 * max(count, one.batch_size) * tokens / one.plain.tokens_per_s for one in candidates)
         repeats = max(1, min(repeats, int(min(seconds / turn, repeats))))
         count = max(1, min(count, int(count * min(seconds / turn, 1.0))))
-        runs: dict[int, list[float]] = {i: [] for i in range(len(candidates))}
-        rates: dict[int, float] = {}
-        differences: list[float] = []
-        for size in sorted({one.batch_size for one in candidates}):
-            block = PromptBlock("", requests[: max(count, size)], size, params)
-            found = {one.method.name: i for i, one in enumerate(candidates) if one.batch_size == size}
-            runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
-            turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
-            plain = MethodRunner(self.target, PLAIN_METHOD)
-            plain_s, plain_rates = [], []
-            for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=requests[:1]), between=1):
-                if isinstance(run, Failure):
-                    self.tuning.failed[run.cell.method] = run.error
-                    continue
-                if run.identical is False:
-                    raise ConfigError(
-                        f"{run.cell.method} generated different output than plain decoding; please report this"
-                    )
-                if run.speed_up is None:
-                    plain_s.append(run.seconds)
-                    plain_rates.append(run.tokens_per_s)
-                else:
-                    runs[found[run.cell.method]].append(run.speed_up)
-            rates[size] = statistics.median(plain_rates) if plain_rates else 0.0
-            differences += [abs(math.log(after / before)) for before, after in pairwise(plain_s)]
-        self.tuning.plain_spread = statistics.median(differences) if differences else 0.0
-        self.tuning.confirmed = sorted(
-            (
-                _confirmed(one, gains, rates[one.batch_size], self._predicted(one, max(count, one.batch_size), tokens))
-                for one, gains in zip(candidates, runs.values(), strict=True)
-                if gains
-            ),
-            key=lambda one: -one.tokens_per_s,
-        )
-        self.tuning.seconds["live"] = perf_counter() - start
+        live = _Live([[] for _ in candidates], {})
+        try:
+            for size in sorted({one.batch_size for one in candidates}):
+                block = PromptBlock("", requests[: max(count, size)], size, params)
+                self._run_live(candidates, block, repeats, live, on_run)
+        finally:
+            self.tuning.plain_spread = live.plain_spread
+            self.tuning.confirmed = self._confirmed(candidates, live, count, tokens)
+            self.tuning.seconds["live"] = perf_counter() - start
         return self.tuning.confirmed
+
+    def _run_live(
+        self,
+        candidates: Sequence[Candidate],
+        block: PromptBlock,
+        repeats: int,
+        live: _Live,
+        on_run: Callable[[Candidate, float], None] | None,
+    ) -> None:
+        """Run the candidates of a block's batch size in turns. live: receives the results."""
+        found = {one.method.name: i for i, one in enumerate(candidates) if one.batch_size == block.batch_size}
+        runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
+        turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
+        plain = MethodRunner(self.target, PLAIN_METHOD)
+        for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=block.asks[:1]), between=1):
+            if isinstance(run, Failure):
+                self.tuning.failed[run.cell.method] = run.error
+                continue
+            if run.identical is False:
+                raise ConfigError(
+                    f"{run.cell.method} generated different output than plain decoding; please report this"
+                )
+            if run.speed_up is None:
+                live.plain.setdefault(block.batch_size, []).append((run.seconds, run.tokens_per_s))
+                continue
+            index = found[run.cell.method]
+            live.gains[index].append(run.speed_up)
+            if on_run is not None:
+                on_run(candidates[index], run.speed_up)
+
+    def _confirmed(self, candidates: Sequence[Candidate], live: _Live, count: int, tokens: int) -> list[Confirmed]:
+        out = []
+        for one, gains in zip(candidates, live.gains, strict=True):
+            if gains:
+                rate = statistics.median(rate for _, rate in live.plain[one.batch_size])
+                predicted, middle = self._predicted(one, max(count, one.batch_size), tokens), statistics.median(gains)
+                out.append(Confirmed(one, middle * rate, middle, min(gains), max(gains), predicted))
+        return sorted(out, key=lambda one: -one.tokens_per_s)
 
     def _predicted(self, candidate: Candidate, count: int, tokens: int) -> float | None:
         """Predict the speed-up on the first prompts and tokens, as they are run live; on all where drafts are precomputed."""
@@ -319,12 +355,6 @@ def _round_robin(recording: Recording) -> list[PromptRequest]:
         )
         for one in _in_turns(recording)
     ]
-
-
-def _confirmed(candidate: Candidate, gains: Sequence[float], plain_rate: float, predicted: float | None) -> Confirmed:
-    """gains: speed-ups of its runs. plain_rate: tokens per second of plain decoding."""
-    middle = statistics.median(gains)
-    return Confirmed(candidate, middle * plain_rate, middle, min(gains), max(gains), predicted)
 
 
 def _rate(candidate: Candidate) -> float:
