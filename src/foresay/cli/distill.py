@@ -225,6 +225,8 @@ def _summary(given: Given, report: Report, learn: Sequence[Text]) -> Iterator[st
         f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
     )
+    if "candidates" in best:
+        yield f"  the target's token was among the selector's candidates at {best['candidates']:.1%} of positions"
     if given.kind != MODEL:
         ids = read_draft(folder).token_ids
         if ids is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from foresay.training.batches import Batch
 from foresay.training.losses import forward_kl
@@ -28,12 +29,16 @@ class Quality:
     """Mean forward KL at the first draft position."""
     tokens_per_pass: tuple[float, ...]
     """Tokens that a target pass commits with 1, 2, ... draft tokens."""
+    candidates: float | None = None
+    """Share of positions at which the token that the target generated is among a selector's candidates (DFlash2); None
+    without a selector."""
 
     def as_dict(self) -> dict[str, float]:
         """Return the numbers by name, for a line of a log."""
         out = {"divergence": self.divergence, "tokens_per_pass": self.best}
         for name in ("acceptance", "agreement"):
             out |= {f"{name}_{i}": value for i, value in enumerate(getattr(self, name), 1)}
+        out |= {} if self.candidates is None else {"candidates": self.candidates}
         return {name: round(value, 5) for name, value in out.items()}
 
     @property
@@ -55,7 +60,7 @@ def evaluate(
     """
     steps = student.steps
     accepted, agreed, counts, diverged = torch.zeros(4, steps, dtype=torch.float64)
-    simulated = _SimulatedDecoding(_lengths(steps))
+    simulated, chosen = _SimulatedDecoding(_lengths(steps)), torch.zeros(2, dtype=torch.float64)
     ids = None if student.token_ids is None else student.token_ids.to(device)
     for batch in (one.to(device) for one in batches):
         correct = torch.zeros(steps, *batch.tokens.shape, dtype=torch.bool, device=device)
@@ -69,15 +74,20 @@ def evaluate(
             agreed[one.step] += float(hit.sum())
             counts[one.step] += len(hit)
             diverged[one.step] += float(forward_kl(p, q).sum())
+            if one.unary is not None and one.labels is not None:
+                scores = F.pad(one.logits, (0, 1), value=-torch.inf).gather(1, one.labels[:, None])
+                chosen += torch.tensor([float(scores.isfinite().sum()), len(hit)], dtype=torch.float64)
         simulated.add(batch, correct, chains=steps == 1)
-    every = summed(torch.cat([accepted, agreed, counts, diverged, simulated.tokens, simulated.passes]))
-    sums, (tokens, passes) = every[: 4 * steps].view(4, steps), every[4 * steps :].view(2, -1)
+    every = summed(torch.cat([accepted, agreed, counts, diverged, chosen, simulated.tokens, simulated.passes]))
+    sums, (among, compared), rest = every.split([4 * steps, 2, len(every) - 4 * steps - 2])
+    sums, (tokens, passes) = sums.view(4, steps), rest.view(2, -1)
     means = sums / sums[2].clamp(min=1.0)
     return Quality(
         tuple(means[0].tolist()),
         tuple(means[1].tolist()),
         float(means[3, 0]),
         tuple((tokens / passes.clamp(min=1.0)).tolist()),
+        float(among / compared) if compared else None,
     )
 
 

@@ -127,6 +127,27 @@ def test_anchors_are_the_targets_own_positions_and_follow_the_seed() -> None:
     )
 
 
+@pytest.mark.parametrize("ids", [None, [0, *range(3, 40)]])
+def test_evaluation_counts_how_often_the_token_is_a_candidate(ids: list[int] | None) -> None:
+    target = loaded()
+    model: Any = target.model
+    texts = written(target, 4)
+    batch = batch_of(range(4), texts, lambda i: TargetPasses(model, (1, 2, 3))(texts[i]))
+    share = {}
+    for name, made_as in (("selector", SHAPES[2]), ("markov", SHAPES[0])):
+        draft = random_block(model, layers=(1, 2, 3), ids=ids, **made_as)
+        student = BlockStudent(draft, model, decay=1.0, anchors=None).eval()
+        share[name] = evaluate(student, [batch], torch.device("cpu")).candidates
+        among = [
+            bool((one.unary[i].topk(5).indices == one.labels[i]).any())
+            for one in student.comparisons(batch)
+            if one.unary is not None and one.labels is not None
+            for i in range(len(one.rows))
+        ]
+        assert share[name] == (pytest.approx(sum(among) / len(among)) if name == "selector" else None)
+    assert 0.0 < (share["selector"] or 0.0) < 1.0
+
+
 @pytest.mark.parametrize("kind", ["block", "dflash2"])
 def test_evaluation_counts_what_decoding_accepts(kind: str, tmp_path: Path) -> None:
     """Tokens per pass of the simulated loop equal those of drafting with the saved block drafter."""
@@ -145,6 +166,7 @@ def test_evaluation_counts_what_decoding_accepts(kind: str, tmp_path: Path) -> N
     found = sum(len(step.token_ids) for step in steps) / len(steps)
     assert found == pytest.approx(best["tokens_per_pass"], rel=0.03)
     assert best["acceptance_1"] > 0.35 > 5 * 1 / VOCAB, "from chance to more than a third"
+    assert ("candidates" in best) == (kind == "dflash2")
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
