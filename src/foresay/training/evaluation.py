@@ -79,8 +79,8 @@ def evaluate(
                 chosen += torch.tensor([float(scores.isfinite().sum()), len(hit)], dtype=torch.float64)
         simulated.add(batch, correct, chains=steps == 1)
     every = summed(torch.cat([accepted, agreed, counts, diverged, chosen, simulated.tokens, simulated.passes]))
-    sums, (among, compared), rest = every.split([4 * steps, 2, len(every) - 4 * steps - 2])
-    sums, (tokens, passes) = sums.view(4, steps), rest.view(2, -1)
+    sums, (among, compared) = every[: 4 * steps].view(4, steps), every[4 * steps : 4 * steps + 2]
+    tokens, passes = every[4 * steps + 2 :].view(2, -1)
     means = sums / sums[2].clamp(min=1.0)
     return Quality(
         tuple(means[0].tolist()),
