@@ -131,8 +131,8 @@ class DecoderTrees:
         for i in rows:
             cache.reserve(i, known.num_tokens[i] + sum(shape.parents))
         hidden = after_known(self.passes, known, cache, rows, self._keys)
-        state, replay = self._captured(shape)
-        with launching_on(state.token_ids.device):
+        with launching_on(hidden[self._outputs].device):
+            state, replay = self._captured(shape)
             state.numbers.zero_()
             given = [rows, [cache.lengths[i] for i in rows], [budget[i] for i in rows], [depths[i] for i in rows]]
             state.numbers[:, : len(rows)].copy_(to_device(given, state.numbers.device), non_blocking=True)
