@@ -67,7 +67,7 @@ def run(given: Given) -> int:
         folder,
         layout="plain" if is_block else LAYOUTS[layout],
         lm_head=target_rows(whole, found.token_ids),
-        embeddings=_embeddings(whole) if is_block else None,
+        embeddings=_embeddings(whole, found.config) if is_block else None,
     )
     click.echo(folder)
     click.echo(
@@ -149,7 +149,7 @@ def _pushed(repo: str, folder: Path) -> str:
     return f"https://huggingface.co/{repo}"
 
 
-def _embeddings(target: CausalModel) -> torch.Tensor:
-    """The target's embeddings, [V, H], which are included in block drafters."""
-    out: torch.Tensor = embeddings_of(target)(torch.arange(target.vocab_size, device=target.device))
+def _embeddings(target: CausalModel, config: DraftConfig) -> torch.Tensor:
+    """The target's embeddings as a draft reads them, [V, H], which are included in block drafters."""
+    out: torch.Tensor = embeddings_of(target, config)(torch.arange(target.vocab_size, device=target.device))
     return out

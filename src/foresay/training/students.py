@@ -69,7 +69,7 @@ class DraftStudent(nn.Module, ABC):
         self.draft, self.decay, self.token_ids = draft.module, decay, draft.token_ids
         self.steps = 1
         self._teacher = [TeacherHead(target, draft.token_ids)]  # in a list, so that it is not a submodule
-        self._embed = [embeddings_of(target)]
+        self._embed = [embeddings_of(target, draft.config)]
 
     def begin_batch(self, seed: int) -> None:
         """Draw the positions of the next batch, if any are drawn, by this seed, so that an interrupted run resumes exactly."""

@@ -117,8 +117,7 @@ class DraftModel(SlotCacheRows):
         self._rotary = module.rotary.to(self.device)
         self._rotary_table = RotaryTable(self._rotary)
         own = module.embed_tokens
-        keeps = isinstance(config, BlockConfig) and config.keeps_embedding_factor
-        self._embed = embeddings_of(target, keeps_factor=keeps) if own is None else own.to(self.device, self.dtype)
+        self._embed = embeddings_of(target, config) if own is None else own.to(self.device, self.dtype)
         head = target_rows(target, token_ids) if module.lm_head is None else module.lm_head.weight
         self._head = self._product(head)
         self._native: NativeLayers | None = None
@@ -304,13 +303,12 @@ class DenseProduct:
         return self.weight
 
 
-def embeddings_of(target: CausalModel, *, keeps_factor: bool = False) -> torch.nn.Module:
-    """Return the target's embeddings as drafts read them: without the factor of Gemma's module, as other engines do.
-
-    keeps_factor: see BlockConfig.
+def embeddings_of(target: CausalModel, config: DraftConfig | None = None) -> torch.nn.Module:
+    """Return the target's embeddings as a draft reads them: without the factor of Gemma's module, as other engines do, unless its
+    files mean it (see BlockConfig).
     """
     module: torch.nn.Module = target.model.get_input_embeddings()
-    if keeps_factor:
+    if isinstance(config, BlockConfig) and config.keeps_embedding_factor:
         return module
     if isinstance(module, FrozenEmbedding):
         return module.without_scale()

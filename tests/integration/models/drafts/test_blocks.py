@@ -30,6 +30,7 @@ from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
 from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.training.students import BlockStudent
 from helpers import tiny
 from helpers.blocks import random_block, reference_block, reference_path
 from helpers.families import VOCAB, make
@@ -189,6 +190,8 @@ def test_embeddings_of_a_gemma_target_have_the_factor_that_a_file_means(states_s
     found = outputs_of(block, states[:-1], 5).double()
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
     assert not torch.allclose(found, other, atol=1e-2)
+    student = BlockStudent(made, model, decay=1.0, anchors=None)
+    assert torch.equal(student._embedded(ids), plain if states_scale else with_factor), "trained as it drafts"
 
 
 @pytest.mark.parametrize("case", CASES[:7])
