@@ -233,10 +233,7 @@ class BlockConfig(DraftConfig):
     @classmethod
     def _of_plain(cls, values: Mapping[str, Any]) -> BlockConfig:
         own = object_of(values, "dflash_config")
-        named = {
-            new: part[old] for part in (values, own) for old, new in _OTHER_NAMES.items() if part.get(old) is not None
-        }
-        values = {**values, **named}
+        values = _with_usual_names(values, own)
         if unknown := sorted(set(own) - _KNOWN):
             logger.warning("fields of a draft's dflash_config that are not known are ignored: %s", ", ".join(unknown))
         layers = layers_of({**values, **own}, "target_layer_ids", _SOURCE, least=-1) or ()
@@ -310,6 +307,20 @@ class BlockConfig(DraftConfig):
             softcap=block.final_logit_softcapping or None,
             **named,
         )
+
+
+def _with_usual_names(values: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with the usual names of fields that it has by others. Raises ConfigError for a contradiction."""
+    out = dict(values)
+    for part in (values, own):
+        for name, usual in _OTHER_NAMES.items():
+            found = part.get(name)
+            if found is None:
+                continue
+            if out.get(usual) not in (None, found):
+                raise ConfigError(f"{name}={short(found)} contradicts {usual}={short(out[usual])}")
+            out[usual] = found
+    return out
 
 
 def _causality(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,6 +159,10 @@ def test_published_configurations_are_read_as_their_engines_read_them(name: str)
     [
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias"),
         ({"dspark_bonus_anchor": True}, "dspark_bonus_anchor"),
+        (
+            {"dflash_config": {"swa_window_size": 8}, "sliding_window": 16},
+            "swa_window_size=8 contradicts sliding_window=16",
+        ),
         ({"architectures": ["Qwen3Eagle3Model"], "model_type": "llama"}, "target_layer_ids"),
         ({"speculators_model_type": "jetspec", "target_layer_ids": None}, "it must be one of"),
     ],
