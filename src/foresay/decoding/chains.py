@@ -75,6 +75,20 @@ class DrawsChains(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """Sizes of the trees of B rows."""
+
+    budget: Sequence[int]
+    """[B], most nodes of each row's tree, 0 for a row that does not draft."""
+    depths: Sequence[int]
+    """[B], most nodes of a path."""
+    branches: int
+    """Children of a node."""
+    width: int
+    """Most nodes of a level that get children."""
+
+
+@dataclass(frozen=True, slots=True)
 class Grown:
     """Trees of B rows."""
 
@@ -92,25 +106,13 @@ class Grown:
 class DrawsTrees(Protocol):
     """A model that may draw trees of likeliest tokens, where it draws chains."""
 
-    def draw_trees(
-        self,
-        known: ModelInput,
-        cache: Any,
-        budget: Sequence[int],
-        depths: Sequence[int],
-        *,
-        branches: int,
-        width: int,
-    ) -> Grown | None:
+    def draw_trees(self, known: ModelInput, cache: Any, limits: TreeLimits) -> Grown | None:
         """Append known tokens to the cache and grow trees after them; nodes are not added to the cache's lengths.
 
         Args:
             known: At least one token of each row that drafts.
             cache: A cache of this model.
-            budget: [B], most nodes of each row's tree, 0 for a row that does not draft.
-            depths: [B], most nodes of a path.
-            branches: Children of a node.
-            width: Most nodes of a level that get children.
+            limits: Sizes of the trees.
 
         Returns:
             The trees; None if there are more rows or nodes than it draws at once. Then nothing was read.

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foresay.decoding.chains import Drawn, DrawsChains, DrawsTrees, Grown, Sampling
+from foresay.decoding.chains import Drawn, DrawsChains, DrawsTrees, Grown, Sampling, TreeLimits
 from foresay.decoding.devices import moved
 from foresay.decoding.prefill import pending, prefill_chunk
 from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
@@ -113,9 +113,7 @@ class DraftCache:
             fed()
         return drawn
 
-    def draw_trees(
-        self, rows: Rows, budget: Sequence[int], depths: Sequence[int], *, branches: int, width: int
-    ) -> Grown | None:
+    def draw_trees(self, rows: Rows, limits: TreeLimits) -> Grown | None:
         """Feed the tokens that the cache lacks and grow trees of likeliest tokens; see DrawsTrees. rows: a result of `view`.
 
         Returns None for a model that does not.
@@ -123,8 +121,8 @@ class DraftCache:
         model = self.model.inner
         if not self.draws_chains or not isinstance(model, DrawsTrees):
             return None
-        known, fed = self._known(rows, [n > 0 for n in budget])
-        grown = model.draw_trees(known, self.cache, budget, depths, branches=branches, width=width)
+        known, fed = self._known(rows, [n > 0 for n in limits.budget])
+        grown = model.draw_trees(known, self.cache, limits)
         if grown is not None:
             self.model.row_passes += grown.row_passes
             fed()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from foresay.decoding.chains import sampling_of
+from foresay.decoding.chains import TreeLimits, sampling_of
 from foresay.decoding.devices import moved
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification
@@ -141,8 +141,8 @@ class ModelDrafter(Drafter):
             for row, n, depth, on in zip(rows, budget, depths, fed, strict=True)
         ]
         if is_plain(rows, stopping) and all(tree.chosen for tree in trees):
-            most = [tree.budget for tree in trees]
-            grown = context.draw_trees(viewed, most, depths, branches=branches, width=width)
+            limits = TreeLimits([tree.budget for tree in trees], depths, branches, width)
+            grown = context.draw_trees(viewed, limits)
             if grown is not None:
                 return Proposal(grown.token_ids, grown.num_tokens, parents=grown.parents)
         output = context.catch_up(viewed, fed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foresay.decoding.chains import Grown
+from foresay.decoding.chains import Grown, TreeLimits
 from foresay.decoding.devices import launching_on, to_device
 from foresay.decoding.protocols import ModelInput
 from foresay.models.gpu.attention import NODES, PAGE
@@ -106,23 +106,15 @@ class DecoderTrees:
         self._keys = (outputs,) if nexts is None else (nexts, outputs)
         self._states: dict[_Shape, tuple[_State, Replay]] = {}
 
-    def grow(
-        self,
-        known: ModelInput,
-        cache: PagedCache,
-        budget: Sequence[int],
-        depths: Sequence[int],
-        *,
-        branches: int,
-        width: int,
-    ) -> Grown | None:
+    def grow(self, known: ModelInput, cache: PagedCache, limits: TreeLimits) -> Grown | None:
         """Grow trees; see DrawsTrees.draw_trees. Raises OutOfMemoryError if the pool has too few pages."""
+        budget, depths = limits.budget, limits.depths
         rows = [i for i, n in enumerate(budget) if n]
         size, nodes = size_of(len(rows)), 1 << (max(budget) - 1).bit_length()
-        branches = min(branches, self.passes.decoder.num_scores)
+        branches = min(limits.branches, self.passes.decoder.num_scores)
         if size is None:
             return None
-        shape = _Shape(size, nodes, branches, min(width, nodes))
+        shape = _Shape(size, nodes, branches, min(limits.width, nodes))
         if sum(shape.parents) > NODES or any(size_of(size * count) is None for count in shape.parents):
             return None
         most_slots = self.passes.table.pages.shape[1] * PAGE

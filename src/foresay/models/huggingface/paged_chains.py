@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from foresay.decoding.chains import Drawn, Grown, Sampling
+from foresay.decoding.chains import Drawn, Grown, Sampling, TreeLimits
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import ModelInput
 
@@ -53,16 +53,7 @@ class PagedChains:
             )
         return self._chains.draw(known, cache, room, sampling)
 
-    def draw_trees(
-        self,
-        known: ModelInput,
-        cache: Any,
-        budget: Sequence[int],
-        depths: Sequence[int],
-        *,
-        branches: int,
-        width: int,
-    ) -> Grown | None:
+    def draw_trees(self, known: ModelInput, cache: Any, limits: TreeLimits) -> Grown | None:
         """See DrawsTrees."""
         from foresay.models.gpu.trees import DecoderTrees
 
@@ -72,4 +63,4 @@ class PagedChains:
             ids = None if self.subset is None else self.subset.token_ids
             outputs, nexts = self._chain_states()
             self._trees = DecoderTrees(passes, outputs=outputs, nexts=nexts, token_ids=ids)
-        return self._trees.grow(known, cache, budget, depths, branches=branches, width=width)
+        return self._trees.grow(known, cache, limits)
