@@ -230,7 +230,9 @@ def test_the_tour_of_measurements(
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(("script", "page"), [("cli_help", "cli"), ("published_drafts", "published-drafts")])
+@pytest.mark.parametrize(
+    ("script", "page"), [("cli_help", "cli"), ("published_drafts", "published-drafts"), ("models_page", "models")]
+)
 def test_a_generated_page_is_the_programs(script: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
     assert spec is not None
