@@ -21,7 +21,10 @@ SPLITS = 16
 LINES = 16
 """Queries of a tile."""
 PROMPT_LINES, PROMPT_SPLITS = 128, 4
-"""The same for prompts; fewer queries if a head has more than 128 dimensions, for which memory is short."""
+"""The same for prompts, of queries of up to SHORT bytes."""
+SHORT = 256
+"""Bytes of a query, such as 128 numbers in bf16. Longer ones have fewer lines and fewer pages in flight: a program has
+99 KB of shared memory on some GPUs (NVIDIA's consumer cards, compute capability 8.6 to 12.0)."""
 NODES = 64
 """Slots of a row's last pass of which a token sees some only: the nodes of a draft tree."""
 _NO_WINDOW = 1 << 30
@@ -56,10 +59,21 @@ class Visible:
     is_prompt: bool = False
 
 
-def tokens_per_tile(query_heads: int, key_heads: int, dim: int, *, is_prompt: bool = False) -> int:
-    """Return the number of tokens that share a tile of queries: heads that read the same keys, of as many tokens as fit."""
-    lines = max(LINES, PROMPT_LINES * 128 // max(128, int(triton.next_power_of_2(dim)))) if is_prompt else LINES
+def tokens_per_tile(query_heads: int, key_heads: int, query_bytes: int, *, is_prompt: bool = False) -> int:
+    """Return the number of tokens that share a tile of queries: heads that read the same keys, of as many tokens as fit.
+
+    query_bytes: of one head.
+    """
+    lines, padded = LINES, int(triton.next_power_of_2(query_bytes))
+    if is_prompt and padded <= 2 * SHORT:
+        lines = PROMPT_LINES * SHORT // max(SHORT, padded)
     return max(1, lines // int(triton.next_power_of_2(query_heads // key_heads)))
+
+
+def _stages(query_bytes: int, *, is_prompt: bool) -> int:
+    """Return the number of pages in flight, as Triton counts them."""
+    padded = int(triton.next_power_of_2(query_bytes))
+    return 3 if padded <= SHORT else 2 if padded <= 2 * SHORT and not is_prompt else 1
 
 
 @triton.jit
@@ -71,7 +85,7 @@ def _num_bits(bits):
     return ((bits * 0x0101010101010101) >> 56).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _partial(
     queries, keys, values, pages, rows, positions, firsts, seen, ends, tiles, sums, stats,
     scaling, softcap, window, width, num_tokens,
@@ -134,7 +148,7 @@ def _partial(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine(
     sums, stats, ends, sinks, out, num_tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -190,6 +204,7 @@ def attend(
         KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=at.tile, DIM=dim, DIM_PADDED=padded,
         PAGE=PAGE, SPLITS=splits, NODES=NODES,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=8 if at.is_prompt else 4,
+        num_stages=_stages(dim * keys.element_size(), is_prompt=at.is_prompt),
     )  # fmt: skip
     _combine[(count, heads)](
         sums, stats, at.ends, queries if sinks is None else sinks, out, count,

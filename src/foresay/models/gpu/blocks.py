@@ -99,7 +99,7 @@ def weights_of_group(
     return level, scale, least
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _product(
     states, levels, high, scales, zeros, mins, whole, sums, num_tokens, outputs, stride, inputs, level_stride, num_scales,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,

@@ -23,7 +23,7 @@ _CHUNK = 1024
 """Selections that are compared at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def _list(selected, slots, pairs, counts, num_pairs, num_tokens, ACTIVE: tl.constexpr, CHUNK: tl.constexpr):
     """The selections of an expert, in order. Padding tokens, of slot -1, select none."""
     expert = tl.program_id(0)
@@ -39,7 +39,7 @@ def _list(selected, slots, pairs, counts, num_pairs, num_tokens, ACTIVE: tl.cons
     tl.store(counts + expert, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _grouped(
     states, weight, bias, pairs, counts, out, num_tokens, outputs, inputs, expert_stride, output_stride, input_stride,
     ACTIVE: tl.constexpr, OF_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -74,7 +74,7 @@ def _grouped(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_levels(
     states, levels, high, scales, zeros, mins, whole, bias, pairs, counts, out, num_tokens, outputs,
     inputs, level_stride, num_scales,

@@ -96,8 +96,8 @@ class PagedPasses:
         self.decoder, self.pool, self._capture = decoder, pool, capture
         self.table = PageTable(rows, max_length, device)
         self._recordings: dict[tuple[int, tuple[int, ...], bool], _Recording] = {}
-        dim = max(layer.dim for layer in decoder.layers)
-        self._tiles = [tokens_per_tile(*decoder.heads, dim, is_prompt=is_prompt) for is_prompt in (False, True)]
+        longest = max(layer.dim for layer in decoder.layers) * pool.keys[0].element_size()
+        self._tiles = [tokens_per_tile(*decoder.heads, longest, is_prompt=is_prompt) for is_prompt in (False, True)]
         self.captures = self.replays = 0
 
     def new_cache(self) -> PagedCache:

@@ -30,7 +30,7 @@ def parts_of(outputs: int, inputs: int) -> int:
     return parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _product(
     states, weight, sums, num_tokens, outputs, inputs, stride,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
@@ -61,7 +61,7 @@ def _product(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _reduce(sums, bias, out, num_tokens, outputs, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -45,7 +45,7 @@ def inputs(
     parents = [[rng.randrange(-1, column) for column in range(count)] if tree else None for count in counts]
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(12, generator=generator).view(3, 4)
-    tile = attention.tokens_per_tile(heads, key_heads, dim, is_prompt=is_prompt)
+    tile = attention.tokens_per_tile(heads, key_heads, 4 * dim, is_prompt=is_prompt)
     at = of_rows(starts, counts, parents, pages, tile, padding=2, is_prompt=is_prompt)
     query, key, value = (
         torch.randn(*shape, dim, generator=generator)
@@ -69,9 +69,9 @@ def test_attention_over_pages(case: str) -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8), (24, 8), (64, 1)])
 def test_tiles_are_powers_of_two_that_fit(dim: int, heads: tuple[int, int]) -> None:
     for is_prompt in (False, True):
-        tile = attention.tokens_per_tile(*heads, dim, is_prompt=is_prompt)
+        tile = attention.tokens_per_tile(*heads, 4 * dim, is_prompt=is_prompt)
         assert tile & (tile - 1) == 0
-        assert tile == 1 or tile * heads[0] // heads[1] * dim <= attention.PROMPT_LINES * 128
+        assert tile == 1 or tile * heads[0] // heads[1] * 4 * dim <= attention.PROMPT_LINES * attention.SHORT
 
 
 def _another_page(at: Visible) -> dict[str, torch.Tensor]:
