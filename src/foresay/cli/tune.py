@@ -81,7 +81,13 @@ def run(given: Given) -> int:
         else:
             first = [one.prompt for one in recorded.records[:size]]
             shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-        more: dict[str, Any] = {"methods": named, "sizes": sizes, "rows": size, "finalists": FINALISTS + len(own)}
+        more: dict[str, Any] = {
+            "methods": named,
+            "sizes": sizes,
+            "rows": size,
+            "finalists": FINALISTS + len(own),
+            "own": len(own),
+        }
         expected = estimate(target, first, shape, recorded=recorded is not None, **more).within(60 * minutes)
     if given.estimate:
         click.echo(str(expected))
@@ -170,7 +176,7 @@ def _show_run(candidate: Candidate, speed_up: float) -> None:
 def _show(tuning: Tuning) -> None:
     live = {(one.candidate.method.name, one.candidate.batch_size): one for one in tuning.confirmed}
     drafting = [c for c in tuning.candidates if c.method.name != PLAIN]
-    shown = [c for c in drafting if c.expected is None] + [c for c in drafting if c.expected is not None][:10]
+    shown = [c for c in drafting if c.is_own] + [c for c in drafting if not c.is_own][:10]
     lines = []
     for one in shown:
         found = live.get((one.method.name, one.batch_size))

@@ -93,11 +93,12 @@ def estimate(
     sizes: Sequence[int],
     rows: int,
     finalists: int,
+    own: int = 0,
 ) -> Estimate:
     """Time a few passes over some prompts, and return what they imply for the whole run.
 
     size: number of outputs, and tokens of each. recorded: True if there is a recording of them. sizes: batch sizes to tune for;
-    rows: the one that records.
+    rows: the one that records. own: number of further methods, which draft with the target's states.
     """
     count, tokens = size
     timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
@@ -110,7 +111,7 @@ def estimate(
     return Estimate(
         recording=0.0 if recorded else math.ceil(count / rows) * (prefill_s + tokens * pass_s),
         timing=_BANDWIDTH_S + _ROUNDS * (_ROUND_PASSES * passes + filled * token_s),
-        replaying=count * tokens * (candidates * _REPLAY_S + len(loading) * pass_s / rows),
+        replaying=count * tokens * (candidates * _REPLAY_S + (own + len(loading)) * pass_s / rows),
         live=finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
         count=count,
         rounds=_ROUNDS,

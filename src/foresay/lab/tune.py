@@ -1,8 +1,8 @@
 """Tuning: the fastest exact method for a target on this machine and these prompts, or plain decoding if drafting does not pay.
 
 A replay of recorded outputs gives the accepted draft tokens of each candidate, and a profile gives the cost of its passes.
-Together they rank all candidates without the target. The best few are run live, next to plain decoding, together with methods
-that a replay cannot predict because they read the target's hidden states: draft heads, block drafters and MTP layers.
+Together they rank all candidates; draft heads, block drafters and MTP layers read the target's hidden states, which one pass over
+each output computes. The best few, and the target's own default, are run live, next to plain decoding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
@@ -72,6 +73,8 @@ class Candidate:
     expected: Expected | None
     """None for a method that a replay cannot predict."""
     plain: Expected
+    is_own: bool = False
+    """True for a method that is run live whatever is predicted."""
 
     @property
     def speed_up(self) -> float | None:
@@ -199,27 +202,31 @@ class Tuner:
         return seconds / expected if expected else 1.0
 
     def search(
-        self, methods: Iterable[Method], batch_sizes: Sequence[int], unpredicted: Iterable[Method] = ()
+        self, methods: Iterable[Method], batch_sizes: Sequence[int], own: Iterable[Method] = ()
     ) -> list[Candidate]:
         """Predict every method and plain decoding at every batch size, sorted by decreasing expected throughput.
 
-        unpredicted: methods that a replay cannot predict; they become candidates after all others.
+        own: methods that are run live in any case; those that a replay cannot predict come after all others.
         """
         methods = [m for m in methods if m.name != PLAIN]
         profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
         start = perf_counter()
-        out, unknown, unpredicted = list[Candidate](), list[Candidate](), list(unpredicted)
+        out, own = list[Candidate](), list(own)
         for size in batch_sizes:
             plain = _plain(self.recording, size, profile)
             out.append(Candidate(PLAIN_METHOD, size, plain, plain))
-            unknown += [Candidate(method, size, None, plain) for method in unpredicted]
             for method in methods:
                 try:
                     out.append(Candidate(method, size, self._expect(method, size), plain))
                 except (ForesayError, RuntimeError) as error:
                     self.tuning.failed[method.name] = str(error)
+            for method in own:
+                expected: Expected | None = None
+                with suppress(ForesayError, RuntimeError):
+                    expected = self._expect(method, size)
+                out.append(Candidate(method, size, expected, plain, is_own=True))
         self.tuning.seconds["replay"] = perf_counter() - start - self.tuning.seconds.get("drafts", 0.0)
-        self.tuning.candidates = sorted(out, key=_rate, reverse=True) + unknown
+        self.tuning.candidates = sorted(out, key=_rate, reverse=True)
         return self.tuning.candidates
 
     def _expect(self, method: Method, batch_size: int, recording: Recording | None = None) -> Expected:
@@ -233,7 +240,8 @@ class Tuner:
         name: str | None = None
         if can_precompute(drafter, generator.policy, recording):
             drafter, name = self._precompute(method.drafter, drafter, generator, batch_size), method.drafter
-        done = replay(recording, drafter, generator.policy, batch_size=batch_size, profile=self._profile)
+        model = generator.target.model
+        done = replay(recording, drafter, generator.policy, batch_size=batch_size, profile=self._profile, target=model)
         return expect(done, recording, self._profile, name)
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
@@ -371,14 +379,13 @@ def _longest(method: Method) -> int:
 def pick(
     candidates: Sequence[Candidate], *, count: int = 3, latency_s: float | None = None
 ) -> tuple[list[Candidate], Candidate | None]:
-    """Return (the `count` best drafting candidates, those without a prediction, the best plain one).
+    """Return (the `count` best drafting candidates and those that are run in any case, the best plain one).
 
     latency_s: maximum seconds between two tokens of one request; one without a prediction has plain decoding's. Candidates are
     ranked by tokens per second at any batch size.
     """
     allowed = [c for c in candidates if latency_s is None or (c.expected or c.plain).latency_s <= latency_s]
     ranked = sorted(allowed, key=_rate, reverse=True)
-    drafting = [one for one in ranked if one.method.name != PLAIN and (one.speed_up or 0.0) > 0.97]
+    paying = [one for one in ranked if one.method.name != PLAIN and (one.speed_up or 0.0) > 0.97 and not one.is_own]
     plain = next((one for one in ranked if one.method.name == PLAIN), None)
-    unknown = [one for one in ranked if one.expected is None]
-    return drafting[:count] + unknown, plain
+    return paying[:count] + [one for one in ranked if one.is_own], plain

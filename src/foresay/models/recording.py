@@ -6,7 +6,7 @@ token that differs from the recording, that value is meaningless and no exact ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInpu
 from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
 
+_CPU = torch.device("cpu")
 MAX_VOCAB_SIZE = 1 << 24
 """Upper bound on the vocabulary size, above any real tokenizer's: a recording with a higher token id is damaged."""
 
@@ -90,8 +91,6 @@ class RecordingModel(LanguageModel):
     Raises ConfigError if there are no texts.
     """
 
-    device = torch.device("cpu")
-
     def __init__(
         self,
         texts: Sequence[RecordedText],
@@ -100,8 +99,13 @@ class RecordingModel(LanguageModel):
         max_length: int = 1 << 30,
         ragged: bool = False,
         column_cost: float | None = None,
+        states: Callable[[int], Mapping[int, torch.Tensor]] | None = None,
+        device: torch.device = _CPU,
     ) -> None:
-        """ragged, column_cost: capabilities of the recorded model; see Capabilities."""
+        """ragged, column_cost: capabilities of the recorded model; see Capabilities.
+
+        states: returns the hidden states of a text by layer, [S, D] each, on `device`; None if there are none.
+        """
         if not texts:
             raise ConfigError("the recording has no texts; there is nothing to replay")
         self.vocab_size, self.max_length = vocab_size, max_length
@@ -118,7 +122,7 @@ class RecordingModel(LanguageModel):
         """All texts concatenated, each followed by a 0; shorter texts need no padding to the longest."""
         for start, size, text in zip(self._starts, self._sizes, texts, strict=False):
             self._tokens[start : start + size] = [*text.prompt, *text.output]
-        self._texts = texts
+        self._texts, self._states, self.device = texts, states, device
 
     @property
     def capabilities(self) -> Capabilities:
@@ -148,7 +152,7 @@ class RecordingModel(LanguageModel):
         Raises ConfigError if hidden states are requested.
         """
         assert isinstance(cache, RecordingCache)
-        if model_input.hidden_layers:
+        if model_input.hidden_layers and self._states is None:
             raise ConfigError(
                 "a recording has no hidden states, which this drafter needs; replay it with another drafter"
             )
@@ -158,12 +162,24 @@ class RecordingModel(LanguageModel):
             np.arange(columns)[None] if model_input.parents is None else depths_of(model_input.parents).cpu().numpy()
         )
         after = np.asarray(cache.lengths[rows])[:, None] + 1 + depths
+        hidden = {} if self._states is None else self._hidden(model_input.hidden_layers, after, cache.texts[rows])
         for i, count in enumerate(model_input.num_tokens):
             cache.lengths[model_input.first_row + i] += count
         if model_input.logits is Logits.NONE:
-            return ModelOutput(None)
+            return ModelOutput(None, hidden)
         if model_input.logits is Logits.LAST:
             after = np.take_along_axis(after, model_input.last_columns().cpu().numpy()[:, None], 1)
         texts = cache.texts[rows][:, None]
         known = self._starts[texts] + np.minimum(after, self._sizes[texts])
-        return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[known]))
+        return ModelOutput(None, hidden, token_ids=torch.from_numpy(self._tokens[known]).to(self.device))
+
+    def _hidden(self, layers: Sequence[int], after: IntArray, texts: IntArray) -> dict[int, torch.Tensor]:
+        """Return the states of the recorded tokens before positions `after` [B or 1, T], [B, T, D] by layer."""
+        assert self._states is not None
+        found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
+        for text, positions in zip(texts, np.broadcast_to(after, (len(texts), after.shape[1])), strict=True):
+            known = self._states(int(text)) if layers else {}
+            index = torch.from_numpy(np.minimum(positions - 1, self._sizes[text] - 1)).to(self.device)
+            for layer in layers:
+                found[layer].append(known[layer][index])
+        return {layer: torch.stack(parts) for layer, parts in found.items()}

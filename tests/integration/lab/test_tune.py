@@ -261,8 +261,16 @@ def test_a_machine_that_changes_between_runs_decides_nothing(monkeypatch: pytest
     assert tuner.tuning.best is raw["suffix, 8"]
 
 
-def test_a_method_without_a_prediction_is_run_live_and_may_win() -> None:
-    """Such as a head, which a replay has no hidden states for: the search alone would never have tried it."""
+def test_a_method_without_a_prediction_is_run_live_and_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the target's own default, if a replay fails: the search alone would never have tried it."""
+    honest = Tuner._expect
+
+    def expect(self: Tuner, method: Method, *given: Any) -> Expected:
+        if method.length == "8":
+            raise ConfigError("cannot be replayed")
+        return honest(self, method, *given)
+
+    monkeypatch.setattr(Tuner, "_expect", expect)
     tuner = Tuner(repeating(), recording(repeats=True), profile=costs(9.0))
     tuner.search(methods(["suffix"], ["4"]), (1,), methods(["suffix"], ["8"]))
     best, plain = pick(tuner.tuning.candidates)

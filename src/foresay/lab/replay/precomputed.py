@@ -57,6 +57,7 @@ def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> 
     from foresay.lengths import ConstantLength, HeuristicLength
 
     plain = isinstance(drafter, ModelDrafter) and not isinstance(drafter, CrossTokenizerDrafter)
+    plain = plain and not drafter.hidden_layers
     blind = isinstance(policy, ConstantLength | HeuristicLength)
     decoder_only = all(record.source is None for record in recording.records)
     return plain and blind and decoder_only and recording.greedy

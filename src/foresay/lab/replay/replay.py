@@ -18,12 +18,13 @@ from typing import Any
 from foresay.checks import check_int
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Rule
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.stopping import Stopping
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
+from foresay.lab.replay.hidden_states import RecordedStates
 from foresay.lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
 from foresay.lengths import ThroughputLength
 from foresay.lengths.throughput import exclude_policy_time
@@ -148,16 +149,18 @@ def replay(
     rule: Rule | None = None,
     batch_size: int = 1,
     profile: Profile | None = None,
+    target: LanguageModel | None = None,
 ) -> Replay:
     """Decode the recorded outputs again with a drafter.
 
     rule: by default "speculative"; on a greedy recording all exact rules accept the same tokens. profile: the times of target
-    passes, for time-based policies.
+    passes, for time-based policies. target: the recorded model, whose hidden states heads and blocks read; one pass over each
+    text computes them.
     Raises ConfigError for methods that need the target's logits (a lossy rule, a drafter that learns from them), for any
     other rule than "speculative" on a sampled recording, for `throughput` without a profile, and if the drafter fails.
     """
     rule = rule or Speculative()
-    check_method(recording, drafter, rule)
+    check_method(recording, drafter, rule, has_states=target is not None)
     if isinstance(policy, ThroughputLength):
         if profile is None:
             raise ConfigError(
@@ -166,7 +169,10 @@ def replay(
         policy = Timed(policy, profile.clock())
     if drafter is not None and not recording.greedy:
         replay_sampled(drafter, recording)
-    model = RecordingModel([record.text for record in recording.records], **model_settings(recording, profile))
+    texts, more = [record.text for record in recording.records], model_settings(recording, profile)
+    if target is not None and drafter is not None and drafter.hidden_layers:
+        more |= {"states": RecordedStates(target, texts, drafter.hidden_layers), "device": target.device}
+    model = RecordingModel(texts, **more)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
         submit(engine, record, recording)
@@ -183,15 +189,18 @@ def model_settings(recording: Recording, profile: Profile | None) -> dict[str, A
     }
 
 
-def check_method(recording: Recording, drafter: Drafter | None, rule: Rule) -> None:
-    """Raise ConfigError for methods that need the target's logits, and for those that a sampled recording cannot replay."""
+def check_method(recording: Recording, drafter: Drafter | None, rule: Rule, *, has_states: bool = False) -> None:
+    """Raise ConfigError for methods that need the target's logits, and for those that a sampled recording cannot replay.
+
+    has_states: True if hidden states are available.
+    """
     if not rule.exact:
         raise ConfigError(
             "needs the target's logits, which a recording lacks; run it live", param="rule", value=rule.name
         )
     if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
         raise ConfigError("filler_top_k above 1 learns from the target's logits, which a recording lacks; run it live")
-    if drafter is not None and drafter.hidden_layers:
+    if drafter is not None and drafter.hidden_layers and not (has_states and recording.greedy):
         raise ConfigError("a draft head reads the target's hidden states, which a recording lacks; run it live")
     if not recording.greedy and rule.name != "speculative":
         raise ConfigError(

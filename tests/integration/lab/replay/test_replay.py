@@ -20,15 +20,19 @@ from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
+from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.engine import Engine
 from foresay.engine.stats import Stats
 from foresay.errors import ConfigError
 from foresay.lab.replay import sampled as coupled
+from foresay.lab.replay.hidden_states import RecordedStates
 from foresay.lab.replay.precomputed import can_precompute, precompute
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import Replay, ratio, replay
 from foresay.lab.replay.sampled import SampledReplayModel
 from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
@@ -38,7 +42,9 @@ from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
 from foresay.text.stream import StopStrings
 from helpers import tiny
+from helpers.blocks import random_block
 from helpers.families import VOCAB, make, make_seq2seq
+from helpers.heads import random_head
 from helpers.recordings import Numbers, loaded, numbered
 from helpers.support import Fake, PromptLookup, Renumbered
 
@@ -315,6 +321,52 @@ def test_what_cannot_be_taught(plain: Recording) -> None:
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def proposals(drafter: Drafter) -> list[tuple[int, int, list[int]]]:
+    """Receives the request, the length and the draft of each row that a drafter drafts for."""
+    found: list[tuple[int, int, list[int]]] = []
+    known = drafter.propose
+
+    def propose(rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        out = known(rows, budget, policy)
+        for i, (row, count) in enumerate(zip(rows, out.num_tokens, strict=True)):
+            found.append((row.request_id, row.size, out.token_ids[i, :count].tolist()))
+        return out
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    return found
+
+
+def reading(kind: str, target: CausalModel) -> Drafter:
+    if kind == "block":
+        return BlockDrafter(BlockModel(random_block(target, layers=(0, 2)), target), VOCAB)
+    return HeadDrafter(HeadModel(random_head(target), target), VOCAB, nodes=6 if kind == "tree" else 0)
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("head", 1), ("head", 3), ("tree", 2), ("block", 1)])
+def test_drafts_of_hidden_states_are_those_of_live_decoding(
+    plain: Recording, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass over each text computes the states. Control: the states of the next position."""
+    target = CausalModel(make("llama"))
+    decoding = reading(kind, target)
+    wanted = proposals(decoding)
+    steps = live(make("llama"), plain, PARAMS, decoding, ConstantLength(4), batch)
+
+    def replayed() -> tuple[list[list[Said]], list[tuple[int, int, list[int]]]]:
+        drafter = reading(kind, target)
+        found = proposals(drafter)
+        return replay_method(replay(plain, drafter, ConstantLength(4), batch_size=batch, target=target)), found
+
+    assert replayed() == (steps, wanted) and wanted
+    honest = RecordedStates.__call__
+    monkeypatch.setattr(
+        RecordedStates, "__call__", lambda self, text: {n: s.roll(-1, 0) for n, s in honest(self, text).items()}
+    )
+    assert replayed()[1] != wanted
+    with pytest.raises(ConfigError, match="reads the target's hidden states, which a recording lacks"):
+        replay(plain, reading(kind, target), ConstantLength(4))
 
 
 class Failing(Fake):
