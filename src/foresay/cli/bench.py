@@ -13,7 +13,15 @@ import torch
 
 from foresay.cli import sharing
 from foresay.cli.command import Given
-from foresay.cli.common import PLAIN, check_draft_weights, load_arguments, load_target, own_methods, sampling_params
+from foresay.cli.common import (
+    PLAIN,
+    check_draft_weights,
+    check_folder,
+    load_arguments,
+    load_target,
+    own_methods,
+    sampling_params,
+)
 from foresay.cli.options import items, numbers, source_name
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
@@ -29,6 +37,8 @@ from foresay.lab.bench.specdec import specdec_records
 from foresay.lab.bench.transformers import TransformersRunner
 from foresay.lab.data.datasets import SHIPPED
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.report.figures import check_matplotlib
+from foresay.lab.report.report import PAGE, read_report, write
 from foresay.lab.report.table import NOISE, rows
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.models.sources.reading import native_dtype
@@ -46,6 +56,9 @@ def run(given: Given) -> int:
     named = methods(given.drafter or COMPARED, given.length, given.rule or "speculative")
     sets = {source_name(given, one): items(given, one) for one in given.prompts or (SHIPPED,)}
     shared = sharing.wanted(given)
+    if given.report is not None:
+        check_matplotlib()
+        check_folder(given.report, (PAGE,))
     if given.specdec is not None:
         _check_specdec(named, sets, every, sizes, shared=shared)
     if shared:
@@ -54,9 +67,8 @@ def run(given: Given) -> int:
         check_draft_weights(given, named)
         load = load_arguments(given, **PLAIN, max_batch_size=max(sizes))
         repeats, chat = given.repeats, not given.raw
-        return show(
-            _shared(benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats), given)
-        )
+        setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
+        return _finish(_shared(setup, given), given)
     target = load_target(given, named, max_batch_size=max(sizes))
     named += [] if given.drafter else own_methods(target, named)
     engines = _opened(target, given)
@@ -68,7 +80,16 @@ def run(given: Given) -> int:
         results = bench(target, settings, given.output, engines, on_run=report)
     if given.specdec is not None:
         _write_specdec(given.specdec, named[0].generator(target, 1), next(iter(requests.values())), every[0])
-    return show(results)
+    return _finish(results, given)
+
+
+def _finish(results: Results, given: Given) -> int:
+    """Show the results, and write their report if it is wanted."""
+    code = show(results)
+    if given.report is not None and results.runs:
+        page, *_ = write(read_report([given.output]), given.report)
+        click.echo(f"wrote {page}")
+    return code
 
 
 def _check_specdec(named: Sized, sets: Sized, params: Sized, sizes: Sequence[int], *, shared: bool) -> None:

@@ -365,6 +365,18 @@ def test_bench(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     assert "was started with settings." in shell.refused(*command, "--ignore-eos")
 
 
+def test_bench_also_writes_the_report(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    """A folder with something else is refused before anything is loaded."""
+    command = ["bench", "b.jsonl", *which, "--prompts", "p.jsonl", "--count", "2", "-n", "6", "--repeats", "1"]
+    command += ["--drafter", "suffix", "--length", "2", "--length", "4", "--report", "drawn"]
+    code, out, _ = shell(*command)
+    assert code == 0 and out.endswith(f"wrote {Path('drawn/report.html')}\n")
+    assert {"report.html", "report.md", "pareto.png"} <= {one.name for one in Path("drawn").iterdir()}
+    Path("other").mkdir()
+    Path("other/notes").touch()
+    assert "contains something else" in shell.refused(*command[:-1], "other")
+
+
 def test_bench_says_what_failed(
     shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ BENCH = command(
     ),
     batch_sizes("1"),
     option("--repeats N", "Runs of each method, in turns; the median is shown.", 3),
+    option("--report FOLDER", "Also write the report of the results (see foresay report)."),
     option("--specdec FILE", "Write SpecDec++'s result record: one method with a draft model, batch size 1."),
     opt.DRAFTERS,
     opt.LENGTHS,

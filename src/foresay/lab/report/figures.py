@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foresay.engine import Stats
@@ -266,16 +267,21 @@ def _kind(row: TableRow) -> tuple[str, str, str | None]:
     return ("exact", BLUE, None) if row.exact else ("lossy: the output may differ", ORANGE, "////")
 
 
+def check_matplotlib() -> None:
+    """Raise ConfigError without matplotlib, which draws the figures."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'")
+
+
 def _grid(among: Collection[Key], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Key]], str]:
     """Return (figure, a panel per key, a note for the caption), with two panels per line; panels that do not fit are left out.
 
     among: keys, in order or as a set.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'") from None
+    check_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     keys: list[Any] = sorted(among) if isinstance(among, set) else list(among)
     columns = min(2, len(keys))
     shown = keys[: columns * max(1, int(TALLEST / height))]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Path_ = str | os.PathLike[str]
+PAGE = "report.html"
 TITLE = "Speculative decoding, measured"
 UNSTEADY = 0.10
 """Spread of plain decoding above which a report warns."""
@@ -150,7 +151,7 @@ def write(report: Report, output: Path_) -> list[Path]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
         pictures = [_picture(*drawn) for drawn in figures.drawings(report.table)]
-    files = {"report.html": html(report, pictures).encode("utf-8", "replace")}
+    files = {PAGE: html(report, pictures).encode("utf-8", "replace")}
     files["report.md"] = markdown(report, pictures).encode("utf-8", "replace")
     files |= {f"{picture.name}.png": picture.png for picture in pictures}
     folder = Path(output)
