@@ -1,10 +1,10 @@
 """Decoding steps on a GPU, over a model of real shapes with random weights, as ratios to a plain step and to their floors.
 
-    python benchmarks/gpu.py [--only PART ...] [--small] [--device cuda|cpu] [--steps N] [--pages] [--write]
+    python benchmarks/gpu.py [--only PART ...] [--small] [--device cuda|cpu] [--steps N] [--write]
 
 The target has the shapes of Llama-3.1-8B in bf16, with joined layers as loaded checkpoints have them; drafts have one layer of
 its shape and 32,000 tokens. Random models agree by chance alone, so that a step with drafts is one draft, one pass of the target
-and one token; `known` drafts the target's own text instead. `--pages` runs passes over flat tokens and pages (FORESAY_PAGES=1).
+and one token; `known` drafts the target's own text instead. FORESAY_PAGES=0 runs passes as PyTorch operations.
 `--small` uses shapes that fit anywhere; it is the default without a GPU.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -58,6 +59,8 @@ LEGEND = {
     "captures_after_warm_up": ("passes captured in the second identical call", "0"),
     "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
     "same_bits_share": ("tokens whose scores have the same bits in passes over 1 and 8 rows", "1"),
+    "same_bits_cost_1": ("plain step / the same with cuBLAS's products, 1 row", "<= 1.1"),
+    "same_bits_cost_32": ("the same, 32 rows", "<= 1.1"),
     "ttft_512_ms": ("first token of a prompt of 512 tokens, ms", "<= 15"),
     "ttft_15000_ms": ("first token of a prompt of 15,000 tokens, ms", "<= 560"),
     "sampling_added_ms_1": ("top-k 50, top-p 0.9 over greedy, 1 row, ms", "<= 0.15"),
@@ -202,9 +205,9 @@ class Measure:
 
     def plain_steps(self) -> Figures:
         one, many, long = self.plain_ms(1), self.plain_ms(32), self.step_ms(1, context=self.shape.long)[0]
-        captures = getattr(self.model.paged or self.model.graphs, "captures", 0)
+        captures = getattr(self.model.paged, "captures", 0)
         self.run(32)
-        more = getattr(self.model.paged or self.model.graphs, "captures", 0) - captures
+        more = getattr(self.model.paged, "captures", 0) - captures
         return {
             "weights_gb": self.bound.weight_bytes / 1e9,
             "bandwidth_gb_per_s": self.bound.bytes_per_s / 1e9,
@@ -238,6 +241,20 @@ class Measure:
             ).scores()
             same += torch.equal(alone[0, 0], together[i, 0])
         return {"tokens8_over_1": eight / one, "same_bits_share": same / 8}
+
+    def library_products(self) -> Figures:
+        """Products of small passes by cuBLAS, in which a token's bits depend on the others."""
+        if self.model.paged is None:
+            return {}
+        from foresay.models.gpu import layers
+
+        out = {f"same_bits_cost_{rows}": self.plain_ms(rows) for rows in (1, 32)}
+        with patch.object(layers, "product", torch.nn.functional.linear):
+            self.model.use_fused()
+            for rows in (1, 32):
+                out[f"same_bits_cost_{rows}"] /= self.step_ms(rows)[0]
+        self.model.use_fused()
+        return out
 
     def first_tokens(self) -> Figures:
         out: Figures = {}
@@ -361,6 +378,7 @@ def main() -> int:
     names = (
         "plain_steps",
         "passes",
+        "library_products",
         "first_tokens",
         "sampling",
         "heads",
@@ -375,17 +393,15 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="shapes that fit anywhere")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=24, help="timed steps of each figure (default: 24)")
-    parser.add_argument("--pages", action="store_true", help="run passes over flat tokens and pages")
     args = parsed(parser)
-    if args.pages:
-        os.environ["FORESAY_PAGES"] = "1"
     if args.device == "cpu":
         os.environ["FORESAY_NATIVE"] = "0"  # PyTorch operations, as on a GPU
     shape = SMALL if args.small or args.device == "cpu" else LARGE
     torch.set_grad_enabled(False)
     one = Measure(shape, torch.device(args.device), args.steps)
     size = "small shapes" if shape is SMALL else "the shapes of Llama-3.1-8B"
-    model = f"random Llama of {size} in bf16, on {args.device}{', passes over pages' if args.pages else ''}"
+    over = "operations" if one.model.paged is None else "pages"
+    model = f"random Llama of {size} in bf16, on {args.device}, passes over {over}"
     return measured(
         {name: getattr(one, name) for name in names},
         args.only,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, SelfDrafter
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.huggingface.graphs import SWITCH
 from foresay.models.huggingface.linears import join_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from helpers.families import VOCAB, make, make_seq2seq
@@ -68,47 +65,14 @@ def test_a_cascade_on_the_gpu_decodes_without_failing(temperature: float) -> Non
         assert ours == run(target, PROMPTS, params, gamma=0)[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
-def test_captured_passes_write_what_passes_write(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    """CUDA graphs of the target, of a draft model and of the target's first layers."""
-    monkeypatch.delenv(SWITCH, raising=False)
-    params = SamplingParams(max_new_tokens=60)
-    wanted = run(CausalModel(make(family).to("cuda")), PROMPTS, params, gamma=0)[0]
-    target, draft = CausalModel(make(family).to("cuda")), CausalModel(make(family, seed=1).to("cuda"))
-    for model in (target, draft):
-        model.use_fused()
-        assert model.graphs is not None
-    assert run(target, PROMPTS, params, gamma=0)[0] == wanted
-    assert run(target, PROMPTS, params, drafter=ModelDrafter(draft, VOCAB), gamma=3)[0] == wanted
-    short = first_layers(target, 2)
-    assert run(target, PROMPTS, params, drafter=SelfDrafter(short, VOCAB), gamma=3)[0] == wanted
-    for model in (target, draft, short):
-        assert model.graphs is not None
-        assert (model.graphs.off, model.graphs.replays > 20) == (None, True)
-
-
-def test_passes_are_captured_again_after_every_graph_was_dropped() -> None:
-    """PyTorch discards a memory pool with its last graph; a capture into it then fails."""
-    target = CausalModel(make("llama").to("cuda"))
-    target.use_fused()
-    assert target.graphs is not None
-    params, replays = SamplingParams(max_new_tokens=12), 0
-    wanted = run(target, PROMPTS, params, gamma=0)[0]
-    for _ in range(3):
-        target._spare = []
-        gc.collect()
-        assert not target.graphs._recordings
-        assert run(target, PROMPTS, params, gamma=0)[0] == wanted
-        assert (target.graphs.off, target.graphs.replays > replays) == (None, True)
-        replays = target.graphs.replays
-
-
 def test_joined_weights_are_in_memory_once() -> None:
     model = make("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).to("cuda")
     before = torch.cuda.memory_allocated()
     assert join_layers(model) == 16
-    CausalModel(model).use_fused()
-    assert torch.cuda.memory_allocated() - before < 1e6
+    target = CausalModel(model)
+    target.use_fused()
+    pages = 0 if target.paged is None else target.paged.pool.nbytes
+    assert torch.cuda.memory_allocated() - before - pages < 8e6
     first = model.model.layers[0]
     assert first.self_attn.q_proj.weight.untyped_storage().data_ptr() == (
         first.self_attn.v_proj.weight.untyped_storage().data_ptr()

@@ -9,9 +9,11 @@ import torch
 
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import SelfDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import join_layers
 from helpers.families import VOCAB, make, whole_product
 from helpers.support import ModelDrafter, Sometimes, run
@@ -42,14 +44,15 @@ def paged(family: str, device: str, seed: int = 0, **sizes: Any) -> CausalModel:
     return target
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
 @torch.inference_mode()
 def test_greedy_output_is_that_of_the_family_s_own_code(family: str, device: str) -> None:
-    """With rows that join, common prefixes, drafts that are right now and then, and those of a draft model on pages too."""
+    """With rows that join, common prefixes, drafts that are right now and then, and of models over pages."""
     params = [SamplingParams(max_new_tokens=24 if device == "cuda" else 3, ignore_eos=True) for _ in PROMPTS]
     wanted = run(CausalModel(make(family)), PROMPTS, params, gamma=0)[0]
     target, draft = paged(family, device), paged(family, device, 1)
-    for drafter in (Sometimes(wanted, VOCAB), ModelDrafter(draft, VOCAB)):
+    short = first_layers(target, 1)
+    for drafter in (Sometimes(wanted, VOCAB), ModelDrafter(draft, VOCAB), SelfDrafter(short, VOCAB)):
         found, _, engine = run(
             target, PROMPTS, params, drafter=drafter, gamma=4, max_batch_size=3, prefixes=PrefixStore(1 << 22)
         )

@@ -37,7 +37,7 @@ INSIDE = {
     "decoding": [
         {"sampling_params", "devices", "outcome", "residuals", "state", "capabilities", "clock"},
         {"randomness", "proposal", "sampling_kernels"},
-        {"rows", "proposal_checks"},
+        {"rows", "proposal_checks", "kernels"},
         {"penalties", "truncation"},
         {"processors"},
         {"distributions"},
@@ -66,7 +66,7 @@ INSIDE = {
         {"chain"},
     ],
     "models/gpu": [
-        {"attention", "product", "levels"},
+        {"attention", "product", "levels", "capture"},
         {"pages", "rows", "blocks"},
         {"flat", "experts"},
         {"layers"},
@@ -94,7 +94,7 @@ INSIDE = {
         {"linears"},
         {"hybrid_layers", "layer_inputs"},
         {"family_layers"},
-        {"model", "fused", "graphs"},
+        {"model", "fused"},
         {"causal", "selective_scan"},
         {"seq2seq", "states"},
         {"recurrent"},

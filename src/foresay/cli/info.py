@@ -89,9 +89,6 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
     if fused.paged is not None:
         pool = fused.paged.pool
         return f"fused layers, keys and values in pages of {pool.num_tokens} tokens ({pool.nbytes / 1e9:.1f} GB)"
-    graphs = model.graphs if isinstance(model, CausalModel) else None
-    if graphs is not None and graphs.off is None:
-        return "fused layers, captured as graphs"
     return "fused layers, kernels compiled for this machine" if fused.compiled else "fused layers"
 
 

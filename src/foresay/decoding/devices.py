@@ -6,11 +6,8 @@ stays there: numbers of elements that a condition selects, for example.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -40,16 +37,6 @@ def selected(mask: torch.Tensor) -> torch.Tensor:
     if is_remote(mask.device):
         return torch.arange(len(mask), device=mask.device)
     return torch.nonzero(mask)[:, 0]
-
-
-def uses_kernels(device: torch.device) -> bool:
-    """Return True if our kernels for GPUs are used on a device: on a GPU with Triton, if FORESAY_PAGES=1 is set."""
-    return device.type == "cuda" and os.environ.get("FORESAY_PAGES") == "1" and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from foresay.decoding import devices
+from foresay.decoding import devices, kernels
 from foresay.decoding.processors import Processed, process_rows, processes
 from foresay.decoding.rows import Rows
 from foresay.decoding.truncation import plan_of, probabilities
@@ -153,7 +153,7 @@ def build_distributions(
         greedy_ids = likeliest(logits, counts)
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
     flat = chosen.reshape(count * width, vocab)
-    if processed is not None or not devices.uses_kernels(flat.device):
+    if processed is not None or not kernels.uses_kernels(flat.device):
         flat = flat.to(torch.float32, copy=True)  # it is overwritten
     if processed is not None:
         sampled = {plan.index_of[i]: j for j, i in enumerate(processed.rows) if i in plan.index_of}

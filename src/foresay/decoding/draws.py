@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foresay.decoding import devices
+from foresay.decoding import devices, kernels
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.randomness import Purpose, Streams
 
@@ -22,7 +22,7 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor |
     if rows is not None and 2 * len(rows) < len(probs):
         probs, rows = probs[rows], None
     count, vocab = probs.shape
-    if devices.uses_kernels(probs.device):
+    if kernels.uses_kernels(probs.device):
         from foresay.decoding import sampling_kernels  # Triton
 
         every = torch.arange(count, device=probs.device) if rows is None else rows

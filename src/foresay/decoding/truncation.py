@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foresay.decoding import devices
+from foresay.decoding import devices, kernels
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
 
@@ -75,7 +75,7 @@ def probabilities(logits: torch.Tensor, plan: Plan, width: int) -> torch.Tensor:
     def per_position(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(width) if width > 1 else values
 
-    if devices.uses_kernels(logits.device):
+    if kernels.uses_kernels(logits.device):
         return _by_kernels(logits, plan, per_position)
     temperature = _bounded(per_position(plan.temperature))
     logits = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from foresay.decoding.devices import moved
 from foresay.decoding.prefill import pending, prefill_chunk
 from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows, common_prefix
-from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
 
 MAX_CATCH_UP = 4
@@ -170,8 +169,8 @@ class DraftCache:
 class FirstLayers(LanguageModel, Protocol):
     """A model made of the first layers of another one."""
 
-    def borrowed(self, owner: SlotCache) -> SlotCache:
-        """Return a cache over the slots of the other model's cache."""
+    def borrowed(self, owner: Any) -> KVCache | None:
+        """Return a cache over the slots of the other model's cache; None if this model's passes do not read them."""
         ...
 
 
@@ -184,19 +183,23 @@ class SharedDraftCache(DraftCache):
 
     def __init__(self, model: FirstLayers, vocab_size: int) -> None:
         super().__init__(model, vocab_size)
-        self._owner: SlotCache | None = None
+        self._owner: Any = None
         self._borrow = model.borrowed
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Draft in the target's cache from now on; a cache without keys and values (a recording's) cannot be shared."""
-        self._owner = cache if isinstance(cache, SlotCache) else None
+        self._owner = cache if hasattr(cache, "last_writer") else None
         self.reset()
 
     def reset(self) -> None:
         """Forget every row."""
         super().reset()
         if self._owner is not None:
-            self.cache = self._borrow(self._owner)
+            borrowed = self._borrow(self._owner)
+            if borrowed is None:
+                self._owner = None
+            else:
+                self.cache = borrowed
 
     def admit(self, rows: Rows, first: int) -> None:
         """Admit new rows, whose prompts the target has prefilled."""

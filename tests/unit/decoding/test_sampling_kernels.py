@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding import draws, sampling_kernels, truncation
+from foresay.decoding import draws, kernels, sampling_kernels, truncation
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_kernels import Cuts
 from foresay.decoding.sampling_params import SamplingParams
@@ -125,3 +125,43 @@ def test_every_kernel_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) ->
         "_block_sums",
         "_inverse",
     }
+
+
+def test_kernels_are_tried_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FORESAY_PAGES=0, an old GPU, wrong results and a compiler that fails turn them off; each but the first is logged once."""
+    known, gpu = kernels.check, torch.device("cuda:0")
+    monkeypatch.delenv(kernels.SWITCH, raising=False)
+    monkeypatch.setattr(kernels, "check", lambda device: known(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+
+    def used() -> bool:
+        kernels._works.cache_clear()
+        caplog.clear()
+        return kernels.uses_kernels(gpu) and kernels.uses_kernels(gpu)
+
+    assert used() and not caplog.records and not kernels.uses_kernels(torch.device("cpu"))
+    with monkeypatch.context() as patch:
+        patch.setenv(kernels.SWITCH, "0")
+        assert not used() and not caplog.records
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not used() and "compute capability is below 8.0" in caplog.text and len(caplog.records) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sampling_kernels, "_LEVELS", 5)
+        assert not used() and "differ from those of PyTorch" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "check", Raises(RuntimeError("Failed to find C compiler")))
+        assert not used() and "RuntimeError: Failed to find C compiler" in caplog.text
+    kernels._works.cache_clear()
+
+
+class Raises:
+    """A function that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, *_: object) -> None:
+        raise self.error

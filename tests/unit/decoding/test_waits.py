@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from foresay.decoding import devices, sampling_kernels
+from foresay.decoding import devices, kernels, sampling_kernels
 from foresay.decoding import step as step_module
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.proposal import Proposal, Verification
@@ -104,7 +104,7 @@ def test_a_step_waits_for_the_device_once(
         return [step_module._RowVerification([1], 2, [0], (1,)) for _ in proposal.num_tokens]
 
     monkeypatch.setattr(step_module, "_read", read)
-    monkeypatch.setattr(devices, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
     monkeypatch.setattr(sampling_kernels, "probabilities", lambda scores, *_: scores.float())
     monkeypatch.setattr(sampling_kernels, "inverse_cdf", lambda probs, uniform, rows: torch.empty_like(rows))
     rows = Rows([Row(i, [1, 2], SamplingParams(**one), seed=i, limit=20) for i, one in enumerate(SETTINGS[setting])])

@@ -191,7 +191,6 @@ class SlotCache:
         """Store keys and values [B, heads, T, dim] of a pass; return all that its rows attend to, [B, heads, width, dim] each."""
         self.tensors.write(layer, keys, values, *at.indices(keys.device))
         ends = [start + at.columns for start in self.lengths[at.first_row : at.first_row + at.batch]]
-        ends += [at.width] * (at.batch - len(ends))  # a captured pass may have more rows than there are
         return self.tensors.read(layer, at.first_row, ends, at.width)
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,8 @@
 """The memory of a slot cache: keys and values of all layers.
 
 Two layouts share one interface. `RowStores` allocates a block per row, so that memory grows with tokens and is freed when a row
-ends; our CPU kernels read it. `Stores` is one rectangle of rows by slots per layer, which PyTorch's operations and captured
-forward passes need. Does not know which slots are valid; the cache does.
+ends; our CPU kernels read it. `Stores` is one rectangle of rows by slots per layer, which PyTorch's operations need. Does not
+know which slots are valid; the cache does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _GENEROUS = 1 << 28
 """Stores up to this many bytes grow beyond the requested size, so that they are copied less often."""
 _SHRINK = 4
 """A rectangle is copied to a smaller one if that needs at most a quarter of the memory."""
-MOST_SPARE = 1 << 30
-"""Stores above this many bytes are freed instead of kept for the next cache."""
 _SMALL = 1 << 26
 """Freed memory below this many bytes is kept for the next rows."""
 
@@ -62,6 +60,7 @@ class RowStores:
         self._used: list[int] = []
         """Slots reserved for each row; memory after them was never touched."""
         self.version = 0
+        """Incremented whenever blocks are allocated, moved or freed: addresses are valid while it is unchanged."""
         self._freed = 0
         ends = [i for i in range(1, self.num_layers + 1) if self.shapes[i - 1 : i] != self.shapes[i : i + 1]]
         self._runs = list(itertools.pairwise([0, *ends]))
@@ -192,8 +191,6 @@ class Stores:
         """Keys and values of each layer; None for a layer that was not written yet."""
         self.rows = self.slots = 0
         """Allocated rows, and allocated slots of each row."""
-        self.version = 0
-        """Incremented whenever tensors are allocated, moved or freed: addresses are valid while it is unchanged."""
 
     @property
     def num_layers(self) -> int:
@@ -216,7 +213,6 @@ class Stores:
         for i, layer in enumerate(self.layers):
             if layer is not None:
                 self.layers[i] = (self._resized(layer[0]), self._resized(layer[1]))
-        self.version += 1
 
     def _resized(self, old: torch.Tensor) -> torch.Tensor:
         # zeros instead of empty: a masked slot is still multiplied by a weight of zero, and zero times NaN is NaN
@@ -235,7 +231,6 @@ class Stores:
         if tensors is None:
             new = [like.new_zeros(self.rows, self.slots, *shape) for shape in (keys, values)]
             tensors = self.layers[layer] = (new[0], new[1])
-            self.version += 1
         return tensors
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
@@ -284,9 +279,7 @@ class Stores:
     def drop(self, lengths: Sequence[int]) -> None:
         """Free all rows but the first len(lengths), which have these lengths. Shrinks the rectangle if most of it is unused."""
         rows, slots = len(lengths), round_up(max(lengths, default=0))
-        on_cpu = any(layer is not None and layer[0].device.type == "cpu" for layer in self.layers)
-        # shrinking moves the tensors, which invalidates captured passes: on a GPU only very large stores shrink
-        if self.nbytes >= (_SMALL if on_cpu else MOST_SPARE) and _SHRINK * rows * slots <= self.rows * self.slots:
+        if self.nbytes >= _SMALL and _SHRINK * rows * slots <= self.rows * self.slots:
             self._resize(rows, slots)
             trim()
 
@@ -312,9 +305,3 @@ class Stores:
 
 
 KeyValues = RowStores | Stores
-
-
-def give(spare: list[Stores], stores: Stores) -> None:
-    """Keep the stores of a discarded cache, over which graphs may be captured, for the next one; of two, the larger."""
-    if sum(one.nbytes for one in spare) <= stores.nbytes <= MOST_SPARE:
-        spare[:] = [stores]

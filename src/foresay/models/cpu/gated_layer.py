@@ -18,6 +18,17 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Separate:
+    """The products of layers that read the same input and whose weights are apart, [..., in] -> [..., sum of out]."""
+
+    parts: tuple[Product, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layers' outputs, one after the other."""
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """RMSNorm: x / rms(x) times the weight [H], or times one plus the weight if `from_one`."""
 

@@ -211,7 +211,7 @@ class NativeLayers:
         """Return the addresses in a cache, collected again whenever it allocated or freed blocks."""
         stores = cache.tensors
         cached = self._caches.get(cache)
-        if cached is not None and cached.version == stores.version:
+        if cached is not None and isinstance(stores, RowStores) and cached.version == stores.version:
             return cached
         fits = isinstance(stores, RowStores) and stores.shapes[: len(self._shapes)] == self._shapes
         if not isinstance(stores, RowStores) or not fits or isinstance(cache, StateCache) != bool(self._mixers):

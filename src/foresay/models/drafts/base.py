@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.devices import launching_on, uses_kernels
+from foresay.decoding.devices import launching_on
 from foresay.decoding.distributions import VocabularySubset
+from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -27,8 +28,9 @@ from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
+from foresay.models.gpu.capture import capture_on
 from foresay.models.huggingface import linears
-from foresay.models.huggingface.causal import CausalModel, capture_on
+from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenEmbedding
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable

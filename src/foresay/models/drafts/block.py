@@ -33,8 +33,9 @@ from foresay.models.drafts.block_config import BlockConfig, Sight
 from foresay.models.drafts.block_module import BlockLayer, BlockModule
 from foresay.models.drafts.layers import rotate
 from foresay.models.drafts.path import MarkovHead, Step
+from foresay.models.gpu.capture import capture_on
 from foresay.models.huggingface import attention
-from foresay.models.huggingface.causal import CausalModel, capture_on
+from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, feed_forward, rotary_of
 

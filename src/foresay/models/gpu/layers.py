@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm, Separate
 from foresay.models.gpu.attention import attend
 from foresay.models.gpu.blocks import QUANTIZED
 from foresay.models.gpu.experts import mixture
@@ -125,7 +125,9 @@ class PagedLayers:
         keys, values = pool.keys[store], pool.values[store]
         seen = at.visible if layer.causal else at.whole
         norms = None
-        if layer.q_norm is not None:
+        if layer.wide_norm:
+            joint = _normed_as_one(joint, layer)
+        elif layer.q_norm is not None:
             norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm or layer.q_norm)
         queries = place(
             joint.view(len(read), -1, layer.dim),
@@ -153,6 +155,8 @@ def linear(layer: Any, states: torch.Tensor, *, is_prompt: bool = False) -> torc
     """Return a linear layer's outputs, [N, I] -> [N, O]; those of many tokens, or of a prompt, by a library, which is faster."""
     if isinstance(layer, QUANTIZED):
         return layer(states)
+    if isinstance(layer, Separate):
+        return torch.cat([linear(part, states, is_prompt=is_prompt) for part in layer.parts], 1)
     multiply = F.linear if is_prompt or len(states) > MOST else product
     return multiply(states, layer.weight, layer.bias)
 
@@ -160,6 +164,17 @@ def linear(layer: Any, states: torch.Tensor, *, is_prompt: bool = False) -> torc
 def outputs_of(layer: Any) -> int:
     """Return the number of a linear layer's outputs."""
     return int(layer.out_features) if isinstance(layer, QUANTIZED) else len(layer.weight)
+
+
+def _normed_as_one(joint: torch.Tensor, layer: GatedLayer) -> torch.Tensor:
+    """Normalize the queries of all heads of a token as one vector, and its keys, too (OLMo-2). joint: [N, (Hq + 2 Hk) * D]."""
+    assert layer.q_norm is not None and layer.k_norm is not None
+    queries, keys, values = joint.split([heads * layer.dim for heads in (*layer.heads, layer.heads[1])], 1)
+    parts = [
+        add_norm(part.contiguous(), None, after=None, before=_of_norm(norm))
+        for part, norm in ((queries, layer.q_norm), (keys, layer.k_norm))
+    ]
+    return torch.cat([*parts, values], 1)
 
 
 def _around(conv: Convolution | None, x: torch.Tensor, at: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,8 +205,6 @@ def _check(layer: GatedLayer, activation: str) -> None:
         raise LookupError("the kernels do not compute recurrent layers, gated heads, or experts next to a feed-forward")
     if layer.unit_values and layer.q_norm is None:
         raise LookupError("the kernels do not normalize values alone")
-    if layer.wide_norm:
-        raise LookupError("the kernels do not normalize the queries of all heads as one vector")
     if activation not in GATES:
         raise LookupError(f"the kernels do not compute the activation {activation!r}")
     convs = [one.projection for one in (layer.attention_conv, layer.mlp_conv) if one is not None]
@@ -212,6 +225,10 @@ def _check(layer: GatedLayer, activation: str) -> None:
 def check_linear(part: Any, dtype: torch.dtype) -> None:
     """Raise LookupError for a product whose weights are not one contiguous matrix of the model's dtype."""
     if isinstance(part, QUANTIZED) and part.dtype == dtype:
+        return
+    if isinstance(part, Separate):
+        for one in part.parts:
+            check_linear(one, dtype)
         return
     weight = getattr(part, "weight", None)
     if not isinstance(weight, torch.Tensor) or not hasattr(part, "bias"):

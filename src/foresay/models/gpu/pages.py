@@ -122,19 +122,27 @@ class SavedPages:
 
 
 class PagedCache:
-    """Lengths of rows and their pages; see KVCache."""
+    """Lengths of rows and their pages; see KVCache.
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool = pool
+    With an owner it has lengths of its own over the owner's pages: for a draft model that consists of the target's first layers.
+    What the draft writes is overwritten by the target's next pass.
+    """
+
+    def __init__(self, pool: PagePool, owner: PagedCache | None = None) -> None:
+        self.pool, self.owner = pool, owner
         self.lengths: list[int] = []
-        self.pages: list[list[int]] = []
+        self.pages: list[list[int]] = [] if owner is None else owner.pages
         """Pages of each row, of which the last ones may be empty."""
-        finalize(self, _give_all_back, pool, self.pages).atexit = False
+        self.last_writer: object | None = None
+        """See SlotCache."""
+        if owner is None:
+            finalize(self, _give_all_back, pool, self.pages).atexit = False
 
     def add_rows(self, count: int) -> None:
-        """Append empty rows."""
+        """Append empty rows; those of an owner are there already."""
         self.lengths += [0] * count
-        self.pages += [[] for _ in range(count)]
+        if self.owner is None:
+            self.pages += [[] for _ in range(count)]
 
     def reserve(self, row: int, count: int) -> None:
         """Make room for `count` tokens after a row's last one, in pages that no other row uses.
@@ -203,22 +211,29 @@ class PagedCache:
         self.pages[row], self.lengths[row] = shared, length
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two rows."""
+        """Exchange two rows; an owner exchanges their pages itself."""
         self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
-        self.pages[one], self.pages[other] = self.pages[other], self.pages[one]
+        if self.owner is None:
+            self.pages[one], self.pages[other] = self.pages[other], self.pages[one]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Move rows, then drop the rows from index `count` on and give their pages back."""
+        """Move rows, then drop the rows from index `count` on and give their pages back, unless an owner does."""
         for source, target in moves:
             self.swap(source, target)
-        for pages in self.pages[count:]:
-            self.pool.give_back(pages)
-        del self.lengths[count:], self.pages[count:]
+        del self.lengths[count:]
+        if self.owner is None:
+            for pages in self.pages[count:]:
+                self.pool.give_back(pages)
+            del self.pages[count:]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages in use; a page that several rows use counts once."""
-        return len({page for pages in self.pages for page in pages}) * self.pool.page_bytes
+        """Bytes of the pages in use; a page that several rows use counts once, and those of an owner do not."""
+        return (
+            0
+            if self.owner is not None
+            else len({page for pages in self.pages for page in pages}) * self.pool.page_bytes
+        )
 
 
 def _give_all_back(pool: PagePool, rows: list[list[int]]) -> None:

@@ -17,6 +17,7 @@ from foresay.checks import gigabytes
 from foresay.decoding.devices import launching_on, moved
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu.attention import PAGE, tokens_per_tile
+from foresay.models.gpu.capture import Capture
 from foresay.models.gpu.flat import Buffers, FlatTokens, PageTable, size_of
 from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
 
@@ -33,8 +34,6 @@ States = tuple[torch.Tensor, Mapping[int, torch.Tensor]]
 Outputs = tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]
 """Scores [N, V] or None, and hidden states [N, H] by layer."""
 Replay = Callable[[], Outputs]
-Capture = Callable[[Replay], Replay]
-"""Turn a pass into a function that repeats it with the current contents of its buffers; may run the pass a few times first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +82,13 @@ def passes_on(
     room = min(SHARE * free_bytes, gigabytes(LIMIT, math.inf))
     pages = min(max(int(room) // bytes_each, longest), most_pages or MAX_ROWS * longest)
     pool = PagePool(decoder.layers, pages, dtype, device)
+    return passes_over(pool, device, decoder, max_length=max_length, capture=capture)
+
+
+def passes_over(
+    pool: PagePool, device: torch.device, decoder: Decoder, *, max_length: int, capture: Capture
+) -> PagedPasses:
+    """Return the passes of a decoder over a pool, whose layers begin with the decoder's."""
     return PagedPasses(decoder, pool, rows=MAX_ROWS, max_length=max_length, device=device, capture=capture)
 
 
@@ -100,9 +106,9 @@ class PagedPasses:
         self._tiles = [tokens_per_tile(*decoder.heads, longest, is_prompt=is_prompt) for is_prompt in (False, True)]
         self.captures = self.replays = 0
 
-    def new_cache(self) -> PagedCache:
-        """Return a cache without rows."""
-        return PagedCache(self.pool)
+    def new_cache(self, owner: PagedCache | None = None) -> PagedCache:
+        """Return a cache without rows. owner: a cache over this pool whose pages it shares; see PagedCache."""
+        return PagedCache(self.pool, owner)
 
     def __call__(
         self, model_input: ModelInput, cache: PagedCache

@@ -9,28 +9,27 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
-from weakref import finalize
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cache.stores import RowStores, Stores, give
+from foresay.models.cache.stores import RowStores
+from foresay.models.gpu.capture import capture_on
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.fused import FusedDecoder, state_of
-from foresay.models.huggingface.graphs import SWITCH, Capture, CudaGraphs, GraphedPasses, Replay
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 from foresay.models.huggingface.paged_chains import PagedChains
 
 if TYPE_CHECKING:  # at run time this would import Triton
+    from foresay.models.gpu.pages import PagePool
     from foresay.models.gpu.passes import PagedPasses
 
 logger = logging.getLogger("foresay")
@@ -127,22 +126,6 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-def capture_on(device: torch.device) -> Capture:
-    """Return the capture function of a device; a pass that is not captured is repeated as it is."""
-    if device.type != "cuda" or os.environ.get(SWITCH) == "0":
-        return lambda run: run
-    graphs = CudaGraphs(device)
-
-    def capture(run: Replay) -> Replay:
-        try:
-            return graphs(run)
-        except Exception as error:  # operations may fail to be captured in any way
-            logger.warning("a pass is not captured as a CUDA graph: %s: %s", type(error).__name__, error)
-            return run
-
-    return capture
-
-
 class CausalModel(TransformersModel, PagedChains):
     """A decoder-only transformers model that scores ragged rows."""
 
@@ -167,50 +150,46 @@ class CausalModel(TransformersModel, PagedChains):
         self._body = model.base_model
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
-        self.graphs: GraphedPasses | None = None
-        """Fused passes captured as CUDA graphs."""
-        self._spare: list[Stores] = []
-        """Memory of a discarded cache, over which passes are captured."""
         self._watched_state: list[tuple[int, bool]] | None = None
         self.num_layers = int(getattr(config, "num_hidden_layers", 0))
         # ALiBi is computed from slots, not from positions
         self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
 
-    def use_fused(self, cache_dtype: torch.dtype | None = None) -> None:
+    def use_fused(self, cache_dtype: torch.dtype | None = None, pool: PagePool | None = None) -> None:
         """Run passes through `FusedDecoder`. Raises NotFusedError, and keeps the family's own code, for an unsupported model.
 
-        cache_dtype: of keys and values; None for the model's.
+        cache_dtype: of keys and values; None for the model's. pool: pages of a model whose layers begin with this one's; None
+        for a pool of its own.
         """
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
         if uses_kernels(self.device):
-            self.fused.paged = self._on_pages(self.fused)
-            if self.fused.paged is not None:
+            self.fused.paged = self._on_pages(self.fused, pool)
+            if self.fused.paged is not None and pool is None:
                 from foresay.decoding import sampling_kernels  # Triton
 
                 sampling_kernels.warm_up(self.vocab_size, self.model.dtype, self.device)
         if self.fused.paged is None and self.fused.needs_kernels and not self.fused.compiled:
             self.fused = None
             raise NotFusedError("such layers are fused by kernels only, which do not run this model")
-        if self.fused.paged is None and self.device.type == "cuda" and self.fused.static_rotary:
-            self.graphs = GraphedPasses(self.fused.by_operations, CudaGraphs(self.device), self.device)
 
     @property
     def paged(self) -> PagedPasses | None:
         """Fused passes over flat tokens and pages, if there are any."""
         return None if self.fused is None else self.fused.paged
 
-    def _on_pages(self, fused: FusedDecoder) -> PagedPasses | None:
-        from foresay.models.gpu.passes import passes_on
+    def _on_pages(self, fused: FusedDecoder, pool: PagePool | None) -> PagedPasses | None:
+        from foresay.models.gpu.passes import passes_on, passes_over
 
         try:
             decoder = fused.on_pages(self.max_length)
         except LookupError as error:
-            logger.warning("passes are not made over pages: %s", error)
+            logger.info("passes are not made over pages: %s", error)
             return None
-        free, capture = self.memory_bytes(), capture_on(self.device)
-        return passes_on(
-            self.device, decoder, self.cache_dtype, max_length=self.max_length, free_bytes=free, capture=capture
-        )
+        device, limit, capture = self.device, self.max_length, capture_on(self.device)
+        if pool is not None:
+            return passes_over(pool, device, decoder, max_length=limit, capture=capture)
+        free = self.memory_bytes()
+        return passes_on(device, decoder, self.cache_dtype, max_length=limit, free_bytes=free, capture=capture)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -270,27 +249,21 @@ class CausalModel(TransformersModel, PagedChains):
             self.fused = None
         if self.paged is not None:
             return self.paged.new_cache()
-        if self.graphs is not None:
-            cache = SlotCache(stores := self._spare.pop() if self._spare else Stores())
-            finalize(cache, give, self._spare, stores).atexit = False
-            return cache
         return (None if self.fused is None else self.fused.new_cache()) or SlotCache()
 
-    def borrowed(self, owner: SlotCache) -> SlotCache:
-        """See TransformersModel. Drops the fused layers if the owner's cache no longer has the layout of the compiled kernels."""
-        if self.batch_invariant and not isinstance(owner.tensors, RowStores):
+    def borrowed(self, owner: Any) -> Any:
+        """See TransformersModel. Drops the fused layers if the owner's cache no longer has the layout that they read."""
+        is_paged = not isinstance(owner, SlotCache)
+        if self.paged is not None and is_paged and owner.pool is self.paged.pool:
+            return self.paged.new_cache(owner)
+        if self.paged is not None or (self.batch_invariant and not isinstance(owner.tensors, RowStores)):
             self.fused = None
-        return super().borrowed(owner)
+        return None if is_paged else super().borrowed(owner)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
         assert len(cache.lengths) == first
         cast(SlotCache, cache).add_rows(len(rows) - first)
-
-    def _replayed(
-        self, model_input: ModelInput, cache: SlotCache
-    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
-        return None if self.graphs is None or self.fused is None else self.graphs(model_input, cache)
 
     def _call(
         self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache

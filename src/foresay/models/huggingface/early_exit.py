@@ -109,7 +109,7 @@ def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> Cau
     out = type(model)(part)
     out.subset = subset
     if model.fused is not None:
-        out.use_fused(model.fused.cache_dtype)
+        out.use_fused(model.fused.cache_dtype, None if model.paged is None else model.paged.pool)
     return out
 
 

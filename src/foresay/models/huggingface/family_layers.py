@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.models.cpu.gated_layer import (
     ClampedGate,
     ExpertNorms,

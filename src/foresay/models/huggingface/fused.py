@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.flat_tokens import FlatTokens
@@ -208,11 +208,6 @@ class FusedDecoder:
             like=weight.new_empty(0, len(weight)),
             num_scores=outputs_of(self._head),
         )
-
-    @property
-    def static_rotary(self) -> bool:
-        """True if rotary frequencies do not depend on the positions of a pass, so that it needs no value of a tensor."""
-        return all(table.is_static for table in self._tables.values())
 
     @property
     def compiled(self) -> bool:

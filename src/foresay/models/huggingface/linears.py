@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cpu.build import failure_reason, library
-from foresay.models.cpu.gated_layer import ClampedGate
+from foresay.models.cpu.gated_layer import ClampedGate, Separate
 from foresay.models.cpu.product import NativeProduct, PackedProduct, Product
 from foresay.models.cpu.rounding import GROUP, q4_1_blocks, q8_0_blocks
 from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
@@ -68,7 +68,7 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     products = [layer.product for layer in layers if isinstance(layer, FrozenLinear)]
     if len(products) == len(layers) and all(isinstance(one, NativeProduct) for one in products):
         return NativeProduct.stacked([one for one in products if isinstance(one, NativeProduct)])
-    return joined(layers) or (lambda x: torch.cat([layer(x) for layer in layers], -1))
+    return joined(layers) or Separate(tuple(product_of(layer) for layer in layers))
 
 
 def expert_products(module: nn.Module) -> tuple[list[Any], list[Any], UsualGate | ClampedGate] | None:

@@ -154,15 +154,12 @@ class TransformersModel:
             parts = [(i, min(i + rows_per_part, batch)) for i in range(0, batch, rows_per_part)]
             return _joined([self.forward(model_input.part(a, b), cache) for a, b in parts])
         parents = model_input.parents
-        outputs = self._replayed(model_input, cache)
-        if outputs is None:
-            if batch * columns == 1 and not self.batch_invariant:
-                # some CPUs use different matrix kernels for one row and for two, so a pass has at least two
-                token_ids, parents = torch.cat([token_ids, token_ids], 1), None
-            at = cache.begin_pass(model_input.first_row, batch, token_ids.shape[1], self.device, parents)
-            with attention.during(at):
-                outputs = self._call(model_input, token_ids, at, cache)
-        scores, states = outputs
+        if batch * columns == 1 and not self.batch_invariant:
+            # some CPUs use different matrix kernels for one row and for two, so a pass has at least two
+            token_ids, parents = torch.cat([token_ids, token_ids], 1), None
+        at = cache.begin_pass(model_input.first_row, batch, token_ids.shape[1], self.device, parents)
+        with attention.during(at):
+            scores, states = self._call(model_input, token_ids, at, cache)
         for i, count in enumerate(model_input.num_tokens):
             cache.lengths[model_input.first_row + i] += count
         hidden = {layer: states[layer][:, :columns] for layer in model_input.hidden_layers}
@@ -180,12 +177,6 @@ class TransformersModel:
         # the embedding may have more rows than the head has outputs
         missing = 0 if self.subset is not None else self.vocab_size - scores.shape[-1]
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
-
-    def _replayed(
-        self, model_input: ModelInput, cache: SlotCache
-    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
-        """Return the outputs of `_call` from a replayed CUDA graph; None if the pass cannot be replayed."""
-        return None
 
     def _call(
         self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache

@@ -1,7 +1,6 @@
 """A layer of a Llama-like decoder in a minimal number of PyTorch operations.
 
-Owns the attention and feed-forward halves of a layer, rotary positions and causal masks. No operation depends on a value in a
-tensor, so that a forward pass can be captured in a CUDA graph. Knows no family and no model.
+Owns the attention and feed-forward halves of a layer, rotary positions and causal masks. Knows no family and no model.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from foresay.checks import check_int
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, UnknownNameError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}

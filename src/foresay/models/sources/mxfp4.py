@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.core_model_loading import ConversionOps
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.types import MOST_EXPONENT

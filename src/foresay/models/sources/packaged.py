@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 from foresay.files import cache_dir, work_folder
 from foresay.models.gguf.tokenizer import tokenizer_of
@@ -84,12 +85,13 @@ def default_drafter(target: object, options: LoadOptions, has_mtp: Callable[[], 
     """Return the expression of a target's default drafter.
 
     It is "suffix", before an alias's draft head if that is installed, or else before multi-token-prediction layers if the target
-    has any. On a GPU a captured pass of so small a model as the alias takes less time than its head's, which are not captured.
+    has any. On a GPU without foresay's kernels, the passes of a head take longer than those of so small a model as the alias.
     """
     with_head = DEFAULT_DRAFTERS.get(target) if isinstance(target, str) else None
     if with_head is None or not options.exposes_hidden_states:
         return WITH_MTP if has_mtp() else "suffix"
-    if options.device_map is None and options.computes_on.type != "cpu":
+    device = options.computes_on
+    if options.device_map is None and device.type != "cpu" and not uses_kernels(device):
         return "suffix"
     if packaged_head(str(target)) is None:
         _warn_without_head(str(target))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.gpu.levels import E4M3, Levels
 from foresay.models.huggingface.frozen import FrozenLinear

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.devices import uses_kernels
+from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from foresay.models.gguf.architectures import ARCHITECTURES
 from foresay.models.gguf.blocks import model_of_file

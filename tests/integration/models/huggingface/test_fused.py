@@ -192,3 +192,30 @@ def test_sampled_texts_are_the_same_for_a_seed() -> None:
     assert use_fused_layers(frozen(model)) is None
     assert run(model, PROMPTS, params, gamma=0)[0] == own
     assert torch.is_inference_mode_enabled() is False
+
+
+def differences_near_the_limit(model: CausalModel, counts: tuple[int, int]) -> list[float]:
+    """Largest difference of each row's scores from those of its text alone; the first row ends one token before the limit."""
+    limit = model.max_length
+    lengths = [limit - counts[0] - 1, 5]
+    ids = torch.randint(2, VOCAB, (2, limit), generator=torch.Generator().manual_seed(2))
+    cache = model.new_cache()
+    cache.add_rows(2)
+    model.forward(ModelInput(ids[:, : lengths[0]], lengths), cache)
+    fed = torch.stack([row[n : n + max(counts)] for row, n in zip(torch.cat([ids, ids], 1), lengths, strict=True)])
+    scores = model.forward(ModelInput(fed, counts), cache).scores()
+    wanted = [
+        model.uncached(ids[i : i + 1, : n + k])[0, -k:] for i, (n, k) in enumerate(zip(lengths, counts, strict=True))
+    ]
+    return [float((scores[i, :k] - wanted[i]).detach().abs().max()) for i, k in enumerate(counts)]
+
+
+@pytest.mark.parametrize("counts", [(9, 30), (3, 9)])
+def test_padding_after_the_last_position_changes_no_rotation(counts: tuple[int, int]) -> None:
+    """Frequencies depend on the highest position of a pass, which padding may raise above the model's limit."""
+    model = CausalModel(make("phi3_longrope"))
+    model.use_fused()
+    assert max(differences_near_the_limit(model, counts)) < 1e-4
+    assert model.fused is not None
+    model.fused._position_limit = None
+    assert max(differences_near_the_limit(model, counts)) > 1e-2, "control"

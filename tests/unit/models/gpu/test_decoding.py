@@ -12,14 +12,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import foresay
 from foresay.cli import info
 from foresay.decoding.protocols import ModelInput
+from foresay.drafters import SelfDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.gpu import passes
+from foresay.models.gpu import capture, passes
 from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.joined import Joined
 from foresay.server.metrics import Metrics
@@ -97,6 +99,47 @@ def test_mixtures_are_decoded_over_pages(monkeypatch: pytest.MonkeyPatch, model:
     assert mixture.fused is None
 
 
+@torch.inference_mode()
+def test_the_first_layers_draft_in_the_target_s_pages(
+    monkeypatch: pytest.MonkeyPatch, model: CausalModel, request: pytest.FixtureRequest
+) -> None:
+    """They need no pages and no prefill of their own. Control: with a cache of their own they need both."""
+    target = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=192))
+    target.use_fused()
+    short = first_layers(target, 1)
+    assert target.paged is not None and short.paged is not None
+    pool = target.paged.pool
+    assert short.paged.pool is pool
+    prompts = [[5, 6, 7, *range(60)], [8]]
+    wanted = [greedy(target, prompt) for prompt in prompts]
+    params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
+
+    def most_pages() -> tuple[int, int]:
+        """The most pages in use, and the tokens that the draft's passes read."""
+        fed, least, known = 0, pool.num_free, short.paged.flat if short.paged else None
+
+        def flat(model_input: ModelInput, *given: Any, **options: Any) -> Any:
+            nonlocal fed, least
+            fed += sum(model_input.num_tokens)
+            assert known is not None
+            out = known(model_input, *given, **options)
+            least = min(least, pool.num_free)
+            return out
+
+        monkeypatch.setattr(short.paged, "flat", flat)
+        drafter = SelfDrafter(short, VOCAB)
+        outputs, _, engine = run(target, prompts, params, drafter=drafter, gamma=2, max_batch_size=2)
+        monkeypatch.setattr(short.paged, "flat", known)
+        assert outputs == wanted and engine.draft_failures == 0
+        return pool.num_pages - least, fed
+
+    shared = most_pages()
+    monkeypatch.setattr(short, "borrowed", lambda owner: None)
+    apart = most_pages()
+    assert shared[0] == 3 and apart[0] == 6
+    assert shared[1] < apart[1] - len(prompts[0]) + 4
+
+
 def test_estimates_of_memory_count_pages(model: CausalModel) -> None:
     assert model.paged is not None
     pool = model.paged.pool
@@ -163,9 +206,9 @@ def test_a_pass_that_is_not_captured_is_repeated(
     def run() -> passes.Outputs:
         return None, {}
 
-    monkeypatch.setattr(causal, "CudaGraphs", Refusing)
+    monkeypatch.setattr(capture, "CudaGraphs", Refusing)
     gpu = torch.device("cuda")
-    assert causal.capture_on(gpu)(run) is run and "not permitted" in caplog.text
+    assert capture.capture_on(gpu)(run) is run and "not permitted" in caplog.text
     caplog.clear()
     monkeypatch.setenv("FORESAY_GRAPHS", "0")
-    assert causal.capture_on(gpu)(run) is run and not caplog.text
+    assert capture.capture_on(gpu)(run) is run and not caplog.text

@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from foresay.decoding.protocols import Logits, ModelInput
+from foresay.models.cpu.gated_layer import Separate
 from foresay.models.gpu import attention
 from foresay.models.gpu.layers import PagedLayers
 from foresay.models.gpu.pages import PagePool
@@ -33,10 +34,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 32},
     "glm4_moe": {"hidden_size": 32},
     "ministral3": {"hidden_size": 32},
+    "olmo2": {"hidden_size": 32},
     "gemma4": {"hidden_size": 32, "vocab_size_per_layer_input": 97},
     "gemma4_equal": {"hidden_size": 32},
 }
-"""Families with experts, with queries that are scaled by their position, with inputs of layers and shared or equal values."""
+"""Families with experts, with queries that are scaled by their position or normalized as one vector, with inputs of layers and
+shared or equal values."""
 
 
 NUM_LAYERS = {"gemma4": 6, "gemma4_equal": 6}
@@ -114,6 +117,12 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
             for cache in (ours, theirs):
                 cache.keep([67, 8], [[0, 1, 3], [0, 3]])
     assert passes.captures == 3 and passes.replays == 4
+
+
+def test_products_may_be_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a model that the caller owns, whose layers are not joined."""
+    monkeypatch.setitem(globals(), "whole_product", lambda *layers: layers[0] if len(layers) == 1 else Separate(layers))
+    test_passes_score_as_the_family_s_own_code("llama", monkeypatch)
 
 
 @torch.inference_mode()
