@@ -43,7 +43,7 @@ def in_an_interpreter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         from foresay.models.gpu import attention, passes
 
         monkeypatch.setattr(attention, "SPLITS", 1)
-        monkeypatch.setattr(passes, "MAX_ROWS", 4)
+        monkeypatch.setattr(passes, "MAX_ROWS", 32)
         monkeypatch.setattr(sampling_kernels, "SPAN", 256)
         for module in (family_layers, fused):
             monkeypatch.setattr(module, "product_of", whole_product)

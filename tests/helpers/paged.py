@@ -23,7 +23,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, product: Any = whole_product) 
     """A program of the interpreter takes a millisecond. product: of layers that read the same input."""
     monkeypatch.setattr(attention, "SPLITS", 1)
     monkeypatch.setattr(sampling_kernels, "SPAN", 128)
-    monkeypatch.setattr(passes, "MAX_ROWS", 4)
+    monkeypatch.setattr(passes, "MAX_ROWS", 32)
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "product_of", product)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 PREFILL_CHUNK = 256
 """Tokens per row of a prefill pass, by default."""
+PAGED_CHUNK = 2048
+"""The same over pages: a GPU's tensor cores need many."""
 
 
 @dataclass(frozen=True, slots=True)

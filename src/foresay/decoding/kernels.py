@@ -45,11 +45,16 @@ def check(device: torch.device) -> None:
     from foresay.decoding import sampling_kernels  # Triton
 
     generator = torch.Generator().manual_seed(0)
-    scores, count = torch.randn(4, 1000, generator=generator), 20
-    kept = scores.masked_fill(scores < scores.topk(count).values[:, -1:], -torch.inf)
-    expected = kept.softmax(-1)
-    cuts = sampling_kernels.Cuts(torch.full((4,), count, device=device), None, None)
-    found = sampling_kernels.probabilities(scores.to(device), torch.ones(4, device=device), cuts)
+    scores, count, mass, least = torch.randn(4, 1000, generator=generator), 20, 0.8, 0.02
+    kept = scores.masked_fill(scores < scores.topk(count).values[:, -1:], -torch.inf).softmax(-1)
+    ordered = kept.sort(-1, descending=True).values
+    fewest = ordered.masked_fill(ordered.cumsum(-1) - ordered >= mass, torch.inf).amin(-1, keepdim=True)
+    kept = torch.where((kept >= fewest) & (kept >= least * ordered[:, :1]), kept, 0.0)
+    expected = kept / kept.sum(-1, keepdim=True)
+    numbers = (torch.full((4,), one, device=device) for one in (count, mass, least))
+    found = sampling_kernels.probabilities(
+        scores.to(device), torch.ones(4, device=device), sampling_kernels.Cuts(*numbers)
+    )
     uniforms = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
     drawn = sampling_kernels.inverse_cdf(found, uniforms.to(device), torch.arange(4, device=device))
     tokens = (expected.double().cumsum(-1) <= uniforms[:, None]).sum(-1)

@@ -28,7 +28,7 @@ _LEVELS = 6
 _DIGITS = 1 << _DIGIT
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops", "masses", "best"])
 def _peaks(scores, tops, masses, best, vocab, SPAN: tl.constexpr, GREATEST: tl.constexpr = 3.4028234663852886e38):
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     at = part * SPAN + tl.arange(0, SPAN)
@@ -41,7 +41,7 @@ def _peaks(scores, tops, masses, best, vocab, SPAN: tl.constexpr, GREATEST: tl.c
     tl.store(masses + out, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops", "masses", "best"])
 def _likeliest(tops, masses, best, tokens, probability, vocab, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED)
     inside = part < PARTS
@@ -55,7 +55,7 @@ def _likeliest(tops, masses, best, tokens, probability, vocab, PARTS: tl.constex
     tl.store(probability + row, 1 / tl.maximum(tl.sum(mass * scale, 0), 1.0))  # the likeliest alone has 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tops", "temperature", "sums"])
 def _weigh(scores, tops, temperature, weights, sums, vocab, SPAN: tl.constexpr, PARTS: tl.constexpr,
            PARTS_PADDED: tl.constexpr):  # fmt: skip
     """exp((x - max) / temperature), 0 below e^-80."""
@@ -96,7 +96,7 @@ def _extended(prefix, totals, goal, shift, DIGITS: tl.constexpr):
     return prefix + (tl.max(tl.where(totals >= goal, digit, 0), 0) << shift)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["floors", "goals", "sums_before", "sums"])
 def _search(
     weights, floors, goals, prefixes, sums_before, sums, vocab, shift,
     LEVEL: tl.constexpr, BY_MASS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
@@ -128,7 +128,7 @@ def _search(
     tl.store(sums + (row * PARTS + part) * DIGITS + digit, tl.sum(found, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["goals", "sums", "thresholds"])
 def _threshold(
     goals, prefixes, sums, thresholds,
     LEVEL: tl.constexpr, BY_MASS: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, DIGITS: tl.constexpr,
@@ -140,7 +140,7 @@ def _threshold(
     tl.store(thresholds + row, tl.maximum(tl.load(thresholds + row), _extended(prefix, totals, goal, 0, DIGITS)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["thresholds", "min_p", "sums"])
 def _cut(weights, thresholds, min_p, sums, vocab, SPAN: tl.constexpr, PARTS: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * SPAN + tl.arange(0, SPAN)
@@ -151,7 +151,7 @@ def _cut(weights, thresholds, min_p, sums, vocab, SPAN: tl.constexpr, PARTS: tl.
     tl.store(sums + row * PARTS + part, tl.sum(weight, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sums"])
 def _divide(weights, sums, vocab, SPAN: tl.constexpr, PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     others, at = tl.arange(0, PARTS_PADDED), part * SPAN + tl.arange(0, SPAN)

@@ -25,6 +25,11 @@ _FIRST_CHUNK, _MIN_CHUNK = 64, 16
 """Tokens of an embedding's first pass, whose time sets those of the others, and of its smallest pass."""
 
 
+def scoring_chunk(model: LanguageModel) -> int:
+    """Return the number of tokens of a pass that scores all of them: at most a prefill's, of about _MAX_SCORES scores."""
+    return max(1, min(model.capabilities.prefill_chunk, _MAX_SCORES // model.vocab_size))
+
+
 class _TextPasses:
     """Forward passes over the tokens of one text."""
 
@@ -71,7 +76,7 @@ class PromptScorer(_TextPasses):
             raise ConfigError("echo with logprobs needs a decoder-only model that computes scores")
         super().__init__(model, token_ids)
         self._top = top
-        self._chunk = max(1, min(features.prefill_chunk, _MAX_SCORES // model.vocab_size))
+        self._chunk = scoring_chunk(model)
         self.logprobs: list[TokenLogprob | None] = [None]
         """One per token scored so far; the first has no score, since nothing comes before it."""
 

@@ -31,6 +31,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ConfigError
 from foresay.generation.load import load
+from foresay.generation.scoring import scoring_chunk
 
 logger = logging.getLogger("foresay")
 
@@ -280,7 +281,7 @@ class _Scorer:
 
     def _passes(self, inputs: list[int], start: int, first: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (position, scores [n, V]) from position `first` on. Earlier tokens only fill the cache."""
-        chunk = self._model.capabilities.prefill_chunk
+        chunk = scoring_chunk(self._model)
         while start < len(inputs):
             prefix_only = start < first
             count = min(chunk, (first if prefix_only else len(inputs)) - start)

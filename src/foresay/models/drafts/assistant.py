@@ -72,11 +72,7 @@ class Candidates(nn.Module):
         groups = self.token_ordering.view(self._groups, -1)
         ids = groups[self.centroids(outputs).topk(self._chosen, -1).indices].flatten(1)
         scores = (rows[ids] @ outputs[..., None]).squeeze(-1)
-        return (
-            torch.full((len(outputs), len(rows)), -torch.inf, dtype=scores.dtype)
-            .to(scores.device)
-            .scatter(1, ids, scores)
-        )
+        return scores.new_full((len(outputs), len(rows)), -torch.inf).scatter(1, ids, scores)
 
 
 class AssistantModule(nn.Module):

@@ -275,15 +275,19 @@ def draft_on_pages(
         num_scores=outputs_of(head),
         features=features,
     )
-    return passes_on(
-        device,
-        decoder,
-        dtype,
-        max_length=target.max_length,
-        free_bytes=target.memory_bytes(),
-        capture=capture_on(device),
-        most_pages=target.paged.pool.num_pages,
-    )
+    try:
+        return passes_on(
+            device,
+            decoder,
+            dtype,
+            max_length=target.max_length,
+            free_bytes=target.memory_bytes(),
+            capture=capture_on(device),
+            most_pages=target.paged.pool.num_pages,
+        )
+    except LookupError as error:
+        logger.warning("the draft's passes are not made over pages: %s", error)
+        return None
 
 
 class DenseProduct:

@@ -193,7 +193,8 @@ class BlockModel(DraftModel):
             if one is not None:
                 padded[row, : len(one)] = one
         ids = torch.zeros(padded.shape[:2], dtype=torch.int64, device=self.device)
-        passes.flat(ModelInput(ids, counts, features=padded), cast(Any, cache), scored=False, captured=True)
+        with passes.pool.lock:
+            passes.flat(ModelInput(ids, counts, features=padded), cast(Any, cache), scored=False, captured=True)
 
     def _context_states(self, features: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of context features [n, D] in all layers, [L, key heads, n, dim] each."""
@@ -240,9 +241,10 @@ class BlockModel(DraftModel):
         if not any(lengths):
             return torch.zeros(*shape, self.width, dtype=self.dtype, device=self.device)
         given = ModelInput(ids, lengths, hidden_layers=(LAST,))
-        columns, (_, hidden) = passes.flat(given, cast(Any, cache), scored=False, captured=True)
-        cache.truncate(before)  # a block is written over
-        return in_rows(hidden[LAST], columns, shape)
+        with passes.pool.lock:
+            columns, (_, hidden) = passes.flat(given, cast(Any, cache), scored=False, captured=True)
+            cache.truncate(before)  # a block is written over
+            return in_rows(hidden[LAST], columns, shape)
 
     @property
     def draws_chains(self) -> bool:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -193,6 +193,7 @@ class HeadModel(DraftModel, PagedChains):
         self._native = self._compiled([self._layer], str(config.layer.get("hidden_act", "silu")), (), norms)
         self._chain = self._compiled_chain()
         activation = str(config.layer.get("hidden_act", "silu"))
+        self._read_norms = [(norm.float32(), norm.eps) for norm in (self._token_norm, self._feature_norm)]
         self.paged = self._on_pages([self._layer], activation, self._states, features=True)
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
@@ -201,8 +202,8 @@ class HeadModel(DraftModel, PagedChains):
 
         assert at.features is not None
         token, feature = (
-            add_norm(x, None, after=None, before=(norm.float32(), norm.eps))
-            for x, norm in ((self._embed(at.token_ids), self._token_norm), (at.features, self._feature_norm))
+            add_norm(x, None, after=None, before=norm)
+            for x, norm in zip((self._embed(at.token_ids), at.features), self._read_norms, strict=True)
         )
         read = torch.cat([token, feature], -1)
         x = feature if self._norm_before_residual else at.features.clone()
@@ -267,7 +268,12 @@ class HeadModel(DraftModel, PagedChains):
         native = self._native is not None or self.paged is not None
         joint = native or self.device.type != "cpu"
         return Capabilities(
-            trees=True, num_layers=LAST, prefill_together=joint, ragged=native, own_threads=self._native is not None
+            trees=True,
+            num_layers=LAST,
+            prefill_together=joint,
+            prefill_chunk=PREFILL_CHUNK if self.paged is None else PAGED_CHUNK,
+            ragged=native,
+            own_threads=self._native is not None,
         )
 
     @torch.inference_mode()

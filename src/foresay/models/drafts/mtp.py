@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
@@ -91,6 +91,7 @@ class MtpHead(OnLastStates, PagedChains):
             logger.warning("the multi-token-prediction layer is not run over pages: %s", error)
             return None
         hidden_first = bool(getattr(config, "mtp_hidden_states_first", False))
+        before = [(norm.float32(), norm.eps) for norm in norms[:2]]
 
         def states(paged: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
             from foresay.models.gpu.layers import linear
@@ -98,8 +99,8 @@ class MtpHead(OnLastStates, PagedChains):
 
             assert at.features is not None
             parts = [
-                add_norm(x, None, after=None, before=(norm.float32(), norm.eps))
-                for x, norm in zip((layers.embed_tokens(at.token_ids), at.features), norms, strict=False)
+                add_norm(x, None, after=None, before=norm)
+                for x, norm in zip((layers.embed_tokens(at.token_ids), at.features), before, strict=True)
             ]
             read = torch.cat(parts[::-1] if hidden_first else parts, -1)
             x = linear(joint, read, is_prompt=at.visible.is_prompt)
@@ -129,7 +130,13 @@ class MtpHead(OnLastStates, PagedChains):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         is_single, ragged = self.num_mtp_layers == 1, self.paged is not None
-        return Capabilities(trees=is_single, num_layers=LAST, prefill_together=self.device.type != "cpu", ragged=ragged)
+        return Capabilities(
+            trees=is_single,
+            num_layers=LAST,
+            prefill_together=self.device.type != "cpu",
+            prefill_chunk=PAGED_CHUNK if ragged else PREFILL_CHUNK,
+            ragged=ragged,
+        )
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:

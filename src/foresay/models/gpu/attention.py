@@ -23,8 +23,8 @@ LINES = 16
 PROMPT_LINES, PROMPT_SPLITS = 128, 4
 """The same for prompts, of queries of up to SHORT bytes."""
 SHORT = 256
-"""Bytes of a query, such as 128 numbers in bf16. Longer ones have fewer lines and fewer pages in flight: a program has
-99 KB of shared memory on some GPUs (NVIDIA's consumer cards, compute capability 8.6 to 12.0)."""
+"""Bytes of a query, such as 128 numbers in bf16. Longer ones have fewer lines and one page in flight: a program has 99 KB
+of shared memory on NVIDIA's consumer cards (compute capability 8.6 to 12.0), and 64 KB on AMD's."""
 NODES = 64
 """Slots of a row's last pass of which a token sees some only: the nodes of a draft tree."""
 _NO_WINDOW = 1 << 30
@@ -70,10 +70,9 @@ def tokens_per_tile(query_heads: int, key_heads: int, query_bytes: int, *, is_pr
     return max(1, lines // int(triton.next_power_of_2(query_heads // key_heads)))
 
 
-def _stages(query_bytes: int, *, is_prompt: bool) -> int:
+def _stages(query_bytes: int) -> int:
     """Return the number of pages in flight, as Triton counts them."""
-    padded = int(triton.next_power_of_2(query_bytes))
-    return 3 if padded <= SHORT else 2 if padded <= 2 * SHORT and not is_prompt else 1
+    return 3 if triton.next_power_of_2(query_bytes) <= SHORT else 1
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def _num_bits(bits):
     return ((bits * 0x0101010101010101) >> 56).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["rows", "positions", "firsts", "ends"])
 def _partial(
     queries, keys, values, pages, rows, positions, firsts, seen, ends, tiles, sums, stats,
     scaling, softcap, window, width, num_tokens,
@@ -148,7 +147,7 @@ def _partial(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["ends"])
 def _combine(
     sums, stats, ends, sinks, out, num_tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -204,7 +203,7 @@ def attend(
         KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=at.tile, DIM=dim, DIM_PADDED=padded,
         PAGE=PAGE, SPLITS=splits, NODES=NODES,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=8 if at.is_prompt else 4,
-        num_stages=_stages(dim * keys.element_size(), is_prompt=at.is_prompt),
+        num_stages=_stages(dim * keys.element_size()),
     )  # fmt: skip
     _combine[(count, heads)](
         sums, stats, at.ends, queries if sinks is None else sinks, out, count,

@@ -22,10 +22,12 @@ import triton.language as tl
 from foresay.decoding.devices import launching_on
 from foresay.models.cpu.gated_layer import StackedExperts
 from foresay.models.gpu.levels import DOUBLED, Levels
-from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced
+from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced, sums_of
 
 _QUAD = 4
 """Groups of one step of the inner dimension."""
+_SLICE = 8192
+"""Outputs whose weights are numbers at a time, for many tokens."""
 _NOTHING = np.empty((0, 0), np.uint8)
 
 
@@ -101,10 +103,10 @@ def weights_of_group(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product(
-    states, levels, high, scales, zeros, mins, whole, sums, num_tokens, outputs, stride, inputs, level_stride, num_scales,
+    states, levels, high, scales, zeros, mins, whole, sums, bias, num_tokens, outputs, stride, inputs, level_stride, num_scales,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     PER: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr,
-    PARTS: tl.constexpr, QUAD: tl.constexpr,
+    PARTS: tl.constexpr, QUAD: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.minimum(column, outputs - 1).to(tl.int64)  # padding repeats the last one, and is not stored
@@ -130,9 +132,11 @@ def _product(
             if HAS_MINS:
                 total -= tl.sum(x.to(tl.float32), 1)[:, None] * least[None, :]
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     tl.store(
         sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
-        total,
+        total.to(sums.dtype.element_ty),
         mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
     )
 
@@ -165,18 +169,25 @@ class BlockProduct:
         """Multiply x [..., in] -> [..., out]."""
         flat = x.reshape(-1, self.in_features)
         with launching_on(x.device):
-            out = self._skinny(flat.contiguous()) if len(flat) <= MOST else F.linear(flat, self.dense(), self.bias)
+            if len(flat) <= 2 * MOST:  # numbers would be made anew in every pass
+                out = self._skinny(flat.contiguous())
+            else:
+                parts = [
+                    self.rows(at, min(_SLICE, self.out_features - at)) for at in range(0, self.out_features, _SLICE)
+                ]
+                out = torch.cat([F.linear(flat, part.dense()) for part in parts], 1)
+                out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
     def _skinny(self, states: torch.Tensor) -> torch.Tensor:
         count, outputs = len(states), self.out_features
         parts = parts_of(outputs, self.in_features)
-        sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=states.device)
+        sums, own = sums_of(parts, states, outputs, self.bias)
         _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
-            states, *self.tensors, sums, count, outputs, states.stride(0), *self.sizes,
-            TOKENS=TOKENS, OUTPUTS=OUTPUTS, PARTS=parts, **self.constants,
+            states, *self.tensors, sums, sums if own is None else own, count, outputs, states.stride(0), *self.sizes,
+            TOKENS=TOKENS, OUTPUTS=OUTPUTS, PARTS=parts, HAS_BIAS=own is not None, **self.constants,
         )  # fmt: skip
-        return reduced(sums, self.bias, states.dtype)
+        return sums[0] if parts == 1 else reduced(sums, self.bias, states.dtype)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

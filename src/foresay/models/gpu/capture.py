@@ -57,14 +57,22 @@ class CudaGraphs:
         with one_time(), _CAPTURING, torch.cuda.device(self._device):
             if self._stream is None:  # a library's workspace for each stream would take memory
                 self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):  # warm-up: one-time initialization must not be recorded
-                for _ in range(2):
-                    run()
-            torch.cuda.current_stream().wait_stream(self._stream)
-            if self._holder is None:
-                self._holder, _ = self._graph_of(lambda: torch.zeros(1, device=self._device))
-            graph, out = self._graph_of(run)
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):  # warm-up: one-time initialization must not be recorded
+                    for _ in range(2):
+                        run()
+            finally:  # a caller goes on with the same buffers
+                current.wait_stream(self._stream)
+            try:
+                if self._holder is None:
+                    self._holder, _ = self._graph_of(lambda: torch.zeros(1, device=self._device))
+                graph, out = self._graph_of(run)
+            except BaseException:  # PyTorch may stay on the stream of the capture, and the pool in recording mode
+                torch.cuda.set_stream(current)
+                self._pool, self._holder = torch.cuda.graph_pool_handle(), None
+                raise
 
         def replay() -> T:
             graph.replay()

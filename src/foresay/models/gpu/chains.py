@@ -194,11 +194,12 @@ class DecoderChains(_Chains):
         size = size_of(len(rows))
         if size is None or max(room) > MOST:
             return None
-        for i in rows:
-            cache.reserve(i, known.num_tokens[i] + room[i] - 1)
-        state = self._state(size)
-        self._begin(known, cache, rows, room, state)
-        drawn = self._draw(state, room, sampling)
+        with self.passes.pool.lock:
+            for i in rows:
+                cache.reserve(i, known.num_tokens[i] + room[i] - 1)
+            state = self._state(size)
+            self._begin(known, cache, rows, room, state)
+            drawn = self._draw(state, room, sampling)
         for i in rows:
             cache.lengths[i] += room[i] - 1
         return drawn
@@ -278,15 +279,16 @@ class BlockChains(_Chains):
         size = size_of(len(rows))
         if size is None or max(room) > MOST:
             return None
-        state, count = self._state(size), len(rows)
-        index = to_device(rows, outputs.device)
-        kept_outputs, kept_scores, states = state.of_kind
-        kept_outputs[:count, : outputs.shape[1]] = outputs[index]
-        kept_scores[:count, : scores.shape[1]] = scores[index]
-        states.zero_()
-        tokens = self._tokens(rows, np.zeros(count, dtype=np.int64))
-        state.begin(tokens, last[index][:, None], [room[i] - 1 for i in rows], None)
-        return self._draw(state, room, sampling)
+        count, index = len(rows), to_device(rows, outputs.device)
+        with self.passes.pool.lock:
+            state = self._state(size)
+            kept_outputs, kept_scores, states = state.of_kind
+            kept_outputs[:count, : outputs.shape[1]] = outputs[index]
+            kept_scores[:count, : scores.shape[1]] = scores[index]
+            states.zero_()
+            tokens = self._tokens(rows, np.zeros(count, dtype=np.int64))
+            state.begin(tokens, last[index][:, None], [room[i] - 1 for i in rows], None)
+            return self._draw(state, room, sampling)
 
     def _of_kind(self, size: int) -> list[torch.Tensor]:
         like, length = self.passes.decoder.like, self._length

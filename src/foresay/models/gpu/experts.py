@@ -23,7 +23,7 @@ _CHUNK = 1024
 """Selections that are compared at once."""
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"], do_not_specialize_on_alignment=["slots"])
 def _list(selected, slots, pairs, counts, num_pairs, num_tokens, ACTIVE: tl.constexpr, CHUNK: tl.constexpr):
     """The selections of an expert, in order. Padding tokens, of slot -1, select none."""
     expert = tl.program_id(0)

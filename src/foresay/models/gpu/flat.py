@@ -158,6 +158,7 @@ class PageTable:
     def __init__(self, rows: int, max_length: int, device: torch.device) -> None:
         self.pages = torch.zeros(rows, -(-max_length // PAGE), dtype=torch.int32, device=device)
         """[rows, P]."""
+        self.num_rows = rows
         self._held: list[list[int]] = [[] for _ in range(rows)]
 
     def update(self, rows: Sequence[Sequence[int]]) -> None:

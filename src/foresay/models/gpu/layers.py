@@ -33,6 +33,8 @@ class PagedLayers:
             _check(layer, activation)
         self._layers, self._scale, self._activation = layers, residual_scale, activation
         self._norms = [tuple(map(_weight, _norms_of(layer))) for layer in layers]
+        self._head_norms = [_head_norms(layer) for layer in layers]
+        self._input_norms = [None if layer.input is None else _of_norm(layer.input.norm) for layer in layers]
         self._last = _weight(norm)
         own = [i for i, layer in enumerate(layers) if layer.shares is None]
         self.shapes = [LayerShape(layers[i].heads[1], layers[i].dim) for i in own]
@@ -76,7 +78,7 @@ class PagedLayers:
                 delta = linear(layer.down, gated(linear(layer.gate_up, read, **how), self._activation), **how)
             delta, after = _after(layer.mlp_conv, delta, kernel, at), after_mlp
             if layer.input is not None or layer.scale != 1.0:
-                self._finish(layer, states, delta, after, inputs, at)
+                self._finish(layer, states, delta, after, (inputs, self._input_norms[i]), at)
                 delta = after = None
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
         if len(self._layers) in wanted:
@@ -89,19 +91,23 @@ class PagedLayers:
         states: torch.Tensor,
         delta: torch.Tensor,
         after: Weight | None,
-        inputs: torch.Tensor | None,
+        own: tuple[torch.Tensor | None, Weight | None],
         at: Buffers,
     ) -> None:
-        """Add a layer's last delta and its own input to the states, and scale them, in place (Gemma 4)."""
+        """Add a layer's last delta and its own input to the states, and scale them, in place (Gemma 4).
+
+        own: inputs of all layers, and the norm of this one's.
+        """
+        inputs, norm = own
         read = add_norm(states, delta, after=after, before=None, scale=self._scale)
         if (one := layer.input) is not None:
             assert inputs is not None and layer.activation is not None
             how = {"is_prompt": at.visible.is_prompt}
             gate = linear(one.gate, read, **how)
             width = gate.shape[1]
-            own = inputs[:, one.index * width : (one.index + 1) * width]
-            inner = (layer.activation(gate.float()) * own.float()).to(gate.dtype)
-            add_norm(states, linear(one.projection, inner, **how), after=_of_norm(one.norm), before=None)
+            read = inputs[:, one.index * width : (one.index + 1) * width]
+            inner = (layer.activation(gate.float()) * read.float()).to(gate.dtype)
+            add_norm(states, linear(one.projection, inner, **how), after=norm, before=None)
         states.mul_(layer.scale)
 
     def _experts(self, experts: Experts, read: torch.Tensor, at: Buffers) -> torch.Tensor:
@@ -124,11 +130,9 @@ class PagedLayers:
         joint, store = linear(layer.qkv, read, **how), self._stores[i]
         keys, values = pool.keys[store], pool.values[store]
         seen = at.visible if layer.causal else at.whole
-        norms = None
-        if layer.wide_norm:
-            joint = _normed_as_one(joint, layer)
-        elif layer.q_norm is not None:
-            norms = _of_norm(layer.q_norm), _of_norm(layer.k_norm or layer.q_norm)
+        norms = self._head_norms[i]
+        if layer.wide_norm and norms is not None:
+            joint, norms = _normed_as_one(joint, layer, norms), None
         queries = place(
             joint.view(len(read), -1, layer.dim),
             keys,
@@ -166,13 +170,17 @@ def outputs_of(layer: Any) -> int:
     return int(layer.out_features) if isinstance(layer, QUANTIZED) else len(layer.weight)
 
 
-def _normed_as_one(joint: torch.Tensor, layer: GatedLayer) -> torch.Tensor:
+def _head_norms(layer: GatedLayer) -> tuple[Weight, Weight] | None:
+    """Return the norms of queries and keys."""
+    return None if layer.q_norm is None else (_of_norm(layer.q_norm), _of_norm(layer.k_norm or layer.q_norm))
+
+
+def _normed_as_one(joint: torch.Tensor, layer: GatedLayer, norms: tuple[Weight, Weight]) -> torch.Tensor:
     """Normalize the queries of all heads of a token as one vector, and its keys, too (OLMo-2). joint: [N, (Hq + 2 Hk) * D]."""
-    assert layer.q_norm is not None and layer.k_norm is not None
     queries, keys, values = joint.split([heads * layer.dim for heads in (*layer.heads, layer.heads[1])], 1)
     parts = [
-        add_norm(part.contiguous(), None, after=None, before=_of_norm(norm))
-        for part, norm in ((queries, layer.q_norm), (keys, layer.k_norm))
+        add_norm(part.contiguous(), None, after=None, before=norm)
+        for part, norm in zip((queries, keys), norms, strict=True)
     ]
     return torch.cat([*parts, values], 1)
 

@@ -6,8 +6,10 @@ use is copied before it is written. Owns the pool, the rows' pages and their tab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import RLock
 from weakref import finalize
 
 import torch
@@ -33,10 +35,19 @@ class PagePool:
     def __init__(self, layers: Sequence[LayerShape], pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """pages: their number. A page has PAGE slots of every layer, and starts as zeros: a slot that a token does not see has
         the weight zero, and zero times NaN is NaN."""
-        shapes = [(pages, layer.heads, PAGE, layer.dim) for layer in layers]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        counts = Counter(layers)
+        self._stores = {
+            one: torch.zeros(2, count, pages, one.heads, PAGE, one.dim, dtype=dtype, device=device)
+            for one, count in counts.items()
+        }
+        """Keys and values of all layers of a shape, so that a page of them is copied at once."""
+        of_shape = {one: iter(store.unbind(1)) for one, store in self._stores.items()}
+        pairs = [next(of_shape[layer]) for layer in layers]
+        self.keys = [pair[0] for pair in pairs]
         """The keys of each layer, [pages, heads, PAGE, dim]."""
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.values = [pair[1] for pair in pairs]
+        self.lock = RLock()
+        """Held by a thread from the inputs of a pass to its outputs, and while it counts the users of pages."""
         self._free = list(reversed(range(pages)))
         self._users = [0] * pages
 
@@ -76,36 +87,45 @@ class PagePool:
 
     def take(self) -> int:
         """Return a page for one user. Raises OutOfMemoryError if there is none."""
-        if not self._free:
-            raise OutOfMemoryError(
-                f"all {len(self._users)} pages of {PAGE} tokens are in use; decode fewer or shorter requests at once"
-            )
-        page = self._free.pop()
-        self._users[page] = 1
-        return page
+        with self.lock:
+            if not self._free:
+                raise OutOfMemoryError(
+                    f"all {len(self._users)} pages of {PAGE} tokens are in use; decode fewer or shorter requests at once"
+                )
+            page = self._free.pop()
+            self._users[page] = 1
+            return page
 
     def share(self, pages: Sequence[int]) -> list[int]:
         """Add a user to each page; return the pages."""
-        for page in pages:
-            self._users[page] += 1
-        return list(pages)
+        with self.lock:
+            for page in pages:
+                self._users[page] += 1
+            return list(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Remove a user from each page."""
-        for page in pages:
-            self._users[page] -= 1
-            if not self._users[page]:
-                self._free.append(page)
+        with self.lock:
+            for page in pages:
+                self._users[page] -= 1
+                if not self._users[page]:
+                    self._free.append(page)
 
     def own(self, page: int) -> int:
         """Return a page with the same contents that has one user: this one, or a copy if others use it."""
-        if self._users[page] == 1:
-            return page
-        new = self.take()
-        for store in (*self.keys, *self.values):
-            store[new] = store[page]
-        self.give_back([page])
-        return new
+        with self.lock:
+            if self._users[page] == 1:
+                return page
+            new = self.take()
+            for store in self._stores.values():
+                store[:, :, new] = store[:, :, page]
+            self.give_back([page])
+            return new
+
+    def move(self, source: torch.Tensor, old: torch.Tensor, target: torch.Tensor, new: torch.Tensor) -> None:
+        """Copy slots `old` of pages `source` to slots `new` of pages `target`, [n] int64 each."""
+        for store in self._stores.values():
+            store[:, :, target, :, new] = store[:, :, source, :, old]
 
 
 class SavedPages:
@@ -169,8 +189,7 @@ class PagedCache:
             device = self.pool.keys[0].device
             found = to_device(moves, device)
             (source, old), (target, new) = found[:, 0].unbind(1), found[:, 1].unbind(1)
-            for store in (*self.pool.keys, *self.pool.values):
-                store[target, :, new] = store[source, :, old]
+            self.pool.move(source, old, target, new)
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     def _at(self, row: int, slot: int) -> tuple[int, int]:

@@ -27,7 +27,9 @@ LIMIT = "FORESAY_PAGES_GB"
 """Environment variable: most gigabytes of a pool."""
 SHARE = 0.5
 """Share of the free memory that a pool takes."""
-MAX_ROWS = 256
+LEAST = 16
+"""Least number of pages of a pool."""
+MAX_ROWS = 1024
 """Most rows of a cache."""
 States = tuple[torch.Tensor, Mapping[int, torch.Tensor]]
 """Normalized states [N, H], and hidden states [N, H] by layer."""
@@ -74,13 +76,15 @@ def passes_on(
     """Return the passes of a decoder over a pool of its own.
 
     free_bytes: memory of the device that is not in use. most_pages: pages beyond which it needs none; None for the most that
-    MAX_ROWS rows fill. A pool has room for one row of max_length tokens at least. Raises ConfigError for an invalid
-    $FORESAY_PAGES_GB.
+    MAX_ROWS rows fill. Raises LookupError if there is no memory for LEAST pages, or a row of max_length tokens if that is
+    shorter, and ConfigError for an invalid $FORESAY_PAGES_GB.
     """
     bytes_each = sum(2 * layer.heads * layer.dim for layer in decoder.layers) * PAGE * dtype.itemsize
     longest = -(-max_length // PAGE)
     room = min(SHARE * free_bytes, gigabytes(LIMIT, math.inf))
-    pages = min(max(int(room) // bytes_each, longest), most_pages or MAX_ROWS * longest)
+    pages = min(int(room) // bytes_each, most_pages or MAX_ROWS * longest)
+    if pages < min(LEAST, longest):
+        raise LookupError(f"the {room / 1e9:.2f} GB that they may take hold {pages} pages of {PAGE} tokens")
     pool = PagePool(decoder.layers, pages, dtype, device)
     return passes_over(pool, device, decoder, max_length=max_length, capture=capture)
 
@@ -115,23 +119,24 @@ class PagedPasses:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Run one pass and append its tokens to the cache; scores and hidden states as ModelOutput has them.
 
-        Raises OutOfMemoryError if the pool has too few pages.
+        Raises OutOfMemoryError if the pool has too few pages. Passes of several threads follow each other.
         """
         shape = (len(model_input.token_ids), model_input.token_ids.shape[1])
         if not any(model_input.num_tokens):
             return self._empty(model_input)
         scored = model_input.logits is not Logits.NONE
-        columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=scored)
-        states = {layer: in_rows(one, columns, shape) for layer, one in hidden.items()}
-        return (None if scores is None else model_input.scored(in_rows(scores, columns, shape))), states
+        with self.pool.lock:
+            columns, (scores, hidden) = self.flat(model_input, cache, scored=scored, captured=scored)
+            states = {layer: in_rows(one, columns, shape) for layer, one in hidden.items()}
+            return (None if scores is None else model_input.scored(in_rows(scores, columns, shape))), states
 
     def flat(
         self, model_input: ModelInput, cache: PagedCache, *, scored: bool, captured: bool
     ) -> tuple[torch.Tensor, Outputs]:
         """Run one pass; return the index [N] of each real token in the flattened token ids, and the outputs, [N or more, ...].
 
-        The outputs of a captured pass are overwritten by the next one. scored: True for scores. captured: False for a prompt,
-        whose sums have another order; those of larger passes, too.
+        The outputs of a captured pass are overwritten by the next one, until which the caller holds the pool's lock. scored: True
+        for scores. captured: False for a prompt, whose sums have another order; those of larger passes, too.
         """
         size = size_of(sum(model_input.num_tokens)) if captured else None
         tokens = FlatTokens.of(model_input, cache, self._tiles[size is None])

@@ -32,8 +32,8 @@ def parts_of(outputs: int, inputs: int) -> int:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product(
-    states, weight, sums, num_tokens, outputs, inputs, stride,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr,
+    states, weight, sums, bias, num_tokens, outputs, inputs, stride,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -54,9 +54,11 @@ def _product(
             other=0.0,
         )
         total += tl.dot(x, w, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
     tl.store(
         sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
-        total,
+        total.to(sums.dtype.element_ty),
         mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
     )
 
@@ -81,12 +83,21 @@ def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """
     (count, inputs), outputs = states.shape, weight.shape[0]
     parts = parts_of(outputs, inputs)
-    sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=states.device)
+    sums, own = sums_of(parts, states, outputs, bias)
     _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
-        states, weight, sums, count, outputs, inputs, states.stride(0),
-        TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts,
+        states, weight, sums, sums if own is None else own, count, outputs, inputs, states.stride(0),
+        TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts, HAS_BIAS=own is not None,
     )  # fmt: skip
-    return reduced(sums, bias, states.dtype)
+    return sums[0] if parts == 1 else reduced(sums, bias, states.dtype)
+
+
+def sums_of(
+    parts: int, states: torch.Tensor, outputs: int, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return memory for the sums of parts, [parts, N, O], and the bias that these contain: with one part they are the outputs."""
+    dtype = states.dtype if parts == 1 else torch.float32
+    sums = torch.empty(parts, len(states), outputs, dtype=dtype, device=states.device)
+    return sums, bias if parts == 1 else None
 
 
 def reduced(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -42,7 +42,7 @@ def _add_norm(
     tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots", "rows"])
 def _place(
     joint, q_weight, k_weight, cosines, sines, positions, slots, rows, pages, queries, keys, values, q_eps, k_eps, width,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,

@@ -120,10 +120,10 @@ class DecoderTrees:
         most_slots = self.passes.table.pages.shape[1] * PAGE
         if any(cache.lengths[i] + known.num_tokens[i] + sum(shape.parents) > most_slots for i in rows):
             return None
-        for i in rows:
-            cache.reserve(i, known.num_tokens[i] + sum(shape.parents))
-        hidden = after_known(self.passes, known, cache, rows, self._keys)
-        with launching_on(hidden[self._outputs].device):
+        with self.passes.pool.lock, launching_on(self.passes.table.pages.device):
+            for i in rows:
+                cache.reserve(i, known.num_tokens[i] + sum(shape.parents))
+            hidden = after_known(self.passes, known, cache, rows, self._keys)
             state, replay = self._captured(shape)
             state.numbers.zero_()
             given = [rows, [cache.lengths[i] for i in rows], [budget[i] for i in rows], [depths[i] for i in rows]]

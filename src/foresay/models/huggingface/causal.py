@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import Cache, PreTrainedModel
 
-from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.capabilities import PAGED_CHUNK, Capabilities
 from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
@@ -43,8 +43,6 @@ _SHARED_IN_A_PASS = ("gemma4_text",)
 """Families whose layers hand the keys and values that the cache returned to later layers of the same pass."""
 _CACHED = ("past_key_values", "cache_params", "state")
 """Names by which families take what they keep of earlier tokens."""
-_PAGED_CHUNK = 2048
-"""Tokens of a chunk of a prompt over pages: a GPU's tensor cores need many."""
 _BOUNDED_ROPE = ("dynamic", "longrope")
 
 
@@ -180,16 +178,16 @@ class CausalModel(TransformersModel, PagedChains):
     def _on_pages(self, fused: FusedDecoder, pool: PagePool | None) -> PagedPasses | None:
         from foresay.models.gpu.passes import passes_on, passes_over
 
+        device, limit, capture = self.device, self.max_length, capture_on(self.device)
         try:
-            decoder = fused.on_pages(self.max_length)
+            decoder = fused.on_pages(limit)
+            if pool is not None:
+                return passes_over(pool, device, decoder, max_length=limit, capture=capture)
+            free = self.memory_bytes()
+            return passes_on(device, decoder, self.cache_dtype, max_length=limit, free_bytes=free, capture=capture)
         except LookupError as error:
             logger.info("passes are not made over pages: %s", error)
             return None
-        device, limit, capture = self.device, self.max_length, capture_on(self.device)
-        if pool is not None:
-            return passes_over(pool, device, decoder, max_length=limit, capture=capture)
-        free = self.memory_bytes()
-        return passes_on(device, decoder, self.cache_dtype, max_length=limit, free_bytes=free, capture=capture)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -197,7 +195,13 @@ class CausalModel(TransformersModel, PagedChains):
         own = super().capabilities
         if self.paged is None:
             return own
-        return dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False, prefill_chunk=_PAGED_CHUNK)
+        return dataclasses.replace(
+            own,
+            ragged=True,
+            prefill_in_any_pieces=False,
+            prefill_chunk=PAGED_CHUNK,
+            max_rows=self.paged.table.num_rows,
+        )
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel."""
@@ -217,6 +221,7 @@ class CausalModel(TransformersModel, PagedChains):
     def _chain_states(self) -> tuple[int, int | None]:
         return self.num_layers, None
 
+    @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """See TransformersModel."""
         if isinstance(cache, SlotCache):

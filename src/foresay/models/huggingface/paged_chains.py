@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from foresay.decoding.chains import Drawn, Grown, Sampling, TreeLimits
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import ModelInput
@@ -37,6 +39,7 @@ class PagedChains:
         passes = self._passes()
         return passes is not None and passes.decoder.num_scores <= self.vocab_size
 
+    @torch.inference_mode()
     def draw_chains(
         self, known: ModelInput, cache: Any, room: Sequence[int], sampling: Sampling | None
     ) -> Drawn | None:
@@ -53,6 +56,7 @@ class PagedChains:
             )
         return self._chains.draw(known, cache, room, sampling)
 
+    @torch.inference_mode()
     def draw_trees(self, known: ModelInput, cache: Any, limits: TreeLimits) -> Grown | None:
         """See DrawsTrees."""
         from foresay.models.gpu.trees import DecoderTrees

@@ -44,7 +44,7 @@ _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 def native_dtype(device: torch.device) -> torch.dtype:
     """Return bf16 if the processor computes in it natively, else float32 (float16 on older GPUs)."""
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if device.type == "cpu" and linears.available(torch.bfloat16, device):
         capability = torch.backends.cpu.get_cpu_capability()
         if "AVX512" in capability or "AMX" in capability:

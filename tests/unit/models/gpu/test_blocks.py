@@ -49,7 +49,8 @@ def test_weights_are_those_of_the_file(kind: str, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 3, weight.shape[1])
     expected = x @ weight.T + bias
     torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-4)
-    for most in (blocks.MOST, 64):  # by the kernel in groups of 64 tokens, and by dequantized weights
+    monkeypatch.setattr(blocks, "_SLICE", 16)
+    for most in (blocks.MOST, 32):  # by the kernel in groups of 64 tokens, and by dequantized weights in slices
         monkeypatch.setattr(blocks, "MOST", most)
         torch.testing.assert_close(found(x.repeat(12, 1, 1)), expected.repeat(12, 1, 1), rtol=1e-4, atol=1e-4)
 

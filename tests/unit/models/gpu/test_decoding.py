@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from triton.runtime.errors import InterpreterError
 
 import foresay
 from foresay.cli import info
@@ -18,6 +22,7 @@ from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.gpu import capture, passes
 from foresay.models.gpu.attention import PAGE
+from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
@@ -140,6 +145,46 @@ def test_the_first_layers_draft_in_the_target_s_pages(
     assert shared[1] < apart[1] - len(prompts[0]) + 4
 
 
+def test_passes_keep_no_gradients(model: CausalModel) -> None:
+    """The target's states are inputs of a draft that is trained, and the next pass overwrites what they were computed from."""
+    cache = model.new_cache()
+    cache.add_rows(1)
+    out = model.forward(ModelInput(torch.tensor([[1, 2]]), [2], hidden_layers=(0, 1)), cache)
+    assert not any(one.requires_grad for one in (out.scores(), *out.hidden.values()))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_passes_of_several_threads_follow_each_other(
+    model: CausalModel, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has written the inputs of its pass waits a moment for another one. Control: without the lock both run one."""
+    assert model.paged is not None
+    tokens, barrier, fill = [[3], [9]], Barrier(2), Buffers.fill
+    wanted = [model.uncached(torch.tensor([one]))[0, -1] for one in tokens]
+
+    def wait(self: Buffers, *given: Any) -> None:
+        fill(self, *given)
+        with suppress(BrokenBarrierError):
+            barrier.wait(timeout=1)
+
+    def scores(ids: list[int]) -> torch.Tensor:
+        cache = model.new_cache()
+        cache.add_rows(1)
+        return model.forward(ModelInput(torch.tensor([ids]), [1]), cache).scores()[0, 0]
+
+    scores([1])  # captured
+    monkeypatch.setattr(Buffers, "fill", wait)
+    if not locks:
+        monkeypatch.setattr(model.paged.pool, "lock", nullcontext())
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(scores, tokens))
+    except InterpreterError:  # it is not for two threads
+        found = [torch.zeros(VOCAB)] * 2
+    same = [torch.allclose(one, other, atol=1e-4) for one, other in zip(found, wanted, strict=True)]
+    assert all(same) == locks
+
+
 def test_estimates_of_memory_count_pages(model: CausalModel) -> None:
     assert model.paged is not None
     pool = model.paged.pool
@@ -148,7 +193,7 @@ def test_estimates_of_memory_count_pages(model: CausalModel) -> None:
 
 
 def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By FORESAY_PAGES_GB, but for one row of the model's context; it is reported."""
+    """By FORESAY_PAGES_GB, and reported; one in which no row of some length fits is refused."""
     assert model.paged is not None and model.fused is not None
     decoder, page = model.paged.decoder, model.paged.pool.page_bytes
 
@@ -157,17 +202,19 @@ def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.
         rest = {"max_length": 192, "free_bytes": free * page, "capture": lambda run: run}
         return passes.passes_on(model.device, decoder, torch.float32, **rest).pool
 
-    assert [pool(f"{count * page / 1e9:.9f}").num_pages for count in (5, 1, 0)] == [5, 3, 3]
-    assert pool("").num_pages == 4 * 3 and pool("", free=14).num_pages == 7
+    assert [pool(f"{count * page / 1e9:.9f}").num_pages for count in (5, 3)] == [5, 3]
+    with pytest.raises(LookupError, match=r"0\.00 GB that they may take hold 2 pages of 64 tokens"):
+        pool(f"{2 * page / 1e9:.9f}")
+    assert [pool("", free=free).num_pages for free in (400, 100, 14)] == [32 * 3, 50, 7]
     with pytest.raises(ConfigError, match="FORESAY_PAGES_GB='many' must be a number of gigabytes"):
         pool("many")
     found = info.passes(model)
-    assert found == f"fused layers, keys and values in pages of {12 * PAGE} tokens ({12 * page / 1e9:.1f} GB)"
+    assert found == f"fused layers, keys and values in pages of {96 * PAGE} tokens ({96 * page / 1e9:.1f} GB)"
     assert info._same_bits(model).startswith("in passes of up to 512 tokens")
     one = foresay.SamplingParams(max_new_tokens=1)
     sessions: list[Any] = [SimpleNamespace(engine=run(model, [[1]], [one])[2]) for _ in range(2)]
     text = Metrics().text(sessions, (), {}).decode()
-    assert f"foresay_kv_cache_capacity_bytes {12.0 * page}" in text, "both engines use one pool, which counts once"
+    assert f"foresay_kv_cache_capacity_bytes {96.0 * page}" in text, "both engines use one pool, which counts once"
 
 
 def test_a_changed_model_goes_on_with_its_family_s_own_code(model: CausalModel) -> None:
