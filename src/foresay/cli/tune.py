@@ -57,7 +57,7 @@ def run(given: Given) -> int:
     params = SamplingParams(max_new_tokens=given.max_new_tokens)
     if not given.estimate:
         check_output(given.output, force=given.force)
-    minutes = check_float("minutes", given.minutes, 0.0, math.inf, open_low=True)
+    began, seconds = monotonic(), 60 * check_float("minutes", given.minutes, 0.0, math.inf, open_low=True)
     named = methods(given.drafter or COMPARED, given.length or TRIED)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
     of_prompts = [given.typed[one.name] for one in opt.DATA if one.name in given.typed]
@@ -88,12 +88,13 @@ def run(given: Given) -> int:
             "finalists": FINALISTS + len(own),
             "own": len(own),
         }
-        expected = estimate(target, first, shape, recorded=recorded is not None, **more).within(60 * minutes)
+        expected = estimate(target, first, shape, recorded=recorded is not None, **more).within(seconds)
+        seconds -= monotonic() - began
     if given.estimate:
         click.echo(str(expected))
         return 0
     _agree(expected, yes=given.yes)
-    end = monotonic() + 60 * minutes
+    end = monotonic() + seconds
     if recorded is None:
         recorded, kept = _recorded(target, prompts, expected.count, params, chat=chat)
     tuner = Tuner(target, recorded, rounds=expected.rounds, count=expected.count)

@@ -1,4 +1,4 @@
-"""What `tune` predicts against what its live runs measure, on a clock that passes and drafts advance by known costs.
+"""Predictions of `tune` against its live runs, on a clock that passes and drafts advance by known costs.
 
 So the costs of a run that the prediction leaves out show to the last digit, and nothing depends on the machine.
 """
