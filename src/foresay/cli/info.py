@@ -164,6 +164,8 @@ def _same_bits(model: CausalModel | Seq2SeqModel) -> str:
         return "yes: a token's scores do not depend on what else its pass contains"
     where = "Where two tokens' scores are as close as rounding errors, the output may depend on batch and draft"
     if isinstance(model, CausalModel) and model.paged is not None:
+        if not model.reproducible:
+            return f"no: reproducible=False lets a library multiply. {where}"
         return "in passes of up to 512 tokens; prompts that are prefilled together, and larger passes, have another order of sums"
     return f"no: only compiled kernels guarantee them. {where}"
 

@@ -103,7 +103,7 @@ class MtpHead(OnLastStates, PagedChains):
                 for x, norm in zip((layers.embed_tokens(at.token_ids), at.features), before, strict=True)
             ]
             read = torch.cat(parts[::-1] if hidden_first else parts, -1)
-            x = linear(joint, read, is_prompt=at.visible.is_prompt)
+            x = linear(joint, read, by_library=at.visible.is_prompt)
             normed, _ = paged.run(x, at, pool, turns)
             return normed, {NEXT: normed, LAST: normed}
 

@@ -27,8 +27,20 @@ Turns = tuple[torch.Tensor, torch.Tensor]
 class PagedLayers:
     """Layers and last norm of a decoder whose keys and values are in pages."""
 
-    def __init__(self, layers: Sequence[GatedLayer], norm: Norm, activation: str, residual_scale: float) -> None:
-        """Raises LookupError, which names the part, for layers that the kernels do not compute."""
+    def __init__(
+        self,
+        layers: Sequence[GatedLayer],
+        norm: Norm,
+        activation: str,
+        residual_scale: float,
+        *,
+        by_library: bool = False,
+    ) -> None:
+        """by_library: True for products of a library in every pass, not in prompts alone.
+
+        Raises LookupError, which names the part, for layers that the kernels do not compute.
+        """
+        self._by_library = by_library
         for layer in layers:
             _check(layer, activation)
         self._layers, self._scale, self._activation = layers, residual_scale, activation
@@ -60,7 +72,7 @@ class PagedLayers:
         hidden: dict[int, torch.Tensor] = {}
         delta: torch.Tensor | None = None
         after: Weight | None = None
-        how = {"is_prompt": at.visible.is_prompt}
+        how = {"by_library": self._library(at)}
         for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
             before_attention, after_attention, before_mlp, after_mlp = norms
             read = first
@@ -102,7 +114,7 @@ class PagedLayers:
         read = add_norm(states, delta, after=after, before=None, scale=self._scale)
         if (one := layer.input) is not None:
             assert inputs is not None and layer.activation is not None
-            how = {"is_prompt": at.visible.is_prompt}
+            how = {"by_library": self._library(at)}
             gate = linear(one.gate, read, **how)
             width = gate.shape[1]
             read = inputs[:, one.index * width : (one.index + 1) * width]
@@ -110,23 +122,27 @@ class PagedLayers:
             add_norm(states, linear(one.projection, inner, **how), after=norm, before=None)
         states.mul_(layer.scale)
 
+    def _library(self, at: Buffers) -> bool:
+        """Return True if a library multiplies in a pass."""
+        return self._by_library or at.visible.is_prompt
+
     def _experts(self, experts: Experts, read: torch.Tensor, at: Buffers) -> torch.Tensor:
-        is_prompt = at.visible.is_prompt
-        scores = linear(experts.router, read, is_prompt=is_prompt)
-        out = mixture(read, scores, experts, self._activation, at.slots, is_prompt=is_prompt)
+        how = {"by_library": self._library(at)}
+        scores = linear(experts.router, read, **how)
+        out = mixture(read, scores, experts, self._activation, at.slots, is_prompt=at.visible.is_prompt)
         if experts.shared is None:
             return out
         gate_up, down = experts.shared
-        inner = gated(linear(gate_up, read, is_prompt=is_prompt), self._activation)
-        common = linear(down, inner, is_prompt=is_prompt)
+        inner = gated(linear(gate_up, read, **how), self._activation)
+        common = linear(down, inner, **how)
         if experts.shared_gate is not None:
-            common = common * linear(experts.shared_gate, read, is_prompt=is_prompt).sigmoid()
+            common = common * linear(experts.shared_gate, read, **how).sigmoid()
         return out + common
 
     def _attention(
         self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
     ) -> torch.Tensor:
-        how = {"is_prompt": at.visible.is_prompt}
+        how = {"by_library": self._library(at)}
         joint, store = linear(layer.qkv, read, **how), self._stores[i]
         keys, values = pool.keys[store], pool.values[store]
         seen = at.visible if layer.causal else at.whole
@@ -155,13 +171,13 @@ class PagedLayers:
         return linear(layer.output, out.view(len(read), -1), **how)
 
 
-def linear(layer: Any, states: torch.Tensor, *, is_prompt: bool = False) -> torch.Tensor:
-    """Return a linear layer's outputs, [N, I] -> [N, O]; those of many tokens, or of a prompt, by a library, which is faster."""
+def linear(layer: Any, states: torch.Tensor, *, by_library: bool = False) -> torch.Tensor:
+    """Return a linear layer's outputs, [N, I] -> [N, O]. by_library: True for a library's product, as many tokens have it."""
     if isinstance(layer, QUANTIZED):
         return layer(states)
     if isinstance(layer, Separate):
-        return torch.cat([linear(part, states, is_prompt=is_prompt) for part in layer.parts], 1)
-    multiply = F.linear if is_prompt or len(states) > MOST else product
+        return torch.cat([linear(part, states, by_library=by_library) for part in layer.parts], 1)
+    multiply = F.linear if by_library or len(states) > MOST else product
     return multiply(states, layer.weight, layer.bias)
 
 

@@ -146,6 +146,8 @@ class CausalModel(TransformersModel, PagedChains):
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
+        self.reproducible = True
+        """False lets a library multiply in all passes over pages; see LoadOptions."""
         self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
         self._watched_state: list[tuple[int, bool]] | None = None
@@ -180,7 +182,7 @@ class CausalModel(TransformersModel, PagedChains):
 
         device, limit, capture = self.device, self.max_length, capture_on(self.device)
         try:
-            decoder = fused.on_pages(limit)
+            decoder = fused.on_pages(limit, reproducible=self.reproducible)
             if pool is not None:
                 return passes_over(pool, device, decoder, max_length=limit, capture=capture)
             free = self.memory_bytes()

@@ -107,7 +107,7 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
 def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> CausalModel:
     """Wrap a part of a model, with fused layers if the model has them."""
     out = type(model)(part)
-    out.subset = subset
+    out.subset, out.reproducible = subset, model.reproducible
     if model.fused is not None:
         out.use_fused(model.fused.cache_dtype, None if model.paged is None else model.paged.pool)
     return out

@@ -178,15 +178,16 @@ class FusedDecoder:
         assert self._native is not None
         return self._native.cache_bytes(lengths, shared)
 
-    def on_pages(self, max_length: int) -> Decoder:
-        """Return the parts of passes over flat tokens and pages. max_length: most tokens of a row.
+    def on_pages(self, max_length: int, *, reproducible: bool = True) -> Decoder:
+        """Return the parts of passes over flat tokens and pages. max_length: most tokens of a row. reproducible: see LoadOptions.
 
         Raises LookupError for layers that the kernels for GPUs do not compute.
         """
         from foresay.models.gpu.layers import PagedLayers, check_linear, linear, outputs_of
         from foresay.models.gpu.passes import Decoder
 
-        layers = PagedLayers(self._layers, self._norm, self._activation, self._residual_scale)
+        given = self._layers, self._norm, self._activation, self._residual_scale
+        layers = PagedLayers(*given, by_library=not reproducible)
         check_linear(self._head, self._dtype)
         weight, turns = self._norm.weight, {}
         for kind, table in self._tables.items():
@@ -202,7 +203,7 @@ class FusedDecoder:
 
         return Decoder(
             states=states,
-            scores=lambda states: self._scaled(linear(self._head, states)),
+            scores=lambda states: self._scaled(linear(self._head, states, by_library=not reproducible)),
             layers=layers.shapes,
             heads=self._layers[0].heads,
             like=weight.new_empty(0, len(weight)),

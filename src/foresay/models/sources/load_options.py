@@ -52,6 +52,9 @@ class LoadOptions:
     kv_cache_dtype: str = "auto"
     """Format of keys and values: "auto" for the model's dtype; "int8" for 8 bits with a scale per head and token, in the compiled
     CPU kernels: about half of bf16's memory, and another output. Does not apply to draft models."""
+    reproducible: bool = True
+    """On a GPU with foresay's kernels: a token's scores do not depend on the other tokens of passes that score up to 512. False
+    lets a library multiply, which may be faster for many rows; a draft may then decide between two nearly equal tokens."""
     draft_weights: str | None = None
     """`weights` of draft models loaded by name; None: as the target's. Does not change the output, which is the target's."""
     device_map: str | Mapping[str, Any] | None = None
@@ -114,6 +117,15 @@ class LoadOptions:
                 check_device(getattr(self, name), name)
         if self.activations not in ("auto", *ACTIVATIONS):
             raise UnknownNameError("activations", self.activations, ("auto", *ACTIVATIONS))
+        if not isinstance(self.reproducible, bool):
+            raise ConfigError("must be True or False", param="reproducible", value=self.reproducible)
+        if not self.reproducible and (self.device_map is not None or not uses_kernels(self.computes_on)):
+            where = self.device_map or self.computes_on
+            raise ConfigError(
+                f"applies to foresay's kernels for GPUs, and the model would be on {str(where)!r}; drop it",
+                param="reproducible",
+                value=False,
+            )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UnknownNameError("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._check_plan()
@@ -163,12 +175,13 @@ class LoadOptions:
             "weights",
             "activations",
             "kv_cache_dtype",
+            "reproducible",
             "device_map",
             "quantization_config",
             "tp_plan",
         ):
             value = getattr(self, name)
-            if value not in (None, "auto") or (name == "device_map" and value is not None):
+            if value not in (None, "auto", True) or (name == "device_map" and value is not None):
                 raise ConfigError(
                     "has no effect with llama.cpp, which follows the file; drop it", param=name, value=value
                 )
@@ -232,7 +245,7 @@ class LoadOptions:
             gguf: True if llama.cpp can read it; otherwise transformers computes it.
         """
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None, "activations": "auto"}
-        changes["kv_cache_dtype"] = "auto"
+        changes |= {"kv_cache_dtype": "auto", "reproducible": True}
         if self.draft_device is not None:
             changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
             changes |= {"device": self.draft_device}
@@ -251,6 +264,7 @@ class LoadKeywords(TypedDict, total=False):
     weights: str
     activations: str
     kv_cache_dtype: str
+    reproducible: bool
     draft_weights: str | None
     device_map: str | Mapping[str, Any] | None
     max_memory: Mapping[int | str, int | str] | None

@@ -78,15 +78,20 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
         raise
     settings = GenerationSettings(weights.generation_config if weights.can_generate() else None)
     loaded = LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer), generation=settings)
+    options = options or LoadOptions()
     if model.is_shared:  # by processes, each with a part of every product
         return loaded
-    options = options or LoadOptions()
     if optimise:
         _arrange(weights, options)
     if isinstance(model, CausalModel):
+        model.reproducible = options.reproducible
         _fuse(name, model, optimise=optimise)
         if not optimise:
             model.watch_for_changes()
+    if not options.reproducible and (not isinstance(model, CausalModel) or model.paged is None):
+        raise ConfigError(
+            "applies to foresay's kernels for GPUs, which do not run this model", param="reproducible", value=False
+        )
     if options.kv_cache_dtype != "auto":
         if not isinstance(model, CausalModel) or not model.batch_invariant:
             raise ConfigError(

@@ -96,6 +96,21 @@ def test_rounded_weights_are_refused_where_a_gpu_is_the_default(monkeypatch: pyt
     assert LoadOptions(weights="int8").bits == 8
 
 
+def test_a_library_multiplies_on_gpus_with_kernels_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match="reproducible=False applies to foresay's kernels for GPUs, and the model would be on 'cpu'"
+    ):
+        foresay.load(folder, reproducible=False)
+    with pytest.raises(ConfigError, match="reproducible='no' must be True or False"):
+        LoadOptions(reproducible="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="and the model would be on 'auto'"):
+        LoadOptions(reproducible=False, device_map="auto")
+    monkeypatch.setattr(load_options, "uses_kernels", lambda device: True)
+    assert LoadOptions(reproducible=False).for_draft().reproducible
+    with pytest.raises(ConfigError, match="which do not run this model"):  # it is not over pages here
+        foresay.load(folder, reproducible=False)
+
+
 @pytest.mark.parametrize("drafter", ["auto", "max_gram", "self(1)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"])
 def test_draft_weights_without_a_draft_model_are_refused(drafter: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match="draft_weights='int4' is for a draft model that is loaded by name"):

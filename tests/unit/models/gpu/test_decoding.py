@@ -20,7 +20,7 @@ from foresay.drafters import SelfDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.gpu import capture, passes
+from foresay.models.gpu import capture, layers, passes
 from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import PagedCache, PagePool
@@ -143,6 +143,22 @@ def test_the_first_layers_draft_in_the_target_s_pages(
     apart = most_pages()
     assert shared[0] == 3 and apart[0] == 6
     assert shared[1] < apart[1] - len(prompts[0]) + 4
+
+
+@torch.inference_mode()
+def test_a_library_may_multiply(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With reproducible=False, in every pass."""
+    known, counted = layers.product, []
+    monkeypatch.setattr(layers, "product", lambda *given: counted.append(1) or known(*given))
+    prompts, params = [[5, 6, 7], [8]], [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)] * 2
+    wanted = [greedy(model, prompt) for prompt in prompts]
+    for reproducible in (True, False):
+        counted.clear()
+        model.reproducible = reproducible
+        model.use_fused()
+        assert run(model, prompts, params, max_batch_size=2)[0] == wanted
+        assert bool(counted) == reproducible
+        assert info._same_bits(model).startswith("in passes of" if reproducible else "no: reproducible=False")
 
 
 def test_passes_keep_no_gradients(model: CausalModel) -> None:

@@ -130,8 +130,8 @@ def test_a_layer_that_reads_another_one_s_keys_is_found(monkeypatch: pytest.Monk
     """Control: Gemma 4's layers without keys of their own read those of the last layer of the other kind."""
     known = PagedLayers.__init__
 
-    def init(self: Any, *given: Any) -> None:
-        known(self, *given)
+    def init(self: Any, *given: Any, **options: Any) -> None:
+        known(self, *given, **options)
         sizes = [self.shapes[store] for store in self._stores]
         own = [store for layer, store in zip(self._layers, self._stores, strict=True) if layer.shares is None]
         for i, layer in enumerate(self._layers):
