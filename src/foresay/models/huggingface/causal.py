@@ -43,6 +43,8 @@ _SHARED_IN_A_PASS = ("gemma4_text",)
 """Families whose layers hand the keys and values that the cache returned to later layers of the same pass."""
 _CACHED = ("past_key_values", "cache_params", "state")
 """Names by which families take what they keep of earlier tokens."""
+_OF_OTHERS = 4
+"""The share of memory that pages take is divided by this for a model of the caller."""
 _BOUNDED_ROPE = ("dynamic", "longrope")
 
 
@@ -146,6 +148,8 @@ class CausalModel(TransformersModel, PagedChains):
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
+        self.is_loaded_here = True
+        """False for a model of the caller, who may need memory for something else."""
         self.reproducible = True
         """False lets a library multiply in all passes over pages; see LoadOptions."""
         self.fused: FusedDecoder | None = None
@@ -185,7 +189,7 @@ class CausalModel(TransformersModel, PagedChains):
             decoder = fused.on_pages(limit, reproducible=self.reproducible)
             if pool is not None:
                 return passes_over(pool, device, decoder, max_length=limit, capture=capture)
-            free = self.memory_bytes()
+            free = self.memory_bytes() // (1 if self.is_loaded_here else _OF_OTHERS)
             return passes_on(device, decoder, self.cache_dtype, max_length=limit, free_bytes=free, capture=capture)
         except LookupError as error:
             logger.info("passes are not made over pages: %s", error)

@@ -98,8 +98,9 @@ def fused_difference(model: CausalModel) -> float:
     code runs one pass, the fused layers a prefill and a pass over its cache; both use the same weights, in any format.
     """
     generator = torch.Generator().manual_seed(1)
-    on_gpu = model.paged is not None and model.device.type == "cuda"
-    prompt = min(_LONG_PROMPT, model.max_length - _DRAFT) if on_gpu else _PROMPT
+    prompt = _PROMPT
+    if model.paged is not None and model.device.type == "cuda":
+        prompt = min(_LONG_PROMPT, model.max_length - _DRAFT, model.paged.pool.num_tokens - _DRAFT)
     tokens = torch.randint(2, max(3, min(model.vocab_size, 30000)), (1, prompt + _DRAFT), generator=generator)
     tokens = tokens.to(model.device)
     fused, scores = model.fused, []

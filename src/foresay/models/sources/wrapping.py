@@ -84,7 +84,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
     if optimise:
         _arrange(weights, options)
     if isinstance(model, CausalModel):
-        model.reproducible = options.reproducible
+        model.reproducible, model.is_loaded_here = options.reproducible, optimise
         _fuse(name, model, optimise=optimise)
         if not optimise:
             model.watch_for_changes()

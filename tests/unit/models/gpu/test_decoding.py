@@ -95,7 +95,7 @@ def test_mixtures_are_decoded_over_pages(monkeypatch: pytest.MonkeyPatch, model:
     params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
     assert run(mixture, prompts, params, drafter=Sometimes(wanted, VOCAB), gamma=2)[0] == wanted
 
-    def refused(self: fused.FusedDecoder, max_length: int) -> None:
+    def refused(self: fused.FusedDecoder, max_length: int, **options: Any) -> None:
         raise LookupError("no such kernel")
 
     monkeypatch.setattr(fused.FusedDecoder, "on_pages", refused)
