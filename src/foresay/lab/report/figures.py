@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foresay.engine import Stats
@@ -269,8 +268,10 @@ def _kind(row: TableRow) -> tuple[str, str, str | None]:
 
 def check_matplotlib() -> None:
     """Raise ConfigError without matplotlib, which draws the figures."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'") from None
 
 
 def _grid(among: Collection[Key], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Key]], str]:

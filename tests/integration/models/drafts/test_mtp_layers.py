@@ -111,7 +111,7 @@ def test_long_prompts_and_short_drafts_are_cached_in_parts(
     head: MtpHead, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of one token leave pairs to the later layers, which are cached once they are many."""
-    monkeypatch.setattr(mtp, "Capabilities", lambda **given: mtp_capabilities(prefill_chunk=chunk, **given))
+    monkeypatch.setattr(mtp, "Capabilities", lambda **given: mtp_capabilities(**given | {"prefill_chunk": chunk}))
     drafter = Recorded(head)
     long = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5] * 3
     for gamma in (1, DRAFT):
