@@ -16,6 +16,7 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
 from foresay.models.huggingface import linears
+from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
 from foresay.models.sources.load_options import LoadOptions
 from foresay.text.tokenizer import Tokenizer
@@ -91,6 +92,12 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
     if not options.reproducible and (not isinstance(model, CausalModel) or model.paged is None):
         raise ConfigError(
             "applies to foresay's kernels for GPUs, which do not run this model", param="reproducible", value=False
+        )
+    if not options.reproducible and any(isinstance(part, FrozenLinear) for part in weights.modules()):
+        raise ConfigError(
+            "has no effect on quantized weights, which no library multiplies; drop it",
+            param="reproducible",
+            value=False,
         )
     if options.kv_cache_dtype != "auto":
         if not isinstance(model, CausalModel) or not model.batch_invariant:

@@ -24,13 +24,16 @@ from foresay.models.gpu import capture, layers, passes
 from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import PagedCache, PagePool
-from foresay.models.huggingface import causal, family_layers, fused
+from foresay.models.huggingface import causal, family_layers, fused, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.family_layers import NotFusedError
+from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.joined import Joined
+from foresay.models.sources import load_options, wrapping
+from foresay.models.sources.load_options import LoadOptions
 from foresay.server.metrics import Metrics
-from helpers.families import make
+from helpers.families import make, whole_product
 from helpers.paged import few_programs
 from helpers.support import Sometimes, run
 
@@ -159,6 +162,19 @@ def test_a_library_may_multiply(model: CausalModel, monkeypatch: pytest.MonkeyPa
         assert run(model, prompts, params, max_batch_size=2)[0] == wanted
         assert bool(counted) == reproducible
         assert info._same_bits(model).startswith("in passes of" if reproducible else "no: reproducible=False")
+
+
+def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are multiplied by our kernels in any case, so the option is refused."""
+    monkeypatch.setattr(load_options, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(wrapping, "_arrange", lambda *_: None)  # it packs the weights for a CPU
+    few_programs(monkeypatch, lambda *of: of[0].product if isinstance(of[0], FrozenLinear) else whole_product(*of))
+    options = LoadOptions(reproducible=False)
+    found = wrapping.wrap("tiny", model.model, None, optimise=True, options=options).model
+    assert isinstance(found, CausalModel) and found.paged is not None and not found.reproducible
+    model.model.lm_head = FrozenLinear(linears._on_gpu(8, model.model.lm_head.weight.detach(), None))
+    with pytest.raises(ConfigError, match="reproducible=False has no effect on quantized weights"):
+        wrapping.wrap("tiny", model.model, None, optimise=True, options=options)
 
 
 def test_passes_keep_no_gradients(model: CausalModel) -> None:
