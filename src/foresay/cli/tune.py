@@ -81,14 +81,8 @@ def run(given: Given) -> int:
         else:
             first = [one.prompt for one in recorded.records[:size]]
             shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-        more: dict[str, Any] = {
-            "methods": named,
-            "sizes": sizes,
-            "rows": size,
-            "finalists": FINALISTS + len(own),
-            "own": len(own),
-        }
-        expected = estimate(target, first, shape, recorded=recorded is not None, **more).within(seconds)
+        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": len(own)}
+        expected = estimate(target, first, shape, recorded=recorded is not None, methods=named, **more).within(seconds)
         seconds -= monotonic() - began
     if given.estimate:
         click.echo(str(expected))

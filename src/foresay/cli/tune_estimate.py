@@ -98,9 +98,9 @@ def estimate(
     """Time a few passes over some prompts, and return what they imply for the whole run.
 
     size: number of outputs, and tokens of each. recorded: True if there is a recording of them. sizes: batch sizes to tune for;
-    rows: the one that records. own: number of further methods, which draft with the target's states.
+    rows: the one that records. finalists: predicted methods that are run live. own: number of methods that are run in any case.
     """
-    count, tokens = size
+    (count, tokens), finalists = size, finalists + own
     timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
     prefill_s, pass_s = timed[rows]
     token_s = _prefill_token_s(target, max(1, *map(len, prompts)))

@@ -149,7 +149,7 @@ class RecordingModel(LanguageModel):
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """Run one forward pass, which returns token_ids [B, T]; see LanguageModel.forward.
 
-        Raises ConfigError if hidden states are requested.
+        Raises ConfigError if hidden states are requested and there are none.
         """
         assert isinstance(cache, RecordingCache)
         if model_input.hidden_layers and self._states is None:
