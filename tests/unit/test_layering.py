@@ -35,8 +35,8 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "devices", "outcome", "residuals", "state", "capabilities", "clock"},
-        {"randomness", "proposal", "sampling_kernels"},
+        {"sampling_params", "devices", "outcome", "sums", "state", "capabilities", "clock"},
+        {"randomness", "proposal", "residuals", "sampling_kernels"},
         {"rows", "proposal_checks", "kernels"},
         {"penalties", "truncation"},
         {"processors"},
