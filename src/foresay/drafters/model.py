@@ -15,7 +15,16 @@ from foresay.decoding.chains import TreeLimits, sampling_of
 from foresay.decoding.devices import moved
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification
-from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
+from foresay.decoding.protocols import (
+    Drafter,
+    LanguageModel,
+    LengthPolicy,
+    Logits,
+    ModelInput,
+    ModelOutput,
+    Move,
+    learned_by,
+)
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import Reads, Stopping, StoppingRule
 from foresay.drafters.draft_cache import DraftCache
@@ -58,6 +67,11 @@ class ModelDrafter(Drafter):
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Rewind the cache to the committed tokens."""
         self.context.rewind(rows)
+
+    @property
+    def learned(self) -> bytes:
+        """Digest of the draft model's weights."""
+        return learned_by(self.context.model.inner)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draw up to `budget` tokens for each row, each from the distribution recorded with it; drafts end at an end token."""

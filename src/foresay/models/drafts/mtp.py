@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, learned_by
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.base import LAST, NEXT, OnLastStates, draft_on_pages
@@ -64,7 +64,7 @@ class MtpHead(OnLastStates, PagedChains):
         model = target.model
         layers = _load(model, name) if layers is None else layers
         self.target, self.vocab_size, self.max_length = target, target.vocab_size, target.max_length
-        self.device, self.dtype = target.device, model.dtype
+        self.device, self.dtype, self.learned = target.device, model.dtype, learned_by(target)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
         self.num_mtp_layers, self.subset = len(layers.layers), None
