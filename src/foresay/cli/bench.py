@@ -30,7 +30,7 @@ from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN as BASELINE
-from foresay.generation.method import methods
+from foresay.generation.method import distinct, methods
 from foresay.lab.bench.bench import Progress, bench
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.specdec import specdec_records
@@ -70,7 +70,7 @@ def run(given: Given) -> int:
         setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
         return _finish(_shared(setup, given), given)
     target = load_target(given, named, max_batch_size=max(sizes))
-    named += [] if given.drafter else own_methods(target, named)
+    named = distinct([*named, *([] if given.drafter else own_methods(target, rule=named[0].rule))])
     engines = _opened(target, given)
     with loading("Preparing the prompts"):
         builder = RequestBuilder(target, chat=not given.raw)

@@ -1,6 +1,6 @@
 """`foresay tune`: find the fastest exact configuration and write it to foresay.toml.
 
-Unless drafters are named, the model's own default and the best draft for it that is on this machine are run live as well.
+The model's own default drafter and length are always run live; unless drafters are named, so is the best draft on this machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(given: Given) -> int:
     target = load_target(given, named, max_batch_size=size)
     if recorded is not None:
         Tuner(target, recorded)  # checks it
-    own = [] if given.drafter else own_methods(target, named)
+    own = own_methods(target, best=not given.drafter)
     with loading("Estimating the duration"):
         if recorded is None:
             first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
@@ -81,7 +81,7 @@ def run(given: Given) -> int:
         else:
             first = [one.prompt for one in recorded.records[:size]]
             shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": len(own)}
+        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": own}
         expected = estimate(target, first, shape, recorded=recorded is not None, methods=named, **more).within(seconds)
         seconds -= monotonic() - began
     if given.estimate:
