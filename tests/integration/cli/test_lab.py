@@ -572,7 +572,7 @@ def test_tune_runs_the_model_s_own_default(
     assert live.search(err), err
     assert len(re.findall(rf"^{re.escape(default)}, throughput", out, re.MULTILINE)) == 1, "in one row of the table"
     monkeypatch.setattr(tune, "own_methods", lambda *_, **__: [])
-    assert not live.search(shell(*command)[2]), "nobody runs what is predicted not to pay"
+    assert not live.search(shell(*command)[2]), "what is predicted not to pay is not run otherwise"
 
 
 @pytest.mark.parametrize(("answer", "args", "started"), [("n", [], False), ("y", [], True), ("", ["--yes"], True)])
