@@ -45,7 +45,7 @@ def of_option(param: click.Parameter, prefix: str | None) -> str:
 
 
 def idle(environment: Mapping[str, str], commands: Iterable[click.Command]) -> Iterator[str]:
-    """Yield a line for each variable with our prefix and without a reader, with the nearest name, and for each switch that is none."""
+    """Yield a line for each unknown variable with our prefix, with the nearest name, and for each switch with another value."""
     known = {*READ, *OTHERS, *of_options(commands)}
     for name in sorted(one for one in environment.keys() - known if one.startswith(PREFIX)):
         near = get_close_matches(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in sorted(known)], n=1)
