@@ -58,7 +58,7 @@ class Program(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the chosen command. A closed standard output and Ctrl-C end it without a message."""
         for line in idle(os.environ, BY_NAME.values()):
-            click.echo(f"foresay: {line}", err=True)
+            print(f"foresay: {line}", file=sys.stderr)  # noqa: T201
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()

@@ -23,7 +23,7 @@ from foresay.cli.common import (
     sampling_params,
 )
 from foresay.cli.options import items, numbers, source_name
-from foresay.cli.progress import advancing, loading
+from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
@@ -122,10 +122,9 @@ def _opened(target: Generator, given: Given) -> list[TransformersRunner]:
     native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
     chosen_by_us = (given.dtype, given.weights, target.target.weights) == ("auto", "auto", "")
     if given.against and chosen_by_us and target.target.dtype not in native:
-        click.echo(
+        note(
             f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
-            "--dtype fp32 is their fastest",
-            err=True,
+            "--dtype fp32 is their fastest"
         )
     with loading("Loading other engines"):
         return [TransformersRunner(name, target) for name in given.against]
@@ -135,7 +134,7 @@ def _shared(setup: dict[str, Any], given: Given) -> Results:
     """Run the benchmark by workers."""
     gpus = torch.cuda.device_count() if given.device in (None, "cuda") else 1
     if not given.ray and given.workers > max(1, gpus):
-        click.echo("foresay: workers on one machine slow each other; compare only ratios of this run", err=True)
+        note("foresay: workers on one machine slow each other; compare only ratios of this run")
     with sharing.pool(given, setup) as pool, _running() as report:
         return benching.bench(pool, given.output, on_run=report)
 

@@ -15,7 +15,7 @@ import torch
 
 from foresay.cli.command import Given
 from foresay.cli.options import DEFAULT_MODEL
-from foresay.cli.progress import loading
+from foresay.cli.progress import loading, note
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
@@ -168,7 +168,7 @@ def model_name(given: str | None) -> str:
         return DEFAULT_MODEL
     name = FILE if given is None else given
     if is_settings(name):
-        print(f"foresay: settings from {name} ({read_settings(name)})", file=sys.stderr)  # noqa: T201
+        note(f"foresay: settings from {name} ({read_settings(name)})")
     return name
 
 

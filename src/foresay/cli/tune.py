@@ -21,7 +21,7 @@ from foresay.cli import options as opt
 from foresay.cli.command import INTERRUPTED, Given
 from foresay.cli.common import check_output, load_target, model_expression, own_methods
 from foresay.cli.options import items, numbers, source_name
-from foresay.cli.progress import advancing, loading
+from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import gain, show_table
 from foresay.cli.tune_estimate import Estimate, estimate
 from foresay.decoding.sampling_params import SamplingParams
@@ -108,7 +108,7 @@ def run(given: Given) -> int:
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
     """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise click.Abort without it."""
-    click.echo(f"foresay: {expected}", err=True)
+    note(f"foresay: {expected}")
     if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
         click.confirm("Start?", default=True, abort=True, err=True)
 
@@ -152,7 +152,7 @@ def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]
             f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
         )
     predicted = [f"{one.method.name} {one.speed_up:.2f}x" for one in best if one.speed_up]
-    click.echo(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}", err=True)
+    note(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}")
     interrupted = False
     if best:
         try:
@@ -165,7 +165,7 @@ def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]
 
 
 def _show_run(candidate: Candidate, speed_up: float) -> None:
-    click.echo(f"live: {candidate.method.name} {speed_up:.2f}x", err=True)
+    note(f"live: {candidate.method.name} {speed_up:.2f}x")
 
 
 def _show(tuning: Tuning) -> None:

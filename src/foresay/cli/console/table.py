@@ -29,9 +29,11 @@ from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import percent, yes_no
 
 ALONE = "draft alone"
-_FIGURES = ("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted", "drafts used", "identical", "exact")
-_WIDE = ("method", *_FIGURES)
-_SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted", "used", "same", "exact")
+_WIDE = (
+    *("method", "tokens", "seconds", "tokens/s", "drafted", "accepted", "drafts used", "tokens/pass", "speed-up"),
+    "identical",
+)
+_SHORT = ("method", "tokens", "secs", "tok/s", "drafted", "accepted", "used", "tok/pass", "speed", "same")
 _WARM_UP = 4
 _UNSURE = "~"
 """Mark of a speed-up that is no gain and no loss, as far as these runs show."""
@@ -88,16 +90,17 @@ def compare(
     rows += [Row(one.drafter, MethodRunner(target, replace(one, rule=rule))) for one in methods]
     for row in rows:
         row.runner.prepare(block)
-    by_runner = {row.runner.name: row for row in rows}
+    by_runner = {row.runner.name: (number, row) for number, row in enumerate(rows, 1)}
 
     def report(runner: Runner, repeat: int | None) -> None:
-        turn = "warm-up" if repeat is None else f"{repeat + 1} of {repeats}"
-        progress(f"Decoding: {by_runner[runner.name].name} ({turn})")
+        number, row = by_runner[runner.name]
+        turn = ", warm-up" if repeat is None else f", run {repeat + 1} of {repeats}" if repeats > 1 else ""
+        progress(f"Decoding: {row.name} (method {number} of {len(rows)}{turn})")
 
     warm = replace(block, params=SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens)))
     turns = [(repeat, row.runner) for repeat in range(repeats) for row in rows[1:]]
     for run, outcome in take_turns(rows[0].runner, turns, block, warm=warm, between=len(rows) - 1, starting=report):
-        row = by_runner[run.cell.method]
+        _, row = by_runner[run.cell.method]
         if isinstance(run, Failure):
             row.failures.append(run.error)
         elif outcome is not None and outcome.live is not None:
@@ -128,7 +131,7 @@ def show(rows: Sequence[Row], generator: Generator) -> None:
     spread = plain_spread(rows)
     cells = [_cells(row, spread) for row in rows]
     table = tables.table(_WIDE, cells, out, short=_SHORT)
-    marked = [] if all(_UNSURE not in row[4] for row in cells) else [_REASON.format(percent(spread))]
+    marked = [] if all(_UNSURE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
     for one in (table, *marked, *differences(rows, generator.tokenizer)):
         out.print(one, soft_wrap=not out.is_terminal)
     if not generator.rule.exact:
@@ -185,7 +188,7 @@ def record(row: Row, spread: float) -> dict[str, Any]:
 
 def _cells(row: Row, spread: float) -> tuple[str, ...]:
     if row.failures:
-        return (row.name, *["-"] * 7, "failed", "-")
+        return (row.name, *["-"] * (len(_WIDE) - 2), "failed")
     figures, stats = record(row, spread), row.generations[-1].stats
     other = {PLAIN: "-", ALONE: "another"}.get(row.name, "sampled")
     return (
@@ -193,10 +196,10 @@ def _cells(row: Row, spread: float) -> tuple[str, ...]:
         str(stats.num_tokens),
         f"{figures['seconds']:.2f}",
         f"{figures['tokens_per_s']:.1f}",
-        f"{_UNSURE if figures['noise'] else ''}{figures['speed_up']:.2f}x",
-        f"{stats.block_efficiency or 0:.2f}",
+        str(stats.num_drafted or "-"),
         percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
+        f"{stats.block_efficiency or 0:.2f}",
+        f"{_UNSURE if figures['noise'] else ''}{figures['speed_up']:.2f}x",
         other if row.identical is None else yes_no(row.identical),
-        yes_no(figures["exact"]),
     )
