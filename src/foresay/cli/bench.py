@@ -39,7 +39,7 @@ from foresay.lab.data.datasets import SHIPPED
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.report.figures import check_matplotlib
 from foresay.lab.report.report import PAGE, read_report, write
-from foresay.lab.report.table import NOISE, rows
+from foresay.lab.report.table import NOISE, REASON, rows
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.models.sources.reading import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
@@ -183,7 +183,7 @@ def show(results: Results) -> int:
     headings = ["method", "prompts", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
     show_table(headings, lines, drop=("prompts", "batch", "sampling"))
     if noise:
-        click.echo(f"{NOISE} noise: within the spread of its runs or of plain decoding, or above tokens per pass")
+        click.echo(REASON)
     for failure in {(one.cell, one.error) for one in results.failures}:
         click.echo(f"failed: {failure[0]}: {failure[1]}")
     for cell in wrong:

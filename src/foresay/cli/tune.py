@@ -32,6 +32,7 @@ from foresay.generation.method import PLAIN, methods
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import header, record
+from foresay.lab.report.table import NOISE, REASON, is_noise
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.lab.tune import LENGTHS as TRIED
 from foresay.lab.tune import Candidate, Tuner, Tuning, pick, with_draft
@@ -175,14 +176,18 @@ def _show(tuning: Tuning) -> None:
     lines = []
     for one in shown:
         found = live.get((one.method.name, one.batch_size))
+        per_pass = None if one.expected is None else one.expected.tokens_per_pass
         measured = "" if found is None else gain(found.speed_up, found.low, found.high)
+        measured = NOISE * bool(found and is_noise(found.speed_up, tuning.plain_spread, per_pass)) + measured
         predicted = one.speed_up if found is None else found.predicted
-        count = "" if one.expected is None else f"{one.expected.tokens_per_pass:.2f}"
+        count = "" if per_pass is None else f"{per_pass:.2f}"
         lines.append([one.method.name, str(one.batch_size), count, f"{predicted:.2f}x" if predicted else "", measured])
     show_table(["candidate", "batch", "per pass", "predicted", "measured"], lines, drop=("batch",))
     if len(shown) < len(drafting):
         click.echo(f"and {len(drafting) - len(shown)} more")
     if live:
+        if any(line[-1].startswith(NOISE) for line in lines):
+            click.echo(REASON)
         click.echo("Predictions of measured rows are for the prompts that were run live, others for all outputs.")
         click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
     for name, problem in tuning.failed.items():

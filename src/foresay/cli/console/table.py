@@ -22,6 +22,7 @@ from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.report.table import NOISE, is_noise
 from foresay.lab.tune import DRAFTERS
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.records.results import Failure, Run
@@ -35,9 +36,7 @@ _WIDE = (
 )
 _SHORT = ("method", "tokens", "secs", "tok/s", "drafted", "accepted", "used", "tok/pass", "speed", "same")
 _WARM_UP = 4
-_UNSURE = "~"
-"""Mark of a speed-up that is no gain and no loss, as far as these runs show."""
-_REASON = "~ noise: below the {} that plain runs differ by, or above tokens per pass"
+_REASON = NOISE + " noise: below the {} that plain runs differ by, or above tokens per pass"
 
 
 class DraftAlone(MethodRunner):
@@ -131,7 +130,7 @@ def show(rows: Sequence[Row], generator: Generator) -> None:
     spread = plain_spread(rows)
     cells = [_cells(row, spread) for row in rows]
     table = tables.table(_WIDE, cells, out, short=_SHORT)
-    marked = [] if all(_UNSURE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
+    marked = [] if all(NOISE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
     for one in (table, *marked, *differences(rows, generator.tokenizer)):
         out.print(one, soft_wrap=not out.is_terminal)
     if not generator.rule.exact:
@@ -142,12 +141,6 @@ def plain_spread(rows: Sequence[Row]) -> float:
     """Return by how much the slowest run of plain decoding took longer than the fastest, as a share."""
     seconds = [run.seconds for run in rows[0].runs]
     return max(seconds) / min(seconds) - 1 if seconds else 0.0
-
-
-def is_noise(row: Row, speed_up: float, spread: float) -> bool:
-    """True for a speed-up within the spread of plain decoding, or above the tokens per pass, which bound it."""
-    bound = row.generations[-1].stats.block_efficiency or 1.0
-    return row.name not in (PLAIN, ALONE) and (abs(speed_up - 1) <= spread or speed_up > bound)
 
 
 def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
@@ -172,6 +165,7 @@ def record(row: Row, spread: float) -> dict[str, Any]:
     if row.failures:
         return {"method": row.name, "failed": row.failures[0]}
     speed_up = statistics.median(run.speed_up or 1.0 for run in row.runs)
+    is_method, per_pass = row.name not in (PLAIN, ALONE), row.generations[-1].stats.block_efficiency
     seconds, policy = statistics.median(run.seconds for run in row.runs), row.runner.generator.policy
     figures = {
         "exact": None if row.name == ALONE else row.runner.exact,
@@ -179,7 +173,7 @@ def record(row: Row, spread: float) -> dict[str, Any]:
         "all_seconds": [run.seconds for run in row.runs],
         "tokens_per_s": row.runs[-1].tokens / seconds,
         "speed_up": speed_up,
-        "noise": is_noise(row, speed_up, spread),
+        "noise": is_method and is_noise(speed_up, spread, per_pass),
         "identical": row.identical,
         "length": getattr(policy, "num_draft_tokens", type(policy).__name__),
     }
@@ -200,6 +194,6 @@ def _cells(row: Row, spread: float) -> tuple[str, ...]:
         percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
         f"{stats.block_efficiency or 0:.2f}",
-        f"{_UNSURE if figures['noise'] else ''}{figures['speed_up']:.2f}x",
+        f"{NOISE * figures['noise']}{figures['speed_up']:.2f}x",
         other if row.identical is None else yes_no(row.identical),
     )
