@@ -92,9 +92,26 @@ def int8(shape: torch.Size, generator: torch.Generator) -> Made:
     return levels.float() * scales.float(), {"weight": levels, "weight_scale": scales}
 
 
+def int8_of_modelopt(shape: torch.Size, generator: torch.Generator) -> Made:
+    """Scales of rows are a vector, and there is one of the inputs."""
+    weight, found = int8(shape, generator)
+    return weight, {**found, "weight_scale": found["weight_scale"][:, 0], "input_scale": torch.tensor(0.1)}
+
+
+def fp8_of_modelopt(shape: torch.Size, generator: torch.Generator, kind: str) -> Made:
+    """Scales of rows are a vector, those of blocks have four dimensions; there is one of the inputs for the matrix."""
+    weight, found = fp8(shape, generator, kind)
+    scales = found.pop("weight_scale_inv", found.get("weight_scale"))
+    assert scales is not None
+    if kind == "matrix":
+        return weight, found | {"weight_scale": scales, "input_scale": torch.tensor(0.1)}
+    return weight, found | {"weight_scale": scales.flatten() if kind == "rows" else scales[:, None, :, None]}
+
+
 def fp8(shape: torch.Size, generator: torch.Generator, kind: str = "blocks") -> Made:
     levels = torch.randn(*shape, generator=generator).clamp(-3, 3).to(torch.float8_e4m3fn)
-    height, width = {"blocks": (64, 32), "early": (48, 48), "rows": (1, shape[1]), "matrix": tuple(shape)}[kind]
+    sizes = {"blocks": (64, 32), "early": (48, 48), "large": (128, 128), "rows": (1, shape[1]), "matrix": tuple(shape)}
+    height, width = sizes[kind]
     scales = torch.rand(-(-shape[0] // height), -(-shape[1] // width), generator=generator) * 0.1 + 0.05
     whole = scales.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
     name = "weight_scale" if kind == "rows" else "weight_scale_inv"
@@ -139,6 +156,7 @@ CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
             "config_groups": scheme(8, strategy="channel"),
         },
     ),
+    "ModelOpt int8": (int8_of_modelopt, {}, {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}),
 }
 EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
     "GPTQ in the order of activations": (
@@ -162,6 +180,26 @@ EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] 
         {"quant_method": "fp8", "weight_block_size": [48, 48], "scale_fmt": "float"},
     ),
     "FP8 of a matrix": (fp8, {"kind": "matrix"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "FP8 of blocks in a text": (
+        fp8,
+        {},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": scheme(8, "float", strategy="block", group_size=None, block_structure="64x32"),
+        },
+    ),
+    "ModelOpt FP8": (fp8_of_modelopt, {"kind": "matrix"}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "ModelOpt FP8 of rows": (
+        fp8_of_modelopt,
+        {"kind": "rows"},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    ),
+    "ModelOpt FP8 of blocks": (
+        fp8_of_modelopt,
+        {"kind": "large"},
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+    ),
 }
 Change = Callable[[dict[str, torch.Tensor]], Any]
 

@@ -1,4 +1,4 @@
-"""Formats of quantized linear layers in folders: AWQ, GPTQ, compressed-tensors and FP8, as matrices of levels and scales.
+"""Formats of quantized linear layers in folders: AWQ, GPTQ, compressed-tensors, FP8, ModelOpt, as matrices of levels and scales.
 
 Owns the layouts of their tensors. Knows no product and no model.
 """
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_UNREAD = ("kv_cache_scheme", "transform_config")
-"""Fields of compressed-tensors that change the model."""
+INPUTS = ("input_scale", "activation_scale", "input_zero_point")
+"""Tensors of a layer that state how its inputs are rounded."""
+_BLOCK = (128, 128)
+"""Rows and columns of a block of ModelOpt, which states none."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,6 +73,8 @@ def form_of(config: Any) -> Form | None:
         return _GPTQ
     if method == "fp8" and found.get("scale_fmt") in (None, "float") and not found.get("modules_to_convert"):
         return _FP8
+    if method.startswith("modelopt"):  # with and without the algorithm's name
+        return _MODELOPT.get(str(found.get("quant_algo")))
     return _of_compressed_tensors(found) if method == "compressed-tensors" else None
 
 
@@ -79,7 +83,7 @@ def _of_compressed_tensors(values: Mapping[str, Any]) -> Form | None:
     schemes = [one.get("weights") or {} for one in (values.get("config_groups") or {}).values()]
     kinds = {(one.get("num_bits"), one.get("type")) for one in schemes}
     plain = all(one.get("strategy") in ("group", "channel", "tensor", "block") for one in schemes)
-    if len(kinds) != 1 or not plain or any(map(values.get, _UNREAD)) or not _is_dense(values):
+    if len(kinds) != 1 or not plain or values.get("transform_config") or not _is_dense(values):
         return None
     form, [(bits, kind)] = values.get("format"), kinds
     if form == "pack-quantized" and kind == "int" and bits in (4, 8):
@@ -100,10 +104,22 @@ def _is_dense(values: Mapping[str, Any]) -> bool:
     return bool((values.get("sparsity_config") or {}).get("format", "dense") == "dense")
 
 
-def rounds_inputs(values: Mapping[str, Any]) -> bool:
-    """Return True if a quantization_config states that inputs of layers are rounded, too."""
-    groups = (values.get("config_groups") or {}).values()
-    return values.get("quant_method") == "fp8" or any(one.get("input_activations") for one in groups)
+def rounded_parts(values: Mapping[str, Any]) -> list[str]:
+    """Return what a quantization_config rounds next to the weights: inputs of layers, keys and values."""
+    groups = [*(values.get("config_groups") or {}).values()]
+    inputs = any(one.get("input_activations") for one in groups) or str(values["quant_method"]).startswith(
+        ("fp8", "modelopt")
+    )
+    cache = values.get("kv_cache_scheme") or values.get("kv_cache_quant_algo")
+    return [part for part, is_rounded in (("inputs of layers", inputs), ("keys and values", cache)) if is_rounded]
+
+
+def _is_static(values: Mapping[str, Any]) -> bool:
+    """Return True if a quantization_config states that scales of inputs are stored."""
+    inputs = [one.get("input_activations") for one in (values.get("config_groups") or {}).values()]
+    if values["quant_method"] == "compressed-tensors":
+        return any(one and one.get("dynamic") is not True for one in inputs)
+    return values.get("activation_scheme") != "dynamic" and values.get("quant_algo") not in _OF_TOKENS
 
 
 def stacked(matrices: Sequence[Matrix]) -> Matrix:
@@ -202,7 +218,9 @@ def _read_fp8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     levels, scales = tensors["weight"], tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     if scales is None:
         raise ValueError("there are no scales")
-    (rows, columns), block = levels.shape, values.get("weight_block_size") or _block_of(values)
+    if found := [name for name in INPUTS if name in tensors and not _is_static(values)]:
+        raise ValueError(f"{found[0]} is stored, and the configuration states that none is")
+    (rows, columns), block = levels.shape, _block_of(values)
     height, width = (rows, columns) if scales.numel() == 1 else block or (1, columns)
     scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
     if scales.shape != (-(-rows // height), -(-columns // width)):
@@ -211,13 +229,30 @@ def _read_fp8(tensors: Tensors, values: Mapping[str, Any]) -> Matrix:
     return Matrix(levels, scales[index].contiguous(), None, width)
 
 
-def _block_of(values: Mapping[str, Any]) -> Any:
+def _block_of(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns of a block, which compressed-tensors may state as a text; None if there are none."""
+    if values.get("quant_algo") == "FP8_PB_WO":
+        return _BLOCK
     groups = (values.get("config_groups") or {}).values()
-    return next((one["weights"].get("block_structure") for one in groups), None)
+    found = values.get("weight_block_size") or next((one["weights"].get("block_structure") for one in groups), None)
+    if not found:
+        return None
+    numbers: Any = found.split("x") if isinstance(found, str) else found
+    if len(numbers) != 2 or not all(str(one).isdecimal() and int(one) for one in numbers):
+        raise ValueError(f"block_structure is {found!r}; it must be two numbers, or a text such as '128x128'")
+    return int(numbers[0]), int(numbers[1])
 
 
+_OF_TOKENS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+"""Algorithms of ModelOpt that store no scales of inputs."""
 _AWQ = Form("AWQ", "qweight", ("qzeros", "scales"), _read_awq)
 _GPTQ = Form("GPTQ", "qweight", ("qzeros", "scales", "g_idx"), _read_gptq)
 _PACKED = Form("", "weight_packed", ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"), _read_packed)
-_INT8 = Form("compressed-tensors int8", "weight", ("weight_scale", "weight_zero_point"), _read_int8)
-_FP8 = Form("FP8", "weight", ("weight_scale_inv", "weight_scale", "input_scale"), _read_fp8, is_float=True)
+_INT8 = Form("compressed-tensors int8", "weight", ("weight_scale", "weight_zero_point", *INPUTS), _read_int8)
+_FP8 = Form("FP8", "weight", ("weight_scale_inv", "weight_scale", *INPUTS), _read_fp8, is_float=True)
+_MODELOPT_FP8 = replace(_FP8, label="ModelOpt FP8")
+_MODELOPT = {
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"), _MODELOPT_FP8),
+    "W8A8_SQ_PER_CHANNEL": replace(_INT8, label="ModelOpt int8"),
+}
+"""Algorithms of ModelOpt -> the form of their layers."""

@@ -1,0 +1,232 @@
+"""What folders state about their quantization, wherever it is written: read, compared, refused by name; and tensors left over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foresay.errors import ModelLoadError, UnsupportedModelError
+from foresay.models.huggingface import left_out
+from foresay.models.sources import quantization
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from helpers import tiny
+from helpers.families import make, make_seq2seq
+from helpers.quantized import CASES, EXPANDED, VOCAB, folder_of
+
+Edit = Callable[[dict[str, Any]], Any]
+FP32 = LoadOptions(dtype="fp32")
+
+
+def edit(folder: Path, change: Edit) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def add(folder: Path, **tensors: torch.Tensor) -> Path:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
+    return folder
+
+
+# -- where it is stated ----------------------------------------------------------------------------------------------
+
+
+def to_file(name: str, inner: str = "") -> Callable[[Path, dict[str, Any]], None]:
+    def move(folder: Path, values: dict[str, Any]) -> None:
+        stated = values.pop("quantization_config")
+        stated.pop("quant_method")
+        (folder / name).write_text(json.dumps({inner: stated} if inner else stated))
+
+    return move
+
+
+def to_field(name: str) -> Callable[[Path, dict[str, Any]], None]:
+    return lambda folder, values: values.update({name: values.pop("quantization_config")})
+
+
+def renamed(**names: str) -> Callable[[Path, dict[str, Any]], None]:
+    def change(folder: Path, values: dict[str, Any]) -> None:
+        stated = values["quantization_config"]
+        values["quantization_config"] = {names.get(key, key): value for key, value in stated.items()}
+
+    return change
+
+
+PLACES: dict[str, tuple[str, Callable[[Path, dict[str, Any]], None]]] = {
+    "ModelOpt's file": ("ModelOpt FP8", to_file("hf_quant_config.json", "quantization")),
+    "GPTQ's file": ("GPTQ", to_file("quantize_config.json")),
+    "AWQ's file": ("AWQ", to_file("quant_config.json")),
+    "the old field of compressed-tensors": ("compressed-tensors int4", to_field("compression_config")),
+    "second names of AWQ's fields": ("AWQ", renamed(bits="w_bit", group_size="q_group_size", version="format")),
+    "the second name of GPTQ's version": ("GPTQ, second version", renamed(checkpoint_format="format")),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@torch.inference_mode()
+def test_a_statement_is_read_where_its_format_writes_it(place: str, tmp_path: Path) -> None:
+    case, move = PLACES[place]
+    folder, reference = folder_of(tmp_path / "tiny", case)
+    edit(folder, lambda values: move(folder, values))
+    ids = torch.arange(24)[None] % VOCAB
+    loaded: Any = load_model(folder, FP32).model
+    torch.testing.assert_close(loaded.model(ids).logits, reference(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "a method that nobody knows": ({"quant_method": "quark_like", "bits": 8}, "quant_method='quark_like'"),
+    "ModelOpt's NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
+    "ModelOpt in several forms": ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
+    "one of our own readers": ({"quant_method": "foresay_layers"}, "'foresay_layers'"),
+    "MLX": ({"group_size": 64, "bits": 4}, r"bits=4\) without its quant_method"),
+    "a list": ([1], r"quantization_config of config\.json is \[1\]; it must be an object"),  # type: ignore[dict-item]
+    "two sizes of bitsandbytes": ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_4bit and load_in_8bit"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_method_that_is_not_read_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    """Its weights were loaded as they lie. With device_map, which transformers handles, too."""
+    stated, message = UNKNOWN[case]
+    folder, _ = folder_of(tmp_path / "tiny", "ModelOpt int8")
+    edit(folder, lambda values: values.update(quantization_config=stated))
+    for options in (LoadOptions(), LoadOptions(device_map="cpu")):
+        with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+            load_model(folder, options)
+
+
+def test_a_mixture_of_a_form_that_is_read_in_dense_models_is_refused(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "tiny", make("mixtral", 0, vocab_size=264))
+    edit(folder, lambda values: values.update(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}))
+    with pytest.raises(
+        UnsupportedModelError, match="quant_method='modelopt', quant_algo='FP8', which is not supported"
+    ):
+        load_model(folder)
+
+
+CONTRADICTIONS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "bits": ("GPTQ", "quantize_config.json", {"bits": 8}, "bits is 4 in .* and 8 in quantize_config"),
+    "versions": ("GPTQ, second version", "quantize_config.json", {"bits": 4, "checkpoint_format": "gptq"}, "format is"),
+    "groups": ("AWQ", "quant_config.json", {"w_bit": 4, "q_group_size": 128}, "group_size is 64 in .* and 128 in quant_config"),
+    "algorithms": ("ModelOpt FP8", "hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "quant_algo is 'FP8' in"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_files_that_contradict_config_json_are_refused(case: str, tmp_path: Path) -> None:
+    kind, name, stated, message = CONTRADICTIONS[case]
+    folder, _ = folder_of(tmp_path / "tiny", kind)
+    same = {"w_bit": 4, "q_group_size": 64} if kind == "AWQ" else (CASES | EXPANDED)[kind][2]
+    (folder / name).write_text(json.dumps(same))
+    load_model(folder)  # control: a file that agrees
+    (folder / name).write_text(json.dumps(stated))
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(folder)
+
+
+def test_two_names_of_a_field_that_contradict_are_refused(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path / "tiny", "AWQ")
+    edit(folder, lambda values: values["quantization_config"].update(w_bit=8))
+    with pytest.raises(ModelLoadError, match="bits is 4 and w_bit 8"):
+        load_model(folder)
+
+
+# -- tensors that no layer reads -------------------------------------------------------------------------------------
+
+WITHOUT_EFFECT = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    "model.layers.0.attn.masked_bias": torch.tensor(-1e9),
+    "model.layers.0.self_attn.k_scale": torch.tensor(0.1),
+    "model.layers.0.self_attn.v_proj.v_scale": torch.tensor(0.1),
+    "model.layers.0.self_attn.k_proj.output_scale": torch.tensor(0.1),
+    "mtp.layers.0.mlp.up_proj.weight": torch.ones(4, 4),
+    "model.layers.3.mlp.up_proj.weight": torch.ones(4, 4),
+    "v_head.summary.weight": torch.ones(1, 4),
+}
+UNREAD = (
+    "model.layers.0.mlp.up_proj.weight_scale",
+    "model.layers.0.mlp.up_proj.pre_quant_scale",
+    "model.layers.0.mlp.up_proj.weight.absmax",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.4.mlp.up_proj.weight",
+    "model.vision_tower.patch.weight",
+    "adapter.weight",
+)
+
+
+def test_tensors_that_are_known_to_have_no_effect_are_left_out(tmp_path: Path) -> None:
+    """A layer after the last one is left out if the configuration names it as one that predicts further tokens."""
+    folder = add(tiny.save(tmp_path / "tiny"), **WITHOUT_EFFECT)
+    edit(folder, lambda values: values.update(num_nextn_predict_layers=1, num_hidden_layers=3))
+    load_model(folder, FP32)
+    edit(folder, lambda values: values.pop("num_nextn_predict_layers"))
+    with pytest.raises(ModelLoadError, match=r"\(model\.layers\.3\.mlp\.up_proj\.weight\)"):
+        load_model(folder, FP32)
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_other_tensors_are_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = add(tiny.save(tmp_path / "tiny"), **{name: torch.ones(4)})
+    with pytest.raises(ModelLoadError, match=rf"has 1 tensors that no layer of a llama model reads \({name}\)"):
+        load_model(folder, FP32)
+    monkeypatch.setattr(left_out, "WITHOUT_EFFECT", {"": "control: everything is left out"})
+    load_model(folder, FP32)
+
+
+def test_tensors_of_experts_and_of_pairs_are_refused_too(tmp_path: Path) -> None:
+    mixture = tiny.save(tmp_path / "mixture", make("mixtral", 0, vocab_size=264))
+    pair = tmp_path / "pair"
+    make_seq2seq("t5").save_pretrained(pair)
+    tiny.tokenizer().save_pretrained(pair)
+    for folder in (mixture, pair):
+        load_model(folder, FP32)
+        with pytest.raises(ModelLoadError, match=r"reads \(.*w1\.weight_scale\)"):
+            load_model(add(folder, **{"model.layers.0.mlp.w1.weight_scale": torch.ones(4)}), FP32)
+
+
+@torch.inference_mode()
+def test_a_bias_that_the_configuration_does_not_state_is_read(tmp_path: Path) -> None:
+    """Some writers of GPTQ store one for every layer."""
+    name = "model.layers.1.mlp.up_proj"
+    bias = torch.randn(192, generator=torch.Generator().manual_seed(2)).bfloat16()
+    folder, reference = folder_of(tmp_path / "tiny", "GPTQ", lambda tensors: tensors.update({f"{name}.bias": bias}))
+    ids = torch.arange(24)[None] % VOCAB
+    loaded: Any = load_model(folder, FP32).model
+    without = reference(ids).logits
+    reference.get_submodule(name).bias = torch.nn.Parameter(bias.float())
+    with_bias = reference(ids).logits
+    torch.testing.assert_close(loaded.model(ids).logits, with_bias, rtol=1e-3, atol=1e-3)
+    assert (with_bias - without).abs().max() > 0.01
+
+
+@torch.inference_mode()
+def test_an_output_layer_that_is_stated_to_be_the_embedding_is_read_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers uses it; only its log, which is silenced, mentions that."""
+    folder = tiny.save(tmp_path / "tiny", make("llama", 0, vocab_size=264))
+    untied: Any = load_model(folder, FP32).model
+    edit(folder, lambda values: values.update(tie_word_embeddings=True))
+    found: Any = load_model(folder, FP32).model
+    assert "states tie_word_embeddings, but stores an output layer of other numbers" in caplog.text
+    ids = torch.arange(24)[None]
+    assert torch.equal(found.model(ids).logits, untied.model(ids).logits)
+    tied = tiny.save(tmp_path / "tied", make("llama", 0, vocab_size=264, tie_word_embeddings=True))
+    caplog.clear()
+    load_model(tied, FP32)
+    assert not caplog.text
+
+
+def test_every_known_method_is_read_by_someone() -> None:
+    """Control: what transformers reads is not refused."""
+    for method in ("awq", "gptq", "fp8", "compressed-tensors", "mxfp4", "bitsandbytes", "torchao", "quark"):
+        quantization.refuse_unknown("tiny", {"quant_method": method})
