@@ -208,23 +208,33 @@ def folder_of(
     path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3, *, with_head: bool = False
 ) -> tuple[Path, PreTrainedModel]:
     """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32."""
-    quantize, given, values = (CASES | EXPANDED)[case]
+    values = (CASES | EXPANDED)[case][2]
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
     model = make("qwen2", layers, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16).float()
     tiny.save(path, model)
     found = {name: one.to(torch.bfloat16) for name, one in load_file(path / "model.safetensors").items()}
-    generator = torch.Generator().manual_seed(1)
     chosen = ("_proj.weight", "lm_head.weight") if with_head else "_proj.weight"
-    for name in [one for one in found if one.endswith(chosen)]:
-        weight, tensors = quantize(found.pop(name).shape, generator, **given)
+    for name, weight in quantize(found, [one for one in found if one.endswith(chosen)], case).items():
         model.get_parameter(name).data = weight
-        found |= {f"{name.removesuffix('weight')}{part}": one for part, one in tensors.items()}
     change(found)
-    save_file(
-        {name: one.contiguous() for name, one in found.items()}, path / "model.safetensors", metadata={"format": "pt"}
-    )
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": values, "dtype": "bfloat16"}))
+    save_tensors(path, found, quantization_config=values, dtype="bfloat16")
     return path, model
+
+
+def quantize(found: dict[str, torch.Tensor], chosen: list[str], case: str) -> dict[str, torch.Tensor]:
+    """Replace weights by random ones in a case's form. Returns the numbers that these stand for."""
+    make_layer, given, _ = (CASES | EXPANDED)[case]
+    generator, numbers_of = torch.Generator().manual_seed(1), {}
+    for name in chosen:
+        numbers_of[name], tensors = make_layer(found.pop(name).shape, generator, **given)
+        found |= {f"{name.removesuffix('weight')}{part}": one for part, one in tensors.items()}
+    return numbers_of
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], **values: Any) -> None:
+    """Write the tensors of a folder, and values of its config.json."""
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
