@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
         {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
-            "config_groups": scheme(8, strategy="channel"),
+            "config_groups": scheme(8, strategy="channel", group_size=None),
         },
     ),
     "ModelOpt int8": (int8_of_modelopt, {}, {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}),
@@ -171,7 +171,7 @@ EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] 
         {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
-            "config_groups": scheme(8, "float", strategy="channel"),
+            "config_groups": scheme(8, "float", strategy="channel", group_size=None),
         },
     ),
     "FP8 of blocks that end early": (

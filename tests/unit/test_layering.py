@@ -113,7 +113,7 @@ INSIDE = {
         {"mtp"},
     ],
     "models/sources": [
-        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published"},
+        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "quantized_facts"},
         {"kept_weights", "quantized_forms", "quantization"},
         {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4", "multimodal"},
         {"quantized_layers"},

@@ -1,7 +1,7 @@
 """Statements of a folder about its quantization, wherever its format writes them: found, compared, and refused by name.
 
-config.json states it in one of several fields, its own or those of its language model; some formats write a file beside it. Owns
-these places, the names that mean the same, and the methods that are read. Reads no tensor.
+config.json states it in one of several fields, its own or those of its language model; some formats write another file. Owns
+these fields and files, the names that mean the same, and the methods that are read. Reads no tensor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from foresay.errors import ForesayError, ModelLoadError, UnsupportedModelError
 from foresay.json_files import parse_object, read_limited
 from foresay.models.gguf.header import shortened
 from foresay.models.huggingface.left_out import is_of_images
+from foresay.models.sources.quantized_facts import check_facts
 
 _FIELDS = ("quantization_config", "compression_config", "quantization")
 _FILES = {
@@ -28,6 +29,7 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "": {"w_bit": "bits", "q_group_size": "group_size"},
     "gptq": {"format": "checkpoint_format", "method": "quant_method"},
     "awq": {"format": "version"},
+    "modelopt": {"exclude_modules": "ignore"},
     "bitsandbytes": {f"_{name}": name for name in _BITSANDBYTES},
 }
 """Methods, "" for all -> second names of fields."""
@@ -56,6 +58,7 @@ def stated_by(folder: str, values: Mapping[str, Any], common: Mapping[str, Any])
                     found[name], origin[name] = value, place
         if found:
             _check_method(found, ", ".join(dict.fromkeys(origin.values())))
+            check_facts(found)
     except ForesayError as error:
         raise ModelLoadError(f"{folder!r} cannot be read: {error}") from None
     return found or None
@@ -79,7 +82,7 @@ def refuse_unknown(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _in_config(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, fields) of each statement in a config.json, its own and those of its language model's part."""
+    """Yield (name, fields) of each statement in a config.json, its own and those of its language model's part."""
     parts = {f"{name}.": one for name, one in values.items() if isinstance(one, Mapping) and not is_of_images(name)}
     for prefix, part in ({"": values} | parts).items():
         for field in _FIELDS:
@@ -122,7 +125,7 @@ def _under_one_name(stated: Mapping[str, Any], method: str | None) -> dict[str, 
     fields = {**stated, **inner} if isinstance(inner, Mapping) else dict(stated)
     fields.pop("quantization", None)
     kind = str(fields.get("quant_method") or method).lower()
-    for second, first in {**_ALIASES[""], **_ALIASES.get(kind, {})}.items():
+    for second, first in {**_ALIASES[""], **_ALIASES.get(kind.partition("_")[0], {})}.items():
         value = fields.pop(second, None)
         if value is not None and fields.get(first) not in (None, value):
             raise ModelLoadError(f"{first} is {shortened(fields[first])} and {second} {shortened(value)}")

@@ -21,7 +21,8 @@ from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, replace_jointly
 from foresay.models.sources.kept_weights import Reader, kept, reader
 from foresay.models.sources.multimodal import own_name
-from foresay.models.sources.quantized_forms import Form, Matrix, check, form_of, rounded_parts, stacked
+from foresay.models.sources.quantized_facts import LISTS
+from foresay.models.sources.quantized_forms import Form, Matrix, form_of, matrix_of, rounded_parts, stacked
 from foresay.tensor_files import stored_tensors
 
 logger = logging.getLogger("foresay")
@@ -86,6 +87,8 @@ class _Layers(Reader):
                         self.refuse(model)
                     empty = torch.empty(one.shape, dtype=dtype, device="meta")
                     module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            if listed := [one for one in LISTS if path in (self._stored.get(one) or ())]:
+                self.problem = f"{path} is quantized, and {listed[0]} states that it is not"
             marked: Any = module
             marked._is_hf_initialized = True  # transformers initializes no weights of it
             self._found[path] = module
@@ -132,14 +135,12 @@ class _Layers(Reader):
         names = [name for name in (form.main, *form.parts) if name in layer._parameters]
         tensors = {name: layer._parameters.pop(name).detach() for name in names}
         try:
-            found = form.read(tensors, self._stored)
-            check(found, (layer.out_features, layer.in_features))
-        except (ValueError, KeyError, RuntimeError) as error:
+            return matrix_of(form, tensors, self._stored, (layer.out_features, layer.in_features))
+        except ValueError as error:
             shapes = ", ".join(f"{name} {[*one.shape]} of {one.dtype}" for name, one in tensors.items())
             self.problem = f"the tensors of {path} ({shapes}) do not make a matrix of {layer.out_features} x "
             self.problem += f"{layer.in_features}: {error}"
             return None
-        return found
 
     def _replace(self, parent: Any, names: Sequence[str], matrices: Sequence[Matrix]) -> int:
         """Replace layers by one product of their matrices; return how many became numbers instead."""
