@@ -100,10 +100,16 @@ def check_config(folder: str, common: Mapping[str, Any]) -> Mapping[str, Any]:
     and for invalid JSON.
     """
     from transformers import PreTrainedConfig
+    from transformers.utils import is_peft_available
 
     path = Path(folder) / "config.json"
     if path.is_file() and path.stat().st_size > _LARGEST_FILE:
         raise ModelLoadError(f"{str(path)!r} has {path.stat().st_size} bytes; allowed are {_LARGEST_FILE}")
+    if (Path(folder) / "adapter_config.json").is_file() and not is_peft_available():
+        raise ModelLoadError(
+            f"{folder!r} has an adapter (adapter_config.json), which would not be applied; merge it into the weights, remove the "
+            "file if it is merged, or install peft"
+        )
     values: Mapping[str, Any] = PreTrainedConfig.get_config_dict(folder, **common)[0]
     _refuse_draft(folder, values)
     wrong = find_invalid(values)

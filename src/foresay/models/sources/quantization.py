@@ -37,7 +37,8 @@ _SPELLINGS = ("quant_method", "quant_algo", "version", "checkpoint_format", "for
 """Fields whose values differ in capitals only between writers."""
 _COMPARED = (*_SPELLINGS, "bits", "group_size", "sym", "desc_act", "zero_point", "weight_block_size", *_BITSANDBYTES)
 _MAX_BYTES = 16 << 20
-MODELOPT = "modelopt"
+Statement = tuple[str, dict[str, Any], str]
+"""Where it is, its fields, and the method that it means if none is named; "" for none."""
 
 
 def stated_by(folder: str, values: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -48,14 +49,19 @@ def stated_by(folder: str, values: Mapping[str, Any], common: Mapping[str, Any])
     """
     found, origin = dict[str, Any](), dict[str, str]()
     try:
-        for place, one in (*_in_config(values), *_in_files(folder, common)):
-            for name, value in one.items():
+        statements = [*_in_config(values), *_in_files(folder, common)]
+        named = (str(one["quant_method"]).lower() for _, one, _ in statements if one.get("quant_method"))
+        method = next(named, None) or next((usual for _, _, usual in statements if usual), None)
+        for place, stated, _ in statements:
+            for name, value in _under_one_name(stated, method).items():
                 if value is not None and name in found and name in _COMPARED and found[name] != value:
                     raise ModelLoadError(
                         f"{name} is {shortened(found[name])} in {origin[name]} and {shortened(value)} in {place}"
                     )
                 if found.get(name) is None:
                     found[name], origin[name] = value, place
+        if found and method is not None:
+            found.setdefault("quant_method", method)
         if found:
             _check_method(found, ", ".join(dict.fromkeys(origin.values())))
             check_facts(found)
@@ -81,25 +87,25 @@ def refuse_unknown(name: str, values: Mapping[str, Any]) -> None:
     )
 
 
-def _in_config(values: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, fields) of each statement in a config.json, its own and those of its language model's part."""
-    parts = {f"{name}.": one for name, one in values.items() if isinstance(one, Mapping) and not is_of_images(name)}
-    for prefix, part in ({"": values} | parts).items():
-        for field in _FIELDS:
+def _in_config(values: Mapping[str, Any]) -> Iterator[Statement]:
+    """Yield each statement in a config.json, its own and those of its language model's part."""
+    inner = {f"{name}.": one for name, one in values.items() if name not in _FIELDS and not is_of_images(name)}
+    for prefix, part in {"": values, **inner}.items():
+        for field in _FIELDS if isinstance(part, Mapping) else ():
             stated = part.get(field)
-            if isinstance(stated, Mapping) and stated and prefix.rstrip(".") not in _FIELDS:
-                method = "compressed-tensors" if field == "compression_config" else None
-                yield f"{prefix}{field} of config.json", _under_one_name(stated, method)
+            if isinstance(stated, Mapping) and stated:
+                usual = "compressed-tensors" if field == "compression_config" else ""
+                yield f"{prefix}{field} of config.json", _flat(stated), usual
             elif stated:
                 raise ModelLoadError(f"{prefix}{field} of config.json is {shortened(stated)}; it must be an object")
 
 
-def _in_files(folder: str, common: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, method in _FILES.items():
+def _in_files(folder: str, common: Mapping[str, Any]) -> Iterator[Statement]:
+    for name, usual in _FILES.items():
         if (path := _path_of(folder, name, common)) is not None:
             stated = parse_object(read_limited(path, _MAX_BYTES), str(path))
             if {"bits", "w_bit", "quantization", "quant_algo", "quant_method"} & stated.keys():
-                yield name, _under_one_name(stated, method)
+                yield name, _flat(stated), usual
 
 
 def _path_of(folder: str, name: str, common: Mapping[str, Any]) -> Path | None:
@@ -116,16 +122,21 @@ def _path_of(folder: str, name: str, common: Mapping[str, Any]) -> Path | None:
     return None if found is None else Path(found)
 
 
+def _flat(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a statement without the object in which ModelOpt writes its fields."""
+    inner = stated.get("quantization")
+    return {name: one for name, one in stated.items() if name != "quantization"} | dict(
+        inner if isinstance(inner, Mapping) else {}
+    )
+
+
 def _under_one_name(stated: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-    """Return the fields of a statement, each under one name and in one spelling. method: its default.
+    """Return the fields of a statement, each under one name and in one spelling. method: of the folder.
 
     Raises ModelLoadError if two names of a field differ.
     """
-    inner = stated.get("quantization")
-    fields = {**stated, **inner} if isinstance(inner, Mapping) else dict(stated)
-    fields.pop("quantization", None)
-    kind = str(fields.get("quant_method") or method).lower()
-    for second, first in {**_ALIASES[""], **_ALIASES.get(kind.partition("_")[0], {})}.items():
+    fields = dict(stated)
+    for second, first in {**_ALIASES[""], **_ALIASES.get(str(method).partition("_")[0], {})}.items():
         value = fields.pop(second, None)
         if value is not None and fields.get(first) not in (None, value):
             raise ModelLoadError(f"{first} is {shortened(fields[first])} and {second} {shortened(value)}")
@@ -134,7 +145,7 @@ def _under_one_name(stated: Mapping[str, Any], method: str | None) -> dict[str, 
     for name in _SPELLINGS:
         if isinstance(fields.get(name), str):
             fields[name] = fields[name].upper() if name == "quant_algo" else fields[name].lower()
-    return fields if fields.get("quant_method") or not method else {**fields, "quant_method": method}
+    return fields
 
 
 def _check_method(found: dict[str, Any], place: str) -> None:
