@@ -19,9 +19,9 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     r"(^|\.)position_ids$": "the numbers from 0",
     r"(^|\.)embed_positions\.weights$": "sinusoidal positions follow from the configuration",
     r"^(model\.)?(encoder|decoder)\.version$": "the number of a layout",
-    r"\.(k|v|q|kv|prob|attn)_(scale|zero_point)$": "rounding of keys and values, which kv_cache_dtype states",
+    r"\.(k|v|q|kv|prob|attn)_(output_)?(scale|zero_point)$": "rounding of keys and values, which kv_cache_dtype states",
     r"\.[qkv]_proj\.output_scale$": "rounding of keys and values, which kv_cache_dtype states",
-    r"^(model\.)?mtp(_layers)?\.": "multi-token-prediction layers, which the drafter mtp reads",
+    r"^(model\.)?mtp[._]": "multi-token-prediction layers, which the drafter mtp reads",
     r"^(v_head|score|classifier|value_head)\.": "the output layer of another task",
 }
 """Names of tensors, as regular expressions -> the reason for which no text depends on them."""
