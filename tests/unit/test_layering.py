@@ -85,7 +85,7 @@ INSIDE = {
         {"files"},
     ],
     "models/huggingface": [
-        {"config_sizes", "paged_chains"},
+        {"config_sizes", "left_out", "paged_chains"},
         {"attention"},
         {"operations"},
         {"frozen"},
@@ -113,9 +113,10 @@ INSIDE = {
         {"mtp"},
     ],
     "models/sources": [
-        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "multimodal"},
-        {"kept_weights", "quantized_forms"},
-        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4", "quantized_layers"},
+        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "quantized_facts"},
+        {"kept_weights", "quantized_forms", "quantization"},
+        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4", "multimodal"},
+        {"quantized_layers"},
         {"location", "wrapping"},
         {"reading", "base_models"},
         {"loading", "assistants"},

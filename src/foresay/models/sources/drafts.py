@@ -16,7 +16,7 @@ from foresay.files import fingerprint
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.files import read_config, read_draft
-from foresay.models.sources.assistants import is_assistant, load_assistant
+from foresay.models.sources.assistants import is_assistant, load_assistant, load_gguf_assistant
 from foresay.models.sources.gguf_drafts import read_gguf_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, packaged_head
@@ -62,9 +62,11 @@ def check_draft_exists(name: str, kind: Kind) -> None:
 
 
 def assistant_of(name: str, options: LoadOptions) -> Any | None:
-    """Return the AssistantModule by folder or hub id; None for another draft. Raises as `load_draft` does."""
-    if name in ALIASES or name.endswith(".gguf") or packaged_head(name) is not None:
+    """Return the AssistantModule by folder, GGUF file or hub id; None for another draft. Raises as `load_draft` does."""
+    if name in ALIASES or packaged_head(name) is not None:
         return None
+    if name.endswith(".gguf"):
+        return load_gguf_assistant(_file(name, _NOUNS["head"]))
     folder = _folder(name, _NOUNS["head"], options)
     values = read_config(folder)
     return load_assistant(folder, values) if is_assistant(values) else None
