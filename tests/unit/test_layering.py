@@ -133,8 +133,8 @@ INSIDE = {
     ],
     "text": [
         {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals"},
-        {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
-        {"chat_messages", "control_tokens", "thinking_budget"},
+        {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
+        {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},
         {"schema_compiler"},
     ],

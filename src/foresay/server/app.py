@@ -263,7 +263,8 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         prompt: Any = request.prompt
         options = None
         if request.messages is not None:
-            prompt, options = [one.plain() for one in request.messages], MessageKind.of(model, request).options
+            prompt = [one.plain() for one in request.messages]
+            options = (await model.prepare(lambda: MessageKind.of(model, request))).options
         elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
             raise FieldError(min(fields), f"{min(fields)} needs messages")
         with as_api_errors("prompt" if request.messages is None else "messages"):

@@ -189,7 +189,8 @@ async def _none() -> Chunks:
 async def count_tokens(model: Served, request: ChatRequest) -> int:
     """Return the number of a chat's prompt tokens. Raises ApiError for a request that is rejected."""
     with as_api_errors(*request.error_fields):
-        (ids,) = await model.encoded(request.prompts(), MessageKind.of(model, request).options)
+        kind = await model.prepare(lambda: MessageKind.of(model, request))
+        (ids,) = await model.encoded(request.prompts(), kind.options)
     return len(ids)
 
 
@@ -209,8 +210,7 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> P
     prompts, n = request.prompts(), request.candidates
     _check(model, request, len(prompts))
     drafting = DraftingChoice.of(request.foresay)
-    # a grammar may take a second to translate
-    constraint = await model.prepare(request.constraint) if request.constraint_field else request.constraint()
+    constraint = await model.read(request.constraint())
     if isinstance(request, CompletionRequest):
         if request.suffix and fill_in_marks(model.tokenizer) is None:
             text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
@@ -219,17 +219,21 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> P
         params = _params(model, request, ids)
         params, processors = await _constrained(model, request, params, *(constraint or ("", None)))
         return PreparedRequest(ids, params, n, request.returned, drafting, processors)
-    message = MessageKind.of(model, request, constraint)
-    ids = await model.encoded(prompts, message.options)
+    before = await model.prepare(lambda: MessageKind.of(model, request, constraint))
+    ids = await model.encoded(prompts, before.options)
     predicted = await model.encoded_prediction(request.prediction.text) if request.prediction else ()
-    params = replace(_params(model, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
+    params = replace(_params(model, request, ids), visible_token_ids=before.visible_ids, prediction=predicted)
     if request.must_call:
         params = replace(params, stop=())  # stop strings end content, which such an output does not have
     drafting = model.with_lookup(drafting) if predicted else drafting
-    before = message
-    message = await model.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
-    field = "tools" if constraint is None or request.must_call else constraint.field
-    params, processors = await _constrained(model, request, params, field, message.grammar_source())
+
+    def after() -> tuple[MessageKind, Source | None]:
+        message = before.after(ids[0])  # a response template reads the whole prompt
+        return message, message.grammar_source()
+
+    message, source = await model.prepare(after)
+    field = "tools" if constraint is None or request.must_call else constraint[0]
+    params, processors = await _constrained(model, request, params, field, source)
     return PreparedRequest(ids, params, n, n, drafting, processors, message.parser)
 
 

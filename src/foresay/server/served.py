@@ -32,10 +32,12 @@ from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import FieldError
 from foresay.server.metrics import Clock, Metrics
+from foresay.server.output_fields import Constraint
 from foresay.server.settings import ServerSettings
 from foresay.server.shared import Shared, shutdown_error
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
+from foresay.text.client_grammars import Written
 from foresay.text.excess import beginning
 from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import ChatOptions, encode
@@ -168,6 +170,19 @@ class Served:
         param: the field that requests it. Raises ApiError for a rejected schema, and for a model that does not support structured
         output.
         """
+        return await self._tried(param, lambda compiler, cancelled: compiler.compile(source, cancelled))
+
+    async def read(self, constraint: Constraint | None) -> tuple[str, Source] | None:
+        """Return the field and source of a request's constraint, which is read within limits. Raises as `grammar`."""
+        if constraint is None:
+            return None
+        field, source = constraint
+        if not isinstance(source, Written):
+            return field, source
+        return field, await self._tried(field, lambda compiler, cancelled: compiler.read(source, cancelled))
+
+    async def _tried(self, param: str, work: Callable[[SchemaCompiler, threading.Event], T]) -> T:
+        """Run work on a thread of those that wait for trials. Cancelling the coroutine cancels the trial."""
         target = self.generator.target
         if target.model.capabilities.reads_source:
             raise FieldError(param, "structured output needs a decoder-only model")
@@ -177,11 +192,9 @@ class Served:
         try:
             loop = asyncio.get_running_loop()
             with self.shared.preparation():
-                return await self.shared.in_time(
-                    loop.run_in_executor(workers, lambda: compiler.compile(source, cancelled))
-                )
+                return await self.shared.in_time(loop.run_in_executor(workers, lambda: work(compiler, cancelled)))
         except ConfigError as error:
-            raise FieldError(param, str(error)) from None
+            raise FieldError(param, f"{param}: {error}") from None
         except ForesayError:
             if self.shared.draining:
                 raise shutdown_error() from None
