@@ -221,11 +221,12 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> P
         return PreparedRequest(ids, params, n, request.returned, drafting, processors)
     before = await model.prepare(lambda: MessageKind.of(model, request, constraint))
     ids = await model.encoded(prompts, before.options)
-    predicted = await model.encoded_prediction(request.prediction.text) if request.prediction else ()
-    params = replace(_params(model, request, ids), visible_token_ids=before.visible_ids, prediction=predicted)
+    params = replace(_params(model, request, ids), visible_token_ids=before.visible_ids)
+    if request.prediction:
+        predicted = await model.encoded_prediction(request.prediction.text, params.max_new_tokens)
+        params, drafting = replace(params, prediction=predicted), model.with_lookup(drafting)
     if request.must_call:
         params = replace(params, stop=())  # stop strings end content, which such an output does not have
-    drafting = model.with_lookup(drafting) if predicted else drafting
 
     def after() -> tuple[MessageKind, Source | None]:
         message = before.after(ids[0])  # a response template reads the whole prompt

@@ -27,6 +27,7 @@ from foresay.generation.load import change
 from foresay.generation.result import Chunk
 from foresay.generation.scoring import PromptScorer, TextEmbedder
 from foresay.generation.session import Session
+from foresay.models.cache.memory import check_limit
 from foresay.models.huggingface.linears import resident_bytes
 from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
@@ -38,7 +39,7 @@ from foresay.server.shared import Shared, shutdown_error
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
 from foresay.text.client_grammars import Written
-from foresay.text.excess import beginning
+from foresay.text.excess import Limits, first_tokens
 from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import ChatOptions, encode
 from foresay.text.schema_compiler import SchemaCompiler
@@ -142,22 +143,17 @@ class Served:
 
     def _encoded(self, prompt: Any, options: ChatOptions | None) -> list[int]:
         context_length = self.generator.target.model.max_length
-        ids = encode(prompt, self.generator.tokenizer, options, most=context_length - 1)
+        ids = encode(prompt, self.generator.tokenizer, options, Limits(context_length - 1, check_limit))
         if ids:
             check_prompt_ids(ids, self.generator.target.model.vocab_size)
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids
 
-    async def encoded_prediction(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a predicted text, at most as many as the context holds."""
-        tokenizer, most = self.tokenizer, self.generator.target.model.max_length
-
-        def encoded() -> tuple[int, ...]:
-            ids = beginning(tokenizer, text, most) or tokenizer(text, add_special_tokens=False).input_ids
-            return tuple(ids[:most])
-
-        return await self.prepare(encoded)
+    async def encoded_prediction(self, text: str, most: int) -> tuple[int, ...]:
+        """Return the token ids of a predicted text for an output of at most `most` tokens, with room for what it leaves out."""
+        tokenizer, limits = self.tokenizer, Limits(reserve=check_limit)
+        return await self.prepare(lambda: tuple(first_tokens(tokenizer, text, max(64, 4 * most), limits)))
 
     def with_lookup(self, drafting: DraftingChoice) -> DraftingChoice:
         """Return a drafting method that drafts known tokens: this one, or "suffix" if it has no n-gram drafter."""

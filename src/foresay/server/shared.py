@@ -22,8 +22,8 @@ from foresay.server.settings import ServerSettings
 from foresay.text.schema_compiler import PROCESSES
 
 T = TypeVar("T")
-TEXT_BYTES = 32
-"""Memory that reading a long body takes, for each of its bytes."""
+READING_BYTES = 32
+"""Memory that reading a long body takes, for each of its bytes, before its texts are tokenized."""
 Kind = tuple[str, DraftingChoice]
 """Kind of a session: the name of its model, and its drafting method."""
 
@@ -60,7 +60,7 @@ class Shared:
         """
         sender = SENDER.get()
         if sender.size >= LONG:
-            check_limit(TEXT_BYTES * sender.size)
+            check_limit(READING_BYTES * sender.size)
         with self.preparation():
             return await self.in_time(self.lanes.of(sender).run(sender.client, work))
 

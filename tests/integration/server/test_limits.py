@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,28 @@ class TestMemory:
             memory.limit_memory(None)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory"
         assert answer.headers["retry-after"]
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            ({"prediction": {"type": "content", "content": "<|" * 1_900_000}}, 200),
+            ({"messages": [{"role": "user", "content": "<|" * 1_900_000}]}, 400),
+        ],
+    )
+    def test_a_long_text_stays_below_the_limit(self, body: dict[str, Any], status: int, serve: Any) -> None:
+        """Of 3.8 MB, whose tokens would take 800 MB; wherever it is."""
+        running, limit, seen = serve(), memory.resident_bytes() + (256 << 20), list[int]()
+        memory.limit_memory(limit)
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                answer = threads.submit(running.chat, max_tokens=5, **body)
+                while not answer.done():
+                    seen.append(memory.resident_bytes())
+                    time.sleep(0.005)
+        finally:
+            memory.limit_memory(None)
+        assert answer.result().status_code == status, answer.result().text
+        assert max(seen) < limit
 
 
 def streaming(running: Running) -> socket.socket:
