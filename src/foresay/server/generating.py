@@ -85,8 +85,7 @@ async def generate(
     Raises ApiError for a request that is rejected or fails.
     """
     with as_api_errors(*request.error_fields):
-        prepared = await unless_disconnected(_prepare(model, request), raw_request)
-        prepared = replace(prepared, params=model.owned(prepared.params, raw_request.state, request.cache_salt))
+        prepared = await unless_disconnected(_prepare(model, request, raw_request.state), raw_request)
         outputs = await unless_disconnected(_outputs(model, request, prepared), raw_request)
         counts, is_predicted = [len(ids) for ids in prepared.prompts], bool(prepared.params.prediction)
         form = make(Reply(model.names[0], model.fingerprint, request, counts, outputs, is_predicted))
@@ -205,8 +204,8 @@ async def predict(model: Served, request: PredictRequest, raw_request: Request) 
     return output.generation.text
 
 
-async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> PreparedRequest:
-    """Validate and tokenize a request before it is queued."""
+async def _prepare(model: Served, request: ChatRequest | CompletionRequest, state: Any) -> PreparedRequest:
+    """Validate and tokenize a request before it is queued. state: of the request, with its API key."""
     prompts, n = request.prompts(), request.candidates
     _check(model, request, len(prompts))
     drafting = DraftingChoice.of(request.foresay)
@@ -216,12 +215,12 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> P
             text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
             raise FieldError("suffix", text)
         ids = await model.encoded(prompts)
-        params = _params(model, request, ids)
+        params = _params(model, request, ids, state)
         params, processors = await _constrained(model, request, params, *(constraint or ("", None)))
         return PreparedRequest(ids, params, n, request.returned, drafting, processors)
     before = await model.prepare(lambda: MessageKind.of(model, request, constraint))
     ids = await model.encoded(prompts, before.options)
-    params = replace(_params(model, request, ids), visible_token_ids=before.visible_ids)
+    params = replace(_params(model, request, ids, state), visible_token_ids=before.visible_ids)
     if request.prediction:
         predicted = await model.encoded_prediction(request.prediction.text, params.max_new_tokens)
         params, drafting = replace(params, prediction=predicted), model.with_lookup(drafting)
@@ -250,7 +249,7 @@ async def _constrained(
     processors: tuple[Processor, ...] = () if budget is None else (budget.after,)
     if source is None:
         return params, processors
-    grammar = await model.grammar(source, param=field)
+    grammar = await model.grammar(source, param=field, owner=params.owner)
     if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
         params = replace(params, min_new_tokens=0)
     return params, (*processors, lambda prompt: grammar.mask_after(len(prompt)))
@@ -273,8 +272,11 @@ def _thinking_budget(
         raise FieldError(field, str(error)) from None
 
 
-def _params(model: Served, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:
-    return request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
+def _params(
+    model: Served, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]], state: Any
+) -> SamplingParams:
+    params = request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
+    return model.owned(params, state, request.cache_salt)
 
 
 def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int) -> None:

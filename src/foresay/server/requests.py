@@ -154,7 +154,7 @@ class OpenAIFields(Common):
     thinking_token_budget: Budget | None = None
     """Limit on the tokens of reasoning; -1 is none."""
     cache_salt: Salt | None = None
-    """Requests with different salts share no prefixes."""
+    """Requests with different salts share nothing."""
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None

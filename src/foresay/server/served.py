@@ -20,6 +20,7 @@ from foresay import __version__
 from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory
+from foresay.drafters.owners import SALTED
 from foresay.engine.admission import check_prompt_ids
 from foresay.errors import ConfigError, ContextLengthError, ForesayError, RequestError
 from foresay.generation.generator import PREFIX_BYTES, Generator
@@ -115,14 +116,12 @@ class Served:
         return self.generator.tokenizer
 
     def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
-        """Return parameters with the owner of a request's texts and the salt of its prefixes.
-
-        state: of the request, with its API key. salt: sent by the client.
-        """
-        key = str(getattr(state, "owner", ""))
-        own = key if self.settings.share_prefixes == "key" else ""
-        salted = hashlib.sha256(f"{len(own)} {own}{salt or ''}".encode()).hexdigest() if own or salt else ""
-        return replace(params, owner="" if self.settings.memory_shared else key, cache_salt=salted)
+        """Return parameters with the owner of what a request shares: its API key, which `state` has, and the client's salt."""
+        key, own = str(getattr(state, "owner", "")), ""
+        if salt:
+            own = SALTED + hashlib.sha256(salt.encode()).hexdigest()
+        prefixes = key if self.settings.share_prefixes == "key" else ""
+        return replace(params, owner=("" if self.settings.memory_shared else key) + own, cache_salt=prefixes + own)
 
     @property
     def memories(self) -> list[Memory]:
@@ -160,13 +159,13 @@ class Served:
         name = parse(drafting.drafter or self.generator.drafter_name).name
         return drafting if name == "hybrid" or name in named("lookup") else replace(drafting, drafter="suffix")
 
-    async def grammar(self, source: Source, *, param: str) -> Grammar:
+    async def grammar(self, source: Source, *, param: str, owner: str) -> Grammar:
         """Compile a schema or grammar within limits. Cancelling the coroutine cancels the compilation.
 
-        param: the field that requests it. Raises ApiError for a rejected schema, and for a model that does not support structured
-        output.
+        param: the field that requests it. owner: of the request. Raises ApiError for a rejected schema, and for a model that does
+        not support structured output.
         """
-        return await self._tried(param, lambda compiler, cancelled: compiler.compile(source, cancelled))
+        return await self._tried(param, lambda compiler, cancelled: compiler.compile(source, cancelled, owner))
 
     async def read(self, constraint: Constraint | None) -> tuple[str, Source] | None:
         """Return the field and source of a request's constraint, which is read within limits. Raises as `grammar`."""

@@ -54,15 +54,15 @@ class SchemaCompiler:
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._known_good: dict[bytes, None] = {}
-        """Digests of schemas that passed, in order of last use."""
+        """Digests of schemas that passed, of each owner, who would else see which ones others use; in order of last use."""
 
-    def compile(self, source: Source, cancelled: threading.Event | None = None) -> Grammar:
+    def compile(self, source: Source, cancelled: threading.Event | None = None, owner: str = "") -> Grammar:
         """Compile a schema or grammar in this process once it has passed its trial. cancelled: ends the trial when set.
 
         Raises ConfigError for a schema that is refused (see Grammar) or reaches a limit, ForesayError when cancelled.
         """
         text = checked(source)
-        key = sha256(text.encode()).digest()
+        key = sha256(f"{len(owner)} {owner}{text}".encode()).digest()
         if key not in self._known_good:
             self._try({"schema": text, "is_lark": isinstance(source, str)}, cancelled)
         with self._lock:

@@ -223,7 +223,7 @@ class TestMemory:
         ],
     )
     def test_a_long_text_stays_below_the_limit(self, body: dict[str, Any], status: int, serve: Any) -> None:
-        """Of 3.8 MB, whose tokens would take 800 MB; wherever it is."""
+        """A text of 3.8 MB, whose tokens would take 800 MB, wherever it is."""
         running, limit, seen = serve(), memory.resident_bytes() + (256 << 20), list[int]()
         memory.limit_memory(limit)
         try:

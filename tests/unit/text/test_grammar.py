@@ -191,7 +191,7 @@ def test_others_wait_for_the_masks_of_a_request_only_so_long(outputs: int) -> No
 
 
 def test_masks_are_computed_next_to_the_pass() -> None:
-    """Those after the last token and after each draft token; the pass ends once the last of them is begun."""
+    """The masks after the last token and after each draft token; the pass ends once the last of them is begun."""
     begun = list[int]()
     every = threading.Event()
 
