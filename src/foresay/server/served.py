@@ -78,7 +78,6 @@ class Served:
     def new_session(self, drafting: DraftingChoice) -> Session:
         """Return a new session with a drafting method."""
         return self._generator(drafting).session(
-            max_waiting=self.settings.max_waiting,
             prefix_bytes=None if self.settings.share_prefixes == "none" else PREFIX_BYTES,
             prefill_wait_s=self.settings.prefill_wait_s,
         )
@@ -183,11 +182,9 @@ class Served:
             raise FieldError(param, "structured output needs a decoder-only model")
         if self._compiler is None:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
-        compiler, cancelled, workers = self._compiler, threading.Event(), self.shared.schema_workers
+        compiler, cancelled = self._compiler, threading.Event()
         try:
-            loop = asyncio.get_running_loop()
-            with self.shared.preparation():
-                return await self.shared.in_time(loop.run_in_executor(workers, lambda: work(compiler, cancelled)))
+            return await self.shared.in_time(self.shared.queues.trials.run(lambda: work(compiler, cancelled)))
         except ConfigError as error:
             raise FieldError(param, f"{param}: {error}") from None
         except ForesayError:
@@ -216,16 +213,16 @@ class Served:
         return embedder.embedding()
 
     async def _run_passes(self, step: Callable[[], bool]) -> None:
-        """Run the passes over a text. Texts take turns, so that running requests wait for one pass between two steps."""
-        passes = self.shared.passes
-        with self.shared.preparation(), self.shared.time_limit() as limit:
-            more = True
-            while more:
-                await limit.wait(passes.acquire())
-                try:
-                    more = await limit.wait(asyncio.wrap_future(self.shared.thread.call(step)))
-                finally:
-                    passes.release()
+        """Run the passes over a text. Clients take turns, so that running requests wait for one pass between two steps."""
+        passes = self.shared.queues.passes
+
+        async def one_pass() -> bool:
+            async with passes.turn():
+                return bool(await asyncio.wrap_future(self.shared.thread.call(step)))
+
+        with passes.slot(), self.shared.time_limit() as limit:
+            while await limit.wait(one_pass()):
+                pass
 
     async def chunks(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], drafting: DraftingChoice
@@ -236,7 +233,7 @@ class Served:
         """
         # a client's settings are left out, so that there are few names
         method = parse(drafting.drafter).name if drafting.drafter else self.generator.drafter_name
-        with self.shared.time_limit() as limit:
+        with self.shared.queues.rows.slot(len(prompts)), self.shared.time_limit() as limit:
             clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
             try:
                 async with aclosing(self.shared.thread.chunks(prompts, kind=(self.key, drafting))) as chunks:

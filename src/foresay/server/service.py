@@ -146,9 +146,6 @@ class Service:
         entry, leases, ready = self.entry(name), _LEASES.get(), asyncio.get_running_loop().create_future()
         if entry.is_too_large:
             raise _too_large(entry)
-        if (count := len(self._residency.waiting)) >= self.settings.max_waiting:
-            text = f"{count} requests wait for a model to be loaded; try again later"
-            raise ApiError(429, text, code="queue_full", retry_after=1)
 
         def admitted() -> None:
             leases.append(entry.name)
@@ -156,7 +153,8 @@ class Service:
                 ready.set_result(None)
 
         waiting = Waiting(entry.name, admitted, lambda error: None if ready.done() else ready.set_exception(error))
-        with self.shared.time_limit(f": the model {entry.name!r} had to wait for requests of others") as limit:
+        why = f": the model {entry.name!r} had to wait for requests of others"
+        with self.shared.queues.models.slot(), self.shared.time_limit(why) as limit:
             self._residency.waiting.append(waiting)
             self._advance()
             try:
@@ -246,7 +244,7 @@ class Service:
         several = len(self.entries) > 1
         monitors = {f"{one.name}: " if several else "": one.acceptance for one in self.entries}
         memories = [memory for one in self.loaded for memory in one.memories]
-        return self.metrics.text(await self.sessions(), memories, monitors, len(self._residency.waiting))
+        return self.metrics.text(await self.sessions(), memories, monitors, self.shared.queues.before_rows)
 
     async def warm(self) -> None:
         """Load the first model, if it is not, and decode a few tokens with it. One that cannot be loaded is in the log."""

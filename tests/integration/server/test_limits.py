@@ -159,7 +159,9 @@ class TestBeforeTheQueue:
         longs = [threading.Thread(target=ask, args=(name * 70_000, key)) for name, key in ("1a", "2a", "3a", "4b")]
         for one, waiting in zip(longs, (1, 2, 3, 4), strict=True):
             one.start()
-            wait_until(lambda waiting=waiting: running.service.shared.lanes.open == waiting, "it is being prepared")
+            wait_until(
+                lambda waiting=waiting: running.service.shared.queues.before_rows == waiting, "it is being prepared"
+            )
         ask("hello", "a")
         assert said[0].status_code == 200 and order == ["1"]
         go_on.set()
@@ -183,6 +185,37 @@ class TestBeforeTheQueue:
         go_on.set()
         joined(threads)
         assert sorted(said["a"]) == [400, 400, 429] and said["b"] == [400]
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/embeddings", {"input": [[1, 2, 3]] * 3}),
+            ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2}),
+            ("/v1/completions", {"prompt": [1, 2, 3], "echo": True, "logprobs": 1, "max_tokens": 0}),
+        ],
+    )
+    def test_one_key_leaves_places_to_others(
+        self, path: str, body: dict[str, Any], serve: Any, narrow: foresay.Generator
+    ) -> None:
+        """A key may have 6 requests in a queue; while it does, a chat of another waits, and is answered."""
+        running, go_on = serve(narrow, max_waiting=4, keys=frozenset({"a", "b"})), threading.Event()
+        held = running.service.shared.thread.call(lambda: go_on.wait(60))
+        said: list[int] = []
+
+        def ask(key: str) -> None:
+            headers, talk = {"Authorization": f"Bearer {key}"}, {"messages": TALK, "max_tokens": 2}
+            where, sent_body = ("/v1/chat/completions", talk) if key == "b" else (path, body)
+            answer = post(running, sent_body, where, headers=headers)
+            said.append(answer.status_code)
+
+        threads = begun(ask, "a" * 10)
+        wait_until(lambda: said == [429] * 4, "what is too much is refused at once")
+        threads += begun(ask, "b")
+        queues = running.service.shared.queues
+        wait_until(lambda: queues.before_rows + queues.rows.open == 7, "each waits where it is counted")
+        go_on.set()
+        joined(threads)
+        assert held.result(60) and sorted(said) == [200] * 7 + [429] * 4
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         running, go_on = serve(timeout_s=0.2), threading.Event()
