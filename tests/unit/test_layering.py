@@ -132,7 +132,7 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial"},
         {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
         {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},

@@ -65,9 +65,9 @@ def make_app(service: Service, *, warm: bool = False) -> App:
         if warm:
             await service.warm()
         service.ready = True
-        trimming = asyncio.create_task(service.trim_memory())
+        watching = asyncio.create_task(service.watch())
         yield
-        trimming.cancel()
+        watching.cancel()
         service.ready = False
         await service.drain()
 
@@ -248,8 +248,9 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def is_ready() -> Response:
-        ready = service.ready and not service.draining
-        return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+        if reason := service.not_ready:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -7,13 +7,16 @@ HTTP and no text.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import TypeVar
+from time import monotonic
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from foresay.server.errors import ApiError
@@ -21,6 +24,10 @@ from foresay.server.errors import ApiError
 T = TypeVar("T")
 LONG = 1 << 16
 """Size in bytes from which a body is long: it takes a millisecond or more to parse or tokenize."""
+STUCK_S = 30.0
+"""Time after which a piece of work is reported: no text takes as long."""
+GRACE_S = 1.0
+"""Time for which work whose request has left goes on: most of it ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +82,74 @@ class Queue:
             yield
 
 
+class _EndedError(BaseException):
+    """A request's work was ended. No `except Exception` of a library or template keeps it from that."""
+
+
+class _Work(Generic[T]):
+    """A piece of work on a thread, which can be ended between two instructions of Python."""
+
+    def __init__(self, work: Callable[[], T], running: set[_Work[T]]) -> None:
+        """running: contains the work while it runs."""
+        self._work, self._run, self._running = work, copy_context().run, running
+        self._lock, self._thread, self._is_ended = threading.Lock(), 0, False
+        self.began = 0.0
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._is_ended:
+                raise _EndedError
+            self._thread, self.began = threading.get_ident(), monotonic()
+            self._running.add(self)
+        try:
+            return self._run(self._work)
+        finally:
+            with self._lock:
+                self._thread = 0
+                self._running.discard(self)
+            for _ in range(8):  # an end that was set before is raised here, and not in the thread's own code
+                pass
+
+    def cancel(self) -> bool:
+        """Let work that has not begun never begin. Return True if it is running."""
+        with self._lock:
+            self._is_ended = True
+            return self._thread != 0
+
+    def end(self) -> None:
+        """End the work, if it is still running. A call of compiled code ends when it returns."""
+        with self._lock:
+            if self._thread:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_EndedError))
+
+
 class Lane(Queue):
     """Threads on which clients take turns."""
 
-    def __init__(self, name: str, slots: int, threads: int = 1) -> None:
+    def __init__(self, name: str, slots: int, threads: int = 1, *, ends_itself: bool = False) -> None:
+        """ends_itself: True for work that ends soon after its request has left."""
         super().__init__(slots, workers=threads)
-        self._threads = ThreadPoolExecutor(threads, name)
+        self.name, self._threads, self._ends_itself = name, ThreadPoolExecutor(threads, name), ends_itself
+        self._running: set[_Work[Any]] = set()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run work on a thread. Raises ApiError as `slot`."""
+        """Run work on a thread; it ends soon after the coroutine was cancelled. Raises ApiError as `slot`."""
+        loop, begun = asyncio.get_running_loop(), _Work(work, self._running)
         with self.slot():
             async with self.turn():
-                run = copy_context().run
-                return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: run(work))
+                try:
+                    return await loop.run_in_executor(self._threads, begun)
+                finally:
+                    if begun.cancel() and not self._ends_itself:
+                        loop.call_later(GRACE_S, begun.end)
+
+    @property
+    def problem(self) -> str:
+        """Why requests wait that should not: a piece of work that does not end. Empty if there is none."""
+        since = min((one.began for one in list(self._running)), default=None)
+        if since is None or monotonic() - since < STUCK_S:
+            return ""
+        return f"a piece of work on the thread {self.name} has not ended for {STUCK_S:g} s"
 
 
 class Queues:
@@ -100,17 +162,19 @@ class Queues:
         constraints at a time.
         """
         self.short, self.long = Lane("foresay-texts", 2 * most), Lane("foresay-long-texts", most)
-        self.trials, self.passes, self.rows = (
-            Lane("foresay-schemas", 2 * most, trials),
-            Queue(2 * most),
-            Queue(2 * most),
-        )
+        self.trials = Lane("foresay-schemas", 2 * most, trials, ends_itself=True)
+        self.passes, self.rows = Queue(2 * most), Queue(2 * most)
         self.models = Queue(2 * max_waiting, "wait for a model to be loaded")
 
     @property
     def texts(self) -> Lane:
         """The lane of the current request."""
         return self.short if SENDER.get().size < LONG else self.long
+
+    @property
+    def problem(self) -> str:
+        """See Lane."""
+        return next((one.problem for one in (self.short, self.long, self.trials) if one.problem), "")
 
     @property
     def before_rows(self) -> int:

@@ -252,12 +252,23 @@ class Service:
             served = self.take(None) or await self.wait(None)
             await served.warm()
 
-    async def trim_memory(self) -> None:
-        """Return freed memory to the system for as long as the server runs."""
-        trimmer = Trimmer()
+    @property
+    def not_ready(self) -> str:
+        """Why later requests should go to another server; empty if they need not."""
+        if self.draining or not self.ready:
+            return "the server is shutting down" if self.draining else "the server has not started"
+        return self.shared.queues.problem
+
+    async def watch(self) -> None:
+        """Return freed memory to the system, and log a thread that is stuck, for as long as the server runs."""
+        trimmer, logged = Trimmer(), ""
         while True:
             await asyncio.sleep(TRIM_S)
             await asyncio.to_thread(trimmer.check, idle=self.shared.is_idle)
+            problem, before = self.shared.queues.problem, logged
+            if problem != before:
+                logged = problem
+                logger.error("%s", problem or f"over: {before}")
 
     async def drain(self) -> None:
         """Accept no more requests; wait for the open ones up to the drain limit, then end them."""

@@ -1,10 +1,11 @@
-"""A process that reads and compiles clients' constraints on trial: each in a forked process with limits on time and memory.
+"""A process for trials of clients' constraints and of chat templates: each in a fork with limits on time and memory.
 
     python -m foresay.text.grammar_process
 
 The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line has "cpu_s", "wall_s" and
-"memory_bytes", and either {"schema": text, "is_lark": flag} or {"written": [kind, value]}. The reply is {}, or {"source": schema
-or grammar} to what was written; or {"refused": reason}, and {"error": reason} for a tokenizer. The process ends with its input.
+"memory_bytes", and either {"schema": text, "is_lark": flag} or {"written": [kind, value]}. {"template": text, "special": names}
+needs no tokenizer. The reply is {}, or {"source": schema or grammar} to what was written; or {"refused": reason}, and
+{"error": reason} for a tokenizer. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from foresay.errors import ConfigError
 from foresay.text.client_grammars import Written
 from foresay.text.grammar_library import compiled, vocabulary
+from foresay.text.template_trial import render
 
 STACK_BYTES = 1 << 20
 """Stack limit of a trial: less than any thread of the process that then compiles the schema for use."""
@@ -48,6 +50,9 @@ def try_job(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _outcome(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        if "template" in job:
+            render(job["template"], job["special"])
+            return {}
         if "written" in job:
             return {"source": Written(*job["written"]).read()}
         compiled(tokenizer, job["schema"], is_lark=job["is_lark"])
@@ -77,14 +82,13 @@ def _lower(which: int, limit: int) -> None:
 
 def _limit_reached(by: int | None, job: Mapping[str, Any]) -> str:
     """Describe the limit that ended a process. by: the signal; None if Python itself ran out of memory."""
+    noun = "chat template" if "template" in job else "schema or grammar"
     if by == signal.SIGXCPU:
-        return (
-            f"the schema or grammar needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
-        )
+        return f"the {noun} needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
     if by == signal.SIGALRM:
-        return f"the schema or grammar needs more than {job['wall_s']:g} s to compile; give a simpler one"
+        return f"the {noun} needs more than {job['wall_s']:g} s to compile; give a simpler one"
     limit_mib = job["memory_bytes"] >> 20
-    return f"the schema or grammar needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
+    return f"the {noun} needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
 
 
 def main() -> None:
@@ -94,7 +98,7 @@ def main() -> None:
     tokenizer: Any = None
     for line in sys.stdin.buffer:
         job, reply = json.loads(line), dict[str, Any]()
-        if tokenizer is not None:
+        if tokenizer is not None or "template" in job:
             reply = try_job(tokenizer, job)
         else:
             try:

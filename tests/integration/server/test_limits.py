@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
 from foresay.drafters import SuffixDrafter
 from foresay.models.cache import memory
-from foresay.server import served, service
+from foresay.server import lanes, served, service
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
@@ -216,6 +217,50 @@ class TestBeforeTheQueue:
         go_on.set()
         joined(threads)
         assert held.result(60) and sorted(said) == [200] * 7 + [429] * 4
+
+    @pytest.mark.parametrize("how", ["its client leaves", "its time is over"])
+    def test_work_ends_when_nobody_waits_for_it(self, how: str, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Work without an end, that no exception stops; the next text needs the same thread."""
+        running, honest, begun_work = (
+            serve(timeout_s=60 if how == "its client leaves" else 1),
+            served.encode,
+            list[int](),
+        )
+
+        def endless(prompt: Any, *given: Any) -> Any:
+            while prompt == "endless":
+                begun_work.append(0)
+                with suppress(Exception):
+                    begun_work.clear()
+            return honest(prompt, *given)
+
+        monkeypatch.setattr(served, "encode", endless)
+        if how == "its client leaves":
+            with sent(running.port, {"prompt": "endless"}):
+                wait_until(lambda: running.service.shared.queues.before_rows == 1, "it is being read")
+        else:
+            assert post(running, {"prompt": "endless"}).status_code == 504
+        assert post(running, {"prompt": TEXT, "max_tokens": 2}).status_code == 200
+
+    def test_work_that_is_stuck_is_reported(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """By one line of the log, and to a load balancer."""
+        running, go_on = serve(), threading.Event()
+        monkeypatch.setattr(lanes, "STUCK_S", 0.05)
+        monkeypatch.setattr(service, "TRIM_S", 0.01)
+        monkeypatch.setattr(served, "encode", after(go_on, served.encode))
+        url = f"{running.url}/ready"
+        assert httpx.get(url).status_code == 200
+        threads = begun(lambda: post(running, {"prompt": TEXT, "max_tokens": 2}), [()])
+        wait_until(lambda: httpx.get(url).status_code == 503, "it is stuck")
+        assert "thread foresay-texts has not ended" in httpx.get(url).json()["reason"]
+        wait_until(lambda: "has not ended" in caplog.text, "it is logged")
+        go_on.set()
+        joined(threads)
+        wait_until(lambda: httpx.get(url).status_code == 200, "it goes on")
+        wait_until(lambda: "over: " in caplog.text, "so is its end")
+        assert caplog.text.count("has not ended") == 2
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         running, go_on = serve(timeout_s=0.2), threading.Event()
