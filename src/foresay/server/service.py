@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 
 import torch
 
@@ -75,6 +75,8 @@ class Service:
     def __init__(self, entries: Sequence[Entry], settings: ServerSettings) -> None:
         """entries: a request that names no model uses the first."""
         self.entries, self.settings, self.ready = list(entries), settings, False
+        self.created = int(time())
+        """Time from which the models exist for clients, in seconds since 1970."""
         self.shared = Shared(settings, max(one.max_batch_size for one in entries))
         self._residency = Residency(settings.max_loaded)
         self._by_name = {one.name: one for one in entries}
