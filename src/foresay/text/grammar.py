@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from copy import copy
 from decimal import Decimal
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,7 @@ _DATA = ("enum", "const", "default", "examples")
 """Keywords whose values are not schemas."""
 BURST_S, SHARE = 1.0, 0.2
 """Time for which the masks of a request may keep others waiting: at once, and per second."""
-_MOST_KEPT = 64
+_MOST_KEPT, _POLL_S = 64, 0.01
 _WORKERS = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "foresay-masks")
 """Threads that compute masks next to passes: the library releases the interpreter's lock."""
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
@@ -64,19 +64,21 @@ class Grammar:
 class MaskTime:
     """Time for which the masks of a request, of all its outputs, may still keep others waiting."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock, self._left, self._last = clock, BURST_S, clock()
+    def __init__(self, clock: Callable[[], float] = perf_counter, work: Callable[[], float] = thread_time) -> None:
+        """work: processor time of the current thread."""
+        self.clock, self.work = clock, work
+        self._left, self._last = BURST_S, clock()
 
-    @contextmanager
-    def counted(self) -> Iterator[float]:
-        """Count the time of a block. Yields the seconds that are left, at most 0 if there are none."""
-        begun = self._clock()
-        self._left = min(BURST_S, self._left + SHARE * (begun - self._last))
-        try:
-            yield self._left
-        finally:
-            self._last = self._clock()
-            self._left -= self._last - begun
+    @property
+    def left(self) -> float:
+        """Seconds that are left; 0 or less if there are none."""
+        now = self.clock()
+        self._left, self._last = min(BURST_S, self._left + SHARE * (now - self._last)), now
+        return self._left
+
+    def spend(self, seconds: float) -> None:
+        """Count time for which others have waited."""
+        self._left -= seconds
 
 
 class JsonMask:
@@ -92,6 +94,8 @@ class JsonMask:
         """Outputs -> the mask after them, None if the grammar does not accept them, or why it cannot continue."""
         self._job: Future[None] | None = None
         """Masks that are being computed: until they are, the matcher is not used."""
+        self._spent = 0.0
+        """Processor time that the library has taken since others last waited for it."""
 
     def begin(self, token_ids: Sequence[int], draft: Sequence[int]) -> None:
         """Begin to compute the masks after a row's tokens and after each draft token; see BeginsEarly."""
@@ -105,17 +109,33 @@ class JsonMask:
             if not isinstance(self._mask([*output, *draft[:count]]), bytes):
                 return
 
-    def _is_free(self, seconds: float) -> bool:
-        """Wait for masks that are being computed. False if that takes longer, or if no time is left."""
-        if self._job is not None and seconds > 0 and wait([self._job], seconds).done:
-            self._job.result()
-            self._job = None
-        return self._job is None and seconds > 0
+    @contextmanager
+    def _counted(self) -> Iterator[bool]:
+        """Wait for masks that are being computed, and count the time of the block. Yields False if no time is left.
+
+        The request is charged for the work of its own masks alone, and only as far as others have waited for it.
+        """
+        begun, left = self._time.clock(), self._time.left
+        while self._job is not None and left > self._spent:
+            if wait([self._job], _POLL_S).done:
+                self._job.result()
+                self._job = None
+        try:
+            yield self._job is None and left > 0
+        finally:
+            self._time.spend(min(self._spent, self._time.clock() - begun))
+            self._spent = 0.0
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        begun = self._time.work()
+        yield
+        self._spent += self._time.work() - begun
 
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask scores [1, V] after token_ids [1, L]. Unchanged if the tokens (draft tokens) violate the grammar."""
-        with self._time.counted() as seconds:
-            if not self._is_free(seconds):
+        with self._counted() as is_free:
+            if not is_free:
                 raise ConfigError(
                     f"the schema or grammar takes too long: others have waited more than {BURST_S:g} s for what it "
                     "permits next; give a simpler one"
@@ -135,8 +155,8 @@ class JsonMask:
 
     def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
         """Return the tokens that the grammar leaves after an output's tokens; see ForcesTokens."""
-        with self._time.counted() as seconds:
-            if not self._is_free(seconds) or not self._advance(list(output)) or self._matcher.is_error():
+        with self._counted() as is_free, self._working():
+            if not is_free or not self._advance(list(output)) or self._matcher.is_error():
                 return None
             return [int(token) for token in self._matcher.compute_ff_tokens()]
 
@@ -146,7 +166,8 @@ class JsonMask:
         if key not in self._masks:
             if len(self._masks) >= _MOST_KEPT:
                 self._masks.clear()
-            found = bytes(self._matcher.compute_bitmask()) if self._advance(output) else None
+            with self._working():
+                found = bytes(self._matcher.compute_bitmask()) if self._advance(output) else None
             self._masks[key] = one_line(self._matcher.get_error()) if self._matcher.is_error() else found
         return self._masks[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from foresay.decoding.protocols import KVCache
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.models.table import TableModel
+from foresay.text import grammar
 from foresay.text.grammar import ANY_OBJECT, BURST_S, SHARE, Grammar, JsonMask, MaskTime
 from helpers import tiny
 from helpers.support import Always, run
@@ -139,7 +141,7 @@ def test_forced_tokens_are_what_only_may_come() -> None:
 class Matcher:
     """Permits every token of 8, after some seconds of a clock."""
 
-    def __init__(self, seconds: float = 0.0, begun: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, seconds: float = 0.0, begun: Callable[[], object] = lambda: None) -> None:
         self.now, self._seconds, self._begun = 0.0, seconds, begun
 
     def compute_bitmask(self) -> bytes:
@@ -163,7 +165,7 @@ class Matcher:
 
 def masks_of(matcher: Matcher, count: int) -> list[JsonMask]:
     """Masks of the outputs of one request, by the matcher's clock."""
-    time = MaskTime(lambda: matcher.now)
+    time = MaskTime(lambda: matcher.now, lambda: matcher.now)
     return [JsonMask(matcher, 8, 0, "", time) for _ in range(count)]
 
 
@@ -188,6 +190,18 @@ def test_others_wait_for_the_masks_of_a_request_only_so_long(outputs: int) -> No
     for i in range(200):
         mask(one, [1] * i)
         slow.now += 0.25
+
+
+def test_a_request_is_not_charged_for_the_work_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks wait for threads that others have taken, for longer than it may keep others waiting."""
+    monkeypatch.setattr(grammar, "BURST_S", 0.05)
+    go_on = threading.Event()
+    for _ in range(os.cpu_count() or 1):
+        JsonMask(Matcher(begun=lambda: bool(go_on.wait(60))), 8, 0, "").begin([1], [])
+    one = JsonMask(Matcher(), 8, 0, "")
+    one.begin([*PROMPT, 1], [2])
+    threading.Timer(0.3, go_on.set).start()
+    assert all(mask(one, [1])) and all(mask(one, [1, 2]))
 
 
 def test_masks_are_computed_next_to_the_pass() -> None:

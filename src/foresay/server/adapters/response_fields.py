@@ -184,7 +184,7 @@ class ResponsesRequest(OpenAIFields):
     ]
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
-    tools: Tools[Annotated[_Tool | _Search, Field(discriminator="type")]] | None = None
+    tools: Tools[Annotated[_Tool | _Search, Field(discriminator="type"), typed()]] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ChosenTool | None = None
     parallel_tool_calls: StrictBool | None = None
     text: _TextOptions | None = None
