@@ -110,8 +110,8 @@ class JsonMask:
                 return
 
     @contextmanager
-    def _counted(self) -> Iterator[bool]:
-        """Wait for masks that are being computed, and count the time of the block. Yields False if no time is left.
+    def _counted(self, least: float = 0.0) -> Iterator[bool]:
+        """Wait for masks that are being computed, and count the time of the block. Yields False if at most `least` s are left.
 
         The request is charged for the work of its own masks alone, and only as far as others have waited for it.
         """
@@ -121,7 +121,7 @@ class JsonMask:
                 self._job.result()
                 self._job = None
         try:
-            yield self._job is None and left > 0
+            yield self._job is None and left > least
         finally:
             self._time.spend(min(self._spent, self._time.clock() - begun))
             self._spent = 0.0
@@ -155,7 +155,10 @@ class JsonMask:
 
     def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
         """Return the tokens that the grammar leaves after an output's tokens; see ForcesTokens."""
-        with self._counted() as is_free, self._working():
+        with (
+            self._counted(BURST_S / 2) as is_free,
+            self._working(),
+        ):  # a draft is no reason for an error: masks have the rest
             if not is_free or not self._advance(list(output)) or self._matcher.is_error():
                 return None
             return [int(token) for token in self._matcher.compute_ff_tokens()]

@@ -185,6 +185,10 @@ def test_others_wait_for_the_masks_of_a_request_only_so_long(outputs: int) -> No
     assert masks[-1].forced_tokens([1]) is None, "nor does a drafter wait for it"
     matcher.now += 10.0
     mask(masks[0], [2])
+    assert [masks[0].forced_tokens([2]) is None for _ in range(4)] == [False, False, True, True], (
+        "masks have the rest of the time"
+    )
+    mask(masks[0], [3])
     slow = Matcher(0.25 * SHARE)
     (one,) = masks_of(slow, 1)
     for i in range(200):
