@@ -78,6 +78,26 @@ def test_markdown_becomes_elements(page: Page) -> None:
     assert box.locator("pre").text_content() == code
 
 
+@pytest.mark.parametrize(
+    ("text", "is_deep"),
+    [("> " * 20_000, True), ("a\n" + "> - " * 200 + "b", True), ("1. " * 40 + "c", True), ("- " * 12 + "d", False),
+     ("-" * 80 + "\n" + "> e\n" * 300, False)],
+)  # fmt: skip
+def test_what_is_nested_too_deeply_is_shown_as_it_is(text: str, is_deep: bool, page: Page) -> None:
+    """Before it is parsed: the parser takes a time that grows with the square of the depth."""
+    parsed, raw = page.evaluate(
+        """text => {
+            const [box, honest] = [document.createElement("div"), marked.lexer];
+            let parsed = 0;
+            marked.lexer = (...given) => { parsed++; return honest(...given); };
+            try { showMarkdown(box, text) } finally { marked.lexer = honest }
+            return [parsed, box.querySelectorAll(":scope > .raw").length];
+        }""",
+        text,
+    )
+    assert (parsed, raw) == ((0, 1) if is_deep else (1, 0))
+
+
 def test_entities_become_characters_outside_of_code(page: Page) -> None:
     serve(
         page, answer("a &lt;b&gt; &amp;lt; &#39;&#x1F600; &unknown; `&lt;` [l&amp;k](https://example.org/?a=1&amp;b=2)")

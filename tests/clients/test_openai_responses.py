@@ -128,7 +128,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     ("more", "field"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "file_search"}]}, "tools"),
         ({"background": True}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, r"input\.0\.content"),
     ],

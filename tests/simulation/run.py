@@ -127,7 +127,7 @@ class Simulation:
         self.model.taken = lambda: sum(one.engine.cached_bytes + one.engine.prefix_bytes for one in self.sessions)
         return session
 
-    async def _grammar(self, source: Any, *, param: str) -> Any:
+    async def _grammar(self, source: Any, *, param: str, owner: str) -> Any:
         return Evens(self.model.faults)
 
     def plan(self, calls: Sequence[Call] | None = None) -> None:
@@ -200,7 +200,9 @@ class Simulation:
         self.problems += self.loop.failures
         shared = self.service.shared
         if not shared.is_idle:
-            self.problems.append(f"{len(shared._open_limits)} open requests, {shared.lanes.open} being prepared")
+            self.problems.append(
+                f"{len(shared._open_limits)} open requests, {shared.queues.before_rows} being prepared"
+            )
         thread = shared.thread
         if thread._listeners or thread._calls:
             self.problems.append(f"{len(thread._listeners)} listeners and {len(thread._calls)} calls are left")

@@ -133,9 +133,9 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "reasoning"},
-        {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
-        {"chat_messages", "control_tokens", "thinking_budget"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial", "reasoning"},
+        {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
+        {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},
         {"schema_compiler"},
     ],

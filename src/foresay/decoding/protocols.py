@@ -149,6 +149,15 @@ class ForcesTokens(Protocol):
         ...
 
 
+@runtime_checkable
+class BeginsEarly(Protocol):
+    """A logits processor that can begin its work before the scores are known, next to the target's pass."""
+
+    def begin(self, token_ids: Sequence[int], draft: Sequence[int]) -> None:
+        """Begin the work for the positions after a row's tokens and after each of its draft tokens, on another thread."""
+        ...
+
+
 class LengthPolicy(Protocol):
     """Number of tokens to draft."""
 

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 
 from foresay import threads
 from foresay.decoding.clock import Clock
-from foresay.decoding.devices import moved, to_device
+from foresay.decoding.devices import is_remote, moved, to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import (
+    BeginsEarly,
     Drafter,
     KVCache,
     LanguageModel,
@@ -52,6 +53,7 @@ def step(
     clock = Clock(target.device)
     proposal = propose(rows, target, cache, drafter, policy, exact=rule.exact)
     clock.mark()
+    begin_processors(rows, proposal)
     starts = list(cache.lengths[: len(rows)])
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
     output = dataclasses.replace(output, starts=tuple(starts))
@@ -93,6 +95,21 @@ def propose(
         free = [len(rows) > 1 and (rows.needs.ignores_drafts or (exact and row.params.greedy)) for row in rows]
         budget = [0 if a > backlog else max(0, n - a * f) for n, a, f in zip(budget, again, free, strict=True)]
     return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
+
+
+def begin_processors(rows: Rows, proposal: Proposal) -> None:
+    """Let processors begin their work next to the target's pass; for a draft too, if it is a chain that is known by now."""
+    known: list[list[int]] | None = None
+    for i, row in enumerate(rows):
+        for one in row.params.processors:
+            if not isinstance(one, BeginsEarly) or not row.remaining:
+                continue
+            if known is None:
+                is_known = proposal.parents is None and not is_remote(proposal.token_ids.device)
+                known = proposal.token_ids.tolist() if is_known else [[]] * len(rows)
+            draft = known[i][: proposal.num_tokens[i]]
+            ends = (k for k, token in enumerate(draft) if row.ends_with(token, row.num_new + k + 1))
+            one.begin(row.tokens.tolist(), draft[: next(ends, len(draft))])
 
 
 def score(

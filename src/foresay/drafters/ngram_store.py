@@ -17,6 +17,7 @@ from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import LengthPolicy, ModelOutput
 from foresay.decoding.rows import Row, Rows
 from foresay.drafters.ngram import NgramDrafter
+from foresay.drafters.owners import keep
 
 LEVELS = ("one", "all")
 _SEEN = 128
@@ -51,9 +52,10 @@ class NgramStore:
         if not owner:
             return self
         with self._lock:
-            if owner not in self._others:
-                self._others[owner] = NgramStore(self.n, levels=self.levels, max_contexts=self.max_contexts)
-            return self._others[owner]
+            found = self._others.get(owner)
+            if found is None:
+                found = NgramStore(self.n, levels=self.levels, max_contexts=self.max_contexts)
+            return keep(self._others, owner, found)
 
     @property
     def sizes(self) -> range:

@@ -29,6 +29,7 @@ from foresay.server.adapters.message_fields import CountRequest, MessagesRequest
 from foresay.server.adapters.message_format import MessagesFormat
 from foresay.server.adapters.ollama_fields import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaRequest,
@@ -65,9 +66,9 @@ def make_app(service: Service, *, warm: bool = False) -> App:
         if warm:
             await service.warm()
         service.ready = True
-        trimming = asyncio.create_task(service.trim_memory())
+        watching = asyncio.create_task(service.watch())
         yield
-        trimming.cancel()
+        watching.cancel()
         service.ready = False
         await service.drain()
 
@@ -227,6 +228,18 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
         name = models.served(request.model or request.name or models.first)
         return models.known(name) or models.shown(await used(service, name, raw_request))
 
+    @app.post("/api/embeddings")
+    async def older_embeddings(request: OllamaEmbeddingsRequest, raw_request: Request) -> Response:
+        with renamed({"input": "prompt"}):
+            own = request.embedding(models.served(request.model or models.first))
+            model = await used(service, own.model, raw_request)
+            return await embed(model, own, raw_request, lambda vectors, _: {"embedding": vectors[0].tolist()})
+
+    @app.get("/api/ps")
+    async def running() -> dict[str, Any]:
+        return models.running()
+
+    @app.get("/version")
     @app.get("/api/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -235,21 +248,23 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
 def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        data = [_model(name, one) for one in service.entries for name in one.names]
+        data = [_model(name, one, service.created) for one in service.entries for name in one.names]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        return _model(name, service.entry(name))
+        return _model(name, service.entry(name), service.created)
 
+    @app.get("/ping")
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/ready")
     async def is_ready() -> Response:
-        ready = service.ready and not service.draining
-        return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+        if reason := service.not_ready:
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -263,7 +278,8 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         prompt: Any = request.prompt
         options = None
         if request.messages is not None:
-            prompt, options = [one.plain() for one in request.messages], MessageKind.of(model, request).options
+            prompt = [one.plain() for one in request.messages]
+            options = (await model.prepare(lambda: MessageKind.of(model, request))).options
         elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
             raise FieldError(min(fields), f"{min(fields)} needs messages")
         with as_api_errors("prompt" if request.messages is None else "messages"):
@@ -286,6 +302,6 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         return {"prompt": await model.prepare(decoded)}
 
 
-def _model(name: str, entry: Entry) -> dict[str, Any]:
+def _model(name: str, entry: Entry, created: int) -> dict[str, Any]:
     known = {} if entry.length is None else {"max_model_len": entry.length}
-    return {"id": name, "object": "model", "created": 0, "owned_by": "foresay", "root": entry.name, **known}
+    return {"id": name, "object": "model", "created": created, "owned_by": "foresay", "root": entry.name, **known}

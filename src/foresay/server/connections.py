@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from foresay.server.errors import ApiError, FieldError
 
+_logger = logging.getLogger("foresay.server.connections")
+_logger.setLevel(logging.ERROR)  # uvicorn warns of each head that is malformed or wants an upgrade, without a key
 MAX_HEAD_BYTES = 1 << 16
 """Largest size of the request line and headers."""
 
@@ -28,6 +31,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _logger
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = 0
         """Bytes since the parser last completed a head or a part of a body."""
@@ -107,7 +111,10 @@ class Connection(HttpToolsProtocol):
         """Send an error without a request, unless a response is in progress, and disconnect."""
         if self.transport.is_closing():
             return
-        if not self.answering:
+        if not self.answering or not self.cycle.response_started:
+            if self.answering:  # a body that cannot be read: its request is answered here
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             body = json.dumps(error.body()).encode()
             lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "content-type: application/json"]
             lines += [f"content-length: {len(body)}", "connection: close"]

@@ -85,8 +85,7 @@ async def generate(
     Raises ApiError for a request that is rejected or fails.
     """
     with as_api_errors(*request.error_fields):
-        prepared = await unless_disconnected(_prepare(model, request), raw_request)
-        prepared = replace(prepared, params=model.owned(prepared.params, raw_request.state, request.cache_salt))
+        prepared = await unless_disconnected(_prepare(model, request, raw_request.state), raw_request)
         outputs = await unless_disconnected(_outputs(model, request, prepared), raw_request)
         counts, is_predicted = [len(ids) for ids in prepared.prompts], bool(prepared.params.prediction)
         form = make(Reply(model.names[0], model.fingerprint, request, counts, outputs, is_predicted))
@@ -189,7 +188,8 @@ async def _none() -> Chunks:
 async def count_tokens(model: Served, request: ChatRequest) -> int:
     """Return the number of a chat's prompt tokens. Raises ApiError for a request that is rejected."""
     with as_api_errors(*request.error_fields):
-        (ids,) = await model.encoded(request.prompts(), MessageKind.of(model, request).options)
+        kind = await model.prepare(lambda: MessageKind.of(model, request))
+        (ids,) = await model.encoded(request.prompts(), kind.options)
     return len(ids)
 
 
@@ -204,32 +204,36 @@ async def predict(model: Served, request: PredictRequest, raw_request: Request) 
     return output.generation.text
 
 
-async def _prepare(model: Served, request: ChatRequest | CompletionRequest) -> PreparedRequest:
-    """Validate and tokenize a request before it is queued."""
+async def _prepare(model: Served, request: ChatRequest | CompletionRequest, state: Any) -> PreparedRequest:
+    """Validate and tokenize a request before it is queued. state: of the request, with its API key."""
     prompts, n = request.prompts(), request.candidates
     _check(model, request, len(prompts))
     drafting = DraftingChoice.of(request.foresay)
-    # a grammar may take a second to translate
-    constraint = await model.prepare(request.constraint) if request.constraint_field else request.constraint()
+    constraint = await model.read(request.constraint())
     if isinstance(request, CompletionRequest):
         if request.suffix and fill_in_marks(model.tokenizer) is None:
             text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
             raise FieldError("suffix", text)
         ids = await model.encoded(prompts)
-        params = _params(model, request, ids)
+        params = _params(model, request, ids, state)
         params, processors = await _constrained(model, request, params, *(constraint or ("", None)))
         return PreparedRequest(ids, params, n, request.returned, drafting, processors)
-    message = MessageKind.of(model, request, constraint)
-    ids = await model.encoded(prompts, message.options)
-    predicted = await model.encoded_prediction(request.prediction.text) if request.prediction else ()
-    params = replace(_params(model, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
+    before = await model.prepare(lambda: MessageKind.of(model, request, constraint))
+    ids = await model.encoded(prompts, before.options)
+    params = replace(_params(model, request, ids, state), visible_token_ids=before.visible_ids)
+    if request.prediction:
+        predicted = await model.encoded_prediction(request.prediction.text, params.max_new_tokens)
+        params, drafting = replace(params, prediction=predicted), model.with_lookup(drafting)
     if request.must_call:
         params = replace(params, stop=())  # stop strings end content, which such an output does not have
-    drafting = model.with_lookup(drafting) if predicted else drafting
-    before = message
-    message = await model.prepare(lambda: before.after(ids[0]))  # a response template reads the whole prompt
-    field = "tools" if constraint is None or request.must_call else constraint.field
-    params, processors = await _constrained(model, request, params, field, message.grammar_source())
+
+    def after() -> tuple[MessageKind, Source | None]:
+        message = before.after(ids[0])  # a response template reads the whole prompt
+        return message, message.grammar_source()
+
+    message, source = await model.prepare(after)
+    field = "tools" if constraint is None or request.must_call else constraint[0]
+    params, processors = await _constrained(model, request, params, field, source)
     return PreparedRequest(ids, params, n, n, drafting, processors, message.parser)
 
 
@@ -245,7 +249,7 @@ async def _constrained(
     processors: tuple[Processor, ...] = () if budget is None else (budget.after,)
     if source is None:
         return params, processors
-    grammar = await model.grammar(source, param=field)
+    grammar = await model.grammar(source, param=field, owner=params.owner)
     if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
         params = replace(params, min_new_tokens=0)
     return params, (*processors, lambda prompt: grammar.mask_after(len(prompt)))
@@ -269,8 +273,11 @@ def _thinking_budget(
         raise FieldError(field, str(error)) from None
 
 
-def _params(model: Served, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:
-    return request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
+def _params(
+    model: Served, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]], state: Any
+) -> SamplingParams:
+    params = request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
+    return model.owned(params, state, request.cache_salt)
 
 
 def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int) -> None:

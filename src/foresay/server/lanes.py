@@ -1,18 +1,22 @@
-"""Threads on which requests are prepared (parsed, tokenized, detokenized), shared fairly by the clients.
+"""Queues in which requests wait: for the threads of texts and of trials, for passes, rows and models. Clients share each fairly.
 
-Owns two lanes, so that short texts never wait for long ones, and the turns of clients in each. Knows no HTTP and no text.
+Owns the slots of clients in a queue, their turns, and two lanes for texts, so that short ones never wait for long ones. Knows no
+HTTP and no text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from typing import TypeVar
+from time import monotonic
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 from foresay.server.errors import ApiError
@@ -20,6 +24,10 @@ from foresay.server.errors import ApiError
 T = TypeVar("T")
 LONG = 1 << 16
 """Size in bytes from which a body is long: it takes a millisecond or more to parse or tokenize."""
+STUCK_S = 30.0
+"""Time after which a piece of work is reported: no text takes as long."""
+GRACE_S = 1.0
+"""Time for which work whose request has left goes on: most of it ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,56 +45,138 @@ SENDER: ContextVar[Sender] = ContextVar("sender", default=_NONE)
 """Sender of the request that the current task handles."""
 
 
-class Lane:
-    """One thread, on which clients take turns."""
+class Queue:
+    """Requests that wait for something, or use it."""
 
-    def __init__(self, name: str, most: int, share: int) -> None:
-        """most: requests in preparation, of all clients. share: those of one client."""
-        self._worker = ThreadPoolExecutor(1, name)
-        self._most, self._share = most, share
-        self._open: Counter[str] = Counter()
+    def __init__(self, slots: int, what: str = "are queued", workers: int = 1) -> None:
+        """slots: a client may have as many as are free. what: what the requests do. workers: turns at a time."""
+        self._slots, self._what = slots, what
+        self._taken: Counter[str] = Counter()
+        self._workers = asyncio.Semaphore(workers)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def open(self) -> int:
-        """Requests that are being prepared."""
-        return self._open.total()
+        """Slots that are taken."""
+        return self._taken.total()
 
     @contextmanager
-    def admitted(self, client: str) -> Iterator[None]:
-        """Count a request that is being prepared. Raises ApiError if there are too many."""
-        if self.open >= self._most or self._open[client] >= self._share:
-            text = f"{self.open} requests are queued for preparation; try again later"
+    def slot(self, count: int = 1) -> Iterator[None]:
+        """Take slots for the current request. Raises ApiError if its client would have more than are free."""
+        client = SENDER.get().client
+        if self._taken[client] + count > self._slots - self.open:
+            text = f"{self.open} requests {self._what}; try again later"
             raise ApiError(429, text, code="queue_full", retry_after=1)
-        self._open[client] += 1
+        self._taken[client] += count
         try:
             yield
         finally:
-            self._open[client] -= 1
-            if not self._open[client]:
-                del self._open[client]
+            self._taken[client] -= count
+            if not self._taken[client]:
+                del self._taken[client]
 
-    async def run(self, client: str, work: Callable[[], T]) -> T:
-        """Run work on the thread. A client has one piece of work in the queue at a time."""
-        turn = self._turns.setdefault(client, asyncio.Lock())
-        async with turn:
-            run = copy_context().run
-            return await asyncio.get_running_loop().run_in_executor(self._worker, lambda: run(work))
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn of the current request. A client has one at a time, and waits for one at a time."""
+        async with self._turns.setdefault(SENDER.get().client, asyncio.Lock()), self._workers:
+            yield
 
 
-class Lanes:
-    """The lane of short requests and that of long ones."""
+class _EndedError(BaseException):
+    """A request's work was ended. No `except Exception` of a library or template keeps it from that."""
 
-    def __init__(self, most: int) -> None:
-        """most: requests in preparation in each lane. Long ones of one client may be half of them."""
-        self._short = Lane("foresay-texts", most, most)
-        self._long = Lane("foresay-long-texts", most, max(1, most // 2))
 
-    def of(self, sender: Sender) -> Lane:
-        """Return the lane of a request."""
-        return self._short if sender.size < LONG else self._long
+class _Work(Generic[T]):
+    """A piece of work on a thread, which can be ended between two instructions of Python."""
+
+    def __init__(self, work: Callable[[], T], running: set[_Work[T]]) -> None:
+        """running: contains the work while it runs."""
+        self._work, self._run, self._running = work, copy_context().run, running
+        self._lock, self._thread, self._is_ended = threading.Lock(), 0, False
+        self.began = 0.0
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._is_ended:
+                raise _EndedError
+            self._thread, self.began = threading.get_ident(), monotonic()
+            self._running.add(self)
+        try:
+            return self._run(self._work)
+        finally:
+            with self._lock:
+                self._thread = 0
+                self._running.discard(self)
+            for _ in range(8):  # an end that was set before is raised here, and not in the thread's own code
+                pass
+
+    def cancel(self) -> bool:
+        """Let work that has not begun never begin. Return True if it is running."""
+        with self._lock:
+            self._is_ended = True
+            return self._thread != 0
+
+    def end(self) -> None:
+        """End the work, if it is still running. A call of compiled code ends when it returns."""
+        with self._lock:
+            if self._thread:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_EndedError))
+
+
+class Lane(Queue):
+    """Threads on which clients take turns."""
+
+    def __init__(self, name: str, slots: int, threads: int = 1, *, ends_itself: bool = False) -> None:
+        """ends_itself: True for work that ends soon after its request has left."""
+        super().__init__(slots, workers=threads)
+        self.name, self._threads, self._ends_itself = name, ThreadPoolExecutor(threads, name), ends_itself
+        self._running: set[_Work[Any]] = set()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run work on a thread; it ends soon after the coroutine was cancelled. Raises ApiError as `slot`."""
+        loop, begun = asyncio.get_running_loop(), _Work(work, self._running)
+        with self.slot():
+            async with self.turn():
+                try:
+                    return await loop.run_in_executor(self._threads, begun)
+                finally:
+                    if begun.cancel() and not self._ends_itself:
+                        loop.call_later(GRACE_S, begun.end)
 
     @property
-    def open(self) -> int:
-        """Requests that are being prepared."""
-        return self._short.open + self._long.open
+    def problem(self) -> str:
+        """Why requests wait that should not: a piece of work that does not end. Empty if there is none."""
+        since = min((one.began for one in list(self._running)), default=None)
+        if since is None or monotonic() - since < STUCK_S:
+            return ""
+        return f"a piece of work on the thread {self.name} has not ended for {STUCK_S:g} s"
+
+
+class Queues:
+    """The queues of a server."""
+
+    def __init__(self, most: int, max_waiting: int, trials: int) -> None:
+        """most: requests of one client that have a row or wait for one, and those in each other queue but two.
+
+        Half as many long texts of one client are read. max_waiting: requests of one client that wait for a model. trials: of
+        constraints at a time.
+        """
+        self.short, self.long = Lane("foresay-texts", 2 * most), Lane("foresay-long-texts", most)
+        self.trials = Lane("foresay-schemas", 2 * most, trials, ends_itself=True)
+        self.passes, self.rows = Queue(2 * most), Queue(2 * most)
+        self.models = Queue(2 * max_waiting, "wait for a model to be loaded")
+
+    @property
+    def texts(self) -> Lane:
+        """The lane of the current request."""
+        return self.short if SENDER.get().size < LONG else self.long
+
+    @property
+    def problem(self) -> str:
+        """See Lane."""
+        return next((one.problem for one in (self.short, self.long, self.trials) if one.problem), "")
+
+    @property
+    def before_rows(self) -> int:
+        """Requests that are not in the engine's queue yet, or never will be."""
+        return sum(one.open for one in (self.short, self.long, self.trials, self.passes, self.models))

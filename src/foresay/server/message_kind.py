@@ -11,7 +11,6 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.server.errors import FieldError
-from foresay.server.output_fields import Constraint
 from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.served import Served
 from foresay.text.grammar import Source, checked
@@ -41,8 +40,8 @@ class MessageKind:
     """False for at most one call; None for the default, which is one where calls are required."""
     reasoning: Reasoning | None
     """Marks of reasoning; None if the model does not reason."""
-    answer: Constraint | None = None
-    """Constraint of an output without calls, if one is requested."""
+    answer: tuple[str, Source] | None = None
+    """Field and constraint of an output without calls, if one is requested."""
     is_open: bool = False
     is_closed: bool = False
     """True if the prompt ends inside reasoning, or after it."""
@@ -52,7 +51,9 @@ class MessageKind:
     """Text of the prompt, for a response template."""
 
     @staticmethod
-    def of(model: Served, request: ChatRequest | TokenizeRequest, answer: Constraint | None = None) -> MessageKind:
+    def of(
+        model: Served, request: ChatRequest | TokenizeRequest, answer: tuple[str, Source] | None = None
+    ) -> MessageKind:
         """Return the kind of a request's messages. answer: see MessageKind.
 
         Raises ApiError for tools that the model or the server does not support."""

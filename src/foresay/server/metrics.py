@@ -21,7 +21,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _LENGTHS = tuple(range(1, 18))
 _ENGINE_GAUGES = {
     "num_requests_running": ("num_active", "Rows being decoded."),
-    "num_requests_waiting": ("num_waiting", "Requests waiting for a row."),
+    "num_requests_waiting": ("num_waiting", "Requests waiting for a row, or being prepared."),
     "kv_cache_bytes": ("cached_bytes", "Bytes of the caches of open requests."),
     "prefix_bytes": ("prefix_bytes", "Bytes of kept prefixes of ended requests."),
     "draft_failures": ("draft_failures", "Failures of a drafter; decoding continued without it."),
@@ -112,7 +112,7 @@ class Metrics:
         """Return the metrics in Prometheus's text format.
 
         sessions: the open ones. memories: kept texts. monitors: by the prefix of their methods' names. waiting: requests that
-        wait for a model to be loaded.
+        are not in an engine's queue.
         """
         for prefix, monitor in monitors.items():
             for method, found in monitor.methods.items():

@@ -5,16 +5,14 @@ Owns the fields' names. Each spelling becomes one `Constraint`; knows no engine 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, StrictBool, StrictStr
 
-from foresay.errors import ConfigError
 from foresay.server.errors import FieldError
 from foresay.server.fields import Fields, Items, Neutral
-from foresay.text.client_grammars import of_choices, of_grammar, of_regex
+from foresay.text.client_grammars import Written
 from foresay.text.grammar import ANY_OBJECT, Source
 
 Schema = StrictStr | dict[str, Any]
@@ -23,11 +21,11 @@ Choices = Annotated[Items[StrictStr], Field(min_length=1)]
 
 
 class Constraint(NamedTuple):
-    """A schema or grammar that an output matches."""
+    """A schema or grammar that an output matches, which may not have been read."""
 
     field: str
     """The field that requests it, for errors."""
-    source: Source
+    source: Source | Written
 
 
 class NamedSchema(Fields):
@@ -76,30 +74,6 @@ class StructuredOutputs(Fields):
     json_object: StrictBool | None = None
 
 
-def _schema(value: str | dict[str, Any]) -> Mapping[str, Any]:
-    """Return a JSON schema. Raises ConfigError for a text that is none."""
-    if isinstance(value, dict):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the schema is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError("the schema is not an object")
-    return found
-
-
-_KINDS: Mapping[str, Callable[[Any], Source]] = {
-    "json": _schema,
-    "json_schema": _schema,
-    "json_object": lambda _: ANY_OBJECT,
-    "regex": of_regex,
-    "choice": of_choices,
-    "grammar": of_grammar,
-}
-"""Kinds of constraints -> functions from a field's value to the schema or grammar."""
-
-
 class OutputFields(Fields):
     """Fields of a request that constrain its outputs."""
 
@@ -115,37 +89,36 @@ class OutputFields(Fields):
     """Names of llama.cpp."""
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the outputs, or None for free text. Raises ApiError for two constraints, or a wrong one."""
+        """Return the constraint of the outputs, or None for free text. Raises ApiError for two constraints."""
         first, second = ([*self._constraints(), None, None])[:2]
         if first is not None and second is not None:
-            text = f"{second[0]} cannot be combined with {first[0]}: an output follows one of them"
-            raise FieldError(second[0], text)
+            text = f"{second.field} cannot be combined with {first.field}: an output follows one of them"
+            raise FieldError(second.field, text)
         if self.structured_outputs is not None and first is None:
             raise FieldError(
                 "structured_outputs", "structured_outputs needs json, json_object, regex, choice or grammar"
             )
-        if first is None:
-            return None
-        field, kind, value = first
-        try:
-            return Constraint(field, value if kind is None else _KINDS[kind](value))
-        except ConfigError as error:
-            raise FieldError(field, f"{field}: {error}") from None
+        return first
 
     @property
     def constraint_field(self) -> str:
         """The field that constrains the outputs; empty without one."""
-        return next((field for field, *_ in self._constraints()), "")
+        return next((one.field for one in self._constraints()), "")
 
-    def _constraints(self) -> Iterator[tuple[str, str | None, Any]]:
-        """Yield the field, kind and value of each constraint; the value of no kind is a schema."""
+    def _constraints(self) -> Iterator[Constraint]:
+        """Yield each constraint. A schema that is no text has been read with the request."""
         schema = None if self.response_format is None else self.response_format.requested_schema()
         if schema is not None:
-            yield "response_format", None, schema
+            yield Constraint("response_format", schema)
         if self.structured_outputs is not None:
             for kind, value in self.structured_outputs.model_dump(by_alias=True, exclude_none=True).items():
                 if value is not False:
-                    yield f"structured_outputs.{kind}", kind, value
+                    source = ANY_OBJECT if kind == "json_object" else value
+                    yield _constraint(f"structured_outputs.{kind}", kind, source)
         for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "grammar"):
             if (value := getattr(self, name)) is not None:
-                yield name, name.removeprefix("guided_"), value
+                yield _constraint(name, name.removeprefix("guided_"), value)
+
+
+def _constraint(field: str, kind: str, value: Any) -> Constraint:
+    return Constraint(field, value if isinstance(value, Mapping) else Written(kind, value))

@@ -48,7 +48,7 @@ TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), at_mo
 Budget = Annotated[StrictInt, Field(ge=-1)]
 _RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 """OpenAI's ranges, which are narrower than the library's."""
-_SAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
+_SAME = ("top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "ignore_eos")
 """Sampling parameters of the same name."""
 _MAX_BIAS = 100.0
 DEFAULT_TEMPERATURE: float = not_given(1.0)
@@ -165,7 +165,7 @@ class OpenAIFields(Common):
     thinking_token_budget: Budget | None = None
     """Limit on the tokens of reasoning; -1 is none."""
     cache_salt: Salt | None = None
-    """Requests with different salts share no prefixes."""
+    """Requests with different salts share nothing."""
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None
@@ -189,8 +189,9 @@ class _Sampled(OutputFields, OpenAIFields):
     logit_bias: Annotated[dict[str, Number], at_most(MAX_ITEMS)] | None = None
     stop_token_ids: Items[StrictInt] | None = None
     stream_options: StreamOptions | None = None
+    repeat_penalty: Number | None = None
     thinking_budget_tokens: Budget | None = None
-    """llama.cpp's name of thinking_token_budget."""
+    """llama.cpp's names of repetition_penalty and thinking_token_budget."""
     typical_p: Number | None = None
     no_repeat_ngram_size: StrictInt | None = None
 
@@ -218,6 +219,7 @@ class _Sampled(OutputFields, OpenAIFields):
             "temperature": DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logprobs": logprobs,
+            "repetition_penalty": self._one_of("repeat_penalty", "repetition_penalty"),
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         values.setdefault("max_new_tokens", not_given(default_max_tokens))
@@ -228,11 +230,15 @@ class _Sampled(OutputFields, OpenAIFields):
     @property
     def thinking_budget(self) -> int | None:
         """Limit on the tokens of reasoning, or None. Raises ApiError for two limits."""
-        given = {one for one in (self.thinking_token_budget, self.thinking_budget_tokens) if one is not None}
+        found = self._one_of("thinking_budget_tokens", "thinking_token_budget")
+        return None if found is None or found < 0 else int(found)
+
+    def _one_of(self, name: str, other: str) -> float | None:
+        """Return the value of a field with two names. Raises ApiError for two values."""
+        given = {one for one in (getattr(self, name), getattr(self, other)) if one is not None}
         if len(given) > 1:
-            text = "thinking_budget_tokens and thinking_token_budget differ; send one of them"
-            raise FieldError("thinking_budget_tokens", text)
-        return next((one for one in given if one >= 0), None)
+            raise FieldError(name, f"{name} and {other} differ; send one of them")
+        return next(iter(given), None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -292,9 +298,7 @@ class ChatRequest(TemplateFields, _Sampled):
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "top_logprobs requires logprobs=true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise FieldError("max_tokens", "max_tokens and max_completion_tokens differ; send one of them")
-        named = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        named: Any = self._one_of("max_tokens", "max_completion_tokens")
         return self.sampling(default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None, named)
 
     def constraint(self) -> Constraint | None:

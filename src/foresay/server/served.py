@@ -20,6 +20,7 @@ from foresay import __version__
 from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory
+from foresay.drafters.owners import SALTED
 from foresay.engine.admission import check_prompt_ids
 from foresay.errors import ConfigError, ContextLengthError, ForesayError, RequestError
 from foresay.generation.generator import PREFIX_BYTES, Generator
@@ -27,16 +28,19 @@ from foresay.generation.load import change
 from foresay.generation.result import Chunk
 from foresay.generation.scoring import PromptScorer, TextEmbedder
 from foresay.generation.session import Session
+from foresay.models.cache.memory import check_limit
 from foresay.models.huggingface.linears import resident_bytes
 from foresay.server.acceptance import AcceptanceMonitor
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import FieldError
 from foresay.server.metrics import Clock, Metrics
+from foresay.server.output_fields import Constraint
 from foresay.server.settings import ServerSettings
 from foresay.server.shared import Shared, shutdown_error
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
-from foresay.text.excess import beginning
+from foresay.text.client_grammars import Written
+from foresay.text.excess import Limits, first_tokens
 from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import ChatOptions, encode
 from foresay.text.schema_compiler import SchemaCompiler
@@ -74,7 +78,6 @@ class Served:
     def new_session(self, drafting: DraftingChoice) -> Session:
         """Return a new session with a drafting method."""
         return self._generator(drafting).session(
-            max_waiting=self.settings.max_waiting,
             prefix_bytes=None if self.settings.share_prefixes == "none" else PREFIX_BYTES,
             prefill_wait_s=self.settings.prefill_wait_s,
         )
@@ -112,14 +115,12 @@ class Served:
         return self.generator.tokenizer
 
     def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
-        """Return parameters with the owner of a request's texts and the salt of its prefixes.
-
-        state: of the request, with its API key. salt: sent by the client.
-        """
-        key = str(getattr(state, "owner", ""))
-        own = key if self.settings.share_prefixes == "key" else ""
-        salted = hashlib.sha256(f"{len(own)} {own}{salt or ''}".encode()).hexdigest() if own or salt else ""
-        return replace(params, owner="" if self.settings.memory_shared else key, cache_salt=salted)
+        """Return parameters with the owner of what a request shares: its API key, which `state` has, and the client's salt."""
+        key, own = str(getattr(state, "owner", "")), ""
+        if salt:
+            own = SALTED + hashlib.sha256(salt.encode()).hexdigest()
+        prefixes = key if self.settings.share_prefixes == "key" else ""
+        return replace(params, owner=("" if self.settings.memory_shared else key) + own, cache_salt=prefixes + own)
 
     @property
     def memories(self) -> list[Memory]:
@@ -140,48 +141,52 @@ class Served:
 
     def _encoded(self, prompt: Any, options: ChatOptions | None) -> list[int]:
         context_length = self.generator.target.model.max_length
-        ids = encode(prompt, self.generator.tokenizer, options, most=context_length - 1)
+        ids = encode(prompt, self.generator.tokenizer, options, Limits(context_length - 1, check_limit))
         if ids:
             check_prompt_ids(ids, self.generator.target.model.vocab_size)
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids
 
-    async def encoded_prediction(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a predicted text, at most as many as the context holds."""
-        tokenizer, most = self.tokenizer, self.generator.target.model.max_length
-
-        def encoded() -> tuple[int, ...]:
-            ids = beginning(tokenizer, text, most) or tokenizer(text, add_special_tokens=False).input_ids
-            return tuple(ids[:most])
-
-        return await self.prepare(encoded)
+    async def encoded_prediction(self, text: str, most: int) -> tuple[int, ...]:
+        """Return the token ids of a predicted text for an output of at most `most` tokens, with room for what it leaves out."""
+        tokenizer, limits = self.tokenizer, Limits(reserve=check_limit)
+        return await self.prepare(lambda: tuple(first_tokens(tokenizer, text, max(64, 4 * most), limits)))
 
     def with_lookup(self, drafting: DraftingChoice) -> DraftingChoice:
         """Return a drafting method that drafts known tokens: this one, or "suffix" if it has no n-gram drafter."""
         name = parse(drafting.drafter or self.generator.drafter_name).name
         return drafting if name == "hybrid" or name in named("lookup") else replace(drafting, drafter="suffix")
 
-    async def grammar(self, source: Source, *, param: str) -> Grammar:
+    async def grammar(self, source: Source, *, param: str, owner: str) -> Grammar:
         """Compile a schema or grammar within limits. Cancelling the coroutine cancels the compilation.
 
-        param: the field that requests it. Raises ApiError for a rejected schema, and for a model that does not support structured
-        output.
+        param: the field that requests it. owner: of the request. Raises ApiError for a rejected schema, and for a model that does
+        not support structured output.
         """
+        return await self._tried(param, lambda compiler, cancelled: compiler.compile(source, cancelled, owner))
+
+    async def read(self, constraint: Constraint | None) -> tuple[str, Source] | None:
+        """Return the field and source of a request's constraint, which is read within limits. Raises as `grammar`."""
+        if constraint is None:
+            return None
+        field, source = constraint
+        if not isinstance(source, Written):
+            return field, source
+        return field, await self._tried(field, lambda compiler, cancelled: compiler.read(source, cancelled))
+
+    async def _tried(self, param: str, work: Callable[[SchemaCompiler, threading.Event], T]) -> T:
+        """Run work on a thread of those that wait for trials. Cancelling the coroutine cancels the trial."""
         target = self.generator.target
         if target.model.capabilities.reads_source:
             raise FieldError(param, "structured output needs a decoder-only model")
         if self._compiler is None:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
-        compiler, cancelled, workers = self._compiler, threading.Event(), self.shared.schema_workers
+        compiler, cancelled = self._compiler, threading.Event()
         try:
-            loop = asyncio.get_running_loop()
-            with self.shared.preparation():
-                return await self.shared.in_time(
-                    loop.run_in_executor(workers, lambda: compiler.compile(source, cancelled))
-                )
+            return await self.shared.in_time(self.shared.queues.trials.run(lambda: work(compiler, cancelled)))
         except ConfigError as error:
-            raise FieldError(param, str(error)) from None
+            raise FieldError(param, f"{param}: {error}") from None
         except ForesayError:
             if self.shared.draining:
                 raise shutdown_error() from None
@@ -208,16 +213,16 @@ class Served:
         return embedder.embedding()
 
     async def _run_passes(self, step: Callable[[], bool]) -> None:
-        """Run the passes over a text. Texts take turns, so that running requests wait for one pass between two steps."""
-        passes = self.shared.passes
-        with self.shared.preparation(), self.shared.time_limit() as limit:
-            more = True
-            while more:
-                await limit.wait(passes.acquire())
-                try:
-                    more = await limit.wait(asyncio.wrap_future(self.shared.thread.call(step)))
-                finally:
-                    passes.release()
+        """Run the passes over a text. Clients take turns, so that running requests wait for one pass between two steps."""
+        passes = self.shared.queues.passes
+
+        async def one_pass() -> bool:
+            async with passes.turn():
+                return bool(await asyncio.wrap_future(self.shared.thread.call(step)))
+
+        with passes.slot(), self.shared.time_limit() as limit:
+            while await limit.wait(one_pass()):
+                pass
 
     async def chunks(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], drafting: DraftingChoice
@@ -228,7 +233,7 @@ class Served:
         """
         # a client's settings are left out, so that there are few names
         method = parse(drafting.drafter).name if drafting.drafter else self.generator.drafter_name
-        with self.shared.time_limit() as limit:
+        with self.shared.queues.rows.slot(len(prompts)), self.shared.time_limit() as limit:
             clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
             try:
                 async with aclosing(self.shared.thread.chunks(prompts, kind=(self.key, drafting))) as chunks:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 
 import torch
 
@@ -75,6 +75,8 @@ class Service:
     def __init__(self, entries: Sequence[Entry], settings: ServerSettings) -> None:
         """entries: a request that names no model uses the first."""
         self.entries, self.settings, self.ready = list(entries), settings, False
+        self.created = int(time())
+        """Time from which the models exist for clients, in seconds since 1970."""
         self.shared = Shared(settings, max(one.max_batch_size for one in entries))
         self._residency = Residency(settings.max_loaded)
         self._by_name = {one.name: one for one in entries}
@@ -146,9 +148,6 @@ class Service:
         entry, leases, ready = self.entry(name), _LEASES.get(), asyncio.get_running_loop().create_future()
         if entry.is_too_large:
             raise _too_large(entry)
-        if (count := len(self._residency.waiting)) >= self.settings.max_waiting:
-            text = f"{count} requests wait for a model to be loaded; try again later"
-            raise ApiError(429, text, code="queue_full", retry_after=1)
 
         def admitted() -> None:
             leases.append(entry.name)
@@ -156,7 +155,8 @@ class Service:
                 ready.set_result(None)
 
         waiting = Waiting(entry.name, admitted, lambda error: None if ready.done() else ready.set_exception(error))
-        with self.shared.time_limit(f": the model {entry.name!r} had to wait for requests of others") as limit:
+        why = f": the model {entry.name!r} had to wait for requests of others"
+        with self.shared.queues.models.slot(), self.shared.time_limit(why) as limit:
             self._residency.waiting.append(waiting)
             self._advance()
             try:
@@ -246,7 +246,7 @@ class Service:
         several = len(self.entries) > 1
         monitors = {f"{one.name}: " if several else "": one.acceptance for one in self.entries}
         memories = [memory for one in self.loaded for memory in one.memories]
-        return self.metrics.text(await self.sessions(), memories, monitors, len(self._residency.waiting))
+        return self.metrics.text(await self.sessions(), memories, monitors, self.shared.queues.before_rows)
 
     async def warm(self) -> None:
         """Load the first model, if it is not, and decode a few tokens with it. One that cannot be loaded is in the log."""
@@ -254,12 +254,23 @@ class Service:
             served = self.take(None) or await self.wait(None)
             await served.warm()
 
-    async def trim_memory(self) -> None:
-        """Return freed memory to the system for as long as the server runs."""
-        trimmer = Trimmer()
+    @property
+    def not_ready(self) -> str:
+        """Why later requests should go to another server; empty if they need not."""
+        if self.draining or not self.ready:
+            return "the server is shutting down" if self.draining else "the server has not started"
+        return self.shared.queues.problem
+
+    async def watch(self) -> None:
+        """Return freed memory to the system, and log a thread that is stuck, for as long as the server runs."""
+        trimmer, logged = Trimmer(), ""
         while True:
             await asyncio.sleep(TRIM_S)
             await asyncio.to_thread(trimmer.check, idle=self.shared.is_idle)
+            problem, before = self.shared.queues.problem, logged
+            if problem != before:
+                logged = problem
+                logger.error("%s", problem or f"over: {before}")
 
     async def drain(self) -> None:
         """Accept no more requests; wait for the open ones up to the drain limit, then end them."""

@@ -46,7 +46,7 @@ class ServerSettings:
     pooling: str = "mean"
     """Hidden states that are the embedding of a request without `pooling`, a name in POOLINGS."""
     max_waiting: int = 128
-    """Requests that may wait for a row; further requests are answered with status 429."""
+    """Requests of one client that may wait for a row; further ones are answered with status 429."""
     max_body_bytes: int = 4 << 20
     max_prompts: int = 128
     """Limit on the outputs of one request: its prompts times its `n`."""

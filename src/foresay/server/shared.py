@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from foresay.generation.session import Session
@@ -16,14 +15,14 @@ from foresay.generation.session_thread import SessionThread
 from foresay.models.cache.memory import check_limit
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
-from foresay.server.lanes import LONG, SENDER, Lanes
+from foresay.server.lanes import LONG, SENDER, Queues
 from foresay.server.metrics import Metrics
 from foresay.server.settings import ServerSettings
 from foresay.text.schema_compiler import PROCESSES
 
 T = TypeVar("T")
-TEXT_BYTES = 32
-"""Memory that reading a long body takes, for each of its bytes."""
+READING_BYTES = 32
+"""Memory that reading a long body takes, for each of its bytes, before its texts are tokenized."""
 Kind = tuple[str, DraftingChoice]
 """Kind of a session: the name of its model, and its drafting method."""
 
@@ -37,10 +36,7 @@ class Shared:
         self.sessions: dict[str, Callable[[DraftingChoice], Session]] = {}
         """Loaded models, and the functions that make their sessions."""
         self.thread = SessionThread(self._new_session, idle_s=5.0, max_sessions=settings.max_methods, is_main=is_main)
-        self.lanes = Lanes(settings.max_waiting + max_batch_size)
-        self.passes = asyncio.Lock()
-        """Held during a pass over a text that generates nothing."""
-        self.schema_workers = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
+        self.queues = Queues(settings.max_waiting + max_batch_size, settings.max_waiting, PROCESSES)
         self._open_limits: set[TimeLimit] = set()
 
     def _new_session(self, kind: Kind) -> Session:
@@ -50,7 +46,7 @@ class Shared:
     @property
     def num_open(self) -> int:
         """Number of open requests."""
-        return len(self._open_limits) + self.lanes.open
+        return len(self._open_limits) + self.queues.before_rows
 
     @property
     def is_idle(self) -> bool:
@@ -63,11 +59,10 @@ class Shared:
         Raises ApiError if too many requests wait, and after the request's time limit; OutOfMemoryError for a long text that would
         pass the memory limit.
         """
-        sender = SENDER.get()
-        if sender.size >= LONG:
-            check_limit(TEXT_BYTES * sender.size)
-        with self.preparation():
-            return await self.in_time(self.lanes.of(sender).run(sender.client, work))
+        size = SENDER.get().size
+        if size >= LONG:
+            check_limit(READING_BYTES * size)
+        return await self.in_time(self.queues.texts.run(work))
 
     async def in_time(self, result: Awaitable[T]) -> T:
         """Wait for a result. Raises ApiError after the request's time limit."""
@@ -76,11 +71,6 @@ class Shared:
                 return await result
         except TimeoutError:
             raise self._timeout_error() from None
-
-    def preparation(self) -> AbstractContextManager[None]:
-        """Count a request that is not yet in the engine's queue. Raises ApiError if there are too many."""
-        sender = SENDER.get()
-        return self.lanes.of(sender).admitted(sender.client)
 
     @contextmanager
     def time_limit(self, why: str = "") -> Iterator[TimeLimit]:

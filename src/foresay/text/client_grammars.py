@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from foresay.errors import ConfigError
 from foresay.text.gbnf_terminals import Ranges, losing_texts
@@ -35,6 +36,29 @@ _LARK_TEXTS = re.compile(
 _LARK_REFUSED = re.compile(
     r"%(?!ignore\b|import\b)\w+|<[^\s>]{0,20}>?|^[ \t]*[?!]*\w+[ \t]*\[[^\]\n]*\][ \t]*:", re.MULTILINE
 )
+
+
+class Written(NamedTuple):
+    """A constraint as a client wrote it, which may take any time and memory to read: SchemaCompiler.read has limits."""
+
+    kind: str
+    """A name in KINDS."""
+    value: Any
+
+    def read(self) -> Mapping[str, Any] | str:
+        """Return the JSON schema, or the grammar in Lark's syntax. Raises ConfigError for one that is refused."""
+        return KINDS[self.kind](self.value)
+
+
+def of_schema(text: str) -> Mapping[str, Any]:
+    """Return a JSON schema. Raises ConfigError for a text that is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the schema is not JSON: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ConfigError("the schema is not an object")
+    return found
 
 
 def of_regex(pattern: str) -> str:
@@ -213,3 +237,13 @@ def _in_text(one: str) -> str:
 
 def _in_set(one: str) -> str:
     return one if one.isalnum() or ord(one) > 127 else f"\\x{ord(one):02x}"
+
+
+KINDS: Mapping[str, Callable[[Any], Mapping[str, Any] | str]] = {
+    "json": of_schema,
+    "json_schema": of_schema,
+    "regex": of_regex,
+    "choice": of_choices,
+    "grammar": of_grammar,
+}
+"""Kinds of constraints -> functions from a text, or several, to the schema or grammar."""

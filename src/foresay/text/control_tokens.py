@@ -85,7 +85,10 @@ class ControlTokens:
         """
         tokenizer, original = self._copy
         text = self._composed(text, inputs, render)
-        return [original.get(one, one) for one in tokenizer.encode(text, add_special_tokens=False).ids]
+        (encoded,) = tokenizer.encode_batch_fast(
+            [text], add_special_tokens=False
+        )  # `encode` keeps the interpreter's lock
+        return [original.get(one, one) for one in encoded.ids]
 
     def _composed(self, text: str, inputs: tuple[Any, Any], render: Callable[[Any, Any], str]) -> str:
         """Return the text with random names for the control tokens that the template composes."""

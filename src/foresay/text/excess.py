@@ -1,4 +1,4 @@
-"""Texts that certainly have more tokens than a limit, found without tokenizing all of them.
+"""The limits of a caller on a text: its tokens, counted before all of it is tokenized, and the memory that this takes.
 
 Owns two lower bounds on a text's number of tokens: its bytes over those of the vocabulary's longest token, and the tokens of a
 beginning that ends where no token of the vocabulary can cross. Estimates nothing: a text that no bound covers is tokenized.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from foresay.errors import ContextLengthError
 from foresay.text.tokenizer import NAMED_BYTES
 
 _CUTS = (
@@ -28,6 +29,28 @@ _WINDOW = 4096
 _KEEPING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "Split", "Punctuation"}
 """Pre-tokenizers that drop no character, unless their behaviour is "Removed"."""
 _facts: WeakKeyDictionary[Any, _Facts] = WeakKeyDictionary()
+
+
+TOKENIZING_BYTES = 288
+"""Memory that tokenizing takes for each byte of a text, where each character or word is a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on a text that is about to be tokenized."""
+
+    most: int | None = None
+    """Tokens that the caller takes."""
+    reserve: Callable[[int], None] = lambda needed: None
+    """Called with the bytes that the work takes; raises to refuse it."""
+
+    def check(self, tokenizer: Any, text: str) -> None:
+        """Raise ContextLengthError for a text that certainly has more than `most` tokens, and what `reserve` raises."""
+        if self.most is not None and tokenizer is not None and (count := lower_bound(tokenizer, text, self.most)):
+            raise ContextLengthError(
+                f"the prompt has at least {count} tokens, and the model's context is {self.most + 1}"
+            )
+        self.reserve(TOKENIZING_BYTES * len(text.encode("utf-8", "replace")))
 
 
 def lower_bound(tokenizer: Any, text: str, most: int) -> int:
@@ -56,6 +79,18 @@ def beginning(tokenizer: Any, text: str, most: int) -> list[int]:
                 return ids
         size *= _GROWTH
     return []
+
+
+def first_tokens(tokenizer: Any, text: str, most: int, limits: Limits) -> list[int]:
+    """Return at most `most` ids of a beginning of a text; the last ones may differ from the whole text's. Raises as `reserve`."""
+    size = _CHARACTERS * most
+    while True:
+        part = text[:size]
+        limits.check(None, part)
+        ids: list[int] = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+        if len(ids) > most or size >= len(text):
+            return ids[:most]
+        size *= _GROWTH
 
 
 def _last(cut: re.Pattern[str], text: str, size: int) -> int:

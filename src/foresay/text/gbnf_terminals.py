@@ -39,6 +39,8 @@ class _Terminal:
     after: list[int] = field(default_factory=list)
     """Positions after each position."""
     whole: _Part = field(default_factory=lambda: _Part(True))
+    empty: set[str] = field(default_factory=set)
+    """Rules that have no characters, which are therefore read once."""
 
     def letters_of(self, positions: int) -> int:
         """Return the characters of positions."""
@@ -48,8 +50,14 @@ class _Terminal:
         """Add a node of the reader with its positions. A repetition has no upper limit here."""
         if hasattr(node, "target"):
             name = node.target.name.lower()
+            if name in self.empty:
+                return _Part(True)
             if name not in letters:
-                return self.add(node.target.alternatives, letters)
+                before = len(self.chars)
+                part = self.add(node.target.alternatives, letters)
+                if len(self.chars) == before:
+                    self.empty.add(name)
+                return part
             if len(self.chars) == MAX_POSITIONS:
                 raise _GaveUpError
             self.chars.append(letters[name])

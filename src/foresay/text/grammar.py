@@ -7,9 +7,13 @@ on the context alone, so target and drafter get the same mask and speculative de
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from copy import copy
 from decimal import Decimal
+from time import perf_counter, thread_time
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -29,6 +33,11 @@ MAX_MULTIPLE = 10_000
 """The largest `multipleOf`, ignoring powers of ten: the library makes one automaton state for each remainder."""
 _DATA = ("enum", "const", "default", "examples")
 """Keywords whose values are not schemas."""
+BURST_S, SHARE = 1.0, 0.2
+"""Time for which the masks of a request may keep others waiting: at once, and per second."""
+_MOST_KEPT, _POLL_S = 64, 0.01
+_WORKERS = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "foresay-masks")
+"""Threads that compute masks next to passes: the library releases the interpreter's lock."""
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
@@ -45,29 +54,99 @@ class Grammar:
         library_tokenizer = _library_tokenizer(tokenizer, vocab_size, tuple(sorted(eos)))
         self._source = checked(source)
         self._matcher = compiled(library_tokenizer, self._source, is_lark=isinstance(source, str))
-        self._vocab_size = vocab_size
+        self._vocab_size, self._time = vocab_size, MaskTime()
 
     def mask_after(self, prompt_length: int) -> JsonMask:
         """Return the processor for one output. prompt_length: tokens of its prompt."""
-        return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length, self._source)
+        return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length, self._source, self._time)
+
+
+class MaskTime:
+    """Time for which the masks of a request, of all its outputs, may still keep others waiting."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter, work: Callable[[], float] = thread_time) -> None:
+        """work: processor time of the current thread."""
+        self.clock, self.work = clock, work
+        self._left, self._last = BURST_S, clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; 0 or less if there are none."""
+        now = self.clock()
+        self._left, self._last = min(BURST_S, self._left + SHARE * (now - self._last)), now
+        return self._left
+
+    def spend(self, seconds: float) -> None:
+        """Count time for which others have waited."""
+        self._left -= seconds
 
 
 class JsonMask:
     """A LogitsProcessor that constrains the tokens after the prompt to a grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int, prompt_length: int, source: str) -> None:
+    def __init__(
+        self, matcher: Any, vocab_size: int, prompt_length: int, source: str, time: MaskTime | None = None
+    ) -> None:
         """matcher: a library matcher before its first token, not shared with another output. source: see ForcesTokens."""
         self._matcher, self._vocab_size, self._prompt_length = matcher, vocab_size, prompt_length
-        self.source, self._consumed = source, list[int]()
+        self.source, self._consumed, self._time = source, list[int](), time or MaskTime()
+        self._masks: dict[tuple[int, ...], bytes | str | None] = {}
+        """Outputs -> the mask after them, None if the grammar does not accept them, or why it cannot continue."""
+        self._job: Future[None] | None = None
+        """Masks that are being computed: until they are, the matcher is not used."""
+        self._spent = 0.0
+        """Processor time that the library has taken since others last waited for it."""
+
+    def begin(self, token_ids: Sequence[int], draft: Sequence[int]) -> None:
+        """Begin to compute the masks after a row's tokens and after each draft token; see BeginsEarly."""
+        if self._job is None or self._job.done():
+            self._masks.clear()
+            output = list(token_ids[self._prompt_length :])
+            self._job = _WORKERS.submit(self._follow, output, list(draft))
+
+    def _follow(self, output: list[int], draft: list[int]) -> None:
+        for count in range(len(draft) + 1):
+            if not isinstance(self._mask([*output, *draft[:count]]), bytes):
+                return
+
+    @contextmanager
+    def _counted(self, least: float = 0.0) -> Iterator[bool]:
+        """Wait for masks that are being computed, and count the time of the block. Yields False if at most `least` s are left.
+
+        The request is charged for the work of its own masks alone, and only as far as others have waited for it.
+        """
+        begun, left = self._time.clock(), self._time.left
+        while self._job is not None and left > self._spent:
+            if wait([self._job], _POLL_S).done:
+                self._job.result()
+                self._job = None
+        try:
+            yield self._job is None and left > least
+        finally:
+            self._time.spend(min(self._spent, self._time.clock() - begun))
+            self._spent = 0.0
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        begun = self._time.work()
+        yield
+        self._spent += self._time.work() - begun
 
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Mask scores [1, V] after token_ids [1, L]. Unchanged if the tokens (draft tokens) violate the grammar."""
-        if not self._advance(token_ids[0, self._prompt_length :].tolist()):
-            self._check()
+        with self._counted() as is_free:
+            if not is_free:
+                raise ConfigError(
+                    f"the schema or grammar takes too long: others have waited more than {BURST_S:g} s for what it "
+                    "permits next; give a simpler one"
+                )
+            found = self._mask(token_ids[0, self._prompt_length :].tolist())
+        if isinstance(found, str):
+            raise ConfigError(f"the output can no longer follow the schema or grammar: {found}")
+        if found is None:
             return scores
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(found, dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
-        self._check()
         mask = torch.from_numpy(allowed).to(scores.device)
         out = scores.clone()
         out[:, : len(mask)] = out[:, : len(mask)].masked_fill(~mask, -torch.inf)
@@ -76,16 +155,24 @@ class JsonMask:
 
     def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
         """Return the tokens that the grammar leaves after an output's tokens; see ForcesTokens."""
-        if not self._advance(list(output)) or self._matcher.is_error():
-            return None
-        return [int(token) for token in self._matcher.compute_ff_tokens()]
+        with (
+            self._counted(BURST_S / 2) as is_free,
+            self._working(),
+        ):  # a draft is no reason for an error: masks have the rest
+            if not is_free or not self._advance(list(output)) or self._matcher.is_error():
+                return None
+            return [int(token) for token in self._matcher.compute_ff_tokens()]
 
-    def _check(self) -> None:
-        """Raise ConfigError if the matcher stopped at one of its own limits: the output would no longer follow the grammar."""
-        if self._matcher.is_error():
-            raise ConfigError(
-                f"the output can no longer follow the schema or grammar: {one_line(self._matcher.get_error())}"
-            )
+    def _mask(self, output: list[int]) -> bytes | str | None:
+        """Return the mask after an output; see `_masks`. A matcher that stops at one of its own limits cannot continue."""
+        key = tuple(output)
+        if key not in self._masks:
+            if len(self._masks) >= _MOST_KEPT:
+                self._masks.clear()
+            with self._working():
+                found = bytes(self._matcher.compute_bitmask()) if self._advance(output) else None
+            self._masks[key] = one_line(self._matcher.get_error()) if self._matcher.is_error() else found
+        return self._masks[key]
 
     def _advance(self, output: list[int]) -> bool:
         """Move the matcher to the end of the output. Return True if the grammar accepts all of its tokens."""

@@ -1,10 +1,11 @@
-"""A process that compiles untrusted schemas on trial: each in a forked process with limits on time and memory.
+"""A process for trials of clients' constraints and of chat templates: each in a fork with limits on time and memory.
 
     python -m foresay.text.grammar_process
 
-The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line is {"schema": text, "is_lark": flag,
-"cpu_s": s, "wall_s": s, "memory_bytes": n}. The reply to each is {}, with "refused": reason for a schema that cannot be used, or
-"error": reason for a tokenizer. The process ends when its input ends.
+The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line has "cpu_s", "wall_s" and
+"memory_bytes", and either {"schema": text, "is_lark": flag} or {"written": [kind, value]}. {"template": text, "special": names}
+needs no tokenizer. The reply is {}, or {"source": schema or grammar} to what was written; or {"refused": reason}, and
+{"error": reason} for a tokenizer. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -20,33 +21,40 @@ from pathlib import Path
 from typing import Any
 
 from foresay.errors import ConfigError
+from foresay.text.client_grammars import Written
 from foresay.text.grammar_library import compiled, vocabulary
+from foresay.text.template_trial import render
 
 STACK_BYTES = 1 << 20
 """Stack limit of a trial: less than any thread of the process that then compiles the schema for use."""
 
 
-def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile a schema in a fork of this process, which has a single thread and the tokenizer loaded."""
+def try_job(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Read or compile a constraint in a fork of this process, which has a single thread and the tokenizer loaded."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             _limit(job)
-            os.write(write, json.dumps(_outcome(tokenizer, job)).encode())
+            os.write(write, json.dumps(_outcome(tokenizer, job)).encode() + b"\n")
         finally:
             os._exit(1)  # immediately, even after an error: no cleanup code of the parent may run here
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         reply = pipe.read()
     _, status = os.waitpid(pid, 0)
-    if reply:
+    if reply.endswith(b"\n"):
         return dict(json.loads(reply))
     return {"refused": _limit_reached(os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, job)}
 
 
 def _outcome(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        if "template" in job:
+            render(job["template"], job["special"])
+            return {}
+        if "written" in job:
+            return {"source": Written(*job["written"]).read()}
         compiled(tokenizer, job["schema"], is_lark=job["is_lark"])
     except ConfigError as error:
         return {"refused": str(error)}
@@ -74,12 +82,13 @@ def _lower(which: int, limit: int) -> None:
 
 def _limit_reached(by: int | None, job: Mapping[str, Any]) -> str:
     """Describe the limit that ended a process. by: the signal; None if Python itself ran out of memory."""
+    noun = "chat template" if "template" in job else "schema or grammar"
     if by == signal.SIGXCPU:
-        return f"the schema needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
+        return f"the {noun} needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
     if by == signal.SIGALRM:
-        return f"the schema needs more than {job['wall_s']:g} s to compile; give a simpler one"
+        return f"the {noun} needs more than {job['wall_s']:g} s to compile; give a simpler one"
     limit_mib = job["memory_bytes"] >> 20
-    return f"the schema needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
+    return f"the {noun} needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
 
 
 def main() -> None:
@@ -89,8 +98,8 @@ def main() -> None:
     tokenizer: Any = None
     for line in sys.stdin.buffer:
         job, reply = json.loads(line), dict[str, Any]()
-        if tokenizer is not None:
-            reply = try_schema(tokenizer, job)
+        if tokenizer is not None or "template" in job:
+            reply = try_job(tokenizer, job)
         else:
             try:
                 tokenizer = vocabulary(job["tokenizer"], job["vocab_size"], job["eos"])

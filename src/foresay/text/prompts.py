@@ -18,10 +18,10 @@ import torch
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from foresay.errors import ContextLengthError, PromptError
+from foresay.errors import PromptError
 from foresay.text.chat_messages import KEEPS_NONE, fitted, unread_arguments
 from foresay.text.control_tokens import ControlTokens, control_tokens_of
-from foresay.text.excess import lower_bound
+from foresay.text.excess import Limits
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
@@ -32,6 +32,7 @@ _TRAINING_TAGS = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 _OF_TEMPLATES = {"messages", "namespace", "range", "raise_exception", "strftime_now", "loop"}
 """Variables and functions of every template."""
 
+NO_LIMITS = Limits()
 _FILL_IN = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -99,21 +100,21 @@ def template_variables(tokenizer: Any, options: ChatOptions) -> frozenset[str]:
     return frozenset(found - reserved - set(tokenizer.special_tokens_map) - _OF_TEMPLATES)
 
 
-def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None, *, most: int | None = None) -> list[int]:
+def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None, limits: Limits = NO_LIMITS) -> list[int]:
     """Return one prompt's token ids. A text is encoded unchanged, messages use the chat template, token ids are [T] integers.
 
-    options: those of the template, for messages. most: tokens that a caller takes. Raises PromptError for an empty prompt, ids of
-    another shape or type, messages that are malformed or that the template refuses, and texts or messages without a tokenizer or
-    template; ContextLengthError for a text that certainly has more than `most` tokens. Other results may have more as well.
+    options: those of the template, for messages. limits: on the text, or on what a template makes of messages. Raises PromptError
+    for an empty prompt, ids of another shape or type, messages that are malformed or that the template refuses, and texts or
+    messages without a tokenizer or template; what the limits raise. A result may have more tokens than they permit.
     """
     if isinstance(prompt, FillIn):
         for one in (prompt.prefix, prompt.suffix):
-            _check_length(one, tokenizer, most)
+            limits.check(tokenizer, one)
         return _fill_in(prompt, _require(tokenizer, "a text prompt"))
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
-        _check_length(prompt, tokenizer, most)
+        limits.check(tokenizer, prompt)
         ids: list[int] = _require(tokenizer, "a text prompt")(prompt).input_ids
         return ids
     if isinstance(prompt, torch.Tensor | np.ndarray):
@@ -128,16 +129,11 @@ def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None, *, m
     if not items:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
     if all(isinstance(item, Mapping) for item in items):
-        return _chat(items, _require(tokenizer, "chat messages"), options or ChatOptions(), most)
+        return _chat(items, _require(tokenizer, "chat messages"), options or ChatOptions(), limits)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
     return [int(item) for item in items]
-
-
-def _check_length(text: str, tokenizer: Any, most: int | None) -> None:
-    if most is not None and tokenizer is not None and (count := lower_bound(tokenizer, text, most)):
-        raise ContextLengthError(f"the prompt has at least {count} tokens, and the model's context is {most + 1}")
 
 
 def fill_in_marks(tokenizer: Any) -> tuple[int, ...] | None:
@@ -158,7 +154,7 @@ def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
     return [before, *prefix, after, *suffix, middle]
 
 
-def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, most: int | None) -> list[int]:
+def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, limits: Limits) -> list[int]:
     for i, message in enumerate(messages):
         if "role" not in message or "content" not in message:
             raise PromptError(f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'")
@@ -170,11 +166,9 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, mos
     if options.tools:
         more["tools"] = list(options.tools)
     apply = partial(_applied, tokenizer=tokenizer, options=options, more=more)
-    is_long = most is not None and sum(len(str(one["content"])) for one in messages) > most
     tokens = None if options.control_tokens else control_tokens_of(tokenizer)
     if tokens is None:
-        if is_long and most is not None:
-            _check_length(str(apply(messages, tokenize=False)), tokenizer, most)
+        limits.check(tokenizer, str(apply(messages, tokenize=False)))
         ids: list[int] = apply(messages, return_dict=True)["input_ids"]
         return ids
     template = tokens.hidden(tokenizer.get_chat_template(tools=more.get("tools")))
@@ -187,12 +181,11 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, mos
         raise PromptError(
             f"the chat template wrote a lone surrogate at character {error.start}, which is no text"
         ) from None
-    if is_long and most is not None:
-        _check_length(tokens.shown(text), tokenizer, most)
+    shown = tokens.shown(text)
+    limits.check(tokenizer, shown)
     if tokens.are_in(text):
         return tokens.encode(text, (messages, more), lambda form, others: str(render(form, more=others)))
-    ids = tokenizer(tokens.shown(text), add_special_tokens=False).input_ids
-    return list(ids)
+    return list(tokenizer(shown, add_special_tokens=False).input_ids)
 
 
 def _hidden(value: Any, tokens: ControlTokens) -> Any:

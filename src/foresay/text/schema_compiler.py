@@ -1,4 +1,4 @@
-"""Compilation of untrusted schemas after a trial in another process, which limits time and memory and can be killed.
+"""Clients' constraints, read and compiled after a trial in another process, which limits time and memory and can be killed.
 
 The library's own limits do not cover the cost of a short schema: `multipleOf` makes an automaton with one state per remainder. A
 schema that passes its trial is compiled here, because the cost is then known to be small. Owns the processes of the trials.
@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any
 
 from foresay.errors import ConfigError, ForesayError
+from foresay.text.client_grammars import Written
 from foresay.text.grammar import Grammar, Source, checked, tokenizer_json
 
 PROCESSES = 2
@@ -34,7 +35,7 @@ _CACHE_SIZE = 4096
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """Limits for compiling a schema and computing its first mask."""
+    """Limits for reading a constraint, and for compiling a schema and computing its first mask."""
 
     cpu_s: float = 2.0
     """Processor time, rounded up to whole seconds."""
@@ -44,7 +45,7 @@ class TrialLimits:
 
 
 class SchemaCompiler:
-    """Compiler of schemas for one model's outputs. At most PROCESSES threads may call `compile` at a time."""
+    """Compiler of schemas for one model's outputs. At most PROCESSES threads may call it at a time."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int], limits: TrialLimits | None = None) -> None:
         """See Grammar for the arguments. Processes start with the first schema."""
@@ -53,23 +54,28 @@ class SchemaCompiler:
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
         self._known_good: dict[bytes, None] = {}
-        """Digests of schemas that passed, in order of last use."""
+        """Digests of schemas that passed, of each owner, who would else see which ones others use; in order of last use."""
 
-    def compile(self, source: Source, cancelled: threading.Event | None = None) -> Grammar:
+    def compile(self, source: Source, cancelled: threading.Event | None = None, owner: str = "") -> Grammar:
         """Compile a schema or grammar in this process once it has passed its trial. cancelled: ends the trial when set.
 
         Raises ConfigError for a schema that is refused (see Grammar) or reaches a limit, ForesayError when cancelled.
         """
         text = checked(source)
-        key = sha256(text.encode()).digest()
+        key = sha256(f"{len(owner)} {owner}{text}".encode()).digest()
         if key not in self._known_good:
-            self._try(text, isinstance(source, str), cancelled or threading.Event())
+            self._try({"schema": text, "is_lark": isinstance(source, str)}, cancelled)
         with self._lock:
             self._known_good.pop(key, None)
             self._known_good[key] = None
             if len(self._known_good) > _CACHE_SIZE:
                 del self._known_good[next(iter(self._known_good))]
         return Grammar(source, self._tokenizer, self._vocab_size, self._eos)
+
+    def read(self, written: Written, cancelled: threading.Event | None = None) -> Source:
+        """Return the schema or grammar of a constraint, which is read in the other process alone. Raises as `compile`."""
+        source: Source = self._try({"written": written}, cancelled)["source"]
+        return source
 
     def close(self) -> None:
         """Cancel running trials and end the processes; later schemas are refused."""
@@ -78,15 +84,16 @@ class SchemaCompiler:
             while self._idle:
                 _end(self._idle.pop())
 
-    def _try(self, text: str, is_lark: bool, cancelled: threading.Event) -> None:
+    def _try(self, job: Mapping[str, Any], cancelled: threading.Event | None) -> dict[str, Any]:
+        """Return the reply to a job of `grammar_process`. Raises ConfigError for one that is refused."""
+        cancelled = cancelled or threading.Event()
         if self._closed.is_set():
             raise ForesayError("the schema was not compiled: the compiler is closed")
         with self._lock:
             child = self._idle.pop() if self._idle else None
         child = child or self._start_process(cancelled)
         limits = self._limits
-        job = {"schema": text, "is_lark": is_lark, **asdict(limits)}
-        reply = self._request(child, job, limits.wall_s + _GRACE_S, cancelled)
+        reply = self._request(child, {**job, **asdict(limits)}, limits.wall_s + _GRACE_S, cancelled)
         with self._lock:
             if self._closed.is_set():
                 _end(child)
@@ -94,6 +101,7 @@ class SchemaCompiler:
                 self._idle.append(child)
         if "refused" in reply:
             raise ConfigError(str(reply["refused"]))
+        return reply
 
     def _start_process(self, cancelled: threading.Event) -> subprocess.Popen[bytes]:
         """Start a process and load the tokenizer in it."""
@@ -115,15 +123,17 @@ class SchemaCompiler:
     ) -> dict[str, Any]:
         """Send a message and wait for the reply. Ends the child if none comes in time or the request is cancelled."""
         assert child.stdin is not None and child.stdout is not None
-        deadline, reason = monotonic() + limit_s, ""
+        deadline, reason, reply = monotonic() + limit_s, "", b""
         unsent = memoryview(json.dumps(message).encode() + b"\n")
         with selectors.DefaultSelector() as pipes:
             pipes.register(child.stdout, selectors.EVENT_READ)
             pipes.register(child.stdin, selectors.EVENT_WRITE)
-            while not reason:
+            while not reason and not reply.endswith(b"\n"):
                 ready = [key.fileobj for key, _ in pipes.select(_POLL_S)]
                 if child.stdout in ready:
-                    break
+                    if not (part := os.read(child.stdout.fileno(), 1 << 16)):
+                        break
+                    reply += part
                 if child.stdin in ready:
                     with suppress(OSError):  # it has ended, which the reply shows
                         unsent = unsent[child.stdin.write(unsent) or 0 :]
@@ -133,8 +143,7 @@ class SchemaCompiler:
                     reason = "its request was cancelled"
                 elif monotonic() > deadline:
                     reason = f"no reply within {limit_s:g} s"
-        reply = b"" if reason else child.stdout.readline()
-        if reply:
+        if reply.endswith(b"\n"):
             return dict(json.loads(reply))
         code = _end(child)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -155,6 +155,20 @@ def test_continue_fills_in(tmp_path_factory: pytest.TempPathFactory) -> None:
         assert whole.json()["usage"]["prompt_tokens"] == filled
 
 
+@pytest.mark.parametrize("kind", ["web_search", "web_search_preview"])
+def test_codex_searches_nothing_and_is_told_so(kind: str, agent: Running) -> None:
+    search = {"type": kind, "external_web_access": False, "filters": {"allowed_domains": ["a.example"]}}
+    tools = [search, *agents.CODEX["tools"]]
+    found = [
+        agent.post("/v1/responses", **{**agents.CODEX, "tools": one, "stream": False}) for one in (tools, tools[1:])
+    ]
+    assert found[0].status_code == 200, found[0].text
+    assert f"tools.{kind}" in found[0].headers["x-foresay-ignored"].split(", ")
+    assert found[0].json()["tools"] == found[1].json()["tools"] and len(found[0].json()["tools"]) == len(tools) - 1
+    refused = agent.post("/v1/responses", **{**agents.CODEX, "tools": [search, {"type": "local_shell"}]})
+    assert refused.json()["error"]["param"] == "tools.1"
+
+
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 FREE = {
     "type": "custom",
@@ -172,7 +186,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, Any, str, str]] = [
      "mcp_servers", "not supported"),
     ("messages", agents.CLAUDE, "tools.0.defer_loading", True, "tools.0.defer_loading", "not supported"),
     ("messages", agents.CLAUDE, "fallback_model", "other", "fallback_model", "not supported"),
-    ("responses", agents.CODEX, "tools.+", {"type": "web_search", "external_web_access": False}, "tools.3", "web_search"),
     ("responses", agents.CODEX, "tools.+", {"type": "local_shell"}, "tools.3", "local_shell"),
     ("responses", agents.CODEX, "tools.+", FREE, "tools.3", "custom"),
     ("responses", agents.CODEX, "tools.+", {"type": "namespace", "name": "mcp", "description": "", "tools": []},

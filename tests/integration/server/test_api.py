@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ class TestTelling:
     def test_models_tokens_and_predictions(self, raw: httpx.Client, model: foresay.Generator) -> None:
         listed = raw.get("/v1/models").json()["data"]
         assert [(one["id"], one["root"]) for one in listed] == [("tiny", "tiny"), ("other-name", "tiny")]
+        assert all(1.7e9 < one["created"] <= time.time() for one in listed)
         assert raw.get("/v1/models/tiny").json()["max_model_len"] == 4096
         ids = raw.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
         assert raw.post("/detokenize", json={"tokens": ids}).json()["prompt"] == TEXT

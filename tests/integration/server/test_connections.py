@@ -47,6 +47,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 LONG = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 70_000 + b"\r\nContent-Length: "
+CHUNKED = (
+    b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
     "no end of a line": ({"head_s": 0.3}, b"GET", 408, "timeout"),
     "no end": ({"head_s": 0.3}, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", 408, "timeout"),
@@ -56,6 +59,10 @@ SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
     "too large, with a body": ({}, LONG + b"2\r\n\r\n{}", 431, "head_too_large"),
     "a load balancer": ({}, b"GET /health HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
     "a load balancer at /ready": ({}, b"GET /ready HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
+    "a chunk without a size": ({}, CHUNKED + b"zz\r\n", 400, "invalid_http"),
+    "a chunk that is longer than its size": ({}, CHUNKED + b"2\r\n{}}}\r\n", 400, "invalid_http"),
+    "an upgrade": ({}, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n", 200, ""),
+    "a web socket": ({}, b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 200, ""),
     "another host": ({}, b"GET /health HTTP/1.0\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
     "no host": ({}, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
 }  # fmt: skip
@@ -64,12 +71,13 @@ SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
 
 class TestTheHeadOfARequest:
     @pytest.mark.parametrize("name", SENT)
-    def test_what_is_answered(self, name: str, serve: Any) -> None:
-        """HTTP/1.0 has no Host; pages of browsers always send one."""
+    def test_what_is_answered(self, name: str, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+        """HTTP/1.0 has no Host; pages of browsers always send one. The log gets nothing that needs no key."""
         settings, sent, status, code = SENT[name]
         with connected(serve(**settings)) as held:
             held.sendall(sent)
             answer = until_closed(held)
+        assert not caplog.records
         head, _, body = answer.partition(b"\r\n\r\n")
         assert answer.count(b"HTTP/1.1") == (status > 0) and (not status or int(head.split()[1]) == status)
         error = json.loads(body)["error"] if code else {"code": ""}

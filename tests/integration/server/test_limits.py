@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
 from foresay.drafters import SuffixDrafter
 from foresay.models.cache import memory
-from foresay.server import served, service
+from foresay.server import lanes, served, service
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
@@ -158,7 +160,9 @@ class TestBeforeTheQueue:
         longs = [threading.Thread(target=ask, args=(name * 70_000, key)) for name, key in ("1a", "2a", "3a", "4b")]
         for one, waiting in zip(longs, (1, 2, 3, 4), strict=True):
             one.start()
-            wait_until(lambda waiting=waiting: running.service.shared.lanes.open == waiting, "it is being prepared")
+            wait_until(
+                lambda waiting=waiting: running.service.shared.queues.before_rows == waiting, "it is being prepared"
+            )
         ask("hello", "a")
         assert said[0].status_code == 200 and order == ["1"]
         go_on.set()
@@ -182,6 +186,81 @@ class TestBeforeTheQueue:
         go_on.set()
         joined(threads)
         assert sorted(said["a"]) == [400, 400, 429] and said["b"] == [400]
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/embeddings", {"input": [[1, 2, 3]] * 3}),
+            ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 2}),
+            ("/v1/completions", {"prompt": [1, 2, 3], "echo": True, "logprobs": 1, "max_tokens": 0}),
+        ],
+    )
+    def test_one_key_leaves_places_to_others(
+        self, path: str, body: dict[str, Any], serve: Any, narrow: foresay.Generator
+    ) -> None:
+        """A key may have 6 requests in a queue; while it does, a chat of another waits, and is answered."""
+        running, go_on = serve(narrow, max_waiting=4, keys=frozenset({"a", "b"})), threading.Event()
+        held = running.service.shared.thread.call(lambda: go_on.wait(60))
+        said: list[int] = []
+
+        def ask(key: str) -> None:
+            headers, talk = {"Authorization": f"Bearer {key}"}, {"messages": TALK, "max_tokens": 2}
+            where, sent_body = ("/v1/chat/completions", talk) if key == "b" else (path, body)
+            answer = post(running, sent_body, where, headers=headers)
+            said.append(answer.status_code)
+
+        threads = begun(ask, "a" * 10)
+        wait_until(lambda: said == [429] * 4, "what is too much is refused at once")
+        threads += begun(ask, "b")
+        queues = running.service.shared.queues
+        wait_until(lambda: queues.before_rows + queues.rows.open == 7, "each waits where it is counted")
+        go_on.set()
+        joined(threads)
+        assert held.result(60) and sorted(said) == [200] * 7 + [429] * 4
+
+    @pytest.mark.parametrize("how", ["its client leaves", "its time is over"])
+    def test_work_ends_when_nobody_waits_for_it(self, how: str, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Work without an end, that no exception stops; the next text needs the same thread."""
+        running, honest, begun_work = (
+            serve(timeout_s=60 if how == "its client leaves" else 1),
+            served.encode,
+            list[int](),
+        )
+
+        def endless(prompt: Any, *given: Any) -> Any:
+            while prompt == "endless":
+                begun_work.append(0)
+                with suppress(Exception):
+                    begun_work.clear()
+            return honest(prompt, *given)
+
+        monkeypatch.setattr(served, "encode", endless)
+        if how == "its client leaves":
+            with sent(running.port, {"prompt": "endless"}):
+                wait_until(lambda: running.service.shared.queues.before_rows == 1, "it is being read")
+        else:
+            assert post(running, {"prompt": "endless"}).status_code == 504
+        assert post(running, {"prompt": TEXT, "max_tokens": 2}).status_code == 200
+
+    def test_work_that_is_stuck_is_reported(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """By one line of the log, and to a load balancer."""
+        running, go_on = serve(), threading.Event()
+        monkeypatch.setattr(lanes, "STUCK_S", 0.05)
+        monkeypatch.setattr(service, "TRIM_S", 0.01)
+        monkeypatch.setattr(served, "encode", after(go_on, served.encode))
+        url = f"{running.url}/ready"
+        assert httpx.get(url).status_code == 200
+        threads = begun(lambda: post(running, {"prompt": TEXT, "max_tokens": 2}), [()])
+        wait_until(lambda: httpx.get(url).status_code == 503, "it is stuck")
+        assert "thread foresay-texts has not ended" in httpx.get(url).json()["reason"]
+        wait_until(lambda: "has not ended" in caplog.text, "it is logged")
+        go_on.set()
+        joined(threads)
+        wait_until(lambda: httpx.get(url).status_code == 200, "it goes on")
+        wait_until(lambda: "over: " in caplog.text, "so is its end")
+        assert caplog.text.count("has not ended") == 2
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         running, go_on = serve(timeout_s=0.2), threading.Event()
@@ -213,6 +292,28 @@ class TestMemory:
             memory.limit_memory(None)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory"
         assert answer.headers["retry-after"]
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            ({"prediction": {"type": "content", "content": "<|" * 1_900_000}}, 200),
+            ({"messages": [{"role": "user", "content": "<|" * 1_900_000}]}, 400),
+        ],
+    )
+    def test_a_long_text_stays_below_the_limit(self, body: dict[str, Any], status: int, serve: Any) -> None:
+        """A text of 3.8 MB, whose tokens would take 800 MB, wherever it is."""
+        running, limit, seen = serve(), memory.resident_bytes() + (256 << 20), list[int]()
+        memory.limit_memory(limit)
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                answer = threads.submit(running.chat, max_tokens=5, **body)
+                while not answer.done():
+                    seen.append(memory.resident_bytes())
+                    time.sleep(0.005)
+        finally:
+            memory.limit_memory(None)
+        assert answer.result().status_code == status, answer.result().text
+        assert max(seen) < limit
 
 
 def streaming(running: Running) -> socket.socket:

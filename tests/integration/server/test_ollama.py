@@ -354,12 +354,27 @@ def test_refusals_name_the_field(server: Running, path: str, body: dict[str, Any
     assert text.startswith(name) or f"{name!r}" in text, text
 
 
+def test_routes_that_clients_ask_at_their_start(server: Running) -> None:
+    """Loaded models, the version in both APIs, a sign of life, and embeddings in the older form."""
+    found = httpx.get(f"{server.url}/api/ps").json()["models"]
+    assert [one["name"] for one in found] == ["tiny:latest", "other-name:latest"]
+    assert all(one["size"] > 0 == one["size_vram"] and one["expires_at"] > "9" for one in found)
+    versions = [httpx.get(f"{server.url}{path}").json() for path in ("/version", "/api/version")]
+    assert versions == [{"version": foresay.__version__}] * 2 and httpx.get(f"{server.url}/ping").status_code == 200
+    older = server.post("/api/embeddings", model="tiny", prompt="hello there", keep_alive="5m")
+    newer = server.post("/api/embed", model="tiny", input="hello there")
+    assert older.json() == {"embedding": newer.json()["embeddings"][0]}
+    assert older.headers[hints.HEADER.decode()] == "keep_alive"
+    assert "prompt" in refusal(server.post("/api/embeddings", model="tiny", prompt=""))
+
+
 def test_errors_have_ollamas_shape(serve: Any, server: Running) -> None:
-    assert "no content type" in refusal(httpx.post(f"{server.url}/api/chat", content=b"{}"), 415)
+    page = {"origin": "http://127.0.0.1"}
+    assert "no content type" in refusal(httpx.post(f"{server.url}/api/chat", content=b"{}", headers=page), 415)
     assert "body is not JSON" in refusal(
         httpx.post(f"{server.url}/api/chat", content=b"{", headers={"content-type": "application/json"})
     )
-    assert "Not Found" in refusal(httpx.get(f"{server.url}/api/ps"), 404)
+    assert "Not Found" in refusal(httpx.get(f"{server.url}/api/blobs"), 404)
     assert "API key" in refusal(httpx.get(f"{serve(keys=frozenset({'k'})).url}/api/tags"), 401)
     long = [{"role": "user", "content": "x " * 5000}]
     assert "context" in refusal(server.post("/api/chat", messages=long))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foresay.text import client_grammars
 from helpers.serving import TALK, Running, assert_refused
 from helpers.tool_chats import TIME
 
@@ -47,6 +48,16 @@ def outputs(running: Running, route: str, **body: Any) -> tuple[list[str], int]:
     assert {one["finish_reason"] for one in choices} == {"stop"}
     texts = [one["message"]["content"] if "message" in one else one["text"] for one in choices]
     return texts, sum(one["foresay"]["passes"] for one in choices)
+
+
+@pytest.mark.parametrize(("fields", "pattern"), SPELLINGS)
+def test_the_server_itself_reads_no_constraint(
+    fields: dict[str, Any], pattern: str, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process with limits does: here are no readers of any kind."""
+    monkeypatch.setattr(client_grammars, "KINDS", {})
+    (text, _), _ = outputs(server, "chat/completions", foresay={"stats": True}, **fields)
+    assert re.fullmatch(pattern, text), text
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])

@@ -138,7 +138,7 @@ RESPONSES: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True}, "background", "not supported"),
     ({"truncation": "auto"}, "truncation", "not supported"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "not supported"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "web_search"),
+    ({"tools": [{"type": "file_search"}]}, "tools.0", "file_search"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "1 to 64 letters"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"max_output_tokens": 0}, "max_output_tokens", "=0"),

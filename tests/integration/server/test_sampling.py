@@ -53,6 +53,11 @@ def test_fields_of_the_request_come_first(served: tuple[Running, foresay.Generat
     own = {"temperature": 0.0, "repetition_penalty": 1.0}
     plain = generator.generate(TALK, max_new_tokens=12, min_new_tokens=0, **own).text
     assert _text(running, max_tokens=12, min_tokens=0, **own) == plain
+    assert _text(running, max_tokens=12, min_tokens=0, temperature=0, repeat_penalty=1.0) == plain, (
+        "as llama.cpp has it"
+    )
+    differs = running.chat(**own, repeat_penalty=1.1).json()["error"]
+    assert differs["param"] == "repeat_penalty" and "differ" in differs["message"]
     constrained = generator.generate(TALK, max_new_tokens=12, temperature=0.0).text
     assert _text(running, max_tokens=12, temperature=0) == constrained != plain
     sampled = generator.generate(TALK, max_new_tokens=12, temperature=0.7, top_k=0, seed=3).text

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import foresay
 from foresay.errors import ConfigError
 from foresay.server.settings import ServerSettings
+from foresay.text.schema_compiler import SchemaCompiler
 from helpers import tiny
-from helpers.serving import Running
+from helpers.serving import TALK, Running
 
 PROMPT = list(range(70, 130))
 KEYS = frozenset({"one", "two"})
@@ -102,17 +105,46 @@ KEEPING = [
 """Drafters that learn from earlier requests."""
 
 
-def passes(running: Running, key: str) -> int:
-    found = answer(running, key, max_tokens=30, foresay={"stats": True})
+def passes(running: Running, key: str, **more: Any) -> int:
+    found = answer(running, key, max_tokens=30, foresay={"stats": True}, **more)
+    for memory in running.model.memories:
+        memory.flush()
     return int(found["choices"][0]["foresay"]["passes"])
 
 
-@pytest.mark.parametrize("drafter", KEEPING)
-def test_drafts_do_not_learn_from_another_key(drafter: str, started: Any) -> None:
-    running = started(drafter, keys=KEYS)
-    first = passes(running, "one")
-    assert passes(running, "two") == first
-    assert passes(running, "one") < first, "control: it learns from its own"
+def trials(running: Running, key: str, **more: Any) -> int:
+    """Schemas that were tried for a request; one that its owner has used passes without."""
+    with patch.object(SchemaCompiler, "_try", autospec=True, side_effect=SchemaCompiler._try) as tried:
+        answer(running, key, "chat/completions", messages=TALK, guided_json={"enum": ["a", "b"]}, **more)
+    return tried.call_count
+
+
+SHARED: dict[str, tuple[str, Callable[..., int]]] = {
+    **{drafter: (drafter, passes) for drafter in KEEPING},
+    "kept texts": ("memory", passes),
+    "prefixes": ("none", lambda *of, **more: -cached(*of, **more)),
+    "schemas that passed": ("none", trials),
+}
+"""Things that requests share: the drafter, and a number that is smaller once an owner's earlier request is known."""
+OWNERS: list[tuple[str, dict[str, str]]] = [
+    (key, salt) for key in sorted(KEYS) for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
+]
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_requests_share_belongs_to_a_key_and_its_salt(
+    what: str, started: Any, folder: Path, tmp_path: Path, serve: Any
+) -> None:
+    """With the control that each owner's second request knows its first one."""
+    drafter, number = SHARED[what]
+    if drafter == "memory":
+        loaded = foresay.load(str(folder), drafter="suffix", num_draft_tokens=8, memory=tmp_path / "texts")
+        running = serve(loaded, keys=KEYS)
+    else:
+        running = started(drafter, keys=KEYS)
+    first = {number(running, key, **salt) for key, salt in OWNERS}
+    assert len(first) == 1
+    assert all(number(running, key, **salt) < min(first) for key, salt in OWNERS)
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from foresay.errors import ConfigError, ForesayError
-from foresay.text import schema_compiler
+from foresay.text import client_grammars, schema_compiler
+from foresay.text.client_grammars import Written
 from foresay.text.schema_compiler import SchemaCompiler, TrialLimits
 from helpers import tiny
 from helpers.schema_bombs import BOMBS, PRODUCT
@@ -87,6 +88,31 @@ def test_each_limit_is_met(limits: dict[str, Any], message: str, make: Make) -> 
     assert processes() - before == {process}, "the process outlives what it tries"
 
 
+WRITTEN = [
+    (Written("json", '{"enum": [1]}'), {"enum": [1]}),
+    (Written("grammar", 'root ::= "a"'), None),
+    (Written("choice", ["x" * 100_000]), None),
+    (Written("grammar", 'root ::= "a'), "has no end"),
+    (Written("json", "[" * 200_000), "is not JSON"),
+    (Written("json", "[" + "{}," * 3_000_000 + "0]"), "of memory"),
+    (Written("grammar", "".join(f"r{i} ::= [a] r{i + 1} " for i in range(2000))), "2000 rules"),
+]
+
+
+@pytest.mark.parametrize(("written", "outcome"), WRITTEN)
+def test_what_a_client_wrote_is_read_in_the_other_process(
+    written: Written, outcome: Any, shared: SchemaCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its limits, and without the readers of this one."""
+    expected = written.read() if not isinstance(outcome, str) else None
+    monkeypatch.setattr(client_grammars, "KINDS", {})
+    if isinstance(outcome, str):
+        with pytest.raises(ConfigError, match=outcome):
+            shared.read(written)
+    else:
+        assert shared.read(written) == expected and outcome in (None, expected)
+
+
 def test_a_schema_that_passed_is_not_tried_again(make: Make) -> None:
     before, compiler = processes(), make()
     compiler.compile(GOOD)
@@ -102,7 +128,7 @@ def test_a_schema_that_passed_is_not_tried_again(make: Make) -> None:
 def test_passed_schemas_are_forgotten_in_the_order_of_their_use(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_compiler, "_CACHE_SIZE", 2)
     compiler, tried = make(), list[str]()
-    monkeypatch.setattr(compiler, "_try", lambda text, is_lark, cancelled: tried.append(text))
+    monkeypatch.setattr(compiler, "_try", lambda job, cancelled: tried.append(job["schema"]))
     for number in (1, 2, 1, 3, 1, 2):
         compiler.compile({"enum": [number]})
     assert [text[-3] for text in tried] == list("1232")

@@ -21,6 +21,8 @@ from foresay.drafters import Memory
 from foresay.drafters.memory import memory
 from foresay.drafters.memory.database import NAME, Database
 from foresay.drafters.memory.segment import SEPARATOR, Segment, pattern
+from foresay.drafters.ngram_store import NgramStore
+from foresay.drafters.owners import MOST_SALTS
 from foresay.errors import ConfigError, VocabularyMismatchError
 from helpers.waiting import wait_until
 
@@ -402,3 +404,25 @@ def test_files_are_bounded(tmp_path: Path) -> None:
     assert one.size <= 256 and found == texts[-len(found) :] and len(found) > 20
     one.close()
     assert (tmp_path / "m" / NAME).stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_the_salts_of_one_key_are_few(has_folder: bool, tmp_path: Path) -> None:
+    """A client may make as many as it likes: they displace each other, and nothing of another key, or of none."""
+    memory = Memory(tmp_path / "m" if has_folder else None)
+    owners = ["other", "other\nsalt", "key", *(f"key\n{i}" for i in range(MOST_SALTS + 6))]
+    for i, owner in enumerate(owners):
+        memory.add(owner, np.arange(100 * i, 100 * i + 9))
+    memory.flush()
+    found = {int(text[0]) // 100 for texts in memory.owners().values() for text in texts}
+    assert found == {0, 1, 2, *range(9, len(owners))}
+    memory.close()
+
+
+def test_the_counts_of_one_keys_salts_are_few() -> None:
+    store = NgramStore(3)
+    first, other = store.of_owner("key\n0"), store.of_owner("other\n0")
+    assert store.of_owner("key\n0") is first
+    for i in range(1, MOST_SALTS + 1):
+        store.of_owner(f"key\n{i}")
+    assert store.of_owner("other\n0") is other and store.of_owner("key\n0") is not first

@@ -286,6 +286,13 @@ def test_texts_without_an_end_are_read_once(text: str) -> None:
         Grammar(of_grammar(text), tiny.tokenizer(), 260, [0])
 
 
+@pytest.mark.parametrize("last", ["", "b", '" | "b'])
+def test_rules_that_double_are_read_once(last: str) -> None:
+    """Each of them names the next one twice: read as a tree, the work is 2 to the power of 60."""
+    rules = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(1, 60))
+    assert "start" in of_grammar(f'root ::= "a" root | r1\n{rules}\nr60 ::= "{last}"')
+
+
 @pytest.mark.parametrize("pattern", ["[.*", "(?=a)a", r"(a)\1", "a$b", "a)(?:b"])
 def test_expressions_that_the_library_refuses(pattern: str) -> None:
     tokenizer = tiny.tokenizer()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -115,6 +118,29 @@ def test_control_tokens_of_messages_are_text(kind: str, texts: list[str]) -> Non
     assert [one for one in ids if one in added] == [
         one for one in tokenizer(text, add_special_tokens=False).input_ids if one in added
     ]
+
+
+def ticks(work: Callable[[], Any]) -> int:
+    """Turns of another thread while some work is done."""
+    ended, count = threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal count
+        while not ended.wait(0.001):
+            count += 1
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(tick)
+        work()
+        ended.set()
+    return count
+
+
+def test_others_run_while_a_long_message_is_encoded() -> None:
+    """With the control that the library's `encode` stops every other thread."""
+    tokenizer, text = made("byte level"), "<|" * 200_000
+    alone = ticks(lambda: tokenizer.backend_tokenizer.encode(text))
+    assert ticks(lambda: encoded(tokenizer, chat(text))) > 5 * alone + 5
 
 
 def test_the_usual_way_opens_turns() -> None:

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from foresay.errors import ContextLengthError
 from foresay.text import excess
-from foresay.text.excess import beginning, lower_bound
-from foresay.text.prompts import FillIn, encode
+from foresay.text.excess import TOKENIZING_BYTES, Limits, beginning, first_tokens, lower_bound
+from foresay.text.prompts import ChatOptions, FillIn, encode
 
 CORPUS = [
     "the river, the sea and the tide; def f(x):\n    return x\n",
@@ -185,9 +185,9 @@ def test_long_texts_are_refused_without_being_tokenized(name: str, text: str, mo
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", watched)
     with pytest.raises(ContextLengthError, match=r"the prompt has at least \d+ tokens, and the model's context is 101"):
-        encode(text, tokenizer, most=100)
+        encode(text, tokenizer, limits=Limits(100))
     with pytest.raises(ContextLengthError):
-        encode(FillIn("a", text), tokenizer, most=100)
+        encode(FillIn("a", text), tokenizer, limits=Limits(100))
     assert sum(seen) < 5000
 
 
@@ -196,8 +196,52 @@ def test_a_chat_is_measured_as_its_template_writes_it() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
     long, blank = [{"role": "user", "content": one} for one in ("the sea " * 9000, " " * 90_000 + "the sea")]
     with pytest.raises(ContextLengthError, match="at least"):
-        encode([long], tokenizer, most=100)
-    assert len(encode([blank], tokenizer, most=100)) < 10
+        encode([long], tokenizer, limits=Limits(100))
+    assert len(encode([blank], tokenizer, limits=Limits(100))) < 10
+
+
+def told(place: str, text: str) -> tuple[list[Any], ChatOptions]:
+    """Messages and options with a text somewhere."""
+    call = {
+        "type": "function",
+        "function": {"name": "look", "arguments": {"for": text if place == "arguments" else ""}},
+    }
+    turn = {"role": "assistant", "content": text if place == "content" else "", "tool_calls": [call]}
+    if place == "reasoning":
+        turn["reasoning_content"] = text
+    tool = {"name": "look", "description": text if place == "tools" else "", "parameters": {}}
+    variables = {"date": text} if place == "variables" else {}
+    return [turn], ChatOptions(tools=[{"type": "function", "function": tool}], variables=variables)
+
+
+@pytest.mark.parametrize("place", ["content", "reasoning", "arguments", "tools", "variables"])
+@pytest.mark.parametrize("text", ["the sea " * 9000, "<|" * 30_000])
+def test_a_text_is_counted_wherever_it_is(place: str, text: str) -> None:
+    """By its tokens and by the memory that they take; without a text there are few of both (control)."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level())
+    tokenizer.chat_template = (
+        "{{ tools | tojson if tools }}{{ date }}{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    needed: list[int] = []
+    messages, options = told(place, text)
+    with pytest.raises(ContextLengthError, match="at least"):
+        encode(messages, tokenizer, options, Limits(100))
+    encode(messages, tokenizer, options, Limits(reserve=needed.append))
+    assert needed[0] > TOKENIZING_BYTES * len(text)
+    messages, options = told(place, "")
+    encode(messages, tokenizer, options, Limits(1000, needed.append))
+    assert needed[1] < TOKENIZING_BYTES * 1000
+
+
+def test_a_prediction_is_tokenized_as_far_as_it_is_needed() -> None:
+    tokenizer, needed = PreTrainedTokenizerFast(tokenizer_object=byte_level()), list[int]()
+    limits = Limits(reserve=needed.append)
+    for text in ("the sea, the river\n" * 20_000, " " * 400_000, "<|" * 200_000):
+        ids = first_tokens(tokenizer, text, 20, limits)
+        whole = tokenizer(text).input_ids
+        assert len(ids) == min(20, len(whole)) and ids == whole[:20]
+    assert needed[0] < TOKENIZING_BYTES * 200 and first_tokens(tokenizer, "the sea", 20, limits)
 
 
 def test_a_tokenizer_of_another_kind_refuses_nothing() -> None:
@@ -206,4 +250,4 @@ def test_a_tokenizer_of_another_kind_refuses_nothing() -> None:
             return type("Encoded", (), {"input_ids": list(text.encode())})
 
     assert lower_bound(Letters(), "a b" * 1000, 5) == 0
-    assert len(encode("a b" * 1000, Letters(), most=5)) == 3000
+    assert len(encode("a b" * 1000, Letters(), limits=Limits(5))) == 3000

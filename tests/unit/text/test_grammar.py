@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from transformers import ByT5Tokenizer
 
+from foresay.decoding.passes import Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
-from foresay.text.grammar import ANY_OBJECT, Grammar, JsonMask
+from foresay.models.table import TableModel
+from foresay.text import grammar
+from foresay.text.grammar import ANY_OBJECT, BURST_S, SHARE, Grammar, JsonMask, MaskTime
 from helpers import tiny
+from helpers.support import Always, run
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 12, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
 PROMPT = [5, 6, 7]
@@ -127,3 +136,95 @@ def test_forced_tokens_are_what_only_may_come() -> None:
         written += found or [allowed[-1]]
         assert len(written) < 200
     assert forced > 0 and '"hello"' in tokenizer.decode(written)
+
+
+class Matcher:
+    """Permits every token of 8, after some seconds of a clock."""
+
+    def __init__(self, seconds: float = 0.0, begun: Callable[[], object] = lambda: None) -> None:
+        self.now, self._seconds, self._begun = 0.0, seconds, begun
+
+    def compute_bitmask(self) -> bytes:
+        self.now += self._seconds
+        self._begun()
+        return b"\xff"
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.now += self._seconds
+        return []
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        pass
+
+    def is_error(self) -> bool:
+        return False
+
+
+def masks_of(matcher: Matcher, count: int) -> list[JsonMask]:
+    """Masks of the outputs of one request, by the matcher's clock."""
+    time = MaskTime(lambda: matcher.now, lambda: matcher.now)
+    return [JsonMask(matcher, 8, 0, "", time) for _ in range(count)]
+
+
+@pytest.mark.parametrize("outputs", [1, 4])
+def test_others_wait_for_the_masks_of_a_request_only_so_long(outputs: int) -> None:
+    """With the control that masks which take a fifth of the time are computed for ever."""
+    matcher = Matcher(0.3)
+    masks = masks_of(matcher, outputs)
+
+    def follow() -> None:
+        for i in range(40):
+            mask(masks[i % outputs], [1] * i)
+
+    with pytest.raises(ConfigError, match="others have waited more than 1 s"):
+        follow()
+    assert BURST_S <= matcher.now <= BURST_S + 2 * 0.3
+    assert masks[-1].forced_tokens([1]) is None, "nor does a drafter wait for it"
+    matcher.now += 10.0
+    mask(masks[0], [2])
+    assert [masks[0].forced_tokens([2]) is None for _ in range(4)] == [False, False, True, True], (
+        "masks have the rest of the time"
+    )
+    mask(masks[0], [3])
+    slow = Matcher(0.25 * SHARE)
+    (one,) = masks_of(slow, 1)
+    for i in range(200):
+        mask(one, [1] * i)
+        slow.now += 0.25
+
+
+def test_a_request_is_not_charged_for_the_work_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks wait for threads that others have taken, for longer than it may keep others waiting."""
+    monkeypatch.setattr(grammar, "BURST_S", 0.05)
+    go_on = threading.Event()
+    for _ in range(os.cpu_count() or 1):
+        JsonMask(Matcher(begun=lambda: bool(go_on.wait(60))), 8, 0, "").begin([1], [])
+    one = JsonMask(Matcher(), 8, 0, "")
+    one.begin([*PROMPT, 1], [2])
+    threading.Timer(0.3, go_on.set).start()
+    assert all(mask(one, [1])) and all(mask(one, [1, 2]))
+
+
+def test_masks_are_computed_next_to_the_pass() -> None:
+    """The masks after the last token and after each draft token; the pass ends once the last of them is begun."""
+    begun = list[int]()
+    every = threading.Event()
+
+    def begin() -> None:
+        begun.append(1)
+        if len(begun) == 4:
+            every.set()
+
+    class Target(TableModel):
+        def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+            assert model_input.logits is Logits.NONE or every.wait(60)
+            return super().forward(model_input, cache)
+
+    target = Target.random(8, seed=1)
+    (one,) = masks_of(Matcher(begun=begin), 1)
+    params = SamplingParams(temperature=1.0, max_new_tokens=8, seed=1, processors=(one,))
+    run(target, [[1, 2, 3]], [params], drafter=Always([[1] * 8]), gamma=3)
+    assert every.is_set()

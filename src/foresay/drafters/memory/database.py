@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from foresay.drafters.memory.segment import SEPARATOR, Segment
+from foresay.drafters.owners import MOST_SALTS, SALTED
 from foresay.errors import ConfigError, VocabularyMismatchError
 
 logger = logging.getLogger("foresay")
@@ -84,9 +85,18 @@ class Database:
             if new:
                 # New rows come before old ones go, so that no number is used twice: other processes know segments by it.
                 stored = [(row or self._insert(owner, one), one) for row, one in grown(stored, new)]
-                gone = set(rows).difference(row for row, _ in stored)
+                gone = set(rows).difference(row for row, _ in stored) | self._of_old_salts(owner)
                 self._db.executemany("DELETE FROM segments WHERE id = ?", [(row,) for row in gone])
             return stored
+
+    def _of_old_salts(self, owner: str) -> set[int]:
+        """Return the rows of a key's owners with a salt that are more than MOST_SALTS; those written last stay."""
+        of_key = (owner.partition(SALTED)[0] + SALTED + "*",)
+        query = "SELECT owner FROM segments WHERE owner GLOB ? GROUP BY owner ORDER BY max(id)"
+        names = [name for (name,) in self._db.execute(query, of_key)][:-MOST_SALTS]
+        return {
+            row for name in names for (row,) in self._db.execute("SELECT id FROM segments WHERE owner = ?", (name,))
+        }
 
     def close(self) -> None:
         """Close the file."""

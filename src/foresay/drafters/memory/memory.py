@@ -23,6 +23,7 @@ from foresay.checks import check_int
 from foresay.decoding.rows import IntArray
 from foresay.drafters.memory.database import Database, Stored
 from foresay.drafters.memory.segment import Segment, Tokens, pattern
+from foresay.drafters.owners import SALTED, keep
 from foresay.errors import ConfigError
 
 logger = logging.getLogger("foresay")
@@ -205,7 +206,7 @@ class Memory:
                     stored = [one for one in known if one[0] is not None] + self._grown([], new)
             else:
                 stored = self._grown([], new)
-            self._segments[name] = stored
+            keep(self._segments, name, stored)
             if new and self.problem and all(row for segments in self._segments.values() for row, _ in segments):
                 logger.warning("the memory keeps texts on the disk again")
                 self.problem = None
@@ -241,5 +242,5 @@ class Memory:
 
 @lru_cache(maxsize=1024)
 def _name(owner: str) -> str:
-    """Return the name under which an owner, who may be an API key, is stored."""
-    return sha256(f"foresay memory {owner}".encode()).hexdigest()[:32]
+    """Return the name under which an owner, who may be an API key with a salt, is stored."""
+    return SALTED.join(sha256(f"foresay memory {one}".encode()).hexdigest()[:32] for one in owner.split(SALTED))

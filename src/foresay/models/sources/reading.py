@@ -35,6 +35,7 @@ from foresay.models.sources.location import Location
 from foresay.models.sources.multimodal import PREFIXES, language_model_of
 from foresay.models.sources.packaged import dequantize
 from foresay.models.sources.transformers_errors import quiet_transformers
+from foresay.text.template_trial import check_template
 from foresay.text.tokenizer import check_usable
 
 logger = logging.getLogger("foresay")
@@ -206,7 +207,9 @@ def _tokenizer(location: Location, options: LoadOptions, *, required: bool) -> A
     from transformers import AutoTokenizer
 
     if location.header is not None:
-        return tokenizer_of(location.header)
+        tokenizer = tokenizer_of(location.header)
+        check_template(location.name, tokenizer)
+        return tokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(location.folder, **location.arguments(options))
     except Exception:  # some tokenizers need no file
@@ -217,6 +220,7 @@ def _tokenizer(location: Location, options: LoadOptions, *, required: bool) -> A
         )
         return None
     check_usable(tokenizer)
+    check_template(location.name, tokenizer)
     report_unknown(location.name, tokenizer)
     return tokenizer
 

@@ -285,6 +285,19 @@ class OllamaEmbedRequest(Fields):
         return validated(EmbeddingRequest, {**self.model_dump(exclude_none=True), "model": model})
 
 
+class OllamaEmbeddingsRequest(Fields):
+    """POST /api/embeddings, the older form of /api/embed."""
+
+    hints: ClassVar[Mapping[str, str]] = {"keep_alive": "keep_alive", "options": "options"}
+
+    model: StrictStr | None = None
+    prompt: StrictStr
+
+    def embedding(self, model: str) -> EmbeddingRequest:
+        """Return the request of OpenAI's API. model: its name there."""
+        return validated(EmbeddingRequest, {"input": self.prompt, "model": model})
+
+
 class ShowRequest(Fields):
     """POST /api/show."""
 

@@ -41,6 +41,17 @@ class OllamaModels:
         """Return the body of /api/tags. Details are those of models that were loaded once."""
         return {"models": [self._tag(entry, name) for entry in self._service.entries for name in _tags(entry)]}
 
+    def running(self) -> dict[str, Any]:
+        """Return the body of /api/ps: the models that are loaded, which stay so until another one needs their room."""
+        return {
+            "models": [
+                {**self._tag(entry, name), "size_vram": _on_gpu(entry.served), "expires_at": _NEVER}
+                for entry in self._service.entries
+                if entry.served is not None
+                for name in _tags(entry)
+            ]
+        }
+
     def _tag(self, entry: Entry, name: str) -> dict[str, Any]:
         known, model = self.known(entry.names[0]), entry.served
         return {
@@ -75,10 +86,15 @@ class OllamaModels:
         return found
 
 
+_NEVER = "9999-12-31T23:59:59Z"
 _NO_DETAILS: Mapping[str, Any] = {
     **dict.fromkeys(("parent_model", "format", "parameter_size", "quantization_level", "family"), ""),
     "families": [],
 }
+
+
+def _on_gpu(model: Served) -> int:
+    return 0 if model.generator.target.model.device.type == "cpu" else model.weight_bytes
 
 
 def _config(model: Served) -> Any:

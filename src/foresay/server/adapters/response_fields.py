@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.adapters.history import History
@@ -26,6 +26,7 @@ from foresay.server.fields import (
     limit_parts,
     typed,
 )
+from foresay.server.hints import ignore
 from foresay.server.output_fields import StructuredOutputs
 from foresay.server.requests import ChatRequest, OpenAIFields, as_chat
 
@@ -121,6 +122,19 @@ class _Tool(_ChosenTool):
     strict: StrictBool | None = None
 
 
+class _Search(Fields):
+    """The API's own search, a hint: an answer without it is still one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        return data
+
+
 class _Format(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: StrictStr | None = None
@@ -170,7 +184,7 @@ class ResponsesRequest(OpenAIFields):
     ]
     instructions: StrictStr | None = None
     max_output_tokens: StrictInt | None = None
-    tools: Tools[_Tool] | None = None
+    tools: Tools[Annotated[_Tool | _Search, Field(discriminator="type"), typed()]] | None = None
     tool_choice: Literal["none", "auto", "required"] | _ChosenTool | None = None
     parallel_tool_calls: StrictBool | None = None
     text: _TextOptions | None = None
@@ -199,6 +213,13 @@ class ResponsesRequest(OpenAIFields):
                 item.add_to(history)
         return history.messages()
 
+    def _own_tools(self) -> list[_Tool]:
+        """Return the tools that are functions; others are ignored hints."""
+        for one in self.tools or ():
+            if isinstance(one, _Search):
+                ignore(f"tools.{one.type}")
+        return [one for one in self.tools or () if isinstance(one, _Tool)]
+
     def chat(self) -> ChatRequest:
         """Return the chat request. Raises ApiError for contradicting fields."""
         choice, has_logprobs = self.tool_choice, LOGPROBS in (self.include or ())
@@ -210,7 +231,7 @@ class ResponsesRequest(OpenAIFields):
         return as_chat(
             self,
             messages=self.messages(),
-            tools=[_function(one) for one in self.tools or ()],
+            tools=[_function(one) for one in self._own_tools()],
             tool_choice=_function(choice) if isinstance(choice, _ChosenTool) else choice,
             max_tokens=self.max_output_tokens,
             response_format=self.text and self.text.format and self.text.format.chat(),
@@ -227,7 +248,7 @@ class ResponsesRequest(OpenAIFields):
             "max_output_tokens": self.max_output_tokens,
             "temperature": default.temperature if self.temperature is None else self.temperature,
             "top_p": default.top_p if self.top_p is None else self.top_p,
-            "tools": [{"strict": None, **_dumped(one)} for one in self.tools or ()],
+            "tools": [{"strict": None, **_dumped(one)} for one in self.tools or () if isinstance(one, _Tool)],
             "tool_choice": _dumped(choice) if isinstance(choice, _ChosenTool) else choice or "auto",
             "parallel_tool_calls": chat.calls_in_parallel,
             "text": {"format": {"type": "text"} if text is None else _dumped(text)},

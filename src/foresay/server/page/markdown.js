@@ -7,6 +7,8 @@ Object.assign(TAGS, { paragraph: "p", list_item: "li" });
 const SAFE = /^(https?:|mailto:)/i;
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", ndash: "–", mdash: "—", hellip: "…",
   copy: "©", deg: "°", times: "×", divide: "÷", plusmn: "±", le: "≤", ge: "≥", ne: "≠", larr: "←", rarr: "→", bull: "•" };
+// quotes and lists, one in another: the parser's time grows with the square of their number
+const DEEP = /^[ \t]*(?:(?:>|(?:[-*+]|\d{1,9}[.)])[ \t])[ \t]*){33}/m;
 // of each element that shows markdown, the texts of its blocks
 const shown = new WeakMap();
 
@@ -67,6 +69,7 @@ const nodes = (tokens) => tokens.map(node);
 function showMarkdown(element, text) {
   // blocks that did not change keep their nodes, and a selection in them stays
   try {
+    if (DEEP.test(text)) throw new RangeError("nested too deeply");
     const tokens = marked.lexer(text, { gfm: true, breaks: true });
     // a definition changes links of other blocks
     const old = tokens.some((one) => one.type === "def") ? [] : (shown.get(element) ?? []);
@@ -77,7 +80,7 @@ function showMarkdown(element, text) {
     element.replaceChildren(...[...element.childNodes].slice(0, same), ...fresh);
     shown.set(element, blocks.map((one) => one.raw));
   } catch {
-    // nested too deeply for a recursive parser
+    // nested too deeply, for a recursive parser too
     element.replaceChildren(made("p", [text], { className: "raw" }));
     shown.delete(element);
   }

@@ -1,0 +1,53 @@
+"""Chat templates of files that take too much are refused when a model is loaded; all others are taken as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from foresay.errors import ModelLoadError
+from foresay.models.sources.loading import load_tokenizer
+from foresay.text.template_trial import check_template
+from helpers import tiny
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TEXTS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+TOO_MUCH = [
+    (LOOPS, "processor time"), ("{{ 'a' * 4000000000 }}", "of memory"), (TEXTS, "the chat template needs more than"),
+    ("{{ messages[0].content * 2000000000 }}", "of memory"), ("{% if tools %}" + LOOPS + "{% endif %}", "processor time"),
+]  # fmt: skip
+TAKEN = [
+    "{% for m in messages %}{{ m.content | trim }}{% if loop.last %}{% break %}{% endif %}{% endfor %}",
+    "{{ raise_exception('after the first message') }}",
+    "{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}{{ bos_token }}{% generation %}x{% endgeneration %}",
+    "{% this is no template",
+    "{{ ''.__class__.__mro__ }}{{ unknown.field }}",
+]
+
+
+def named(template: object) -> SimpleNamespace:
+    return SimpleNamespace(chat_template=template, special_tokens_map={"bos_token": "<s>", "more": ["<a>"]})
+
+
+@pytest.mark.parametrize(("template", "reason"), TOO_MUCH)
+def test_templates_that_take_too_much(template: str, reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"^name: .*{reason}"):
+        check_template("name", named(template))
+    with pytest.raises(ModelLoadError):
+        check_template("name", named({"default": TAKEN[0], "tool_use": template}))
+
+
+@pytest.mark.parametrize("template", TAKEN)
+def test_other_templates(template: str) -> None:
+    check_template("name", named(template))
+    check_template("name", named(None))
+
+
+def test_it_is_tried_when_a_model_is_loaded(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TOO_MUCH[1][0]
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="of memory"):
+        load_tokenizer(tmp_path)
