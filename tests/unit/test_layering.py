@@ -18,7 +18,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files", "json_files", "tensor_files", "threads", "distributed"},
+    {"checks", "files", "json_files", "tensor_files", "threads", "distributed", "version"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},
