@@ -63,7 +63,7 @@ def source(*names: str, larger: int = 0) -> str:
 
 def test_structs_of_another_size_are_noticed() -> None:
     build.SOURCES[0].write_text(source(*FUNCTIONS, larger=8))
-    assert again() is None and build.failure_reason() == "its struct Product has another size"
+    assert again() is None and build.failure_reason() == "its struct ProductStruct has another size"
 
 
 @pytest.fixture(autouse=True)
