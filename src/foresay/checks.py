@@ -6,9 +6,11 @@ import math
 import os
 import sys
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from foresay.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -38,6 +40,13 @@ def check_flag(name: str, value: Any) -> bool:
     """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError("must be true or false", param=name, value=value)
+    return value
+
+
+def check_has(name: str, value: T, method: str, kind: str) -> T:
+    """Return `value` if it is None or has this method of a protocol. kind: the type that an error names, with its article."""
+    if value is not None and not callable(getattr(value, method, None)):
+        raise ConfigError(f"must be {kind}, not a {type(value).__name__}", param=name, value=value)
     return value
 
 

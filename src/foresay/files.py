@@ -8,12 +8,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from time import time
 
 from foresay.errors import ConfigError
 
 _WORK = ".work"
+_SAMPLED, _SAMPLES = 1 << 16, 1024
+"""Bytes at the beginning of a file that its fingerprint reads, and samples of 64 bytes."""
 _STALE_S = 3 * 86_400.0
 """Age from which a folder is one that a killed process left."""
 
@@ -23,6 +26,25 @@ def cache_dir() -> Path:
     if own := os.environ.get("FORESAY_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foresay"
+
+
+def fingerprint(path: str | os.PathLike[str]) -> bytes:
+    """Return a digest of a file, or of the safetensors files of a folder: names, sizes and evenly spaced samples.
+
+    Training changes nearly every number, so that the samples differ. Empty if there is no such file.
+    """
+    path, found = Path(path), blake2b(digest_size=8)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [one for one in files if one.is_file()]
+    for one in files:
+        size = one.stat().st_size
+        found.update(f"{one.name if path.is_dir() else ''} {size} ".encode())
+        with one.open("rb") as file:
+            found.update(file.read(_SAMPLED))
+            for i in range(_SAMPLES):
+                file.seek(size * i // _SAMPLES)
+                found.update(file.read(64))
+    return found.digest() if files else b""
 
 
 @contextmanager

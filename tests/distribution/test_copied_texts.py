@@ -8,7 +8,7 @@ uniforms. Its output must have the target's distribution over seeds. The control
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,22 @@ from foresay.decoding.acceptance import make_rule
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Cascade, Hybrid, Memory, ModelDrafter, NgramStore, NgramStoreDrafter, SuffixDrafter
+from foresay.drafters import (
+    Cascade,
+    Hybrid,
+    MaxGram,
+    Memory,
+    ModelDrafter,
+    NgramStore,
+    NgramStoreDrafter,
+    SuffixDrafter,
+)
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.request_keys import RequestKeys
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
+from foresay.training.ngrams import NgramCounter
 from helpers.distribution_cells import ALPHA
 from helpers.reference import joint, p_value
 
@@ -171,7 +181,40 @@ def of_prefixes(rule: str, folder: Path) -> list[list[int]]:
     return following(kept, kept, make, rule, PrefixStore(1 << 20))  # type: ignore[no-any-return]
 
 
+def of_table(rule: str, folder: Path) -> list[list[int]]:
+    """An n-gram table that another run made of the answers."""
+
+    def drafter(texts: Iterable[Sequence[int]]) -> Drafter:
+        counter = NgramCounter(5, SIZE)
+        for text in texts:
+            counter.add(text)
+        return Cascade([ModelDrafter(TARGET, SIZE), MaxGram(counter.table())], [[1, 0], [0, 3]])
+
+    answers = Run(drafter([[1, 0]]), rule, 1).outputs(FIRST)
+    made = drafter([*prompt(seed), answer[1]] for seed, answer in enumerate(answers))
+    return Run(made, rule, 2).outputs(FIRST)
+
+
+def of_weights(rule: str, folder: Path) -> list[list[int]]:
+    """A draft model that was trained on the answers, loaded from its files."""
+
+    def drafter(digest: bytes, table: torch.Tensor) -> Drafter:
+        model: Any = TableModel(table)
+        model.learned = digest
+        return ModelDrafter(model, SIZE)
+
+    answers = Run(drafter(b"before", TARGET.table), rule, 1).outputs(FIRST)
+    trained = TARGET.table.clone()
+    for seed, answer in enumerate(answers):
+        x, y = prompt(seed)[-2:]
+        trained[x, y] = 0
+        trained[x, y, answer[1]] = 1
+    return Run(drafter(b"after", trained), rule, 2).outputs(FIRST)
+
+
 SOURCES = {
+    "table": of_table,
+    "weights": of_weights,
     "memory": of_memory,
     "folder": of_folder,
     "batch": of_batch,
@@ -229,5 +272,14 @@ def test_keys_differ_where_a_text_does() -> None:
     assert len({*different, 7}) == len(different) + 1
     assert key(model) == key(model, draw=6), "a repeated request has the same text"
     assert key(hybrid(SuffixDrafter(Memory()))) != key(hybrid(SuffixDrafter(Memory())), draw=6)
+    for digest in (b"a", b"b"):
+        trained: Any = TableModel(DRAFT.table)
+        trained.learned = digest
+        drafter = ModelDrafter(trained, SIZE)
+        each = [drafter, Hybrid(SuffixDrafter(), drafter), Cascade([SuffixDrafter(), drafter], [[3, 3], [0, 0]])]
+        found = {key(one) for one in each}
+        assert len(found) == 1, "that of the weights, which a member has"
+        different += found
+    assert len({*different, 7}) == len(different) + 1
     plain = [key(None), key(SuffixDrafter()), key(SuffixDrafter(Memory())), key(model, "coupled"), key(model, "match")]
     assert plain == [7] * 5, "the text is that of plain decoding"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma4TextConfig
@@ -67,6 +70,79 @@ def assistant_model(
         if ordered:
             model.masked_embedding.token_ordering.copy_(torch.randperm(vocab_size))
     return model
+
+
+def written(
+    theirs: Any, path: Path, *, centres: bool = False, kinds: Mapping[str, str] | None = None, **changes: Any
+) -> Path:
+    """An assistant as llama.cpp's converter writes it. kinds: types of quantized tensors. changes: values without their prefix.
+
+    centres: True to write the groups of tokens, too, which the converter leaves out.
+    """
+    text, arch = theirs.config.text_config, "gemma4-assistant"
+    writer = gguf.GGUFWriter(path, arch)
+    slides = [one == "sliding_attention" for one in text.layer_types]
+    layers = [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
+    full, near = layers[slides.index(False)].head_dim, layers[slides.index(True)].head_dim
+    rope = text.rope_parameters
+    values: dict[str, Any] = {
+        "block_count": text.num_hidden_layers,
+        "context_length": text.max_position_embeddings,
+        "embedding_length": text.hidden_size,
+        "feed_forward_length": text.intermediate_size,
+        "attention.head_count": text.num_attention_heads,
+        "attention.head_count_kv": [one.num_key_value_heads for one in layers],
+        "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": near,
+        "attention.value_length_swa": near,
+        "attention.sliding_window": text.sliding_window,
+        "attention.sliding_window_pattern": slides,
+        "attention.shared_kv_layers": text.num_kv_shared_layers,
+        "embedding_length_per_layer_input": 0,
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": near,
+        "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        "final_logit_softcapping": float(text.final_logit_softcapping),
+        "embedding_length_out": theirs.config.backbone_hidden_size,
+        "nextn_predict_layers": text.num_hidden_layers,
+        **changes,
+    }
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for name, value in values.items():
+        add[type(value)](f"{arch}.{name}", value)
+    share = rope["full_attention"].get("partial_rotary_factor", 1.0)
+    used = int(full * share / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * used + [1e30] * (full // 2 - used), np.float32))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, text.num_hidden_layers)
+    own = {
+        "pre_projection.weight": "nextn.pre_projection.weight",
+        "post_projection.weight": "nextn.post_projection.weight",
+    }
+    if centres:
+        own["masked_embedding.centroids.weight"] = "masked_embd_centroids.weight"
+        own["masked_embedding.token_ordering"] = "masked_embd_ordering"
+    for name, weight in theirs.state_dict().items():
+        if (name.startswith("masked_embedding") and not centres) or name == "lm_head.weight":
+            continue
+        stem, _, suffix = name.rpartition(".")
+        layer = name.split(".")[2] if name.startswith("model.layers.") else ""
+        short = own.get(name) or (
+            f"blk.{layer}.layer_output_scale.weight" if suffix == "layer_scalar" else f"{names.get_name(stem)}.{suffix}"
+        )
+        values_of = weight.numpy() if weight.is_floating_point() else weight.numpy().astype(np.int32)
+        if (kind := (kinds or {}).get(short.split(".")[-2] if "." in short else "")) is not None:
+            of = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(short, gguf.quantize(np.ascontiguousarray(values_of), of), raw_dtype=of)
+        else:
+            writer.add_tensor(short, np.ascontiguousarray(values_of))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def read(theirs: Any) -> AssistantModule:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _DEEP, _DIGITS = re.compile(r'"@deep (\d+)(.)@"'), re.compile(r'"@digits (\d+)@"')
-_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+_SIZES = {"F8_E4M3": 1, "I8": 1, "F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """name -> (dtype, shape, data)."""

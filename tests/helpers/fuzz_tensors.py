@@ -12,8 +12,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from transformers import LlamaConfig
 
 from foresay.drafters.ngram_table import NgramTable
+from foresay.errors import ModelLoadError
+from foresay.json_files import parse_object
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import BlockConfig, PathShape, Sight
@@ -22,6 +25,9 @@ from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.drafts.head import HeadModule
 from foresay.models.sources.loading import load_tokenizer
+from foresay.models.sources.quantization import stated_by
+from foresay.models.sources.quantized_forms import form_of, matrix_of
+from foresay.tensor_files import load_tensors, stored_tensors
 from foresay.text.prompts import encode
 from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
@@ -37,6 +43,11 @@ from helpers.fuzz_mutators import (
     safetensors,
 )
 from helpers.fuzzing import Format, files, one_file, working_folder
+from helpers.quantized import CASES, EXPANDED
+
+QUANTIZED = CASES | EXPANDED
+LAYER = (64, 128)
+"""Rows and columns of a quantized layer."""
 
 # -- tables, heads, checkpoints ---------------------------------------------------------------------------------
 
@@ -203,6 +214,47 @@ def _read_acceptance(path: Path) -> None:
     head.accepted(torch.zeros(1, head.hidden_size))
 
 
+@cache
+def _quantized(case: str) -> tuple[dict[str, Any], Tensors]:
+    """The quantization_config of a case, and the tensors of a layer."""
+    make_layer, given, values = QUANTIZED[case]
+    kinds = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float16: "F16", torch.float32: "F32"}
+    kinds[torch.float8_e4m3fn] = "F8_E4M3"
+    _, made = make_layer(torch.Size(LAYER), torch.Generator().manual_seed(0), **given)
+    stored = {
+        n: (kinds[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8)) for n, t in made.items()
+    }
+    return {"quantization_config": values}, {
+        n: (kind, shape, t.numpy().tobytes()) for n, (kind, shape, t) in stored.items()
+    }
+
+
+def _write_quantized(place: Path, rng: random.Random) -> Path:
+    config, tensors = _quantized(rng.choice(sorted(QUANTIZED)))
+    changes_config = rng.random() < 0.6
+    (place / "config.json").write_bytes(mutate_json(config, rng) if changes_config else dump(config).encode())
+    if rng.random() < 0.2:
+        (place / "hf_quant_config.json").write_bytes(mutate_json({"quantization": {"quant_algo": "FP8"}}, rng))
+    data = _sound(tensors, None) if changes_config else mutate_tensors(tensors, None, rng, lambda t, r: t)
+    (place / "model.safetensors").write_bytes(data)
+    return place
+
+
+def _read_quantized(path: Path) -> None:
+    values = parse_object((path / "config.json").read_bytes(), "config.json")
+    config = LlamaConfig()
+    config.quantization_config = stated_by(str(path), values, {})
+    form = form_of(config)
+    if form is None:
+        raise ModelLoadError("left to transformers")
+    stored = load_tensors(stored_tensors([path / "model.safetensors"]))
+    tensors = {name: one.float() if one.dtype == torch.float16 else one for name, one in stored.items()}
+    try:
+        matrix_of(form, tensors, config.quantization_config, LAYER).dense()
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from None
+
+
 def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Linear(3, 2)
     return model, torch.optim.AdamW(model.parameters())
@@ -277,6 +329,7 @@ FORMATS: dict[str, Format] = {
     "head": Format(files(_write_head), _read_head),
     "block": Format(files(_write_block), _read_block),
     "acceptance-head": Format(files(_write_acceptance), _read_acceptance),
+    "quantized": Format(files(_write_quantized), _read_quantized),
     "checkpoint": Format(files(_write_checkpoint), _read_checkpoint),
     "tokenizer": Format(files(_write_tokenizer), _read_tokenizer),
 }

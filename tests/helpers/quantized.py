@@ -92,9 +92,26 @@ def int8(shape: torch.Size, generator: torch.Generator) -> Made:
     return levels.float() * scales.float(), {"weight": levels, "weight_scale": scales}
 
 
+def int8_of_modelopt(shape: torch.Size, generator: torch.Generator) -> Made:
+    """Scales of rows are a vector, and there is one of the inputs."""
+    weight, found = int8(shape, generator)
+    return weight, {**found, "weight_scale": found["weight_scale"][:, 0], "input_scale": torch.tensor(0.1)}
+
+
+def fp8_of_modelopt(shape: torch.Size, generator: torch.Generator, kind: str) -> Made:
+    """Scales of rows are a vector, those of blocks have four dimensions; there is one of the inputs for the matrix."""
+    weight, found = fp8(shape, generator, kind)
+    scales = found.pop("weight_scale_inv", found.get("weight_scale"))
+    assert scales is not None
+    if kind == "matrix":
+        return weight, found | {"weight_scale": scales, "input_scale": torch.tensor(0.1)}
+    return weight, found | {"weight_scale": scales.flatten() if kind == "rows" else scales[:, None, :, None]}
+
+
 def fp8(shape: torch.Size, generator: torch.Generator, kind: str = "blocks") -> Made:
     levels = torch.randn(*shape, generator=generator).clamp(-3, 3).to(torch.float8_e4m3fn)
-    height, width = {"blocks": (64, 32), "early": (48, 48), "rows": (1, shape[1]), "matrix": tuple(shape)}[kind]
+    sizes = {"blocks": (64, 32), "early": (48, 48), "large": (128, 128), "rows": (1, shape[1]), "matrix": tuple(shape)}
+    height, width = sizes[kind]
     scales = torch.rand(-(-shape[0] // height), -(-shape[1] // width), generator=generator) * 0.1 + 0.05
     whole = scales.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
     name = "weight_scale" if kind == "rows" else "weight_scale_inv"
@@ -136,9 +153,10 @@ CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
         {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
-            "config_groups": scheme(8, strategy="channel"),
+            "config_groups": scheme(8, strategy="channel", group_size=None),
         },
     ),
+    "ModelOpt int8": (int8_of_modelopt, {}, {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}),
 }
 EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
     "GPTQ in the order of activations": (
@@ -153,7 +171,7 @@ EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] 
         {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
-            "config_groups": scheme(8, "float", strategy="channel"),
+            "config_groups": scheme(8, "float", strategy="channel", group_size=None),
         },
     ),
     "FP8 of blocks that end early": (
@@ -162,6 +180,26 @@ EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] 
         {"quant_method": "fp8", "weight_block_size": [48, 48], "scale_fmt": "float"},
     ),
     "FP8 of a matrix": (fp8, {"kind": "matrix"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "FP8 of blocks in a text": (
+        fp8,
+        {},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": scheme(8, "float", strategy="block", group_size=None, block_structure="64x32"),
+        },
+    ),
+    "ModelOpt FP8": (fp8_of_modelopt, {"kind": "matrix"}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "ModelOpt FP8 of rows": (
+        fp8_of_modelopt,
+        {"kind": "rows"},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    ),
+    "ModelOpt FP8 of blocks": (
+        fp8_of_modelopt,
+        {"kind": "large"},
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+    ),
 }
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
@@ -170,23 +208,41 @@ def folder_of(
     path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3, *, with_head: bool = False
 ) -> tuple[Path, PreTrainedModel]:
     """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32."""
-    quantize, given, values = (CASES | EXPANDED)[case]
+    values = (CASES | EXPANDED)[case][2]
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
     model = make("qwen2", layers, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16).float()
     tiny.save(path, model)
     found = {name: one.to(torch.bfloat16) for name, one in load_file(path / "model.safetensors").items()}
-    generator = torch.Generator().manual_seed(1)
     chosen = ("_proj.weight", "lm_head.weight") if with_head else "_proj.weight"
-    for name in [one for one in found if one.endswith(chosen)]:
-        weight, tensors = quantize(found.pop(name).shape, generator, **given)
+    for name, weight in quantize(found, [one for one in found if one.endswith(chosen)], case).items():
         model.get_parameter(name).data = weight
-        found |= {f"{name.removesuffix('weight')}{part}": one for part, one in tensors.items()}
     change(found)
-    save_file(
-        {name: one.contiguous() for name, one in found.items()}, path / "model.safetensors", metadata={"format": "pt"}
-    )
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": values, "dtype": "bfloat16"}))
+    save_tensors(path, found, quantization_config=values, dtype="bfloat16")
     return path, model
+
+
+def quantize(found: dict[str, torch.Tensor], chosen: list[str], case: str) -> dict[str, torch.Tensor]:
+    """Replace weights by random ones in a case's form. Returns the numbers that these stand for."""
+    make_layer, given, _ = (CASES | EXPANDED)[case]
+    generator, numbers_of = torch.Generator().manual_seed(1), {}
+    for name in chosen:
+        numbers_of[name], tensors = make_layer(found.pop(name).shape, generator, **given)
+        found |= {f"{name.removesuffix('weight')}{part}": one for part, one in tensors.items()}
+    return numbers_of
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], **values: Any) -> None:
+    """Write the tensors of a folder, and values of its config.json."""
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the values of a folder's config.json."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))

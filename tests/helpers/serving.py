@@ -40,7 +40,7 @@ class Running:
         self.port = held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = configuration(make_app(self.service), self.service.settings)
-        self._server = _Server(config, self.service, lambda address: None)
+        self._server = _Server(config, self.service)
         self._thread = threading.Thread(target=self._run, args=([held],), daemon=True)
         self._thread.start()
         while not self._server.started:

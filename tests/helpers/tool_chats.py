@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from foresay.text.tool_calls.calls import Pieces
-from foresay.text.tool_calls.formats import FORMATS, ToolFormat
+from foresay.text.tool_calls.families import FORMATS, NUMBER, ToolFormat
 from foresay.text.tool_calls.message import MessageParser
 
 TEMPLATE = (
@@ -71,8 +71,20 @@ def written(one: ToolFormat, *calls: tuple[str, dict[str, Any]], value: Any = js
         inside = json.dumps(arguments)
         if one.is_python:
             inside = ", ".join(f"{k}={value(v)}" for k, v in arguments.items())
-        if one.is_tagged:
+        if one.tags is not None:
+            before, middle, after = one.tags.written
             shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
-            inside = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown.items())
-        texts.append(one.call[0] + name + one.call[1] + inside + one.call[2])
+            inside = "".join(before + k + middle + v + after for k, v in shown.items())
+        if one.quote:
+            inside = ",".join(f"{k}:{_quoted(v, one.quote)}" for k, v in arguments.items())
+        texts.append((one.call[0] + name + one.call[1]).replace(NUMBER, str(len(texts))) + inside + one.call[2])
     return one.around[0] + one.around[1].join(texts) + one.around[2]
+
+
+def _quoted(value: Any, quote: str) -> str:
+    """A value with marks around its texts, as Gemma 4 writes it."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_quoted(v, quote)}" for k, v in value.items()) + "}"
+    return "[" + ",".join(_quoted(one, quote) for one in value) + "]" if isinstance(value, list) else json.dumps(value)

@@ -35,8 +35,8 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "devices", "outcome", "residuals", "state", "capabilities", "clock"},
-        {"randomness", "proposal", "sampling_kernels"},
+        {"sampling_params", "devices", "outcome", "sums", "state", "capabilities", "clock"},
+        {"randomness", "proposal", "residuals", "sampling_kernels"},
         {"rows", "proposal_checks", "kernels"},
         {"penalties", "truncation"},
         {"processors"},
@@ -85,7 +85,7 @@ INSIDE = {
         {"files"},
     ],
     "models/huggingface": [
-        {"config_sizes", "paged_chains"},
+        {"config_sizes", "left_out", "paged_chains"},
         {"attention"},
         {"operations"},
         {"frozen"},
@@ -113,9 +113,10 @@ INSIDE = {
         {"mtp"},
     ],
     "models/sources": [
-        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "multimodal"},
-        {"kept_weights", "quantized_forms"},
-        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4", "quantized_layers"},
+        {"load_options", "transformers_errors", "generation_settings", "gguf_drafts", "published", "quantized_facts"},
+        {"kept_weights", "quantized_forms", "quantization"},
+        {"packaged", "config_checks", "llama_cpp", "hub", "mxfp4", "multimodal"},
+        {"quantized_layers"},
         {"location", "wrapping"},
         {"reading", "base_models"},
         {"loading", "assistants"},
@@ -132,7 +133,7 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "reasoning", "template_trial"},
         {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
         {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},

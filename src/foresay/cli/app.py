@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from foresay import __version__
 from foresay.cli.command import CONTEXT, INTERRUPTED, write_panels
 from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
+from foresay.cli.environment import idle
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
 
@@ -56,6 +57,8 @@ class Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the chosen command. A closed standard output and Ctrl-C end it without a message."""
+        for line in idle(os.environ, BY_NAME.values()):
+            print(f"foresay: {line}", file=sys.stderr)  # noqa: T201
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()

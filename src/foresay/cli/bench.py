@@ -23,14 +23,14 @@ from foresay.cli.common import (
     sampling_params,
 )
 from foresay.cli.options import items, numbers, source_name
-from foresay.cli.progress import advancing, loading
+from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN as BASELINE
-from foresay.generation.method import methods
+from foresay.generation.method import distinct, methods
 from foresay.lab.bench.bench import Progress, bench
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.specdec import specdec_records
@@ -39,7 +39,7 @@ from foresay.lab.data.datasets import SHIPPED
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.report.figures import check_matplotlib
 from foresay.lab.report.report import PAGE, read_report, write
-from foresay.lab.report.table import NOISE, rows
+from foresay.lab.report.table import NOISE, REASON, rows
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.models.sources.reading import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
@@ -70,7 +70,7 @@ def run(given: Given) -> int:
         setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
         return _finish(_shared(setup, given), given)
     target = load_target(given, named, max_batch_size=max(sizes))
-    named += [] if given.drafter else own_methods(target, named)
+    named = distinct([*named, *([] if given.drafter else own_methods(target, rule=named[0].rule))])
     engines = _opened(target, given)
     with loading("Preparing the prompts"):
         builder = RequestBuilder(target, chat=not given.raw)
@@ -122,10 +122,9 @@ def _opened(target: Generator, given: Given) -> list[TransformersRunner]:
     native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
     chosen_by_us = (given.dtype, given.weights, target.target.weights) == ("auto", "auto", "")
     if given.against and chosen_by_us and target.target.dtype not in native:
-        click.echo(
+        note(
             f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
-            "--dtype fp32 is their fastest",
-            err=True,
+            "--dtype fp32 is their fastest"
         )
     with loading("Loading other engines"):
         return [TransformersRunner(name, target) for name in given.against]
@@ -135,7 +134,7 @@ def _shared(setup: dict[str, Any], given: Given) -> Results:
     """Run the benchmark by workers."""
     gpus = torch.cuda.device_count() if given.device in (None, "cuda") else 1
     if not given.ray and given.workers > max(1, gpus):
-        click.echo("foresay: workers on one machine slow each other; compare only ratios of this run", err=True)
+        note("foresay: workers on one machine slow each other; compare only ratios of this run")
     with sharing.pool(given, setup) as pool, _running() as report:
         return benching.bench(pool, given.output, on_run=report)
 
@@ -184,7 +183,7 @@ def show(results: Results) -> int:
     headings = ["method", "prompts", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
     show_table(headings, lines, drop=("prompts", "batch", "sampling"))
     if noise:
-        click.echo(f"{NOISE} noise: within the spread of its runs or of plain decoding, or above tokens per pass")
+        click.echo(REASON)
     for failure in {(one.cell, one.error) for one in results.failures}:
         click.echo(f"failed: {failure[0]}: {failure[1]}")
     for cell in wrong:

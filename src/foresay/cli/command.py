@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from foresay.cli.environment import of_option
 from foresay.cli.typed_errors import as_typed
 from foresay.errors import ConfigError, ForesayError
 
@@ -83,9 +84,11 @@ class Command(click.Command):
         assert self.callback is not None
         flags = {p.name: max(p.opts, key=len) for p in self.params if p.name and p.opts[0].startswith("-")}
         flags = {flag.lstrip("-").replace("-", "_"): flag for flag in flags.values()} | flags
-        typed = {
-            name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        }
+        typed, variables = (
+            {name for name in ctx.params if ctx.get_parameter_source(name) is source}
+            for source in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+        )
+        flags |= {p.name: of_option(p, ctx.auto_envvar_prefix) for p in self.params if p.name in variables}
         try:
             given = Given(**ctx.params, typed={name: flag for name, flag in flags.items() if name in typed})
             if "model_argument" in ctx.params:

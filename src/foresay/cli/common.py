@@ -15,12 +15,12 @@ import torch
 
 from foresay.cli.command import Given
 from foresay.cli.options import DEFAULT_MODEL
-from foresay.cli.progress import loading
+from foresay.cli.progress import loading, note
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change, load
-from foresay.generation.method import Method
+from foresay.generation.method import Method, methods
 from foresay.models.sources.catalogue import catalogue
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES
@@ -66,14 +66,13 @@ def load_target(given: Given, later: Sequence[Method] = (), **more: Any) -> Gene
     return load_generator(given, later=later, **PLAIN, **more)
 
 
-def own_methods(target: Generator, named: Sequence[Method]) -> list[Method]:
-    """Return the target's default drafter and the best draft for it on this machine, unless they are among the named ones."""
+def own_methods(target: Generator, *, rule: str = "speculative", best: bool = True) -> list[Method]:
+    """Return the target's default drafter and, with `best`, the best draft for it on this machine, at their default lengths."""
     drafters = [change(target, drafter="auto").drafter_name]
-    best = catalogue(target.target.name, search_hub=False).best
-    if best is not None and best.folder is not None:
-        drafters.append(best.drafter)
-    known = {one.drafter for one in named}
-    return [Method(one) for one in dict.fromkeys(drafters) if one not in known]
+    found = catalogue(target.target.name, search_hub=False).best if best else None
+    if found is not None and found.folder is not None:
+        drafters.append(found.drafter)
+    return methods(drafters, rule=rule)
 
 
 def sampled(params: SamplingParams, generator: Generator) -> SamplingParams:
@@ -169,7 +168,7 @@ def model_name(given: str | None) -> str:
         return DEFAULT_MODEL
     name = FILE if given is None else given
     if is_settings(name):
-        print(f"foresay: settings from {name} ({read_settings(name)})", file=sys.stderr)  # noqa: T201
+        note(f"foresay: settings from {name} ({read_settings(name)})")
     return name
 
 

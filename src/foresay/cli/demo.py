@@ -13,6 +13,8 @@ from foresay.cli.tables import first_difference, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.generation.load import load
+from foresay.generation.method import PLAIN
+from foresay.lab.report.table import NOISE, REASON, is_noise
 from foresay.text.formatting import percent
 
 PROMPTS = (
@@ -53,13 +55,16 @@ def run(given: Given) -> int:
         difference = difference or first_difference(plain, fast, generator.tokenizer)
     out.print()
     headings = ("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted")
-    rows = [_row("plain", totals[1], seconds[1], seconds[1]), _row("foresay", totals[0], seconds[0], seconds[1])]
+    rows = [_row(PLAIN, totals[1], seconds[1], seconds[1]), _row("foresay", totals[0], seconds[0], seconds[1])]
     show_table(headings, rows)
+    if rows[1][4].startswith(NOISE):
+        out.print(REASON)
     out.print("identical output: yes" if difference is None else f"identical output: no, at {difference}")
     return 0 if difference is None else 1
 
 
 def _row(name: str, stats: Stats, seconds: float, plain_s: float) -> list[str]:
     rate, passes = f"{stats.num_tokens / seconds:.1f}", f"{stats.block_efficiency or 0:.2f}"
-    speed = f"{plain_s / seconds:.2f}x"
+    mark = NOISE * (name != PLAIN and is_noise(plain_s / seconds, 0, stats.block_efficiency))
+    speed = f"{mark}{plain_s / seconds:.2f}x"
     return [name, str(stats.num_tokens), f"{seconds:.2f}", rate, speed, passes, percent(stats.acceptance_rate)]

@@ -19,7 +19,7 @@ from foresay.cli import acceptance, ngram, prune
 from foresay.cli.command import Given
 from foresay.cli.commands.train import APPLIES
 from foresay.cli.common import check_folder, load_options, target_name, use_threads
-from foresay.cli.progress import advancing, loading
+from foresay.cli.progress import advancing, loading, note
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.drafts.base import StoredDraft
@@ -214,7 +214,7 @@ def _summary(given: Given, report: Report, learn: Sequence[Text]) -> Iterator[st
     lines = read_log(folder)
     best = lines[report.state.best_step]
     if not draw_curves(folder, lines):
-        click.echo("no curves.png without matplotlib: pip install 'foresay[lab]'", err=True)
+        note("no curves.png without matplotlib: pip install 'foresay[lab]'")
     earlier = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
     yield str(folder)
     yield f"  trained on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"

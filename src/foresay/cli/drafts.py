@@ -9,7 +9,7 @@ import click
 
 from foresay.cli.command import Given
 from foresay.cli.common import target_options
-from foresay.cli.progress import loading
+from foresay.cli.progress import loading, note
 from foresay.cli.tables import show_table
 from foresay.generation.generator import Generator
 from foresay.models.sources.catalogue import PUBLISHED, Catalogue, Found, catalogue, published_drafter, suggestion
@@ -55,10 +55,9 @@ def suggest(generator: Generator) -> None:
             if found.draft.size is None
             else f"{_size(found)} to download"
         )
-        click.echo(
+        note(
             f"foresay: a draft is published for {found.target}: {found.draft.repo} ({found.draft.kind}, {size}); "
-            f"use it with --drafter {PUBLISHED}",
-            err=True,
+            f"use it with --drafter {PUBLISHED}"
         )
 
 

@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Any
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from foresay.checks import check_int
 from foresay.cli import sharing
@@ -19,7 +18,7 @@ from foresay.cli.command import Given
 from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled, sampling_params
 from foresay.cli.console import table
 from foresay.cli.drafts import found_draft, suggest
-from foresay.cli.progress import loading, progress_bar
+from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import sum_up
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
@@ -86,6 +85,8 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
     began = perf_counter()
     done = generator.generate(request, params) if given.json else stream(generator, request, params, trace=given.trace)
     seconds = perf_counter() - began
+    if not given.json:
+        _sum_up(done, seconds, trace=given.trace)
     rows = []
     if given.compare:
         item, draft = PromptItem("", text, raw=given.raw), table.draft_of(generator)
@@ -100,8 +101,9 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
             else {}
         )
         click.echo(json.dumps(record, ensure_ascii=False))
-    else:
-        _sum_up(generator, done, seconds, rows, trace=given.trace)
+    elif rows:
+        console().print()
+        table.show(rows, generator)
     return 1 if rows and (table.broken(rows) or not any(row.runs for row in rows[1:])) else 0
 
 
@@ -125,15 +127,12 @@ def stream(generator: Generator, request: Any, params: SamplingParams, *, trace:
     return whole
 
 
-def _sum_up(generator: Generator, done: Generation, seconds: float, rows: list[table.Row], *, trace: bool) -> None:
-    """Print counts and times on stderr; on stdout only what an option requests."""
+def _sum_up(done: Generation, seconds: float, *, trace: bool) -> None:
+    """Print counts and times of the text on stderr; on stdout only what an option requests."""
     out = console()
     if trace:
         out.print()
         out.print(legend(out))
-    if rows:
-        out.print()
-        table.show(rows, generator)
     if notes().is_terminal:
         notes().print(sum_up(done.stats, seconds, done.seed, exact=done.exact), style="dim")
 
@@ -152,19 +151,16 @@ def split_lines(text: str) -> list[str]:
     return prompts
 
 
-_COLUMNS = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
-
-
 def _lines(generator: Generator, prompts: list[str], params: SamplingParams, given: Given) -> int:
     """Decode all prompts together; print the outputs in order, as JSON lines or as texts with a blank line between."""
     requests = [as_chat(text, generator.tokenizer, raw=given.raw) for text in prompts]
-    seen, began = 0, perf_counter()
-    with progress_bar(*_COLUMNS, total=len(requests), tokens=0) as update:
+    seen, ended, began = 0, 0, perf_counter()
+    with advancing("Decoding") as advance:
 
         def show(chunk: Chunk) -> None:
-            nonlocal seen
-            seen += len(chunk.step.token_ids)
-            update(advance=chunk.generation is not None, tokens=seen)
+            nonlocal seen, ended
+            seen, ended = seen + len(chunk.step.token_ids), ended + (chunk.generation is not None)
+            advance(ended, len(requests), f"{seen} tokens")
 
         done = generator.generate(requests, params, on_chunk=show)
     for i, one in enumerate(done):
@@ -176,13 +172,13 @@ def _lines(generator: Generator, prompts: list[str], params: SamplingParams, giv
 def _lines_shared(pool: Pool, prompts: list[str], *, as_json: bool) -> int:
     """Decode all prompts by workers; print each output once all earlier ones are printed."""
     tokens, began = 0, perf_counter()
-    with progress_bar(*_COLUMNS, total=len(prompts), tokens=0) as update:
+    with advancing("Decoding", hidden=sys.stdout.isatty()) as advance:  # outputs would be written into the bar
 
         def counted() -> Iterator[tuple[int, dict[str, Any]]]:
             nonlocal tokens
-            for number, result in pool.run(dict(enumerate(prompts))):
+            for done, (number, result) in enumerate(pool.run(dict(enumerate(prompts))), 1):
                 tokens += len(result["token_ids"])
-                update(advance=1, tokens=tokens)
+                advance(done, len(prompts), f"{tokens} tokens")
                 yield number, result
 
         for i, result in enumerate(in_order(counted())):
@@ -199,4 +195,4 @@ def _print(prompts: list[str], i: int, record: dict[str, Any], *, as_json: bool)
 
 def _time(tokens: int, seconds: float) -> None:
     if sys.stderr.isatty():
-        click.echo(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", err=True)
+        note(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")

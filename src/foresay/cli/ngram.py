@@ -7,11 +7,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 
 from foresay.cli.command import Given
 from foresay.cli.common import check_output, load_options, target_name
-from foresay.cli.progress import loading, progress_bar
+from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import Corpus, NgramTable
 from foresay.errors import ConfigError
 from foresay.models.sources.loading import load_tokenizer
@@ -36,13 +36,12 @@ def build(given: Given) -> Iterator[str]:
         raise ConfigError(f"OUTPUT {str(output)!r} must end in .safetensors")
     check_output(output, force=given.force, name="OUTPUT")
     names = _tokenizer(target_name(given.model), given)
-    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn())
     counter = ngrams.NgramCounter(given.order, tokenizer_size(names), given.min_count, ngrams.MAX_ENTRIES)
     began = perf_counter()
-    with progress_bar(*columns, total=reader.size, speed=0) as update:
+    with advancing("Counting", DownloadColumn()) as advance:
 
         def show_speed(position: int, tokens: int) -> None:
-            update(completed=position, speed=tokens / (perf_counter() - began))
+            advance(position, reader.size, f"{tokens / (perf_counter() - began):,.0f} tokens/s")
 
         ngrams.count_corpus(counter, reader, names, max_tokens=given.max_tokens, on_progress=show_speed)
         if not counter.num_tokens:

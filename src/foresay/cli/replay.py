@@ -16,7 +16,7 @@ from foresay.cli import sharing
 from foresay.cli.command import Given
 from foresay.cli.common import PLAIN, load_arguments, load_target, use_threads
 from foresay.cli.options import items
-from foresay.cli.progress import advancing, loading
+from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
@@ -158,7 +158,7 @@ def open_recording(path: Path, named: Sequence[Method], given: Given) -> tuple[R
 
 
 def _warn(text: str) -> None:
-    click.echo(f"foresay: {text}", err=True)
+    note(f"foresay: {text}")
 
 
 def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import click
-
 from foresay.cli.command import Given
 from foresay.cli.common import load_arguments, load_generator, memory_size, use_threads
 from foresay.cli.drafts import suggest
+from foresay.cli.progress import note
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.load import check_model, load
 from foresay.models.cache.memory import limit_memory
@@ -71,6 +70,14 @@ def _entry(given: Given, source: str, name: str, settings: Settings, kept: Mappi
     return Entry([name], lambda: load(settings, **arguments), batch_size, num_bytes)
 
 
+def _draining(count: int, seconds: float) -> str:
+    """A line about the requests that a shutdown waits for."""
+    if not count:
+        return "stopping: no request is open"
+    open_ones = "1 open request has" if count == 1 else f"{count} open requests have"
+    return f"stopping: {open_ones} {seconds:g} s to end; a second Ctrl-C or signal ends {'it' if count == 1 else 'them'} now"
+
+
 def run(given: Given) -> int:
     """Run the command."""
     try:
@@ -90,7 +97,7 @@ def run(given: Given) -> int:
         if models:
             use_threads(given.threads)
             entries = [_entry(given, str(source), name, one, kept) for name, one in models.models.items()]
-            click.echo("\n".join(f"{name}: {one}" for name, one in models.models.items()), err=True)
+            note("\n".join(f"{name}: {one}" for name, one in models.models.items()))
             service = Service(entries, settings)
         else:
             generator = load_generator(given, max_batch_size=given.batch_size, **kept)
@@ -102,8 +109,13 @@ def run(given: Given) -> int:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)
     if not models:
-        click.echo(generator.description, err=True)
+        note(generator.description)
         suggest(generator)
-    listening = "listening at {}/v1".format
-    serve(service, sockets, warm=given.warmup, on_listening=lambda address: click.echo(listening(address), err=True))
+    serve(
+        service,
+        sockets,
+        warm=given.warmup,
+        on_listening=lambda address: note(f"listening at {address}/v1"),
+        on_draining=lambda count: note(_draining(count, given.drain)),
+    )
     return 0

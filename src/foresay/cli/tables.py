@@ -69,7 +69,7 @@ def _grid(names: Sequence[str], rows: Sequence[Sequence[str]], gap: int, width: 
 
 
 def _by_row(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
-    cells = [", ".join(f"{name} {cell}" for name, cell in zip(names[1:], row[1:], strict=True)) for row in rows]
+    cells = [", ".join(f"{name} {cell}" for name, cell in zip(names[1:], row[1:], strict=True) if cell) for row in rows]
     lines = [Text.assemble((row[0], "bold"), f"\n  {text}") for row, text in zip(rows, cells, strict=True)]
     return Text("\n").join(lines)
 

@@ -1,6 +1,6 @@
 """`foresay tune`: find the fastest exact configuration and write it to foresay.toml.
 
-Unless drafters are named, the model's own default and the best draft for it that is on this machine are run live as well.
+The model's own default drafter and length are always run live; unless drafters are named, so is the best draft on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foresay.cli import options as opt
 from foresay.cli.command import INTERRUPTED, Given
 from foresay.cli.common import check_output, load_target, model_expression, own_methods
 from foresay.cli.options import items, numbers, source_name
-from foresay.cli.progress import advancing, loading
+from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import gain, show_table
 from foresay.cli.tune_estimate import Estimate, estimate
 from foresay.decoding.sampling_params import SamplingParams
@@ -32,6 +32,7 @@ from foresay.generation.method import PLAIN, methods
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import header, record
+from foresay.lab.report.table import NOISE, REASON, is_noise
 from foresay.lab.tune import DRAFTERS as COMPARED
 from foresay.lab.tune import LENGTHS as TRIED
 from foresay.lab.tune import Candidate, Tuner, Tuning, pick, with_draft
@@ -73,7 +74,7 @@ def run(given: Given) -> int:
     target = load_target(given, named, max_batch_size=size)
     if recorded is not None:
         Tuner(target, recorded)  # checks it
-    own = [] if given.drafter else own_methods(target, named)
+    own = own_methods(target, best=not given.drafter)
     with loading("Estimating the duration"):
         if recorded is None:
             first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
@@ -81,7 +82,7 @@ def run(given: Given) -> int:
         else:
             first = [one.prompt for one in recorded.records[:size]]
             shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": len(own)}
+        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": own}
         expected = estimate(target, first, shape, recorded=recorded is not None, methods=named, **more).within(seconds)
         seconds -= monotonic() - began
     if given.estimate:
@@ -108,7 +109,7 @@ def run(given: Given) -> int:
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
     """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise click.Abort without it."""
-    click.echo(f"foresay: {expected}", err=True)
+    note(f"foresay: {expected}")
     if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
         click.confirm("Start?", default=True, abort=True, err=True)
 
@@ -152,7 +153,7 @@ def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]
             f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
         )
     predicted = [f"{one.method.name} {one.speed_up:.2f}x" for one in best if one.speed_up]
-    click.echo(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}", err=True)
+    note(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}")
     interrupted = False
     if best:
         try:
@@ -165,7 +166,7 @@ def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]
 
 
 def _show_run(candidate: Candidate, speed_up: float) -> None:
-    click.echo(f"live: {candidate.method.name} {speed_up:.2f}x", err=True)
+    note(f"live: {candidate.method.name} {speed_up:.2f}x")
 
 
 def _show(tuning: Tuning) -> None:
@@ -175,14 +176,18 @@ def _show(tuning: Tuning) -> None:
     lines = []
     for one in shown:
         found = live.get((one.method.name, one.batch_size))
+        per_pass = None if one.expected is None else one.expected.tokens_per_pass
         measured = "" if found is None else gain(found.speed_up, found.low, found.high)
+        measured = NOISE * bool(found and is_noise(found.speed_up, tuning.plain_spread, per_pass)) + measured
         predicted = one.speed_up if found is None else found.predicted
-        count = "" if one.expected is None else f"{one.expected.tokens_per_pass:.2f}"
+        count = "" if per_pass is None else f"{per_pass:.2f}"
         lines.append([one.method.name, str(one.batch_size), count, f"{predicted:.2f}x" if predicted else "", measured])
     show_table(["candidate", "batch", "per pass", "predicted", "measured"], lines, drop=("batch",))
     if len(shown) < len(drafting):
         click.echo(f"and {len(drafting) - len(shown)} more")
     if live:
+        if any(line[-1].startswith(NOISE) for line in lines):
+            click.echo(REASON)
         click.echo("Predictions of measured rows are for the prompts that were run live, others for all outputs.")
         click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
     for name, problem in tuning.failed.items():

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
-from foresay.generation.method import Method
+from foresay.generation.method import Method, distinct
 from foresay.lab.measure.profile import prompt_lengths
 from foresay.records.profile import FILLED_TOGETHER
 from foresay.spec.recipes import read_drafter
@@ -93,25 +93,26 @@ def estimate(
     sizes: Sequence[int],
     rows: int,
     finalists: int,
-    own: int = 0,
+    own: Sequence[Method] = (),
 ) -> Estimate:
     """Time a few passes over some prompts, and return what they imply for the whole run.
 
     size: number of outputs, and tokens of each. recorded: True if there is a recording of them. sizes: batch sizes to tune for;
-    rows: the one that records. finalists: predicted methods that are run live. own: number of methods that are run in any case.
+    rows: the one that records. finalists: most predicted methods that are run live. own: methods that are run in any case.
     """
-    (count, tokens), finalists = size, finalists + own
+    (count, tokens), every = size, distinct([*methods, *own])
     timed = {one: _timed(target, [list(ids) for ids in islice(cycle(prompts), one)]) for one in {rows, *sizes}}
     prefill_s, pass_s = timed[rows]
     token_s = _prefill_token_s(target, max(1, *map(len, prompts)))
     filled = _FILLED * sum(prompt_lengths(max(map(len, prompts))))
     passes = sum(timed[one][1] + _WIDER * one * token_s for one in sizes)
-    loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
-    candidates = len(methods) * len(sizes)
+    loading = {method.drafter for method in every if read_drafter(method.drafter).loads_model}
+    candidates, always = (len(some) * len(sizes) for some in (every, own))
+    finalists = always + min(finalists, candidates - always)
     return Estimate(
         recording=0.0 if recorded else math.ceil(count / rows) * (prefill_s + tokens * pass_s),
         timing=_BANDWIDTH_S + _ROUNDS * (_ROUND_PASSES * passes + filled * token_s),
-        replaying=count * tokens * (candidates * _REPLAY_S + (own + len(loading)) * pass_s / rows),
+        replaying=count * tokens * (candidates * _REPLAY_S + len(loading) * pass_s / rows),
         live=finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
         count=count,
         rounds=_ROUNDS,

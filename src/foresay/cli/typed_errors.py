@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
+
+from foresay.cli.environment import of_option
 
 _ALIASES = {
     "max_batch_size": "batch_size",
@@ -61,5 +64,7 @@ def usage_message(error: click.ClickException, args: Sequence[str]) -> str:
         return message if extra is None else f"unexpected argument {extra[1]!r}; {help_}"
     given = [flag for flag in parameter.opts if any(arg.startswith(flag) for arg in args)]
     is_argument = isinstance(parameter, click.Argument)
+    variable = of_option(parameter, context and context.auto_envvar_prefix)
+    given = given or [one for one in (variable,) if os.environ.get(one)]
     name = parameter.metavar if is_argument else max(given or parameter.opts, key=len)
     return f"{name} is missing; {help_}" if isinstance(error, click.MissingParameter) else f"{name} {error.message}"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from foresay.checks import check_float
-from foresay.decoding.devices import selected, to_device
+from foresay.decoding.devices import selected
 from foresay.decoding.distributions import Distributions, entropy
 from foresay.decoding.draws import draw, inverse_cdf
 from foresay.decoding.proposal import Proposal, Verification
@@ -21,13 +21,14 @@ from foresay.decoding.protocols import Rule
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.residuals import residual
 from foresay.decoding.rows import RuleNeeds
+from foresay.decoding.sums import row_sums
 from foresay.decoding.trees import match_tree, speculative_tree
 from foresay.errors import ConfigError, UnknownNameError
 
 
 def _valid(proposal: Proposal) -> torch.Tensor:
     """[B, K] bool: True for draft tokens, False for padding."""
-    counts = to_device(proposal.num_tokens, proposal.token_ids.device)
+    counts = proposal.counts
     return torch.arange(proposal.width, device=counts.device) < counts[:, None]
 
 
@@ -43,8 +44,7 @@ def _extra_uniform(streams: Streams, num_accepted: torch.Tensor) -> torch.Tensor
 
 def _tested_up_to_first_rejection(num_accepted: torch.Tensor, proposal: Proposal) -> torch.Tensor:
     """[B]: number of accepted tokens, plus one if a token was rejected."""
-    counts = to_device(proposal.num_tokens, num_accepted.device)
-    return torch.minimum(num_accepted + 1, counts)
+    return torch.minimum(num_accepted + 1, proposal.counts)
 
 
 def _refuse_tree(rule: Rule, proposal: Proposal) -> None:
@@ -92,7 +92,7 @@ def _extra_tokens(
     index = target.probs_row[batch, num_accepted]
     dense = selected(index >= 0)
     column = num_accepted[dense]
-    rejected = column < to_device(proposal.num_tokens, column.device)[dense]
+    rejected = column < proposal.counts[dense]
     column = column.clamp(max=proposal.width - 1)
     factor = None if scale is None else scale[dense]
     probs = target.probs[index[dense].clamp(min=0)]
@@ -170,7 +170,7 @@ def _points(proposal: Proposal) -> torch.Tensor:
 
 def _target_draws(target: Distributions, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
     """Tokens that p draws, [B, 1 + K]: at draft tokens that were not sampled, and after the last one if none was sampled."""
-    counts = to_device(proposal.num_tokens, point.device)[:, None]
+    counts = proposal.counts[:, None]
     columns = torch.arange(proposal.width + 1, device=point.device)
     wanted = columns <= counts if proposal.distributions is None else F.pad(point, (0, 1)) & (columns < counts)
     return draw(target, streams, Purpose.TARGET, wanted=wanted)
@@ -203,7 +203,7 @@ class Block(Rule):
             :, 0
         ]
         extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count), scale)
-        counts = to_device(proposal.num_tokens, device)
+        counts = proposal.counts
         tested = torch.where(whole, counts, one_by_one.num_tested)
         return Verification(count, torch.where(whole, extra, one_by_one.token_ids), tested)
 
@@ -212,7 +212,7 @@ class Block(Rule):
         """h [B, K]: h_i = S_i / (S_i + 1 - pi_i), S_i = sum max(0, pi_i p_{i+1} - q_{i+1}); the last of a row is pi."""
         assert target.probs is not None and target.probs_row is not None
         h = pi.clone()
-        counts = to_device(proposal.num_tokens, pi.device)
+        counts = proposal.counts
         for i in range(proposal.width - 1):
             drawn = (counts > i + 1) & (target.probs_row[:, i + 1] >= 0)
             rows = selected(drawn)
@@ -226,7 +226,7 @@ class Block(Rule):
             here = p.gather(1, proposal.token_ids[rows, columns][:, None])[:, 0]
             mass = scale * (1 - here)
             if q is not None:
-                spread = (p * scale[:, None] - q).clamp(min=0).sum(-1)
+                spread = row_sums((p * scale[:, None] - q).clamp(min=0))
                 mass = torch.where(_is_point(proposal, rows, columns), mass, spread)
             mass = mass.clamp(min=0)
             rest = mass + 1 - scale
@@ -254,7 +254,7 @@ class Match(Rule):
         """Generate the target's draws; the draft only saves passes."""
         if proposal.parents is not None:
             return match_tree(target, proposal, streams)
-        counts = to_device(proposal.num_tokens, proposal.token_ids.device)
+        counts = proposal.counts
         columns = torch.arange(proposal.width + 1, device=counts.device)
         tokens = draw(target, streams, Purpose.TARGET, wanted=columns <= counts[:, None])
         count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))

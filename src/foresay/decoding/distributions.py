@@ -16,6 +16,7 @@ import torch
 from foresay.decoding import devices, kernels
 from foresay.decoding.processors import Processed, process_rows, processes
 from foresay.decoding.rows import Rows
+from foresay.decoding.sums import row_sums
 from foresay.decoding.truncation import plan_of, probabilities
 from foresay.errors import RequestError
 
@@ -88,14 +89,14 @@ class Distributions:
         scores, at = self.scores[:, : token_ids.shape[1]].float(), token_ids
         if self.subset is not None:
             at = self.subset.of_token[token_ids].clamp(max=scores.shape[-1] - 1)
-        found = (scores.gather(-1, at[..., None])[..., 0] - scores.logsumexp(-1)).exp()
+        top = scores.amax(-1, keepdim=True)
+        found = (scores.gather(-1, at[..., None]) - top).exp()[..., 0] / row_sums((scores - top).exp())
         return found if self.subset is None else found * (self.subset.token_ids[at] == token_ids)
 
 
 def entropy(probs: torch.Tensor) -> torch.Tensor:
     """Entropy in nats, [..., V] -> [...]."""
-    out: torch.Tensor = -torch.special.xlogy(probs, probs).sum(-1)
-    return out
+    return -row_sums(torch.special.xlogy(probs, probs))
 
 
 def likeliest(scores: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:

@@ -51,6 +51,15 @@ class Proposal:
     """[B] length of the n-gram match that each row's draft continues, 0 if unknown; None for other drafters."""
     defects: Defects | None = None
     """Defects that are not known on the host yet; None if there are none."""
+    ends: torch.Tensor | None = None
+    """[B] int64, number of tokens up to the first end token, which only a device knows; the rest is padding. None if `num_tokens`
+    are all that count."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Number of draft tokens of each row that count, [B] int64 on the tokens' device."""
+        given = to_device(self.num_tokens, self.token_ids.device)
+        return given if self.ends is None else torch.minimum(given, self.ends)
 
     @property
     def width(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from foresay.decoding.sums import row_sums
+
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """Residual distribution after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
@@ -13,5 +15,5 @@ def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Ten
     float eps, and dividing would give NaN.
     """
     excess = (target_probs - draft_probs).clamp(min=0)
-    mass = excess.sum(-1, keepdim=True)
+    mass = row_sums(excess)[..., None]
     return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(excess.dtype).tiny), target_probs)

@@ -137,7 +137,9 @@ def _threshold(
     totals = _totals(sums, row, PARTS, PARTS_PADDED, DIGITS)
     goal = _goal(goals + LEVEL * tl.num_programs(0), totals, row, LEVEL == 0, BY_MASS, DIGITS)
     prefix = tl.load(prefixes + LEVEL * tl.num_programs(0) + row)
-    tl.store(thresholds + row, tl.maximum(tl.load(thresholds + row), _extended(prefix, totals, goal, 0, DIGITS)))
+    # a goal of 0, as a share that float32 does not have, leaves the greatest weight, which is 1
+    found = tl.minimum(_extended(prefix, totals, goal, 0, DIGITS), 0x3F800000)
+    tl.store(thresholds + row, tl.maximum(tl.load(thresholds + row), found))
 
 
 @triton.jit(do_not_specialize_on_alignment=["thresholds", "min_p", "sums"])

@@ -204,8 +204,11 @@ class SamplingParams:
 
         Raises:
             UnknownNameError: A name that is no field; the message suggests the nearest one.
-            ConfigError: A value out of its bounds, or max_tokens and max_new_tokens together.
+            ConfigError: A value out of its bounds, max_tokens and max_new_tokens together, or `params` of another type.
         """
+        if params is not None and not isinstance(params, cls):
+            text = "must be SamplingParams; pass their fields by name, such as generate(prompt, temperature=0.7)"
+            raise ConfigError(text, param="params", value=params)
         if "max_tokens" in changes:
             if "max_new_tokens" in changes:
                 raise ConfigError(

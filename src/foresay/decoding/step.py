@@ -176,7 +176,7 @@ def commit(
         if error is not None and reason is not None:
             error = None  # the row stopped before the failed position
         row.extend(kept)
-        path, num_drafted, tested = one.path, proposal.num_tokens[i], one.tested
+        path, num_drafted, tested = one.path, one.num_drafted, one.tested
         if len(kept) <= len(path):  # draft tokens after a stop are not counted
             path, num_drafted, tested = path[: len(kept)], len(kept), tested[: len(kept)]
         last = Origin.RESIDUAL if len(path) < num_drafted else Origin.BONUS
@@ -206,6 +206,7 @@ class _RowVerification:
     extra: int
     path: list[int]
     tested: tuple[int, ...]
+    num_drafted: int
 
 
 def _read(proposal: Proposal, verification: Verification) -> list[_RowVerification]:
@@ -220,21 +221,24 @@ def _read(proposal: Proposal, verification: Verification) -> list[_RowVerificati
     tree = verification.path is not None and verification.tried is not None
     if verification.path is not None and verification.tried is not None:
         columns += [verification.path, torch.where(verification.tried, proposal.depths(), -1)]
+    if proposal.ends is not None:
+        columns.append(proposal.counts[:, None])
     if proposal.defects is not None:
         columns.append(proposal.defects.rows[:, None])
     out: list[_RowVerification] = []
     lines = torch.cat(columns, 1).tolist()
     if proposal.defects is not None:
         proposal.defects.found = any(line.pop() for line in lines)
-    for line in lines:
+    drafted = list(proposal.num_tokens) if proposal.ends is None else [line.pop() for line in lines]
+    for line, num_drafted in zip(lines, drafted, strict=True):
         count, extra, num_tested, ids, rest = line[0], line[1], line[2], line[3 : 3 + width], line[3 + width :]
         if tree:
             path = rest[:count]
             by_depth = Counter(depth for depth in rest[width:] if depth >= 0)
             tested = tuple(by_depth[depth] for depth in range(len(by_depth)))
-            out.append(_RowVerification([ids[column] for column in path], extra, path, tested))
+            out.append(_RowVerification([ids[column] for column in path], extra, path, tested, num_drafted))
         else:
-            out.append(_RowVerification(ids[:count], extra, list(range(count)), (1,) * num_tested))
+            out.append(_RowVerification(ids[:count], extra, list(range(count)), (1,) * num_tested, num_drafted))
     return out
 
 

@@ -15,6 +15,7 @@ from foresay.decoding.draws import draw, inverse_cdf
 from foresay.decoding.proposal import Proposal, Verification, ancestors_of
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.residuals import residual
+from foresay.decoding.sums import row_sums
 
 
 class _Walk:
@@ -98,7 +99,7 @@ def speculative_tree(target: Distributions, proposal: Proposal, streams: Streams
         token = ids[:, node]
         q, is_sample = _draft_distribution(proposal, node, vocab)
         q = torch.where(tried, 0.0, q)
-        q = q / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        q = q / row_sums(q)[:, None].clamp(min=torch.finfo(q.dtype).tiny)
         below_ratio = uniform[:, node] * q[walk.rows, token] < p[walk.rows, token]
         accepted = here & torch.where(is_sample, below_ratio, drawn == token)
         rejected = here & is_sample & ~accepted

@@ -10,6 +10,7 @@ import torch
 from foresay.decoding import devices, kernels
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
+from foresay.decoding.sums import row_sums
 
 NUCLEUS = 256
 """Number of heaviest tokens in which the nucleus is searched first."""
@@ -110,7 +111,7 @@ def _bounded(temperature: torch.Tensor) -> torch.Tensor:
 def _min_p(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     kept = torch.where(probs >= probs.amax(-1, keepdim=True) * min_p[:, None], probs, 0.0)
     # the rounding of a division must not change a row without min-p because another row has it
-    return torch.where(min_p[:, None] > 0, kept / kept.sum(-1, keepdim=True), probs)
+    return torch.where(min_p[:, None] > 0, kept / row_sums(kept)[:, None], probs)
 
 
 def _truncate(
@@ -136,7 +137,7 @@ def _truncate(
         nuclei = torch.cat([_nucleus_threshold(w, p) for w, p in pairs])
         threshold = torch.maximum(torch.where(top_p < 1, nuclei, 0.0), min_p)
     weights.masked_fill_(weights < threshold[:, None], 0.0)
-    return weights.div_(weights.sum(-1, keepdim=True))
+    return weights.div_(row_sums(weights)[:, None])
 
 
 def _nucleus_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -144,7 +145,7 @@ def _nucleus_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tens
 
     The nucleus is searched among the NUCLEUS heaviest tokens, and by histogram in rows whose nucleus is wider.
     """
-    goal = top_p.double() * weights.sum(-1).double()
+    goal = top_p.double() * row_sums(weights).double()
     heaviest = weights.topk(min(NUCLEUS, weights.shape[1])).values
     index = (heaviest.cumsum(-1, dtype=torch.float64) < goal[:, None]).sum(-1)
     smallest = heaviest.gather(1, index.clamp(max=heaviest.shape[1] - 1)[:, None])[:, 0]

@@ -29,6 +29,7 @@ from foresay.decoding.protocols import (
     Remembers,
     Rule,
     UsesTargetCache,
+    learned_by,
 )
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.step import step
@@ -89,6 +90,11 @@ class Cascade(Drafter):
                 )
         model = drafter.context.model
         return _VerifyingNode(drafter, _MatrixRow(plan, smaller, model.device, model.vocab_size), self.lenience)
+
+    @property
+    def learned(self) -> bytes:
+        """Digests of all drafters."""
+        return learned_by(*self.drafters)
 
     def repeats_seeds(self) -> bool:
         """Return True if a member keeps requests and another one samples (see `Remembers`).

@@ -87,6 +87,11 @@ class CrossTokenizerDrafter(Drafter):
         self._to_target[self._shared[0]] = self._shared[1]
         self._readers: list[Reader] = []
 
+    @property
+    def learned(self) -> bytes:
+        """Digest of the draft model's weights."""
+        return self._drafter.learned
+
     def admit(self, rows: Rows, first: int) -> None:
         """Start a reader for each new row."""
         self._drafter.admit(rows, first)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from foresay.decoding.devices import to_device
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw
 from foresay.decoding.proposal import Proposal
@@ -34,9 +35,6 @@ class DraftChain(Interruptible):
         self._limits = torch.tensor(room, device=device)
         """[B], number of tokens at which each row's draft ends."""
         self._steps: list[Distributions] = []
-        self._end_ids = _end_tokens(rows, device)
-        self._min_tokens = torch.tensor([row.params.min_new_tokens - row.num_new for row in rows], device=device)
-        """[B], draft tokens required before an end token can end the output."""
         self.fed: list[int] = []
         """[B], tokens that the next pass feeds: 1 for rows that continue, else 0."""
 
@@ -68,9 +66,8 @@ class DraftChain(Interruptible):
         stop = None if mask is None else ~mask
         if (own := continues(token[:, 0], j)) is not None:
             stop = ~own if stop is None else stop | ~own
-        if self._end_ids is not None:
-            ended = (token == self._end_ids).any(-1) & (self._min_tokens < j + 1)
-            stop = ended if stop is None else stop | ended
+        if (ended := _ends(self._rows, token, first=j)) is not None:
+            stop = ended[:, 0] if stop is None else stop | ended[:, 0]
         if stop is not None:
             self._limits = torch.where(stop, self.counts, self._limits)
         self.fed = [int(n > j + 1) for n in (self.room if stop is None else self._limits.tolist())]
@@ -99,11 +96,33 @@ class DraftChain(Interruptible):
 _END_TOKENS = StateKey[dict[torch.device, torch.Tensor | None]](dict)
 
 
+def up_to_end(rows: Rows, token_ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the number of draft tokens up to each row's first end token, [B, K] int64 -> [B] int64; None if no row has any."""
+    ends, width = _ends(rows, token_ids), token_ids.shape[1]
+    if ends is None:
+        return None
+    return torch.where(ends, torch.arange(1, width + 1, device=ends.device), width).amin(1)
+
+
+def _ends(rows: Rows, token_ids: torch.Tensor, first: int = 0) -> torch.Tensor | None:
+    """Return where draft tokens end the output, [B, K] int64 -> [B, K] bool; None if no row has end tokens.
+
+    first: index of the first of these tokens in the draft.
+    """
+    device = token_ids.device
+    ids = _end_tokens(rows, device)
+    if ids is None:
+        return None
+    needed = to_device([row.params.min_new_tokens - row.num_new - first for row in rows], device)
+    after = torch.arange(1, token_ids.shape[1] + 1, device=device)
+    return (token_ids[..., None] == ids[:, None]).any(-1) & (needed[:, None] < after)
+
+
 def _end_tokens(rows: Rows, device: torch.device) -> torch.Tensor | None:
     """Return the token ids that end each row's output, [B, E] int64 padded with -1; None if no row has any."""
     by_device = _END_TOKENS.of(rows)
     if device not in by_device:
         width = max(len(row.eos) for row in rows)
         padded = [[*sorted(row.eos), *[-1] * (width - len(row.eos))] for row in rows]
-        by_device[device] = torch.tensor(padded, device=device) if width else None
+        by_device[device] = to_device(padded, device) if width else None
     return by_device[device]

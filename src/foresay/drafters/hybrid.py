@@ -20,6 +20,7 @@ from foresay.decoding.protocols import (
     ProposesTrees,
     Remembers,
     UsesTargetCache,
+    learned_by,
 )
 from foresay.decoding.rows import Rows
 from foresay.drafters.ngram import NgramDrafter
@@ -54,6 +55,11 @@ class Hybrid(Drafter):
         self._lookup, self._other = lookup, other
         self.samples = other.samples
         self.hidden_layers = other.hidden_layers
+
+    @property
+    def learned(self) -> bytes:
+        """Digests of both drafters."""
+        return learned_by(self._lookup, self._other)
 
     def repeats_seeds(self) -> bool:
         """Return True if the n-gram drafter keeps requests and the other one samples, or if the other one returns True."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from foresay.decoding.protocols import learned_by
 from foresay.decoding.rows import IntArray, Row
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.suffix_automaton import SuffixAutomaton
@@ -66,6 +67,11 @@ class MaxGram(NgramDrafter[_RowIndex]):
         """table: likeliest next tokens over the same token ids; None to propose only matched text."""
         super().__init__(device)
         self.table = table
+
+    @property
+    def learned(self) -> bytes:
+        """Digest of the table."""
+        return learned_by(self.table)
 
     def start(self, row: Row) -> _RowIndex:
         """Index the prompt, or an encoder's source."""

@@ -15,11 +15,20 @@ from foresay.decoding.chains import TreeLimits, sampling_of
 from foresay.decoding.devices import moved
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal, Verification
-from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
+from foresay.decoding.protocols import (
+    Drafter,
+    LanguageModel,
+    LengthPolicy,
+    Logits,
+    ModelInput,
+    ModelOutput,
+    Move,
+    learned_by,
+)
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import Reads, Stopping, StoppingRule
 from foresay.drafters.draft_cache import DraftCache
-from foresay.drafters.draft_chain import DraftChain
+from foresay.drafters.draft_chain import DraftChain, up_to_end
 from foresay.drafters.tree import Grower, Tree
 from foresay.errors import UnsupportedModelError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -58,6 +67,11 @@ class ModelDrafter(Drafter):
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Rewind the cache to the committed tokens."""
         self.context.rewind(rows)
+
+    @property
+    def learned(self) -> bytes:
+        """Digest of the draft model's weights."""
+        return learned_by(self.context.model.inner)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draw up to `budget` tokens for each row, each from the distribution recorded with it; drafts end at an end token."""
@@ -107,14 +121,17 @@ class ModelDrafter(Drafter):
         device = self.context.model.device
         sampling = sampling_of(rows, device, max(room)) if self.samples else None
         drawn = self.context.draw_chains(viewed, room, sampling)
-        if drawn is None or drawn.probs is None or sampling is None:
-            return None if drawn is None else Proposal(drawn.token_ids, room)
+        if drawn is None:
+            return None
+        ends = up_to_end(rows, drawn.token_ids)
+        if drawn.probs is None or sampling is None:
+            return Proposal(drawn.token_ids, room, ends=ends)
         drafting = [i for i, n in enumerate(room) if n]
         index = np.full((len(rows), max(room)), -1)
         for at, i in enumerate(drafting):
             if not sampling.greedy[i]:
                 index[i, : room[i]] = np.arange(room[i]) * len(drafting) + at
-        return Proposal(drawn.token_ids, room, drawn.probs, moved(torch.from_numpy(index), device))
+        return Proposal(drawn.token_ids, room, drawn.probs, moved(torch.from_numpy(index), device), ends=ends)
 
     def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:
         """Draw all tokens in one call; return None if they must be drawn one by one."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,6 +95,8 @@ class NgramTable:
     corpus: Corpus | None = None
     _views: tuple[tuple[memoryview, ...], ...] = field(init=False, repr=False)
     _next: memoryview = field(init=False, repr=False)
+    learned: bytes = field(init=False, repr=False, compare=False)
+    """Digest of the table; see Learned."""
 
     def __post_init__(self) -> None:
         """Check every array. Raises ConfigError naming the array and the problem."""
@@ -111,6 +114,11 @@ class NgramTable:
         own("levels", tuple(_checked(level, k, size) for k, level in enumerate(self.levels, 3)))
         own("_views", tuple((level.starts.data, level.keys.data, level.successor.data) for level in self.levels))
         own("_next", self.successor.data)
+        digest = blake2b(self.successor.data, digest_size=8)
+        for level in self.levels:
+            for name in _LEVEL_ARRAYS:
+                digest.update(np.ascontiguousarray(getattr(level, name)).data)
+        own("learned", digest.digest())
 
     @property
     def order(self) -> int:

@@ -35,6 +35,7 @@ from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.request_keys import RequestKeys
 from foresay.engine.row_moves import plan_moves
+from foresay.errors import ConfigError
 from foresay.threads import single_threaded
 
 MAX_BATCH_SIZE = 4096
@@ -133,6 +134,8 @@ class Engine:
             ContextLengthError: The prompt, or the prompt and the requested output, do not fit the context.
             OutOfMemoryError: The row would not fit in memory.
         """
+        if not isinstance(params, SamplingParams):
+            raise ConfigError("must be SamplingParams", param="params", value=params)
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         limit = check_request(self.target, prompt, params, ends, source)
         self._memory.check(limit, self.cached_bytes + self.prefix_bytes)

@@ -8,6 +8,8 @@ seeds. Text that the same seed may have produced, and what the key does about it
   processes share, and so the texts of other rows of the batch: the key is new for every request.
 - The request's prediction, its prompt (a chat history with the seed's own answer), an encoder's source, and what a processor
   forces tokens from: the key is derived from the seed and these.
+- Files that the drafter or the length policy was loaded from, which may have been made of the seed's own answers: n-gram tables,
+  and weights that were trained on kept texts. The key is derived from the seed and a digest of these files.
 - Prefixes of ended rows: keys and values of equal tokens, from which no token is copied. Nothing is needed.
 
 Without a drafter that samples, and under rules that ignore drafts, the key is the seed: the text is that of plain decoding.
@@ -20,7 +22,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from foresay.decoding.protocols import Drafter, LengthPolicy, Remembers, Rule
+from foresay.decoding.protocols import Drafter, LengthPolicy, Remembers, Rule, learned_by
 from foresay.decoding.randomness import derive
 from foresay.decoding.rows import Row
 
@@ -35,21 +37,23 @@ class RequestKeys:
             policy.remembers or (isinstance(drafter, Remembers) and drafter.repeats_seeds())
         )
         self._draw_seed = draw_seed
+        self._learned = learned_by(drafter, policy)
 
     def key_of(self, row: Row) -> int:
         """Return the key of a request that has not begun, in [0, 2^63)."""
         if self._is_new:
             return derive(row.seed, self._draw_seed())
-        return derive(row.seed, _digest(row)) if self._samples else row.seed
+        return derive(row.seed, _digest(row, self._learned)) if self._samples else row.seed
 
 
-def _digest(row: Row) -> int:
-    """Return 63 bits that differ between requests with different texts to copy from."""
+def _digest(row: Row, learned: bytes) -> int:
+    """Return 63 bits that differ between requests with different texts to copy from. learned: see Learned."""
     source = () if row.source is None else row.source
     forced = [str(getattr(one, "source", "")).encode() for one in row.params.processors]
     parts = [
         *(np.asarray(one, dtype=np.int64).tobytes() for one in (row.tokens, row.params.prediction, source)),
         *forced,
+        *([learned] if learned else []),
     ]
     found = blake2b(digest_size=8)
     for part in parts:

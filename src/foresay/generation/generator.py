@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Unpack, cast, overload
+from typing import Any, TypeAlias, Unpack, cast, overload
+
+import numpy as np
+import torch
 
 from foresay import distributed
-from foresay.checks import check_flag
+from foresay.checks import check_flag, check_has
 from foresay.decoding.acceptance import RULES, Speculative
 from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
 from foresay.decoding.randomness import derive
@@ -22,7 +25,7 @@ from foresay.decoding.sampling_params import MAX_SEED, SamplingChanges, Sampling
 from foresay.engine import Engine
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S, WAIT_S
 from foresay.engine.prefixes import PrefixStore
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, PromptError
 from foresay.generation.result import Chunk, Generation
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
@@ -31,9 +34,15 @@ from foresay.lengths.broadcast import BroadcastLength
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import to_expression
 from foresay.spec.recipe import DrafterBuilder, Resources
-from foresay.text.prompts import Prompt, is_batch
+from foresay.text.prompts import Message, Prompt, is_batch
 from foresay.text.tokenizer import Tokenizer
 
+Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
+"""Token ids of a prompt, or of several in rows."""
+Batch: TypeAlias = (
+    list[str] | tuple[str, ...] | list[Prompt] | Sequence[Sequence[int]] | Sequence[Sequence[Message]] | Sequence[Array]
+)
+"""Several prompts."""
 PREFIX_BYTES = 1 << 28
 """Size limit of the prefix cache of `astream`'s session, in bytes."""
 
@@ -109,8 +118,8 @@ class Generator:
         out = Generator(
             self.target,
             self._build_drafter,
-            rule or self.rule,
-            policy or self._own_length or self.policy,
+            check_has("rule", rule, "verify", "a Rule") or self.rule,
+            check_has("policy", policy, "budget", "a LengthPolicy") or self._own_length or self.policy,
             max_batch_size=max_batch_size or self.max_batch_size,
             drafter=self.drafter_name,
             is_default=self.has_default_drafter,
@@ -207,7 +216,7 @@ class Generator:
     @overload
     def generate(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        prompt: str | Sequence[int] | Sequence[Message],
         params: SamplingParams | None = None,
         *,
         on_chunk: Callable[[Chunk], None] | None = None,
@@ -217,7 +226,7 @@ class Generator:
     @overload
     def generate(
         self,
-        prompt: list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, Any]]],
+        prompt: Batch,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_chunk: Callable[[Chunk], None] | None = None,
@@ -227,7 +236,7 @@ class Generator:
     @overload
     def generate(
         self,
-        prompt: Any,
+        prompt: Array,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_chunk: Callable[[Chunk], None] | None = None,
@@ -236,7 +245,7 @@ class Generator:
 
     def generate(
         self,
-        prompt: Any,
+        prompt: Prompt | Batch | Array,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_chunk: Callable[[Chunk], None] | None = None,
@@ -260,6 +269,7 @@ class Generator:
             RequestError: A request that fails while running. In a list, only its own Generation has finish_reason "error" and
                 an `error`.
         """
+        check_has("on_chunk", on_chunk, "__call__", "a function of a Chunk")
         batch = is_batch(prompt)
         done: dict[int, Generation] = {}
         session, index_of = self._submitted(prompt, params, changes, text=on_chunk is not None)
@@ -272,7 +282,7 @@ class Generator:
 
     def stream(
         self,
-        prompt: Any,
+        prompt: Prompt | Batch | Array,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> Iterator[Chunk]:
@@ -290,7 +300,7 @@ class Generator:
 
     async def astream(
         self,
-        prompt: Any,
+        prompt: Prompt | Batch | Array,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **changes: Unpack[SamplingChanges],
     ) -> AsyncIterator[Chunk]:
@@ -330,7 +340,10 @@ class Generator:
 def _requests(prompt: Any, params: Any, changes: Mapping[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
     """Return each prompt with its parameters. One seed for several prompts is used for the first; the others are derived."""
     prompts = list(prompt) if is_batch(prompt) else [prompt]
-    if params is None or isinstance(params, SamplingParams):
+    if any(map(is_batch, prompts)):
+        raise PromptError("a list of prompts contains a list of prompts; give one list")
+    is_one_each = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
+    if not is_one_each:
         shared = SamplingParams.of(params, **changes)
         return [(one, seeded(shared, i)) for i, one in enumerate(prompts)]
     each = list(params)

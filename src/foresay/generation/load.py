@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
-from foresay.checks import check_flag, check_int
+from foresay.checks import check_flag, check_has, check_int
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError
@@ -99,6 +99,11 @@ def load(
         memory_prompts=check_flag("memory_prompts", memory_prompts),
         options=dict(options),
     )
+    check_has("tokenizer", tokenizer, "__call__", "a tokenizer")
+    check_has("progress", options.get("progress"), "__call__", "a function of a text")
+    check_flag("trust_remote_code", options.get("trust_remote_code", False))
+    if not isinstance(eos_token_ids, int | Iterable | None):
+        raise ConfigError("must be a token id, or several", param="eos_token_ids", value=eos_token_ids)
     if isinstance(target, Settings):
         target, asked = target.target, asked.filled(target)
     elif is_settings(target):
@@ -208,6 +213,8 @@ class Arguments:
     def _check_memory(self) -> None:
         if self.memory is None:
             return
+        if not isinstance(self.memory, str | os.PathLike):
+            raise ConfigError("must be the path of a folder", param="memory", value=self.memory)
         if isinstance(self.draft, str | os.PathLike) and self.drafter in ("auto", "model"):
             raise ConfigError("memory= needs the draft model as an expression: drafter='model(NAME)' instead of draft=")
         if not isinstance(self.drafter, str) or self.draft is not None:
@@ -312,7 +319,7 @@ def change(
     Raises:
         ConfigError: Wrong or contradicting arguments, or a Generator that `load` did not make.
     """
-    resources = generator.resources
+    resources = check_has("generator", generator, "with_settings", "a Generator").resources
     if resources is None:
         raise ConfigError("this Generator was not made by foresay.load; make another instead of changing it")
     asked = Arguments(

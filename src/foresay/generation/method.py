@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -61,8 +61,15 @@ class Method:
 
 def methods(drafters: Sequence[str], lengths: Sequence[str] = (), rule: str = "speculative") -> list[Method]:
     """Return every drafter with every length, or with its default if no lengths are given, without duplicates."""
-    some = [Method(d, length, rule) for d, length in product(drafters, lengths or [""]) if d != "none"]
-    out = {method.name: method for method in some}
+    out = distinct(Method(d, length, rule) for d, length in product(drafters, lengths or [""]) if d != "none")
     if not out:
         raise ConfigError("no methods to compare: name at least one drafter besides none")
-    return list(out.values())
+    return out
+
+
+def distinct(methods: Iterable[Method]) -> list[Method]:
+    """Return the methods in order, without those that only write an earlier one in other words."""
+    found: dict[str, Method] = {}
+    for one in methods:
+        found.setdefault(one.name, one)
+    return list(found.values())

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from foresay.checks import check_int
+from foresay.checks import check_has, check_int
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.protocols import PreparedPrompt
 from foresay.decoding.rows import StopCondition
@@ -19,7 +19,7 @@ from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, QueueFullError, RequestError
 from foresay.generation.result import Chunk, Generation
 from foresay.models.sources.wrapping import LoadedModel
-from foresay.text.prompts import encode
+from foresay.text.prompts import Prompt, encode
 from foresay.text.stream import Detokenizer, StopStrings, TextStream
 
 _serials = itertools.count()
@@ -107,7 +107,7 @@ class Session:
 
     def submit(
         self,
-        prompt: Any,
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         text: bool = True,
@@ -132,6 +132,7 @@ class Session:
             ContextLengthError: A prompt that is too long.
             QueueFullError: The session's queue is full.
         """
+        check_has("stop", stop, "__call__", "a StopCondition (strings are a field of params)")
         free = max(0, self.engine.max_batch_size - self.engine.num_active)  # admitted by the next step
         if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting + free:
             raise QueueFullError(

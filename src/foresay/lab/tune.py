@@ -11,7 +11,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
@@ -22,7 +21,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
-from foresay.generation.method import PLAIN, Method
+from foresay.generation.method import PLAIN, Method, distinct
 from foresay.lab.bench.runners import MethodRunner, PromptBlock
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
@@ -206,25 +205,25 @@ class Tuner:
     ) -> list[Candidate]:
         """Predict every method and plain decoding at every batch size, sorted by decreasing expected throughput.
 
-        own: methods that are run live in any case; those that a replay cannot predict come after all others.
+        own: methods that are run live in any case, whether or not they are among the others; what cannot be replayed comes last.
         """
-        methods = [m for m in methods if m.name != PLAIN]
-        profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
+        own = list(own)
+        every, always = distinct(m for m in [*methods, *own] if m.name != PLAIN), {m.name for m in own}
+        profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in every))
         start = perf_counter()
-        out, own = list[Candidate](), list(own)
+        out = list[Candidate]()
         for size in batch_sizes:
             plain = _plain(self.recording, size, profile)
             out.append(Candidate(PLAIN_METHOD, size, plain, plain))
-            for method in methods:
-                try:
-                    out.append(Candidate(method, size, self._expect(method, size), plain))
-                except (ForesayError, RuntimeError) as error:
-                    self.tuning.failed[method.name] = str(error)
-            for method in own:
+            for method in every:
                 expected: Expected | None = None
-                with suppress(ForesayError, RuntimeError):
+                try:
                     expected = self._expect(method, size)
-                out.append(Candidate(method, size, expected, plain, is_own=True))
+                except (ForesayError, RuntimeError) as error:
+                    if method.name not in always:
+                        self.tuning.failed[method.name] = str(error)
+                        continue
+                out.append(Candidate(method, size, expected, plain, is_own=method.name in always))
         self.tuning.seconds["replay"] = perf_counter() - start - self.tuning.seconds.get("drafts", 0.0)
         self.tuning.candidates = sorted(out, key=_rate, reverse=True)
         return self.tuning.candidates

@@ -14,6 +14,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import Reads, StoppingRule
 from foresay.errors import ConfigError
+from foresay.files import fingerprint
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -36,6 +37,7 @@ class AcceptanceLength(LengthPolicy):
             raise ConfigError("must be the folder of an acceptance head", param="head", value=head)
         self.head = head
         self._network = AcceptanceHead.load(head) if isinstance(head, str) else head
+        self.learned = fingerprint(head) if isinstance(head, str) else b""
 
     def budget(self, rows: Rows) -> list[int]:
         """Return the upper bound for each row."""

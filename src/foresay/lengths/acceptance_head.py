@@ -144,4 +144,5 @@ def _named(tensors: dict[str, StoredTensor], declared: int | None) -> tuple[dict
     for part in ("weight", "bias"):
         if last and f"{last[-1]}.{part}" in linear:
             out[f"out.{part}"] = linear[f"{last[-1]}.{part}"]
-    return out, count
+    read = {one.name for one in out.values()}
+    return out | {name: one for name, one in tensors.items() if one.name not in read}, count  # the others are refused

@@ -103,7 +103,8 @@ class Output:
             self._is_cut = bool(rest.calls)
             out.add(rest)
         out.calls = [
-            one if one.name is None else replace(one, identity=f"call_{uuid4().hex[:24]}") for one in out.calls
+            one if one.name is None else replace(one, identity=one.identity or f"call_{uuid4().hex[:24]}")
+            for one in out.calls
         ]
         self._message.add(out)
         return out

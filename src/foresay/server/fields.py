@@ -30,6 +30,19 @@ T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
 Neutral = Mapping[str, Sequence[Any]]
 """Field -> values without effect: the API's defaults, and requests for behaviour that this server always has."""
+
+
+class _Anything:
+    """Equal to every value that is not true or false."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANYTHING = _Anything()
+"""A value of `Neutral` for fields that have no effect whatever their value."""
 MAX_ITEMS = 1024
 """Limit on the items of a list or the entries of an object."""
 MAX_MESSAGES = 4096

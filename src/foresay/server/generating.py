@@ -34,10 +34,10 @@ from foresay.server.requests import OFF, ChatRequest, CompletionRequest, Predict
 from foresay.server.served import Served
 from foresay.text.grammar import Source
 from foresay.text.prompts import fill_in_marks
+from foresay.text.reasoning import reasoning_of
 from foresay.text.stream import Detokenizer
 from foresay.text.thinking_budget import ThinkingBudget
 from foresay.text.tool_calls.calls import Parser
-from foresay.text.tool_calls.message import has_reasoning
 
 MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
@@ -263,11 +263,12 @@ def _thinking_budget(
     if budget is None:
         return None
     field = "thinking_budget_tokens" if request.thinking_token_budget is None else "thinking_token_budget"
-    if not has_reasoning(tokenizer) or target.model.capabilities.reads_source:
+    reasoning = reasoning_of(tokenizer)
+    if reasoning is None or target.model.capabilities.reads_source:
         ignore(field)
         return None
     try:
-        return ThinkingBudget(budget, tokenizer, params.visible_token_ids)
+        return ThinkingBudget(budget, tokenizer, params.visible_token_ids, reasoning=reasoning)
     except ConfigError as error:
         raise FieldError(field, str(error)) from None
 

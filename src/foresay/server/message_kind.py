@@ -15,17 +15,12 @@ from foresay.server.requests import ChatRequest, TokenizeRequest
 from foresay.server.served import Served
 from foresay.text.grammar import Source, checked
 from foresay.text.prompts import ChatOptions
+from foresay.text.reasoning import Reasoning, reasoning_of
+from foresay.text.tool_calls.call_grammars import grammar_of
 from foresay.text.tool_calls.calls import Limited, Parser, Tool
-from foresay.text.tool_calls.formats import (
-    ToolFormat,
-    describes_tools,
-    format_of,
-    grammar_of,
-    has_format,
-    message_format,
-    visible_ids,
-)
-from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_closed, is_open
+from foresay.text.tool_calls.families import ToolFormat
+from foresay.text.tool_calls.formats import describes_tools, format_of, has_format, message_format, visible_ids
+from foresay.text.tool_calls.message import MessageParser
 from foresay.text.tool_calls.template_parser import TemplateParser, has_response_template
 
 
@@ -43,7 +38,8 @@ class MessageKind:
     must_call: bool
     parallel: bool | None
     """False for at most one call; None for the default, which is one where calls are required."""
-    reasons: bool
+    reasoning: Reasoning | None
+    """Marks of reasoning; None if the model does not reason."""
     answer: tuple[str, Source] | None = None
     """Field and constraint of an output without calls, if one is requested."""
     is_open: bool = False
@@ -81,7 +77,7 @@ class MessageKind:
             chosen,
             request.must_call,
             request.parallel_tool_calls,
-            has_reasoning(tokenizer),
+            reasoning_of(tokenizer),
             answer,
             template_ids=_special_ids(tokenizer, model.generator.target.eos_token_ids) if templated else None,
         )
@@ -89,9 +85,9 @@ class MessageKind:
     def after(self, prompt: list[int]) -> MessageKind:
         """Return the kind of the output after a prompt."""
         prefix = "" if self.template_ids is None else str(self.tokenizer.decode(prompt))
-        if not self.reasons:
+        if self.reasoning is None:
             return replace(self, prefix=prefix)
-        opened, closed = is_open(self.tokenizer, prompt), is_closed(self.tokenizer, prompt)
+        opened, closed = (ends(self.tokenizer, prompt) for ends in (self.reasoning.is_open, self.reasoning.is_closed))
         return replace(self, is_open=opened, is_closed=closed, prefix=prefix)
 
     @property
@@ -99,7 +95,7 @@ class MessageKind:
         """Special tokens that stay in the text of an output."""
         if self.template_ids is not None:
             return self.template_ids
-        return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
+        return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasoning=self.reasoning)
 
     def grammar_source(self) -> Source | None:
         """Return the schema or grammar of the output: a call if one is required, else a call or an answer.
@@ -109,8 +105,7 @@ class MessageKind:
         if not self.must_call and self.answer is None:
             return None
         param, answer = ("tool_choice", None) if self.must_call or self.answer is None else self.answer
-        has_thought = self.format is not None and self.format.thought is not None
-        if not self.callable and not self.reasons and not has_thought:
+        if not self.callable and self.reasoning is None:
             return answer
         if self.callable and self.format is None:
             text = f"{param} with tools needs a format of calls that is known; choose it by --tool-format"
@@ -123,8 +118,8 @@ class MessageKind:
                 self.callable,
                 self.tokenizer,
                 parallel=not self.must_call if self.parallel is None else self.parallel,
+                reasoning=None if self.is_closed else self.reasoning,
                 after_reasoning=self.is_open,
-                may_reason=self.reasons and not self.is_closed,
                 answer=answer,
             )
         except ConfigError as error:
@@ -137,14 +132,22 @@ class MessageKind:
             found = TemplateParser(self.tokenizer, self.prefix, self.options.tools)
         elif self.format is not None and self.format.message is not None:
             found = self.format.message()
-        elif self.format is None and not self.reasons:
+        elif self.format is None and self.reasoning is None:
             return None
         else:
             schemas = {one["function"]["name"]: one["function"]["parameters"] for one in self.options.tools}
             make = None if self.format is None else self.format.parser
             calls = None if make is None else make(schemas, self.answer is not None)
-            found = MessageParser(calls, reasons=self.reasons, is_open=self.is_open, is_closed=self.is_closed)
+            found = MessageParser(calls, reasoning=self.reasoning, is_open=self.is_open, is_closed=self.is_closed)
         return Limited(found, 1 if self.parallel is False else None, only_calls=self.must_call)
+
+
+def takes_tools(model: Served) -> bool:
+    """True if requests with tools are answered: the model's template describes them, and its calls can be read."""
+    tokenizer, chosen = model.generator.tokenizer, model.settings.tool_format
+    if tokenizer is None or not describes_tools(tokenizer):
+        return False
+    return chosen != "auto" or has_format(tokenizer) or has_response_template(tokenizer)
 
 
 def _special_ids(tokenizer: Any, eos: Collection[int]) -> tuple[int, ...]:

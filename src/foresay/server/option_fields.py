@@ -17,8 +17,8 @@ from foresay.server.errors import FieldError
 from foresay.server.fields import MAX_TOOLS, Fields, Neutral, Object, Parts, Tools, joined
 from foresay.server.hints import ignore
 from foresay.text.prompts import ChatOptions, template_variables
+from foresay.text.reasoning import reasoning_of
 from foresay.text.tool_calls.calls import Tool
-from foresay.text.tool_calls.message import has_reasoning
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -207,6 +207,13 @@ class TemplateFields(ToolFields):
         """
         if self.continue_final_message and last_role != "assistant":
             raise FieldError("continue_final_message", "continue_final_message needs a last message of the assistant")
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            text = "add_generation_prompt=true begins a new message, and continue_final_message=true continues the last one"
+            raise FieldError("add_generation_prompt", f"{text}; send one of them")
         begins = self.add_generation_prompt and not self.continue_final_message
         options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
         given = {**(self.chat_template_kwargs or {})}
@@ -215,7 +222,7 @@ class TemplateFields(ToolFields):
         switch = next((name for name in ("enable_thinking", "thinking") if name in known), None)
         if effort == "none" and switch is not None:
             given.setdefault(switch, False)
-        elif effort == "none" and "reasoning_effort" not in known and not has_reasoning(tokenizer):
+        elif effort == "none" and "reasoning_effort" not in known and reasoning_of(tokenizer) is None:
             pass  # there is nothing to turn off
         elif effort is not None and (effort == "none" or "reasoning_effort" in known):
             given.setdefault("reasoning_effort", effort)
@@ -223,7 +230,7 @@ class TemplateFields(ToolFields):
             ignore("reasoning_effort")
         if self.enable_thinking and switch is not None:
             given.setdefault(switch, True)
-        elif self.enable_thinking and not has_reasoning(tokenizer):
+        elif self.enable_thinking and reasoning_of(tokenizer) is None:
             ignore("enable_thinking")
         for name in given:
             if name not in known:

@@ -15,6 +15,7 @@ from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams, not_given
 from foresay.server.errors import FieldError
 from foresay.server.fields import (
+    ANYTHING,
     MAX_ITEMS,
     MAX_MESSAGES,
     Fields,
@@ -60,7 +61,15 @@ _BOTH_NEUTRAL: Neutral = {
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1,),
-    "mirostat": (0,),
+    **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"), (0,)),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"), (ANYTHING,)),
+    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), (ANYTHING,)),
+    "top_n_sigma": (-1, 0),
+    "tfs_z": (1,),
+    **dict.fromkeys(("min_keep", "n_keep", "n_discard", "n_probs"), (0,)),
+    "id_slot": (-1,),
+    "lora": ([],),
+    **dict.fromkeys(("timings_per_token", "return_progress", "post_sampling_probs", "penalize_nl"), (False,)),
     "bad_words": ([],),
     "logits_processors": ([],),
     "skip_special_tokens": (True,),
@@ -71,7 +80,9 @@ _BOTH_NEUTRAL: Neutral = {
     "cache_prompt": (True, False),
     "priority": (0,),
 }
-"""Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here."""
+"""Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here.
+
+Settings of a sampler that llama.cpp has and that is off here have no effect."""
 _BOTH_HINTS = {"guided_decoding_backend": "guided_decoding_backend"}
 _CHAT_NEUTRAL: Neutral = {
     "best_of": (1,),

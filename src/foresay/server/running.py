@@ -32,9 +32,15 @@ _MAX_MS = (1 << 31) - 1
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service, on_listening: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        on_listening: Callable[[str], None] = lambda address: None,
+        on_draining: Callable[[int], None] = lambda count: None,
+    ) -> None:
         super().__init__(config)
-        self._service, self._on_listening = service, on_listening
+        self._service, self._on_listening, self._on_draining = service, on_listening, on_draining
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -56,6 +62,7 @@ class _Server(uvicorn.Server):
         asyncio.run_coroutine_threadsafe(self._drain(sig, frame), self._loop)
 
     async def _drain(self, sig: int, frame: FrameType | None) -> None:
+        self._on_draining(self._service.shared.num_open)
         await self._service.drain()
         super().handle_exit(sig, frame)
 
@@ -132,10 +139,12 @@ def serve(
     *,
     warm: bool = False,
     on_listening: Callable[[str], None] = lambda address: None,
+    on_draining: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Serve until a signal arrives. sockets: from `bind`. `on_listening` is called with each address that is listened on.
+    """Serve until a signal arrives. sockets: from `bind`.
 
-    Raises ConfigError if another process has started to listen on the port since `bind`.
+    on_listening: called with each address that is listened on. on_draining: called with the number of open requests after the
+    first signal. Raises ConfigError if another process has started to listen on the port since `bind`.
     """
     config = configuration(make_app(service, warm=warm), service.settings)
     try:
@@ -143,4 +152,4 @@ def serve(
             one.listen(config.backlog)
     except OSError as error:
         raise _cannot_listen(service.settings, error) from None
-    _Server(config, service, on_listening).run(sockets)
+    _Server(config, service, on_listening, on_draining).run(sockets)

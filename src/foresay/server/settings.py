@@ -11,7 +11,7 @@ from pathlib import Path
 
 from foresay.checks import check_choice, check_float, check_int
 from foresay.errors import ConfigError
-from foresay.text.tool_calls.formats import FORMATS
+from foresay.text.tool_calls.families import FORMATS
 
 KEYS_VARIABLE = "FORESAY_API_KEYS"
 """Accepted API keys, separated by commas."""

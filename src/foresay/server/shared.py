@@ -44,9 +44,14 @@ class Shared:
         return self.sessions[name](drafting)
 
     @property
+    def num_open(self) -> int:
+        """Number of open requests."""
+        return len(self._open_limits) + self.queues.in_preparation
+
+    @property
     def is_idle(self) -> bool:
         """True if no request is open."""
-        return not self._open_limits and not self.queues.before_rows
+        return not self.num_open
 
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.

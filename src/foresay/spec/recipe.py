@@ -17,6 +17,7 @@ from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.memory import Memory
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from foresay.files import fingerprint
 from foresay.lengths.throughput import DEFAULT_HIGH
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import resolve
@@ -83,7 +84,9 @@ class Resources:
             target, options, make = self._for_reader("head")
             assistant = assistant_of(name, options)
             if assistant is not None:
-                self.drafts["head", name] = Assistant(assistant, target, name=self.target.name, make=make)
+                made: Any = Assistant(assistant, target, name=self.target.name, make=make)
+                made.learned = fingerprint(name)
+                self.drafts["head", name] = made
         return self._draft(HeadModel, name, "head")
 
     def block(self, name: str) -> BlockModel:

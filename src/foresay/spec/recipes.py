@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from foresay.checks import check_flag, check_float, check_int
+from foresay.checks import check_flag, check_float, check_has, check_int
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule, UsesTargetCache
 from foresay.drafters import (
@@ -385,7 +385,7 @@ def read_drafter(text: str) -> Recipe:
 
 def read_rule(rule: str | Rule) -> Rule:
     """Return the acceptance rule that an expression names; a Rule is returned unchanged."""
-    return apply("rule", parse(rule), RULES) if isinstance(rule, str) else rule
+    return apply("rule", parse(rule), RULES) if isinstance(rule, str) else check_has("rule", rule, "verify", "a Rule")
 
 
 def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
@@ -394,4 +394,6 @@ def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
         length = int(length)
     if isinstance(length, int):
         return ConstantLength(check_int("length", length, 0, MAX_DRAFT_TOKENS))
-    return apply("length", parse(length), LENGTHS) if isinstance(length, str) else length
+    if isinstance(length, str):
+        return apply("length", parse(length), LENGTHS)
+    return check_has("length", length, "budget", "a LengthPolicy")

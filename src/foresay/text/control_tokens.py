@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from foresay.errors import PromptError
-from foresay.text.tool_calls.message import BEGIN, END
+from foresay.text.reasoning import REASONING
 
 _PRIVATE = chr(0xF1000)
 """First and last character of a random name."""
-_LOGIC = frozenset({BEGIN, END})
-"""Marks that templates search in messages; they open no turn."""
+_LOGIC = frozenset(mark for one in REASONING if not one.after for mark in (one.begin, one.end))
+"""Marks of reasoning, which templates search in messages; those that open no turn."""
 _WORD = re.compile(r"[\w .-]*")
 """Words of a template's own program: names of variables, and texts that it compares with roles and variables."""
 _NAMES = (

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from foresay.errors import ConfigError
+from foresay.text.reasoning import THINK, Reasoning
 from foresay.text.stream import special_ids
-from foresay.text.tool_calls.message import BEGIN, END, is_closed, is_open
 
 _START = 64
 """Most tokens up to the end of the begin mark: an output of more white space does not reason."""
@@ -26,17 +26,21 @@ _CHARACTER_TOKENS = 3
 class ThinkingBudget:
     """A limit on the reasoning of a request's outputs. Call `after` once per output; the result processes its logits."""
 
-    def __init__(self, budget: int, tokenizer: Any, visible: Collection[int] = ()) -> None:
-        """budget: tokens between the marks, at least 0. visible: special tokens with text, besides the marks.
+    def __init__(
+        self, budget: int, tokenizer: Any, visible: Collection[int] = (), *, reasoning: Reasoning = THINK
+    ) -> None:
+        """budget: tokens between the marks of reasoning, at least 0. visible: special tokens with text, besides the marks.
 
         Raises ConfigError if the tokenizer cannot write the end mark.
         """
-        self.budget, self.tokenizer = budget, tokenizer
-        begin, self.end = ([int(i) for i in tokenizer(one, add_special_tokens=False).input_ids] for one in (BEGIN, END))
-        marks = [one[0] for one in (begin, self.end) if len(one) == 1]
-        self._hidden = special_ids(tokenizer).difference(visible, marks)
-        if END not in self.text(self.end):
-            raise ConfigError(f"this model's tokenizer cannot write {END}, so that its reasoning cannot be limited")
+        self.budget, self.tokenizer, self.reasoning = budget, tokenizer, reasoning
+        both = (reasoning.begin, reasoning.end)
+        begin, self.end = ([int(i) for i in tokenizer(one, add_special_tokens=False).input_ids] for one in both)
+        self._hidden = special_ids(tokenizer).difference(visible, begin, self.end)
+        if reasoning.end not in self.text(self.end):
+            raise ConfigError(
+                f"this model's tokenizer cannot write {reasoning.end}, so that its reasoning cannot be limited"
+            )
 
     def after(self, prompt: list[int]) -> BudgetProcessor:
         """Return the processor for one output. prompt: token ids, which may end inside reasoning or after it."""
@@ -51,15 +55,16 @@ class ThinkingBudget:
         """Return the number of tokens before the reasoning, and True; any number and False without reasoning, or before it."""
         for length in range(min(len(output), _START) + 1):
             text = self.text(output[:length]).lstrip()
-            if text.startswith(BEGIN) or not BEGIN.startswith(text):
-                return length, text.startswith(BEGIN)
+            if text.startswith(self.reasoning.begin) or not self.reasoning.begin.startswith(text):
+                return length, text.startswith(self.reasoning.begin)
         return len(output), False
 
     def end_of(self, output: Sequence[int], start: int) -> int | None:
         """Return the number of tokens up to the end mark of reasoning from index `start`; None inside the reasoning."""
-        if END not in self.text(output[start:]):
+        end = self.reasoning.end
+        if end not in self.text(output[start:]):
             return None
-        return bisect_left(range(len(output)), True, start, key=lambda length: END in self.text(output[start:length]))
+        return bisect_left(range(len(output)), True, start, key=lambda length: end in self.text(output[start:length]))
 
     def forced(self, reasoning: Sequence[int]) -> list[int]:
         """Return the tokens of the end mark that must follow reasoning without it."""
@@ -73,8 +78,9 @@ class BudgetProcessor:
 
     def __init__(self, limit: ThinkingBudget, prompt: list[int]) -> None:
         self._limit, self._prompt_length = limit, len(prompt)
-        self._start = 0 if is_open(limit.tokenizer, prompt) else None
-        self._over: list[int] | None = [] if is_closed(limit.tokenizer, prompt) else None
+        reasoning, tokenizer = limit.reasoning, limit.tokenizer
+        self._start = 0 if reasoning.is_open(tokenizer, prompt) else None
+        self._over: list[int] | None = [] if reasoning.is_closed(tokenizer, prompt) else None
         """The first tokens of an output after which nothing is forced, once it was seen; others may still reason."""
         self.source = f"thinking budget {limit.budget} {limit.end}"
         """See ForcesTokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from foresay import ConfigError, QueueFullError, RequestError, SamplingParams, S
 from foresay.decoding.outcome import FinishReason
 from foresay.engine import Engine
 from foresay.engine.prefixes import MIN_TOKENS, PrefixStore
+from foresay.errors import PromptError
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from helpers import tiny
@@ -342,3 +343,44 @@ def test_sharing_can_be_turned_off() -> None:
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
     with pytest.raises(ConfigError, match="share_prefixes='no' must be"):
         foresay.load(make("llama"), share_prefixes="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"temperature": 1}, 5, "hot", True, [{"temperature": 1}]], ids=repr)
+@pytest.mark.parametrize("call", ["generate", "stream", "submit", "of", "engine"])
+def test_parameters_of_another_type_are_named(model: foresay.Generator, call: str, given: Any) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        "generate": lambda: model.generate("a", given),
+        "stream": lambda: model.stream("a", given),
+        "submit": lambda: model.session().submit([1], given),
+        "of": lambda: SamplingParams.of(given),
+        "engine": lambda: model.engine().submit([1], given),
+    }
+    with pytest.raises(ConfigError, match="must be SamplingParams") as caught:
+        calls[call]()
+    value = given[0] if isinstance(given, list) and call in ("generate", "stream") else given
+    assert (caught.value.param, caught.value.value) == ("params", value)
+
+
+@pytest.mark.parametrize(
+    ("param", "call"),
+    [
+        ("on_chunk", lambda model, value: model.generate("a", on_chunk=value)),
+        ("stop", lambda model, value: model.session().submit([1], stop=value)),
+        ("rule", lambda model, value: model.with_settings(rule=value)),
+        ("policy", lambda model, value: model.with_settings(policy=value)),
+        ("rule", lambda model, value: foresay.change(model, rule=value)),
+        ("length", lambda model, value: foresay.change(model, length=value)),
+        ("generator", lambda model, value: foresay.change(value)),
+    ],
+)
+def test_arguments_of_another_type_are_named(model: foresay.Generator, param: str, call: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="must be") as caught:
+        call(model, 3.5)
+    assert (caught.value.param, caught.value.value) == (param, 3.5)
+
+
+@pytest.mark.parametrize("prompt", [3.5, None, b"a", {"role": "user", "content": "a"}, ["a", 3], [[["a"]]], [["a"]]])
+def test_prompts_of_another_type_are_refused(model: foresay.Generator, prompt: Any) -> None:
+    for call in (model.generate, model.stream):
+        with pytest.raises(PromptError, match="prompt"):
+            call(prompt)

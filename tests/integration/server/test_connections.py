@@ -270,6 +270,7 @@ class TestWhereItListens:
                 assert list(other.iter_lines())[-2] == "data: [DONE]"
         _, said = child.communicate(timeout=60)
         assert child.returncode == -signal.SIGTERM and "Traceback" not in said, said
+        assert "stopping: 3 open requests have 30 s to end; a second Ctrl-C or signal ends them now\n" in said, said
         first = json.loads(said.splitlines()[0])
         assert first["path"] == "/v1/models" and first["status"] == 401
         assert not psutil.wait_procs(below, 60)[1]

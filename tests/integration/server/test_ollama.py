@@ -14,7 +14,7 @@ import pytest
 import foresay
 from foresay.server import hints
 from foresay.server.events import Output
-from helpers import tiny
+from helpers import chains, tiny
 from helpers.serving import Running, choice_of
 from helpers.tool_chats import TALK, TEMPLATE, TIME, WEATHER
 
@@ -291,6 +291,17 @@ def test_capabilities_of_a_model_that_reasons(chain: Running) -> None:
     assert chain.post("/api/show", model="tiny").json()["capabilities"] == [
         *("completion", "tools", "embedding", "thinking")
     ]
+
+
+def test_tools_are_a_capability_if_requests_with_them_are_answered(tmp_path: Path) -> None:
+    """A template that describes tools, and whose calls no format reads; one that the server's user chose reads them."""
+    folder = chains.save(tmp_path, ["x"], TEMPLATE.replace("<tool_call>", "CALL"))
+    generator = foresay.load(str(folder), num_draft_tokens=2)
+    for tool_format, is_answered in (("auto", False), ("hermes", True)):
+        with Running(generator, tool_format=tool_format) as running:
+            names = running.post("/api/show", model="tiny").json()["capabilities"]
+            assert ("tools" in names) == is_answered
+            assert (running.chat(tools=[TIME], max_tokens=2).status_code == 200) == is_answered
 
 
 def test_embeddings(server: Running) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from foresay.server.fields import ANYTHING, Fields
+from foresay.server.requests import ChatRequest, CompletionRequest
 from helpers.serving import Running, assert_refused
 from helpers.tool_chats import TALK, TIME, WEATHER
 
@@ -103,6 +105,11 @@ CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": function(name="g"), "tools": [function()]}, "tool_choice", "no tool is named 'g'"),
     ({"tools": [function()], "tool_choice": "required", "min_tokens": 2}, "min_tokens", "schema"),
     ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "content"),
+    ({"xtc_probability": 0.1, "xtc_threshold": 0.2}, "xtc_probability", "not supported"),
+    ({"dry_multiplier": 0.8}, "dry_multiplier", "not supported"),
+    ({"top_n_sigma": 1}, "top_n_sigma", "not supported"),
+    ({"messages": [*TALK, {"role": "assistant", "content": "a"}], "continue_final_message": True, "add_generation_prompt": True},
+     "add_generation_prompt", "send one of them"),
     ({"prediction": {"type": "content"}}, "prediction.content", "required"),
     ({"prediction": "x"}, "prediction", "object"),
     ({"prediction": {"type": "content", "content": 7}}, "prediction.content", "7"),
@@ -198,3 +205,13 @@ def test_ends_of_the_ranges_are_within(server: Running) -> None:
     ):
         answer: httpx.Response = server.chat(max_tokens=2, **body)
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_values_without_effect_are_answered(kind: type[Fields], server: Running) -> None:
+    """All of them at once, and those of samplers that are off with any value."""
+    body = {name: 0.25 if values[0] is ANYTHING else values[0] for name, values in kind.neutral.items()}
+    route = "chat/completions" if kind is ChatRequest else "completions"
+    answer = server.post(f"/v1/{route}", **{**ORIGINAL[route], **body})
+    assert answer.status_code == 200, answer.text
+    assert {"xtc_probability", "xtc_threshold", "dry_base", "top_n_sigma"} <= body.keys()

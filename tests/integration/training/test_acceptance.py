@@ -256,6 +256,10 @@ class TestFiles:
         for _ in range(3):
             y = y + torch.nn.functional.silu(y @ weight.T + bias)
         torch.testing.assert_close(AcceptanceHead.load(tmp_path)(x), y @ last.T)
+        file = tmp_path / "model.safetensors"
+        save_file(load_file(file) | {"1.norm.weight": torch.ones(6)}, file)
+        with pytest.raises(ModelLoadError, match=r"has 1\.norm\.weight, which it should not have"):
+            AcceptanceHead.load(tmp_path)
 
     def test_wrong_ones_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="acceptance head"):

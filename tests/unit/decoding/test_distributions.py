@@ -10,9 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from foresay.decoding.distributions import Distributions, build_distributions, likeliest
+from foresay.decoding import sums
+from foresay.decoding.distributions import Distributions, build_distributions, entropy, likeliest
 from foresay.decoding.draws import draw, inverse_cdf
 from foresay.decoding.randomness import Purpose, Streams
+from foresay.decoding.residuals import residual
 from foresay.decoding.rows import Rows
 from helpers.making import make_rows
 
@@ -447,3 +449,48 @@ def test_coupled_draws_follow_the_law() -> None:
     assert counts[4] == 0
     # 5 standard deviations
     assert torch.allclose(counts[:4] / 8000, probs[0, :4], atol=5 * (0.25 / 8000) ** 0.5)
+
+
+WIDE = [
+    {"temperature": 1.5, "top_p": 0.999},
+    {"temperature": 1.5, "top_p": 0.999, "min_p": 1e-4},
+    {"temperature": 1.0, "min_p": 1e-4},
+    {"temperature": 1.3, "top_k": 5000, "top_p": 0.99},
+]
+
+
+def bits_in_batches(params: dict[str, Any]) -> bool:
+    """True if the distributions, confidences, entropies and residuals of a row are those that it has alone, in every batch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    try:
+        scores = 3 * torch.randn(6, 1, 151_936, generator=torch.Generator().manual_seed(0))
+        other = torch.randn(6, 151_936, generator=torch.Generator().manual_seed(1)).softmax(-1)
+
+        def of(first: int, last: int) -> list[torch.Tensor]:
+            found = build_distributions(scores[first:last].clone(), make_rows(*[params] * (last - first)))
+            assert found.probs is not None
+            tokens = torch.full((last - first, 1), 7)
+            confidence = Distributions(found.greedy_ids, scores=scores[first:last]).confidence(tokens)
+            return [found.probs, confidence, entropy(found.probs), residual(found.probs, other[first:last])]
+
+        alone = [torch.cat(parts) for parts in zip(*(of(i, i + 1) for i in range(6)), strict=True)]
+        return all(
+            torch.equal(found, one[:count])
+            for count in range(2, 7)
+            for found, one in zip(of(0, count), alone, strict=True)
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("params", WIDE, ids=str)
+def test_bits_depend_on_neither_the_batch_nor_threads(params: dict[str, Any]) -> None:
+    """Several threads divide the sum of a single row of a large vocabulary."""
+    assert bits_in_batches(params)
+
+
+def test_sums_in_one_go_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: PyTorch's own sums."""
+    monkeypatch.setattr(sums, "_BLOCK", 1 << 30)
+    assert not all(bits_in_batches(params) for params in WIDE)

@@ -21,6 +21,8 @@ PARAMS = [
     {"temperature": 0.9, "min_p": 0.05},
     {"temperature": 1.0, "top_k": 3, "top_p": 0.99, "min_p": 0.2},
     {"temperature": 1.5, "top_p": 0.001},
+    {"temperature": 1.0, "top_p": 1e-46},
+    {"temperature": 1.0, "top_p": 1e-300, "top_k": 9},
 ]
 
 

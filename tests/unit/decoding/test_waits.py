@@ -86,13 +86,19 @@ class Drafts(Always):
             return Proposal(ids, list(budget), parents=torch.empty_like(ids))
         if self.kind == "chosen":
             return Proposal(ids, list(budget))
-        return Proposal(ids, list(budget), torch.empty(6, VOCAB, device=META), torch.empty_like(ids))
+        ends = torch.empty(len(rows), dtype=torch.int64, device=META) if self.kind == "ended" else None
+        return Proposal(ids, list(budget), torch.empty(6, VOCAB, device=META), torch.empty_like(ids), ends=ends)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
     ("drafts", "rule"),
-    [(kind, rule) for kind in ("none", "chosen", "sampled", "tree") for rule in RULES if kind != "tree" or RULES[rule]],
+    [
+        (kind, rule)
+        for kind in ("none", "chosen", "sampled", "ended", "tree")
+        for rule in RULES
+        if kind != "tree" or RULES[rule]
+    ],
 )
 def test_a_step_waits_for_the_device_once(
     setting: str, drafts: str, rule: str, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +107,7 @@ def test_a_step_waits_for_the_device_once(
 
     def read(proposal: Proposal, verification: Verification) -> list[Any]:
         reads.append(proposal.defects)
-        return [step_module._RowVerification([1], 2, [0], (1,)) for _ in proposal.num_tokens]
+        return [step_module._RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
 
     monkeypatch.setattr(step_module, "_read", read)
     monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)

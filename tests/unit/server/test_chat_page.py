@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
+from itertools import product
 from pathlib import Path
 
 import foresay
+from foresay.lab.report.table import is_noise
 from foresay.server.chat_page import PAGE_FILES
 
 PACKAGE = Path(foresay.__file__).parent
@@ -69,3 +71,36 @@ def test_what_the_scripts_look_for_is_on_the_page() -> None:
     lists = re.findall(r"^const (?:SWITCHES|FIELDS) = \[(.*)\];$", scripts, re.MULTILINE)
     used |= {name for one in lists for name in re.findall(r'"(\w+)"', one)}
     assert len(lists) == 2 and len(used) > 15 and used <= ids
+
+
+IN_PYTHON = {
+    "Math.": "",
+    "||": "or",
+    "&&": "and",
+    "!== null": "is not None",
+    "speedUp": "speed_up",
+    "perPass": "per_pass",
+}
+"""Spellings of an expression in the page's language, and in ours."""
+
+
+def differing(script: str) -> list[tuple[float, float, float | None]]:
+    """Speed-ups, spreads and tokens per pass for which the page's rule is another than the command line's."""
+    [rule] = re.findall(r"function isNoise\(speedUp, spread, perPass\) \{\s*//[^\n]*\s*return ([^;]*);", script)
+    for theirs, ours in IN_PYTHON.items():
+        rule = rule.replace(theirs, ours)
+    cases = product((0.4, 0.95, 1.0, 1.05, 2.49, 2.5, 2.85), (0.0, 0.1), (None, 0.9, 1.0, 2.5))
+    names = ("speed_up", "spread", "per_pass")
+    return [
+        one
+        for one in cases
+        if eval(rule, {"abs": abs, "max": max}, dict(zip(names, one, strict=True))) != is_noise(*one)  # noqa: S307
+    ]
+
+
+def test_a_speed_up_is_noise_on_the_page_where_it_is_on_the_command_line() -> None:
+    script = OURS["chat.js"]
+    assert differing(script) == [] and is_noise(2.85, 0.0, 2.5) and not is_noise(2.5, 0.0, 2.5)
+    for right, wrong in (("speedUp > Math", "speedUp < Math"), ("<= spread", "< spread"), (" - 1)", ")")):
+        assert differing(script.replace(right, wrong)), "a rule that is another"
+    assert "isNoise(ratio, 0, perPass)" in script, "and it decides about the message"

@@ -10,10 +10,27 @@ import torch
 from tokenizers import AddedToken
 
 from foresay.errors import ConfigError
+from foresay.text.reasoning import REASONING, Reasoning
 from foresay.text.thinking_budget import ThinkingBudget
 from helpers import tiny
+from helpers.tool_formats import marks_in
 
 MARKS = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize("marks", REASONING, ids=lambda one: one.begin.strip())
+def test_the_marks_of_every_family(marks: Reasoning) -> None:
+    """The budget counts the tokens between them and forces the second one, whether the output begins inside or not."""
+    tokenizer = tiny.tokenizer()
+    added = marks_in(marks.begin + marks.end)
+    tokenizer.add_tokens([AddedToken(one, special=True, normalized=False) for one in added])
+    begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in (marks.begin, marks.end))
+    limit, thoughts = ThinkingBudget(3, tokenizer, reasoning=marks), tokenizer("abcd").input_ids
+    for prompt, start in (([5], begin), ([5, *begin], [])):
+        one = limit.after(prompt)
+        assert [one.forced_tokens(start + thoughts[:count]) for count in range(4)] == [[], [], [], end]
+        assert one.forced_tokens(start + thoughts[:3] + end + thoughts) == []
+    assert limit.after([5]).forced_tokens(thoughts) == [], "no reasoning"
 
 
 def tokenizer_of(kind: str) -> Any:

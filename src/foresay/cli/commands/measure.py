@@ -171,9 +171,9 @@ TUNE = command(
     "tune",
     """Find the fastest settings here; write foresay.toml.
 
-    Records outputs, times forward passes, replays every candidate on them, and runs the best candidates live. Other commands
-    read foresay.toml in their folder. How long the run takes is printed first. The outputs of an interrupted run are kept for
-    the next one.""",
+    Records outputs, times forward passes, replays every candidate on them, and runs the best candidates and the model's own
+    default live. Other commands read foresay.toml in their folder. How long the run takes is printed first. The outputs of an
+    interrupted run are kept for the next one.""",
     opt.WHICH,
     batch_sizes("1"),
     option("--latency X", "Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),

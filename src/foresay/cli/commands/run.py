@@ -6,7 +6,7 @@ from foresay.cli import options as opt
 from foresay.cli.command import command, group, option
 from foresay.cli.options import raw
 from foresay.server.settings import ServerSettings
-from foresay.text.tool_calls.formats import FORMATS
+from foresay.text.tool_calls.families import FORMATS
 
 GENERATE = command(
     "generate",

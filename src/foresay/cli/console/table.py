@@ -22,6 +22,7 @@ from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.report.table import NOISE, is_noise
 from foresay.lab.tune import DRAFTERS
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.records.results import Failure, Run
@@ -29,13 +30,13 @@ from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import percent, yes_no
 
 ALONE = "draft alone"
-_FIGURES = ("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted", "drafts used", "identical", "exact")
-_WIDE = ("method", *_FIGURES)
-_SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted", "used", "same", "exact")
+_WIDE = (
+    *("method", "tokens", "seconds", "tokens/s", "drafted", "accepted", "drafts used", "tokens/pass", "speed-up"),
+    "identical",
+)
+_SHORT = ("method", "tokens", "secs", "tok/s", "drafted", "accepted", "used", "tok/pass", "speed", "same")
 _WARM_UP = 4
-_UNSURE = "~"
-"""Mark of a speed-up that is no gain and no loss, as far as these runs show."""
-_REASON = "~ noise: below the {} that plain runs differ by, or above tokens per pass"
+_REASON = NOISE + " noise: below the {} that plain runs differ by, or above tokens per pass"
 
 
 class DraftAlone(MethodRunner):
@@ -88,16 +89,17 @@ def compare(
     rows += [Row(one.drafter, MethodRunner(target, replace(one, rule=rule))) for one in methods]
     for row in rows:
         row.runner.prepare(block)
-    by_runner = {row.runner.name: row for row in rows}
+    by_runner = {row.runner.name: (number, row) for number, row in enumerate(rows, 1)}
 
     def report(runner: Runner, repeat: int | None) -> None:
-        turn = "warm-up" if repeat is None else f"{repeat + 1} of {repeats}"
-        progress(f"Decoding: {by_runner[runner.name].name} ({turn})")
+        number, row = by_runner[runner.name]
+        turn = ", warm-up" if repeat is None else f", run {repeat + 1} of {repeats}" if repeats > 1 else ""
+        progress(f"Decoding: {row.name} (method {number} of {len(rows)}{turn})")
 
     warm = replace(block, params=SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens)))
     turns = [(repeat, row.runner) for repeat in range(repeats) for row in rows[1:]]
     for run, outcome in take_turns(rows[0].runner, turns, block, warm=warm, between=len(rows) - 1, starting=report):
-        row = by_runner[run.cell.method]
+        _, row = by_runner[run.cell.method]
         if isinstance(run, Failure):
             row.failures.append(run.error)
         elif outcome is not None and outcome.live is not None:
@@ -128,7 +130,7 @@ def show(rows: Sequence[Row], generator: Generator) -> None:
     spread = plain_spread(rows)
     cells = [_cells(row, spread) for row in rows]
     table = tables.table(_WIDE, cells, out, short=_SHORT)
-    marked = [] if all(_UNSURE not in row[4] for row in cells) else [_REASON.format(percent(spread))]
+    marked = [] if all(NOISE not in row[-2] for row in cells) else [_REASON.format(percent(spread))]
     for one in (table, *marked, *differences(rows, generator.tokenizer)):
         out.print(one, soft_wrap=not out.is_terminal)
     if not generator.rule.exact:
@@ -139,12 +141,6 @@ def plain_spread(rows: Sequence[Row]) -> float:
     """Return by how much the slowest run of plain decoding took longer than the fastest, as a share."""
     seconds = [run.seconds for run in rows[0].runs]
     return max(seconds) / min(seconds) - 1 if seconds else 0.0
-
-
-def is_noise(row: Row, speed_up: float, spread: float) -> bool:
-    """True for a speed-up within the spread of plain decoding, or above the tokens per pass, which bound it."""
-    bound = row.generations[-1].stats.block_efficiency or 1.0
-    return row.name not in (PLAIN, ALONE) and (abs(speed_up - 1) <= spread or speed_up > bound)
 
 
 def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
@@ -169,6 +165,7 @@ def record(row: Row, spread: float) -> dict[str, Any]:
     if row.failures:
         return {"method": row.name, "failed": row.failures[0]}
     speed_up = statistics.median(run.speed_up or 1.0 for run in row.runs)
+    is_method, per_pass = row.name not in (PLAIN, ALONE), row.generations[-1].stats.block_efficiency
     seconds, policy = statistics.median(run.seconds for run in row.runs), row.runner.generator.policy
     figures = {
         "exact": None if row.name == ALONE else row.runner.exact,
@@ -176,7 +173,7 @@ def record(row: Row, spread: float) -> dict[str, Any]:
         "all_seconds": [run.seconds for run in row.runs],
         "tokens_per_s": row.runs[-1].tokens / seconds,
         "speed_up": speed_up,
-        "noise": is_noise(row, speed_up, spread),
+        "noise": is_method and is_noise(speed_up, spread, per_pass),
         "identical": row.identical,
         "length": getattr(policy, "num_draft_tokens", type(policy).__name__),
     }
@@ -185,7 +182,7 @@ def record(row: Row, spread: float) -> dict[str, Any]:
 
 def _cells(row: Row, spread: float) -> tuple[str, ...]:
     if row.failures:
-        return (row.name, *["-"] * 7, "failed", "-")
+        return (row.name, *["-"] * (len(_WIDE) - 2), "failed")
     figures, stats = record(row, spread), row.generations[-1].stats
     other = {PLAIN: "-", ALONE: "another"}.get(row.name, "sampled")
     return (
@@ -193,10 +190,10 @@ def _cells(row: Row, spread: float) -> tuple[str, ...]:
         str(stats.num_tokens),
         f"{figures['seconds']:.2f}",
         f"{figures['tokens_per_s']:.1f}",
-        f"{_UNSURE if figures['noise'] else ''}{figures['speed_up']:.2f}x",
-        f"{stats.block_efficiency or 0:.2f}",
+        str(stats.num_drafted or "-"),
         percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
+        f"{stats.block_efficiency or 0:.2f}",
+        f"{NOISE * figures['noise']}{figures['speed_up']:.2f}x",
         other if row.identical is None else yes_no(row.identical),
-        yes_no(figures["exact"]),
     )

@@ -19,7 +19,8 @@ Span = tuple[float, float, float]
 """(median, minimum, maximum)."""
 
 NOISE = "~"
-"""Mark of a speed-up that is noise; see TableRow."""
+"""Mark of a speed-up that is noise; see `is_noise`."""
+REASON = f"{NOISE} noise: within the spread of its runs or of plain decoding, or above tokens per pass"
 Group = tuple[str, int, str]
 """(data set, batch size, sampling): methods are compared within a group."""
 
@@ -41,8 +42,7 @@ class TableRow:
     expected: float | None
     """Predicted tokens per second."""
     is_noise: bool = False
-    """True for a speed-up that is no gain and no loss as far as these runs show: within the spread of its own runs or of plain
-    decoding's, or above the tokens per pass."""
+    """True for a speed-up that is noise by the spread of its own runs or of plain decoding's; see `is_noise`."""
 
     @property
     def group(self) -> Group:
@@ -91,12 +91,19 @@ def plain_spread(of: Sequence[TableRow]) -> float | None:
     return (max(span[2] for span in spans) - min(span[1] for span in spans)) / middle
 
 
+def is_noise(speed_up: float, spread: float, per_pass: float | None) -> bool:
+    """Return True for a speed-up that is no gain and no loss as far as runs show. The server's page has the same rule.
+
+    spread: the relative difference of equal runs. per_pass: tokens per pass, which bound a speed-up; None if they are not known.
+    """
+    return abs(speed_up - 1) <= spread or (per_pass is not None and speed_up > max(1, per_pass))
+
+
 def _is_noise(row: TableRow, spread: float) -> bool:
     if row.speed_up is None or row.stats is None or row.cell.method == PLAIN:
         return False
     middle, low, high = row.speed_up
-    per_pass = row.stats.block_efficiency if row.stats.num_passes else None
-    return abs(middle - 1) <= max(high - low, spread) or (per_pass is not None and middle > max(1.0, per_pass))
+    return is_noise(middle, max(high - low, spread), row.stats.block_efficiency)
 
 
 def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> TableRow:

@@ -59,6 +59,8 @@ class StoredDraft:
     module: DraftModule
     token_ids: torch.Tensor | None
     """[K] int64, ascending; None for the whole vocabulary of the target."""
+    learned: bytes = b""
+    """Digest of its files; see Learned."""
 
     def stored_in(self, dtype: torch.dtype) -> StoredDraft:
         """Return a copy to be written, whose weights have another dtype."""
@@ -103,6 +105,7 @@ class DraftModel(SlotCacheRows):
     ) -> None:
         """name: of the target, for errors. make: builds the products. Raises ConfigError if the draft does not fit the target."""
         config, module, token_ids = draft.config, draft.module, draft.token_ids
+        self.learned = draft.learned
         width = int(target.model.config.get_text_config(decoder=True).hidden_size)
         self.target, self.hidden_layers = target, config.check_target(target.vocab_size, width, target.num_layers, name)
         """Layers of the target whose hidden states it reads."""

@@ -22,13 +22,19 @@ from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.fields import (
     BLOCKS,
     FULL,
+    LAYER,
     LAYER_PARTS,
+    READ_ELSEWHERE,
     SLIDING,
+    WINDOWS,
+    Fields,
     check_layer,
     fields_of,
     layers_of,
+    merged,
     object_of,
     refuse_parts,
+    report_unread,
     verifier_of,
     windows_of,
 )
@@ -49,16 +55,11 @@ _TRAINING = ("num_anchors", "max_anchors", "loss_decay_gamma", "num_target_layer
 _OTHER_NAMES = {"swa_window_size": "sliding_window", "dflash_query_causal": "is_causal"}
 """Fields that some files have in place of others."""
 _ALPHAS = ("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "selector_loss_weight")
-_KNOWN = {
-    *BlockFields.model_fields,
-    *_PARTS,
-    *_TRAINING,
-    *_ALPHAS,
-    "target_layer_ids",
-    "draft_vocab_size",
-    *_OTHER_NAMES,
-}
-"""Fields of a `dflash_config`: those above, and those of training."""
+_HIDDEN_LAYERS = "aux_hidden_state_layer_ids"
+_READ = (*LAYER, *WINDOWS, *Fields.model_fields, *BlockFields.model_fields, _HIDDEN_LAYERS)
+"""Fields that any section of a file may have."""
+_KNOWN = {*_READ, *READ_ELSEWHERE, *_PARTS, *_TRAINING, *_ALPHAS, "target_layer_ids", *_OTHER_NAMES}
+"""These, those above, and those of training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,17 +235,16 @@ class BlockConfig(DraftConfig):
     def _of_plain(cls, values: Mapping[str, Any]) -> BlockConfig:
         own = object_of(values, "dflash_config")
         values = _with_usual_names(values, own)
-        if unknown := sorted(set(own) - _KNOWN):
-            logger.warning("fields of a draft's dflash_config that are not known are ignored: %s", ", ".join(unknown))
-        layers = layers_of({**values, **own}, "target_layer_ids", _SOURCE, least=-1) or ()
-        every = {**values, **own}
+        report_unread((values, own), _KNOWN, _SOURCE)
+        every = {**values, **own, **merged({"config.json": values, "dflash_config": own}, {**values, **own})}
+        layers = layers_of(every, "target_layer_ids", _SOURCE, least=-1) or ()
         # LiquidAI's files have DSpark's Markov head and a dflash_config
         dspark = (
             "dflash_config" not in values or every.get("projector_type") == "dspark" or bool(every.get("markov_rank"))
         )
         keeps = "dflash_config" in values and every.get("input_embedding_scale") is None
         hidden = [i + 1 for i in layers]
-        return cls._build(values, every, hidden, from_anchor=dspark, keeps_embedding_factor=keeps)
+        return cls._build(every, every, hidden, from_anchor=dspark, keeps_embedding_factor=keeps)
 
     @classmethod
     def _of_speculators(cls, values: Mapping[str, Any]) -> BlockConfig:
@@ -254,10 +254,13 @@ class BlockConfig(DraftConfig):
             raise ConfigError(
                 f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
             )
-        layer = object_of(values, "transformer_layer_config")
-        own = {name: layer.get(name) for name in ("vocab_size", "num_hidden_layers")}
-        layers = layers_of(values, "aux_hidden_state_layer_ids", _SOURCE) or ()
-        return cls._build(layer, {**own, **values}, layers, from_anchor=kind == "dspark", **verifier_of(values))
+        names = ("transformer_layer_config", "dflash_config")
+        sections = {"config.json": values, **{name: object_of(values, name) for name in names}}
+        report_unread(sections.values(), _KNOWN, _SOURCE)
+        every, layer = merged(sections, _READ), sections[names[0]]
+        layers = layers_of(every, _HIDDEN_LAYERS, _SOURCE) or ()
+        every = {**values, **every}
+        return cls._build({**layer, **every}, every, layers, from_anchor=kind == "dspark", **verifier_of(values))
 
     @classmethod
     def _build(

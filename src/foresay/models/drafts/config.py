@@ -15,14 +15,20 @@ from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError
 from foresay.models.drafts.fields import (
     BLOCKS,
+    LAYER,
     LAYER_PARTS,
+    READ_ELSEWHERE,
     REQUIRED,
     SLIDING,
+    WINDOWS,
+    Fields,
     check_layer,
     fields_of,
     layers_of,
+    merged,
     object_of,
     refuse_parts,
+    report_unread,
     verifier_of,
     windows_of,
 )
@@ -31,8 +37,20 @@ _DRAFT_TOKENS = 5
 """Draft length that an exported configuration recommends to other engines."""
 _OFF = (False, None)
 _HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-_HEAD_PARTS = {**LAYER_PARTS, "parallel_drafting": (*_OFF, 0), "target_layer_ids": (None,)}
+_HEAD_PARTS: Mapping[str, tuple[Any, ...]] = {
+    **LAYER_PARTS,
+    "parallel_drafting": (*_OFF, 0),
+    "parallel_draft_step": (None, 0, 1),
+    "target_layer_ids": (None,),
+    **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn"), _OFF),
+    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True, None)),
+}
 """Fields of variants that are not supported, and the values that select none of them."""
+_HIDDEN_LAYERS, _USES_LAYERS, _NORM_OUTPUT = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_output"
+_OTHER_NAMES = {"return_hidden_post_norm": _NORM_OUTPUT}
+"""Fields that TensorRT-LLM's files have in place of others."""
+_READ = (*LAYER, *Fields.model_fields, *WINDOWS, _HIDDEN_LAYERS, _USES_LAYERS, "num_hidden_layers")
+"""Fields that any section of a file may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,14 +212,9 @@ class HeadConfig(DraftConfig):
 
     @classmethod
     def _of_plain(cls, values: Mapping[str, Any]) -> HeadConfig:
-        eagle = object_of(values, "eagle_config")
-        refuse_parts(eagle, _HEAD_PARTS, "heads")
-        if not eagle.get("use_aux_hidden_state", True):
-            raise ConfigError(
-                "use_aux_hidden_state=false: heads that read only the last hidden state are not supported; it must be true"
-            )
-        norms = {name: eagle[name] for name in _HEAD_NORMS if name in eagle}
-        return cls._build(values, {**values, **norms}, eagle, before_residual=False)
+        return cls._build(
+            {"config.json": values, "eagle_config": object_of(values, "eagle_config")}, before_residual=False
+        )
 
     @classmethod
     def _of_speculators(cls, values: Mapping[str, Any]) -> HeadConfig:
@@ -211,46 +224,53 @@ class HeadConfig(DraftConfig):
             raise ConfigError(
                 f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
             )
-        layer = object_of(values, "transformer_layer_config")
-        fields = {"vocab_size": layer.get("vocab_size"), **values}
-        return cls._build(layer, fields, values, before_residual=True, **verifier_of(values))
+        names = ("transformer_layer_config", "eagle_config")
+        sections = {"config.json": values, **{name: object_of(values, name) for name in names}}
+        return cls._build(sections, before_residual=True, **verifier_of(values))
 
     @classmethod
-    def _build(
-        cls,
-        layer: Mapping[str, Any],
-        values: Mapping[str, Any],
-        lists_layers: Mapping[str, Any],
-        *,
-        before_residual: bool,
-        **named: Any,
-    ) -> HeadConfig:
-        """Build a configuration. before_residual: `norm_before_residual` of a file that does not set it."""
+    def _build(cls, sections: Mapping[str, Mapping[str, Any]], *, before_residual: bool, **named: Any) -> HeadConfig:
+        """Build a configuration of a file's sections, any of which may have a field.
+
+        before_residual: `norm_before_residual` of a file that does not set it.
+        """
         source = "the head's config.json"
-        shape = check_layer(layer, source)
-        fields = fields_of(values, source)
-        for section in (layer, values):
+        sections = {name: _with_usual_names(one) for name, one in sections.items()}
+        for section in sections.values():
             refuse_parts(section, _HEAD_PARTS, "heads")
-        kind = layer.get("model_type", "llama")
+        report_unread(sections.values(), (*_READ, *READ_ELSEWHERE, *_HEAD_PARTS), source)
+        every, layer = merged(sections, _READ), sections.get("transformer_layer_config", sections["config.json"])
+        if not every.get(_USES_LAYERS, True):
+            raise ConfigError(
+                "use_aux_hidden_state=false: heads that read only the last hidden state are not supported; it must be true"
+            )
+        shape, fields = check_layer(every, source), fields_of(every, source)
+        kind, count = layer.get("model_type", "llama"), every.get("num_hidden_layers", 1)
         if kind != "llama":
             raise ConfigError("is not supported for a head's layer; it must be 'llama'", param="model_type", value=kind)
-        if layer.get("num_hidden_layers", 1) != 1 and not lists_layers and "draft_vocab_size" not in values:
+        is_head = len(sections) > 2 or sections["eagle_config"] or {"draft_vocab_size", _HIDDEN_LAYERS} & every.keys()
+        if count != 1 and not is_head:
             raise ConfigError("the config.json is that of a whole model, not of a draft head")
-        if layer.get("num_hidden_layers", 1) != 1:
-            raise ConfigError(
-                f"num_hidden_layers={layer['num_hidden_layers']}: only heads with one layer are supported"
-            )
+        if count != 1:
+            raise ConfigError(f"num_hidden_layers={count}: only heads with one layer are supported")
         before = fields.norm_before_residual
         return cls(
             layer=shape,
             vocab_size=fields.vocab_size,
             draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
-            target_hidden_size=fields.target_hidden_size or layer["hidden_size"],
-            hidden_layers=layers_of(lists_layers, "eagle_aux_hidden_state_layer_ids", source),
+            target_hidden_size=fields.target_hidden_size or every["hidden_size"],
+            hidden_layers=layers_of(every, _HIDDEN_LAYERS, source),
             norm_before_residual=before_residual if before is None else before,
             norm_before_fc=bool(fields.norm_before_fc),
             fc_norm=bool(fields.fc_norm),
             norm_output=bool(fields.norm_output),
-            window=windows_of(layer, 1, source)[0],
+            window=windows_of(every, 1, source)[0],
             **named,
         )
+
+
+def _with_usual_names(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a section with the usual names of fields that it has by others."""
+    usual = {_OTHER_NAMES[name]: one for name, one in section.items() if name in _OTHER_NAMES}
+    own = {name: one for name, one in section.items() if name not in _OTHER_NAMES}
+    return {**own, **merged({"a field": own, "its other name": usual}, usual)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,6 +12,30 @@ from pydantic import BaseModel, ConfigDict, Field
 from foresay.errors import ConfigError
 from foresay.json_files import Schema, short
 
+logger = logging.getLogger("foresay")
+
+_WITHOUT_EFFECT = (
+    *("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path"),
+    *(
+        "model_type",
+        "speculators_version",
+        "speculators_model_type",
+        "speculators_config",
+        "rope_theta",
+        "rope_scaling",
+    ),
+    *("eagle_config", "dflash_config", "transformer_layer_config", "quantization_config", "attn_implementation"),
+    *(
+        "has_lm_head",
+        "has_no_defaults_at_init",
+        "embed_requires_grad",
+        "loss_decay_gamma",
+        "max_anchors",
+        "num_anchors",
+    ),
+    *("attention_dropout", "use_cache", "max_window_layers", "_attn_implementation_autoset", "draft_length"),
+)
+"""Fields that are read elsewhere, or describe training and files."""
 LAYER = (
     "hidden_size",
     "num_attention_heads",
@@ -25,6 +51,8 @@ LAYER = (
     "attention_bias",
 )
 """Fields of a LlamaConfig that describe a draft's layers."""
+READ_ELSEWHERE = ("tie_word_embeddings", "rope_is_neox_style", "is_neox_style", "confidence_head_with_markov")
+"""Fields that files.py reads next to the tensors."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_PARTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias"), (False, None)),
@@ -116,6 +144,8 @@ class _Verifier(BaseModel):
     architectures: list[str] | None = None
 
 
+WINDOWS = tuple(_Windows.model_fields)
+"""Fields of the positions that layers attend to."""
 _LAYER_SCHEMA: Schema[_Layer] = Schema(_Layer, "the layers of a draft")
 _FIELDS: Schema[Fields] = Schema(Fields, "a draft's configuration")
 _WINDOWS: Schema[_Windows] = Schema(_Windows, "the windows of a draft's layers")
@@ -133,7 +163,17 @@ def check_layer(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
     if missing:
         raise ConfigError(f"{source} has no {missing[0]}")
     _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, source)
+    _check_positions(layer)
     return {name: layer[name] for name in LAYER if layer.get(name) is not None}
+
+
+def _check_positions(layer: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the parameters of rotary positions are stated twice and differ."""
+    parts = {name: layer.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for part in parts.values():
+        merged({"rope_type": part, "type": {"rope_type": part.get("type")}}, ["rope_type"])
+    names = {name for part in parts.values() for name in part} - {"type"}
+    merged({**parts, "the layer": {"rope_theta": layer.get("rope_theta")}}, sorted(names))
 
 
 def fields_of(values: Mapping[str, Any], source: str) -> Fields:
@@ -183,6 +223,32 @@ def verifier_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the target that a file of vLLM's speculators layout names, as arguments of a configuration."""
     found = _VERIFIER.of(object_of(object_of(values, "speculators_config"), "verifier"), "verifier")
     return {"target": found.name_or_path or "", "target_architectures": tuple(found.architectures or ())}
+
+
+def merged(sections: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> dict[str, Any]:
+    """Return the fields with some names, whichever section of a file has them. Raises ConfigError for two values of one field.
+
+    sections: by their names, for errors.
+    """
+    out = dict[str, Any]()
+    for name in names:
+        found = {place: one[name] for place, one in sections.items() if one.get(name) is not None}
+        (first, value), *others = found.items() or [("", None)]
+        for place, other in others:
+            if other != value:
+                raise ConfigError(f"{name}={short(other)} in {place} contradicts {name}={short(value)} in {first}")
+        if found:
+            out[name] = value
+    return out
+
+
+def report_unread(sections: Iterable[Mapping[str, Any]], known: Collection[str], source: str) -> None:
+    """Log the fields of a draft's sections that are neither read nor without an effect. source: the draft, for the log."""
+    from transformers import LlamaConfig
+
+    declared = {*known, *_WITHOUT_EFFECT, *inspect.signature(LlamaConfig).parameters}
+    if unknown := sorted({name for one in sections for name in one if name not in declared}):
+        logger.warning("fields of %s that are not known are ignored: %s", source, ", ".join(unknown))
 
 
 def refuse_parts(values: Mapping[str, Any], parts: Mapping[str, tuple[Any, ...]], noun: str) -> None:

@@ -62,14 +62,19 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
     found, width = stored.get("fc.weight"), config.target_width
     if found is None or len(found.shape) != 2 or not found.shape[1] or found.shape[1] % width:
         raise ModelLoadError(f"{source} has no fc.weight [out, in] whose `in` is a multiple of {width}")
+    is_tied = _ties(values) and "lm_head.weight" not in stored and "embed_tokens.weight" in stored
+    if is_tied and config.draft_vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"{source} ties its output layer to embeddings of {config.vocab_size} tokens, but drafts fewer"
+        )
     with torch.device("meta"):
         module = new_module(config, found.shape[1] // width)
-        if "lm_head.weight" in stored:
+        if "lm_head.weight" in stored or is_tied:
             module.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if "embed_tokens.weight" in stored:
             module.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
     wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    names = {_name_in_file(module, name): name for name in wanted}
+    names = {_name_in_file(module, name): name for name in wanted if name != "lm_head.weight" or not is_tied}
     check_shapes(stored, {name: wanted[own] for name, own in names.items()}, source, "its config.json gives")
     if width != config.hidden_size and None in (module.lm_head, module.embed_tokens):
         raise ModelLoadError(
@@ -79,6 +84,8 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
     weights = {names[name]: tensor for name, tensor in read(stored).items()}
     if interleaves(values):
         weights = {name: _halves(name, tensor, config) for name, tensor in weights.items()}
+    if is_tied:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
     module.load_state_dict(weights, assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return StoredDraft(config, module, ids)
@@ -100,6 +107,12 @@ def interleaves(values: Mapping[str, Any]) -> bool:
     names = ("rope_is_neox_style", "is_neox_style")
     found = [one[name] for one in (values, layer) for name in names if one.get(name) is not None]
     return any(not check_flag("rope_is_neox_style", one) for one in found)
+
+
+def _ties(values: Mapping[str, Any]) -> bool:
+    """Return True if the output layer is the draft's own embedding, by a config.json; the file decides before its layers."""
+    found = [one.get("tie_word_embeddings") for one in (values, object_of(values, "transformer_layer_config"))]
+    return check_flag("tie_word_embeddings", next((one for one in found if one is not None), False))
 
 
 def _halves(name: str, weight: torch.Tensor, config: DraftConfig) -> torch.Tensor:

@@ -20,13 +20,14 @@ import torch
 import torch.nn.functional as F
 
 from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
-from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, learned_by
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.base import LAST, NEXT, OnLastStates, draft_on_pages
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel, TransformersCache
 from foresay.models.huggingface.family_layers import NotFusedError, layer_kinds, norm_of, read_layer
+from foresay.models.huggingface.left_out import unread
 from foresay.models.huggingface.linears import MakeProduct
 from foresay.models.huggingface.operations import RotaryTable
 from foresay.models.huggingface.paged_chains import PagedChains
@@ -64,7 +65,7 @@ class MtpHead(OnLastStates, PagedChains):
         model = target.model
         layers = _load(model, name) if layers is None else layers
         self.target, self.vocab_size, self.max_length = target, target.vocab_size, target.max_length
-        self.device, self.dtype = target.device, model.dtype
+        self.device, self.dtype, self.learned = target.device, model.dtype, learned_by(target)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers: tuple[int, ...] = (target.num_layers,)
         self.num_mtp_layers, self.subset = len(layers.layers), None
@@ -188,7 +189,7 @@ def _load(model: Any, name: str) -> Any:
             with _found(
                 model, range(int(config.num_hidden_layers), int(config.num_hidden_layers + config.num_mtp_layers))
             ):
-                return MtpModel.from_pretrained(model, device_map={"": model.device})
+                layers = _reported(MtpModel).from_pretrained(model, device_map={"": model.device})
         except Exception as error:  # files without these weights, or a family that transformers does not know
             reason = " ".join(str(error).split())[:300]
             if "mismatched" in reason:
@@ -196,6 +197,26 @@ def _load(model: Any, name: str) -> Any:
             raise UnsupportedModelError(
                 f"the multi-token-prediction layers of {name!r} cannot be loaded: {reason}"
             ) from error
+    if layers.unread:
+        raise UnsupportedModelError(
+            f"the multi-token-prediction layers of {name!r} have tensors that none of them reads "
+            f"({', '.join(layers.unread[:3])}): they are quantized, or of another layout"
+        )
+    return layers
+
+
+def _reported(kind: Any) -> Any:
+    """Return transformers' class with a list of the tensors that it leaves unread, which it drops."""
+
+    class Reported(kind):  # type: ignore[misc]
+        unread: list[str] = []  # noqa: RUF012 - of an instance, which transformers makes
+
+        def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+            super()._adjust_missing_and_unexpected_keys(loading_info)
+            self.unread = unread(loading_info.unexpected_keys, self.config, is_part=False)
+
+    Reported.__name__, Reported.__module__ = kind.__name__, kind.__module__  # they choose the mapping of names
+    return Reported
 
 
 @contextmanager

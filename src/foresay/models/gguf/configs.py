@@ -49,6 +49,18 @@ def config_of(header: GgufHeader) -> Any:
     """
     from transformers import AutoConfig
 
+    fields = fields_of(header)
+    config = AutoConfig.for_model(architecture_of(header).model_type, **fields)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # a missing id defaults to that of some model of the family, which may exceed this vocabulary
+        if isinstance(found := getattr(config, name, None), int) and found >= config.vocab_size:
+            setattr(config, name, None)
+    set_end_tokens(config, header)
+    return config
+
+
+def fields_of(header: GgufHeader) -> dict[str, Any]:
+    """Return the fields of `config_of`, which raises as this."""
     check_values(header)
     one, values = architecture_of(header), header.values
     for name in [name for name in (*_REQUIRED, *one.required) if name not in one.lacking]:
@@ -71,13 +83,7 @@ def config_of(header: GgufHeader) -> Any:
         fields["rope_parameters"] = rope_parameters(header, fields.pop("rope_theta"))
     if (derive := _DERIVED.get(header.architecture)) is not None:
         fields |= derive(header, fields)
-    config = AutoConfig.for_model(one.model_type, **fields)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # a missing id defaults to that of some model of the family, which may exceed this vocabulary
-        if isinstance(found := getattr(config, name, None), int) and found >= config.vocab_size:
-            setattr(config, name, None)
-    set_end_tokens(config, header)
-    return config
+    return fields
 
 
 def set_end_tokens(config: Any, header: GgufHeader) -> None:

@@ -19,7 +19,7 @@ _PROPORTIONAL = "gemma4_text"
 """Family whose divisors leave some frequencies as they are and make the others zero."""
 YARN = "yarn"
 """llama.cpp's name of YaRN."""
-_FACTORS = "rope_freqs.weight"
+DIVISORS = "rope_freqs.weight"
 """Tensor [D / 2] of divisors, one for each frequency (Llama 3.1 and later)."""
 _ENDLESS = 1e20
 """Divisors from this on make a frequency zero: no position turns it by a visible angle."""
@@ -40,7 +40,7 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
         unread.append(f"{header.architecture}.rope.scaling.type")
     if ours:
         one = architecture_of(header)
-        read = [_FACTORS] if one.scaled_by_tensor or one.model_type == _PROPORTIONAL else []
+        read = [DIVISORS] if one.scaled_by_tensor or one.model_type == _PROPORTIONAL else []
         is_linear = kind in ("linear", "none", "") and one.scaled_linearly is not None
         if is_linear or (kind == YARN and one.yarn is not None):
             read.append(f"{header.architecture}.rope.scaling.type")
@@ -58,13 +58,17 @@ def scale_positions(model: Any, header: GgufHeader) -> None:
     kind, factor = _scaling(header)
     if factor != 1.0 and kind != YARN:
         _divide(model, architecture_of(header).scaled_linearly or "", torch.tensor(factor))
-    if architecture_of(header).model_type == _PROPORTIONAL or (factors := _divisors(header)) is None:
-        return
-    low, high = _RANGE
-    for one in factors.tolist():
+    if architecture_of(header).model_type != _PROPORTIONAL and (factors := scaling_divisors(header)) is not None:
+        _divide(model, "", factors)
+
+
+def scaling_divisors(header: GgufHeader) -> torch.Tensor | None:
+    """Return the divisors of scaled frequencies, [D / 2] float32; None without them. Raises ModelLoadError for invalid ones."""
+    factors, (low, high) = _divisors(header), _RANGE
+    for one in () if factors is None else factors.tolist():
         if not low <= one <= high:
-            raise invalid_tensor(header, _FACTORS, f"contains {one}; its numbers must be from {low:g} to {high:g}")
-    _divide(model, "", factors)
+            raise invalid_tensor(header, DIVISORS, f"contains {one}; its numbers must be from {low:g} to {high:g}")
+    return factors
 
 
 def rotated_share(header: GgufHeader) -> float:
@@ -77,17 +81,17 @@ def rotated_share(header: GgufHeader) -> float:
         return 1.0
     used = int((factors == 1.0).sum())
     if not bool((factors[:used] == 1.0).all() and (factors[used:] >= _ENDLESS).all()):
-        raise invalid_tensor(header, _FACTORS, f"must contain ones, followed by numbers of at least {_ENDLESS:g}")
+        raise invalid_tensor(header, DIVISORS, f"must contain ones, followed by numbers of at least {_ENDLESS:g}")
     return used / len(factors)
 
 
 def _divisors(header: GgufHeader) -> torch.Tensor | None:
     """Return the divisors of rotary frequencies, [D / 2] float32; None without them."""
-    stored = header.tensors.get(_FACTORS)
+    stored = header.tensors.get(DIVISORS)
     if stored is None:
         return None
     if stored.kind != "F32":
-        raise invalid_tensor(header, _FACTORS, f"is of type {stored.kind}; it must be F32")
+        raise invalid_tensor(header, DIVISORS, f"is of type {stored.kind}; it must be F32")
     return torch.frombuffer(bytearray(stored.data.tobytes()), dtype=torch.float32)
 
 

@@ -14,7 +14,8 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf.architectures import ARCHITECTURES
 from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, StoredList, read_header, shortened
 
-DRAFTS = {"dflash": "block", "eagle3": "head"}
+ASSISTANT = "gemma4-assistant"
+DRAFTS = {"dflash": "block", "eagle3": "head", ASSISTANT: "head"}
 """Architectures of drafts on hidden states, and the drafters that read them."""
 _MAX_LAYERS, _MAX_WIDTH, _MAX_LENGTH = 1024, 1 << 20, (1 << 31) - 1
 _MAX_HEADS = 1 << 16
@@ -177,7 +178,7 @@ def _check_heads(header: GgufHeader) -> None:
     layers, more = (
         header.values.get(f"{header.architecture}.{name}", 0) for name in ("block_count", "nextn_predict_layers")
     )
-    if more and int(more) >= int(layers):
+    if more and int(more) >= int(layers) and header.architecture != ASSISTANT:
         raise invalid_value(header, f"{header.architecture}.nextn_predict_layers", f"less than the {layers} layers")
     heads, key_heads = (f"{header.architecture}.attention.head_count{suffix}" for suffix in ("", "_kv"))
     listed = header.lists.get(key_heads) if header.architecture in ARCHITECTURES else None

@@ -93,18 +93,24 @@ _LARGEST_FILE = 16 << 20
 """Maximum size of a config.json; the largest known ones have some hundred thousand bytes."""
 
 
-def check_config(folder: str, common: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for sizes and factors outside the range of known models.
+def check_config(folder: str, common: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of a config.json. Raises ModelLoadError for sizes and factors outside the range of known models.
 
     folder: a folder or hub id. common: transformers' arguments for finding files. Raises transformers' errors for a missing file
     and for invalid JSON.
     """
     from transformers import PreTrainedConfig
+    from transformers.utils import is_peft_available
 
     path = Path(folder) / "config.json"
     if path.is_file() and path.stat().st_size > _LARGEST_FILE:
         raise ModelLoadError(f"{str(path)!r} has {path.stat().st_size} bytes; allowed are {_LARGEST_FILE}")
-    values, _ = PreTrainedConfig.get_config_dict(folder, **common)
+    if (Path(folder) / "adapter_config.json").is_file() and not is_peft_available():
+        raise ModelLoadError(
+            f"{folder!r} has an adapter (adapter_config.json), which would not be applied; merge it into the weights, remove the "
+            "file if it is merged, or install peft"
+        )
+    values: Mapping[str, Any] = PreTrainedConfig.get_config_dict(folder, **common)[0]
     _refuse_draft(folder, values)
     wrong = find_invalid(values)
     if wrong is not None:
@@ -112,6 +118,7 @@ def check_config(folder: str, common: Mapping[str, Any]) -> None:
         raise ModelLoadError(
             f"{folder!r} cannot be read: {shortened(wrong.name)[1:-1]} in its config.json is {shown}; allowed is {wrong.allowed}"
         )
+    return values
 
 
 def check_size(folder: str, kind: Any, config: Any, *, trust_remote_code: bool) -> None:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from foresay.errors import ConfigError, ModelNotFoundError
+from foresay.files import fingerprint
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.files import read_config, read_draft
-from foresay.models.sources.assistants import is_assistant, load_assistant
+from foresay.models.sources.assistants import is_assistant, load_assistant, load_gguf_assistant
 from foresay.models.sources.gguf_drafts import read_gguf_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, packaged_head
@@ -34,13 +36,14 @@ def load_draft(
     text = os.fspath(name)
     if kind != "block":
         if (shipped := packaged_head(text)) is not None:
-            return read_draft(shipped)
+            return replace(read_draft(shipped), learned=fingerprint(shipped))
         if text in ALIASES:
             raise ModelNotFoundError(f"the draft head for {text!r} is not installed; {ALIASES[text].head_hint}")
-    if text.endswith(".gguf"):
-        draft = read_gguf_draft(_file(text, _NOUNS[kind or "head"]))
-    else:
-        draft = read_draft(_folder(text, _NOUNS[kind or "head"], options))
+    noun = _NOUNS[kind or "head"]
+    path, read = (
+        (_file(text, noun), read_gguf_draft) if text.endswith(".gguf") else (_folder(text, noun, options), read_draft)
+    )
+    draft = replace(read(path), learned=fingerprint(path))
     found: Kind = "block" if isinstance(draft.config, BlockConfig) else "head"
     if kind not in (None, found):
         raise ConfigError(f"{text!r} is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})")
@@ -59,9 +62,11 @@ def check_draft_exists(name: str, kind: Kind) -> None:
 
 
 def assistant_of(name: str, options: LoadOptions) -> Any | None:
-    """Return the AssistantModule by folder or hub id; None for another draft. Raises as `load_draft` does."""
-    if name in ALIASES or name.endswith(".gguf") or packaged_head(name) is not None:
+    """Return the AssistantModule by folder, GGUF file or hub id; None for another draft. Raises as `load_draft` does."""
+    if name in ALIASES or packaged_head(name) is not None:
         return None
+    if name.endswith(".gguf"):
+        return load_gguf_assistant(_file(name, _NOUNS["head"]))
     folder = _folder(name, _NOUNS["head"], options)
     values = read_config(folder)
     return load_assistant(folder, values) if is_assistant(values) else None

@@ -16,8 +16,10 @@ import torch
 
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.files import OFFSETS, assembled, halved
+from foresay.models.drafts.layers import rotary_embedding
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.header import StoredTensor as GgufTensor
+from foresay.models.gguf.positions import DIVISORS, scaling_divisors
 from foresay.models.gguf.types import read_weight
 from foresay.models.gguf.values import DRAFTS, checked_header, invalid_tensor, invalid_value
 
@@ -47,6 +49,9 @@ _VALUES = {
 """A file's value -> the field of a config.json."""
 _OTHERS = ("vocab_size", "attention.value_length", "rope.dimension_count", "markov_rank", "has_confidence_head")
 """Values that the tensors' shapes determine; a contradiction is found there."""
+_LLAMA3: Mapping[str, Any] = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_OF_SCALING, _ORIGINAL = "rope.scaling.original_context_length", 8192
+"""Parameters of scaled positions that all models of Llama 3 share, and the length before scaling of files that state none."""
 _LISTS = ("target_layers", "extract_layers", "attention.sliding_window_pattern")
 _NEUTRAL: dict[str, tuple[object, ...]] = {"rope.scaling.type": ("none",), "decoder_arch": ("qwen3",)}
 """Values with which a draft is the same as without them."""
@@ -80,8 +85,8 @@ _TENSORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of a file, not read yet; see tensor_files.StoredTensor."""
+class DraftTensor:
+    """A tensor of a GGUF file, not read yet; see tensor_files.StoredTensor."""
 
     header: GgufHeader
     name: str
@@ -89,14 +94,17 @@ class _Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """See StoredTensor."""
         return self.stored.shape
 
     @property
     def dtype(self) -> str:
+        """See StoredTensor."""
         return self.stored.kind
 
     @property
     def floats(self) -> bool:
+        """See StoredTensor."""
         return not self.stored.kind.startswith("I")
 
     def read(self) -> torch.Tensor:
@@ -124,21 +132,26 @@ class _Zeros:
         return torch.zeros(self.shape)
 
 
+def read_tensors(wanted: Mapping[str, DraftTensor]) -> dict[str, torch.Tensor]:
+    """Return the numbers of tensors."""
+    return {name: one.read() for name, one in wanted.items()}
+
+
 def read_gguf_draft(path: Path) -> StoredDraft:
     """Read a draft from a GGUF file. Raises as `read_draft` does, and ModelLoadError for a damaged file."""
     header = checked_header(path)
     if header.architecture not in DRAFTS:
         raise invalid_value(header, "general.architecture", f"one of {', '.join(DRAFTS)} for a draft")
     _refuse_unread(header)
-    tensors: dict[str, _Tensor | _Zeros] = {
-        _name(name): _Tensor(header, name, one) for name, one in header.tensors.items()
+    tensors: dict[str, DraftTensor | _Zeros] = {
+        _name(name): DraftTensor(header, name, one) for name, one in header.tensors.items() if name != DIVISORS
     }
     if "confidence_head.proj.weight" in tensors:
         tensors.setdefault("confidence_head.proj.bias", _Zeros((1,)))
     values = _config(header, {name: one.shape for name, one in tensors.items()})
     source = f"the draft in {str(path)!r}"
 
-    def read(wanted: Mapping[str, _Tensor | _Zeros]) -> dict[str, torch.Tensor]:
+    def read(wanted: Mapping[str, DraftTensor | _Zeros]) -> dict[str, torch.Tensor]:
         return {name: _in_our_order(header, name, one.read()) for name, one in wanted.items()}
 
     return assembled(values, tensors, read, source)
@@ -173,6 +186,7 @@ def _config(header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         out["use_sliding_window"] = True
     else:
         out.pop("sliding_window", None)
+    out |= _scaling(header, out)
     if prefix == "eagle3":
         out["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": numbers or None}
         return out
@@ -187,6 +201,29 @@ def _config(header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         "confidence_head_with_markov": reads > int(out.get("hidden_size", 0)),
         "sample_from_anchor": out.get("sample_from_anchor", rank > 0),
     }
+
+
+def _scaling(header: GgufHeader, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field of scaled positions that a tensor of divisors stands for: Llama 3's; empty without them.
+
+    layer: the other fields. Raises ModelLoadError for other divisors.
+    """
+    divisors = scaling_divisors(header)
+    if divisors is None:
+        return {}
+    dim = int(layer.get("head_dim") or layer.get("hidden_size", 0) // max(layer.get("num_attention_heads", 0), 1))
+    if len(divisors) != dim // 2:
+        raise invalid_tensor(header, DIVISORS, f"has {len(divisors)} divisors for {dim // 2} frequencies")
+    if bool((divisors == 1).all()):
+        return {}
+    plain = {name: layer[name] for name in ("hidden_size", "num_attention_heads", "rope_theta") if name in layer}
+    original = header.values.get(f"{header.architecture}.{_OF_SCALING}", _ORIGINAL)
+    found = {**_LLAMA3, "factor": float(divisors.max()), "original_max_position_embeddings": original}
+    with_scaling = rotary_embedding({**plain, "head_dim": dim, "rope_scaling": found}).inv_freq
+    ratios = rotary_embedding({**plain, "head_dim": dim}).inv_freq / with_scaling
+    if not torch.allclose(ratios, divisors, rtol=1e-4):
+        raise invalid_tensor(header, DIVISORS, f"has other divisors than Llama 3's scaling of {original} positions")
+    return {"rope_scaling": found}
 
 
 def _in_our_order(header: GgufHeader, name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -206,7 +243,12 @@ def _refuse_unread(header: GgufHeader) -> None:
     prefix = f"{header.architecture}."
     for key in (*header.values, *header.lists):
         name = key.removeprefix(prefix)
-        if name == key or name in _VALUES or name in (*_OTHERS, *_LISTS, "mask_token_id") or name.startswith("source."):
+        if (
+            name == key
+            or name in _VALUES
+            or name in (*_OTHERS, *_LISTS, _OF_SCALING, "mask_token_id")
+            or name.startswith("source.")
+        ):
             continue
         value = header.values.get(key)
         if name == "rope.dimension_sections":  # positions of a text alone

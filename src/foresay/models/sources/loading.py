@@ -14,6 +14,7 @@ from typing import Any
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError
+from foresay.files import fingerprint
 from foresay.models.cache.memory import trim
 from foresay.models.gguf.vocabulary import read_vocabulary
 from foresay.models.sources.llama_cpp import open_gguf
@@ -103,13 +104,26 @@ def _load(location: Location, options: LoadOptions) -> LoadedModel:
         weights, tokenizer, weights_format = read(location, options)
         loaded = wrap(location.name, weights, tokenizer, optimise=True, options=options)
         check_scores(location.name, loaded.model)
+    model: Any = loaded.model
+    model.learned = _learned(location, model)
     trim()  # memory of the weights before they were packed
     return dataclasses.replace(loaded, weights=weights_format)
 
 
+def _learned(location: Location, model: Any) -> bytes:
+    """Return the digest of a model's weights: of its files, or the hub's name of their version."""
+    if location.header is not None:
+        return fingerprint(location.header.path)
+    if location.is_local:
+        return fingerprint(location.folder)
+    config = getattr(getattr(model, "model", None), "config", None)
+    return str(getattr(config, "_commit_hash", "")).encode()
+
+
 def _load_llama_cpp(location: Location, options: LoadOptions) -> LoadedModel:
     assert location.header is not None
-    model = open_gguf(location.header, options)
+    model: Any = open_gguf(location.header, options)
+    model.learned = fingerprint(location.header.path)
     with load_errors(location.name, False):
         tokenizer, vocabulary = read_tokenizer(location, options), read_vocabulary(location.header)
     assert vocabulary is not None  # else it has no tokenizer

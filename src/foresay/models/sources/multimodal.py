@@ -6,8 +6,11 @@ transformers has a class for the language model alone in most of these families;
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from foresay.models.sources.quantized_forms import form_of
 
 logger = logging.getLogger("foresay")
 
@@ -28,8 +31,8 @@ def language_model_of(config: Any, name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
 
-    text = config.get_text_config(decoder=True)
-    if text is config or config.is_encoder_decoder or getattr(config, "quantization_config", None) is not None:
+    text, stated = config.get_text_config(decoder=True), getattr(config, "quantization_config", None)
+    if text is config or config.is_encoder_decoder:
         return config
     if (family := _SAME_LAYERS.get(text.model_type)) is not None:
         text = CONFIG_MAPPING[family](**_plain(text))
@@ -37,10 +40,28 @@ def language_model_of(config: Any, name: str) -> Any:
     if type(text) not in CLASSES:
         return config
     logger.warning("%s is a %s checkpoint: its language model is loaded, for text only", name, config.model_type)
-    if whole is not None and whole.config_class is type(text):
+    if stated is not None:
+        text.quantization_config = _with_own_names(stated)
+    if whole is not None and whole.config_class is type(text) and form_of(text) is None:
         return config  # transformers takes the language model by itself
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
+
+
+def own_name(name: str) -> str:
+    """Return the name that a weight or module of such a checkpoint has in its language model alone."""
+    for pattern, prefix in PREFIXES.items():
+        name = re.sub(pattern, prefix, name)
+    return name
+
+
+def _with_own_names(stated: Any) -> Any:
+    """Return a quantization_config whose lists of modules have the language model's names."""
+    lists = {key: value for key, value in stated.items() if isinstance(value, list)}
+    return {
+        **stated,
+        **{key: [own_name(one) if isinstance(one, str) else one for one in value] for key, value in lists.items()},
+    }
 
 
 def _plain(text: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ become numbers elsewhere.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,7 +20,9 @@ from foresay.models.gpu.levels import E4M3, Levels
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, replace_jointly
 from foresay.models.sources.kept_weights import Reader, kept, reader
-from foresay.models.sources.quantized_forms import Form, Matrix, check, form_of, rounds_inputs, stacked
+from foresay.models.sources.multimodal import own_name
+from foresay.models.sources.quantized_facts import LISTS
+from foresay.models.sources.quantized_forms import Form, Matrix, form_of, matrix_of, rounded_parts, stacked
 from foresay.tensor_files import stored_tensors
 
 logger = logging.getLogger("foresay")
@@ -33,19 +34,21 @@ _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch
 
 
 def config_for(
-    config: Any, form: Form, name: str, device: torch.device, *, in_blocks: bool, is_trained: bool = False
+    config: Any, form: Form, name: str, device: torch.device, *, in_blocks: bool, is_trained: bool, is_part: bool
 ) -> Any:
     """Return the configuration with which transformers calls this reader.
 
     name: of the model, for messages. device: of the weights. in_blocks: False for numbers. is_trained: True if these are trained.
+    is_part: True for the language model of a checkpoint with other parts.
     """
-    if rounds_inputs(config.quantization_config):
+    if parts := rounded_parts(config.quantization_config):
         logger.warning(
-            "%s states how inputs of layers are rounded; foresay uses the weights alone, and activations= rounds inputs",
+            "%s states how %s are rounded; foresay uses the weights alone, and rounds others by activations= and kv_cache_dtype=",
             name,
+            " and ".join(parts),
         )
     stored = dict(config.quantization_config)
-    given = {"name": name, "device": str(device), "in_blocks": in_blocks, "is_trained": is_trained}
+    given = {"name": name, "device": str(device), "in_blocks": in_blocks, "is_trained": is_trained, "is_part": is_part}
     return kept(config, _METHOD, stored=stored, **given)
 
 
@@ -57,6 +60,7 @@ class _Layers(Reader):
         super().__init__(quantization_config, **given)
         values = quantization_config.given
         self._stored, self._name, self._is_trained = values["stored"], values["name"], bool(values["is_trained"])
+        self._is_part = bool(values["is_part"])
         self._device, self._in_blocks = torch.device(values["device"]), bool(values["in_blocks"])
         self._dtype = torch.bfloat16
         self._found: dict[str, nn.Linear] = {}
@@ -65,30 +69,32 @@ class _Layers(Reader):
         """Give each quantized layer parameters for its tensors instead of its weight."""
         files = [one for one in given["checkpoint_files"] or () if str(one).endswith(".safetensors")]
         form, tensors = self._form(model), stored_tensors(files)
+        if self._is_part:
+            tensors = {own_name(name): one for name, one in tensors.items()}
+        plain = {name for name, _ in model.named_parameters()}
         for path, module in model.named_modules():
             main = tensors.get(f"{path}.{form.main}")
             if not isinstance(module, nn.Linear) or main is None or main.floats:
                 continue
             del module.weight
-            for name in (form.main, *form.parts):
+            for name in (form.main, *form.parts, "bias"):  # a bias that the configuration does not state is the file's
                 one = tensors.get(f"{path}.{name}")
-                if one is not None:
+                if one is not None and module._parameters.get(name) is None:
                     dtype = torch.float32 if one.floats else _DTYPES.get(one.dtype)
+                    dtype = model.dtype if name == "bias" else dtype
                     if dtype is None:
                         self.problem = f"{path}.{name} is of the type {one.dtype}"
                         self.refuse(model)
                     empty = torch.empty(one.shape, dtype=dtype, device="meta")
                     module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+            if listed := [one for one in LISTS if path in (self._stored.get(one) or ())]:
+                self.problem = f"{path} is quantized, and {listed[0]} states that it is not"
             marked: Any = module
             marked._is_hf_initialized = True  # transformers initializes no weights of it
             self._found[path] = module
-        ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
-        for name, one in tensors.items():
-            path, _, last = name.rpartition(".")
-            if last not in (form.main, *form.parts) or path in self._found or (last == "weight" and one.floats):
-                continue
-            if not any(pattern.search(name) for pattern in ignored):
-                self.problem = f"it has {name}, which belongs to none of its linear layers"
+        for name in sorted(plain & tensors.keys()):
+            if not tensors[name].floats and name.removesuffix(f".{form.main}") not in self._found:
+                self.problem = f"{name} is of the type {tensors[name].dtype}, and belongs to none of its linear layers"
         if not self._found:
             self.problem = f"it has no tensors named .{form.main}"
         self.refuse(model)
@@ -129,14 +135,12 @@ class _Layers(Reader):
         names = [name for name in (form.main, *form.parts) if name in layer._parameters]
         tensors = {name: layer._parameters.pop(name).detach() for name in names}
         try:
-            found = form.read(tensors, self._stored)
-            check(found, (layer.out_features, layer.in_features))
-        except (ValueError, KeyError, RuntimeError) as error:
+            return matrix_of(form, tensors, self._stored, (layer.out_features, layer.in_features))
+        except ValueError as error:
             shapes = ", ".join(f"{name} {[*one.shape]} of {one.dtype}" for name, one in tensors.items())
             self.problem = f"the tensors of {path} ({shapes}) do not make a matrix of {layer.out_features} x "
             self.problem += f"{layer.in_features}: {error}"
             return None
-        return found
 
     def _replace(self, parent: Any, names: Sequence[str], matrices: Sequence[Matrix]) -> int:
         """Replace layers by one product of their matrices; return how many became numbers instead."""

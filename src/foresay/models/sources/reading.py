@@ -26,6 +26,8 @@ from foresay.models.gguf.shapes import dense_config
 from foresay.models.gguf.tokenizer import tokenizer_of
 from foresay.models.gguf.vocabulary import suppressed_tokens
 from foresay.models.huggingface import linears
+from foresay.models.huggingface.left_out import refuse_unread as refuse_tensors
+from foresay.models.sources import quantization
 from foresay.models.sources.config_checks import check_config, check_size, report_unknown, report_unread
 from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
 from foresay.models.sources.load_options import DTYPES, LoadOptions
@@ -98,22 +100,33 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
         config = language_model_of(whole, location.name) if location.header is None else whole
         dtype = _dtype(location, options, config if for_decoding else None)
         changes = {} if config is whole else {"config": config, "key_mapping": dict(PREFIXES)}
-        if (own := _with_kept_weights(location, options, config, for_decoding=for_decoding)) is not None:
+        own = _with_kept_weights(location, options, config, for_decoding=for_decoding, is_part=config is not whole)
+        if own is not None:
             config, rounded = own[0], own[1] or rounded
             dtype = torch.bfloat16 if for_decoding and _keeps_blocks(options) and linears.compiled() else dtype
-            changes = {"config": config}
+            changes |= {"config": config}
+        elif isinstance(stated := getattr(config, "quantization_config", None), Mapping) and location.header is None:
+            quantization.refuse_unknown(location.name, stated)
+            changes |= {"config": config}
         weights, tokenizer = _read_weights(location, options, config, dtype, changes)
         return weights, tokenizer, rounded if options.bits is not None or linears.has_products(weights) else ""
 
 
 def _config(location: Location, options: LoadOptions) -> Any:
-    """Return transformers' configuration. Raises ModelLoadError for a config.json with values outside the known range."""
+    """Return transformers' configuration, with the quantization that the folder states anywhere.
+
+    Raises ModelLoadError for a config.json with values outside the known range, and for statements that contradict each other.
+    """
     from transformers import AutoConfig
 
     if location.header is not None:  # made of checked values
         return dense_config(location.header)
-    check_config(location.folder, location.arguments(options))
-    return AutoConfig.from_pretrained(location.folder, **location.arguments(options))
+    common = location.arguments(options)
+    stated = quantization.stated_by(location.folder, check_config(location.folder, common), common)
+    config = AutoConfig.from_pretrained(location.folder, **common)
+    if stated is not None:
+        config.quantization_config = stated
+    return config
 
 
 def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
@@ -140,11 +153,11 @@ def _keeps_blocks_on_gpu(options: LoadOptions, header: GgufHeader) -> bool:
 
 
 def _with_kept_weights(
-    location: Location, options: LoadOptions, config: Any, *, for_decoding: bool
+    location: Location, options: LoadOptions, config: Any, *, for_decoding: bool, is_part: bool
 ) -> tuple[Any, str] | None:
     """Return the configuration with which we read the quantized weights of a folder; None for others.
 
-    With the format if the weights are decoded in it; "" if they become numbers.
+    With the format if the weights are decoded in it; "" if they become numbers. is_part: True for a part of a checkpoint.
     """
     is_given = any(getattr(options, name) is not None for name in _OF_TRANSFORMERS)
     values = getattr(config, "quantization_config", None)
@@ -160,7 +173,7 @@ def _with_kept_weights(
     if form is None:
         return None
     in_blocks = is_plain and (uses_kernels(device) or (linears.compiled() and not form.is_float))
-    how = {"in_blocks": in_blocks, "is_trained": not for_decoding}
+    how = {"in_blocks": in_blocks, "is_trained": not for_decoding, "is_part": is_part}
     own = quantized_layers.config_for(config, form, location.name, device, **how)
     return own, form.label if in_blocks else ""
 
@@ -248,7 +261,24 @@ def _read_weights(
             f"{len(absent)} weights are missing from {folder!r} or have the wrong shape ({', '.join(absent[:3])}, ...): "
             "the model would generate noise; download its files again"
         )
+    is_part = config.get_text_config(decoder=True) is not config or "key_mapping" in changes
+    refuse_tensors(report["unexpected_keys"], location.name, model.config, is_part=is_part)
+    _untie(location.name, model)
     return model, tokenizer
+
+
+def _untie(name: str, model: Any) -> None:
+    """Correct a configuration that states one weight for embedding and output layer if the files have two; log it."""
+    config = model.config.get_text_config(decoder=True)
+    layers = (model.get_output_embeddings(), model.get_input_embeddings())
+    weights = [
+        one for one in (getattr(layer, "weight", None) for layer in layers) if one is not None and not one.is_meta
+    ]
+    if config.tie_word_embeddings and len(weights) == 2 and weights[0] is not weights[1]:
+        config.tie_word_embeddings = False
+        logger.warning(
+            "%s states tie_word_embeddings, but stores an output layer of other numbers, which is used", name
+        )
 
 
 def _placement(location: Location, options: LoadOptions, config: Any) -> dict[str, Any]:

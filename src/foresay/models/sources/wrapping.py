@@ -37,8 +37,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     weights: str = ""
     """"int8" or "int4" for rounded weights, "GGUF" for weights in the blocks of such a file, "MXFP4" for experts in those of
-    a folder, "AWQ", "GPTQ", "FP8" or "compressed-tensors ..." for linear layers that stay as in a folder, "llama.cpp" for that
-    backend."""
+    a folder, "AWQ", "GPTQ", "FP8", "compressed-tensors ..." or "ModelOpt ..." for linear layers that stay as in a folder,
+    "llama.cpp" for that backend."""
     generation: GenerationSettings = UNCHANGED
     """The model's generation config."""
 

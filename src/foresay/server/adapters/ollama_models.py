@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from foresay.server.adapters.ollama_format import now
+from foresay.server.message_kind import takes_tools
 from foresay.server.served import Served
 from foresay.server.service import Entry, Service
 from foresay.text.prompts import fill_in_marks
-from foresay.text.tool_calls.formats import describes_tools
-from foresay.text.tool_calls.message import has_reasoning
+from foresay.text.reasoning import reasoning_of
 
 
 class OllamaModels:
@@ -126,10 +126,10 @@ def _capabilities(model: Served) -> list[str]:
     tokenizer, features = model.generator.tokenizer, model.generator.target.model.capabilities
     has = {
         "completion": True,
-        "tools": tokenizer is not None and describes_tools(tokenizer),
+        "tools": takes_tools(model),
         "insert": tokenizer is not None and fill_in_marks(tokenizer) is not None,
         "embedding": bool(features.num_layers) and not features.reads_source,
-        "thinking": tokenizer is not None and has_reasoning(tokenizer),
+        "thinking": reasoning_of(tokenizer) is not None,
     }
     return [name for name, is_there in has.items() if is_there]
 

@@ -36,12 +36,19 @@ function bodyOf(turn) {
   return { ...(model ? { model } : {}), messages, temperature, max_tokens, seed };
 }
 
+function isNoise(speedUp, spread, perPass) {
+  // as the command line: is_noise of foresay.lab.report.table
+  return Math.abs(speedUp - 1) <= spread || (perPass !== null && speedUp > Math.max(1, perPass));
+}
+
 function comparison(turn) {
   const [fast, plain] = ["speculation", "plain"].map((kind) => turn.answers.find((one) => one.kind === kind));
   if (!fast?.complete || !plain?.complete) return "";
   const [one, other] = [fast, plain].map(({ pieces }) => pieces.map(([text]) => text).join(""));
-  const ratio = fast.rate && plain.rate ? (fast.rate / plain.rate).toFixed(2) : "";
-  const speed = ratio && ` Speculation: ${ratio} times the tokens per second, one run each.`;
+  const ratio = fast.rate && plain.rate ? fast.rate / plain.rate : 0;
+  const perPass = fast.perPass ?? null;
+  const [mark, reason] = isNoise(ratio, 0, perPass) ? ["~", ` (~ noise at ${perPass?.toFixed(2) ?? "–"} tokens per pass)`] : ["", ""];
+  const speed = ratio ? ` Speculation: ${mark}${ratio.toFixed(2)} times the tokens per second, one run each${reason}.` : "";
   if (one === other) return `Both texts are the same.${speed}`;
   if (!fast.exact) return `The texts differ: this server's acceptance rule is not exact.${speed}`;
   if (turn.temperature > 0) return `The texts differ because they are sampled: two draws from one distribution.${speed}`;
@@ -75,7 +82,8 @@ function save() {
 function isAnswer(answer) {
   const texts = [answer.text, answer.reasoning, answer.figures].every((one) => typeof one === "string");
   const pieces = answer.pieces.every(([text, origin]) => typeof text === "string" && ORIGINS.includes(origin));
-  return texts && pieces && answer.kind in TITLES && (answer.rate === null || Number.isFinite(answer.rate));
+  const numbers = [answer.rate, answer.perPass ?? null].every((one) => one === null || Number.isFinite(one));
+  return texts && pieces && numbers && answer.kind in TITLES;
 }
 
 function isTurn({ text, system, model = "", temperature, max_tokens, seed, answers }) {

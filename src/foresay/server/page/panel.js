@@ -54,7 +54,7 @@ function isKept(answer) {
 }
 
 function newAnswer(kind) {
-  return { kind, text: "", reasoning: "", pieces: [], figures: "waiting", rate: null, complete: false, exact: true };
+  return { kind, text: "", reasoning: "", pieces: [], figures: "waiting", rate: null, perPass: null, complete: false, exact: true };
 }
 
 class Panel {
@@ -113,6 +113,7 @@ class Panel {
     this.tokens += tokens;
     this.passes += 1;
     this.undrafted = drafted ? 0 : this.undrafted + 1;
+    this.answer.perPass = this.tokens / this.passes;
     if (this.first) return;
     [this.first, this.firstTokens] = [this.last, tokens];
   }
@@ -125,7 +126,7 @@ class Panel {
     const idle = answer.kind !== "plain" && this.passes && this.undrafted >= Math.min(RECENT, this.passes);
     answer.figures = [
       `${answer.rate?.toFixed(1) ?? "–"} tokens/s`,
-      `${this.passes ? (this.tokens / this.passes).toFixed(2) : "–"} tokens per pass`,
+      `${answer.perPass?.toFixed(2) ?? "–"} tokens per pass`,
       ...(idle ? ["drafting is paused: it would not pay now"] : []),
       ...(failure ? [`drafting failed: ${failure}`] : []),
       `${this.tokens} tokens${reason === "length" ? " (the limit)" : ""}`,

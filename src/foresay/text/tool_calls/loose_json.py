@@ -24,10 +24,10 @@ _HEX_DIGITS: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
 class LooseJson:
     """Reader of one value, which writes it as JSON."""
 
-    def __init__(self, opening: str = "{", ends: Collection[str] = ()) -> None:
+    def __init__(self, opening: str = "{", ends: Collection[str] = (), *, quote: str = "") -> None:
         """opening: characters that may begin the value, "" for any; "(" begins keyword arguments, which become an object.
 
-        ends: texts that end the value if they follow a string.
+        ends: texts that end the value if they follow a string. quote: a mark around strings, in which quotes are text.
         """
         self.text = ""
         """The text that was read so far."""
@@ -54,6 +54,8 @@ class LooseJson:
         self._after = ""
         """The quote that may end a string, and what follows it."""
         self._is_empty = self._is_triple = self._is_raw = False
+        self._mark, self._begun, self._is_marked = quote, "", False
+        """_begun: the beginning of a mark. _is_marked: True between two of them."""
         self._quotes = 0
         """Quotes in a row that may end a string in triple quotes, or begin one."""
 
@@ -61,7 +63,7 @@ class LooseJson:
         """Read text up to the end of the value or to a fault; return the rest."""
         rest = ""
         for i, char in enumerate(text):
-            if self.done or not self._read(char):
+            if self.done or not (self._read_marked(char) if self._mark else self._read(char)):
                 self.broken = not self.done
                 rest = self._after + self._word + text[i:]
                 break
@@ -99,6 +101,19 @@ class LooseJson:
             self._new.clear()
         if self._name in self.members:
             self.members[self._name] = self.json[self._start :]
+
+    def _read_marked(self, char: str) -> bool:
+        """Read a character of a text whose strings have marks around them."""
+        self._begun += char
+        if self._begun == self._mark:
+            self._begun, self._is_marked = "", not self._is_marked
+            return self._read('"')
+        while self._begun and not self._mark.startswith(self._begun):
+            first, self._begun = self._begun[0], self._begun[1:]
+            escaped = ("\\" + first) if self._is_marked and first in '"\\' else first
+            if self.done or not all(map(self._read, escaped)):
+                return False
+        return True
 
     def _read(self, char: str) -> bool:
         """Read a character. Returns False if it does not belong to the value."""

@@ -14,9 +14,10 @@ from foresay.text.tool_calls.loose_json import LooseJson, repaired
 from foresay.text.tool_calls.parsers import Reader, as_json, has_surrogates
 
 _ARGUMENTS = ("arguments", "parameters")
-_KEYS = {*_ARGUMENTS, "name", "function", "type", "id"}
+_NAMES = ("name", "function", "tool_name")
+_KEYS = {*_ARGUMENTS, *_NAMES, "type", "id", "tool_call_id"}
 """Members of an object that is a call."""
-_NAMED = re.compile(r"\s*([^\s\[{]{1,256})\s*(?:\Z|[\[{])")
+_NAMED = re.compile(r"\s*(?P<name>[^\s\[{]{1,256})\s*(?:\[.*)?", re.DOTALL)
 """A name without white space, before a marker or an object."""
 
 
@@ -30,6 +31,8 @@ class _Call:
         """
         self.object, self._index, self._names = LooseJson(ends=ends), index, names
         self._name: str | None = None
+        self._identity = ""
+        """The id that the text gives the call."""
         self._arguments: str | None = None
         """The member that has the arguments, once it is known."""
         self._sent = 0
@@ -48,11 +51,12 @@ class _Call:
             return []
         first, self.is_known = not self.is_known, True
         new, self._sent = arguments[self._sent :], max(self._sent, len(arguments))
-        return [CallPiece(self._index, self._name if first else None, new)] if first or new else []
+        name, identity = (self._name, self._identity) if first else (None, "")
+        return [CallPiece(self._index, name, new, identity)] if first or new else []
 
     def _begins_as_one(self) -> bool:
         """True if an object has only members of calls up to name and arguments."""
-        missing = [{"name", "function"}, set(_ARGUMENTS)]
+        missing = [set(_NAMES), set(_ARGUMENTS)]
         for key in self.object.members:
             missing = [names for names in missing if key not in names]
             if key not in _KEYS or not missing:
@@ -60,7 +64,7 @@ class _Call:
         return True
 
     def _read_name(self) -> bool:
-        for key in ("name", "function"):
+        for key in _NAMES:
             name = self._value(key)
             name = name.get("name") if isinstance(name, dict) else name
             is_one = isinstance(name, str) and name and not has_surrogates(name)
@@ -99,9 +103,9 @@ class _Call:
 class _NamedCall(_Call):
     """A call whose name was read before the object, which is its arguments."""
 
-    def __init__(self, index: int, name: str, ends: Collection[str]) -> None:
-        super().__init__(index, None, ends)
-        self._name = name
+    def __init__(self, index: int, name: str, arguments: LooseJson, identity: str) -> None:
+        super().__init__(index, None, ())
+        self.object, self._name, self._identity = arguments, name, identity
 
     @property
     def may_be_one(self) -> bool:
@@ -193,24 +197,47 @@ class ObjectReader(Reader):
 
 
 class NamedReader(ObjectReader):
-    """Mistral's newer form: a name, optional markers, and an object of arguments."""
+    """A name, and an object of arguments after it, with marks between them."""
 
-    _is_list = False
+    _longest = 512
+    """Characters before the object."""
 
-    def __init__(self, first: int, *, stop: str) -> None:
-        """stop: the marker of the next call."""
-        super().__init__(first, stops=[stop])
+    def __init__(
+        self,
+        first: int,
+        *,
+        head: re.Pattern[str] = _NAMED,
+        end: str = "",
+        separators: Collection[str] = (),
+        stops: Collection[str] = (),
+        quote: str = "",
+    ) -> None:
+        """head: the text before the object, with the name in a group "name", and the call's id, if it has one, in "identity".
+
+        end: the marker after the call, if there is one. separators, stops: see ObjectReader. quote: see LooseJson.
+        """
+        super().__init__(first, separators=separators, end=end, stops=stops)
+        self._head, self._is_list, self._quote = head, bool(end), quote
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """See Reader."""
         return "", [] if self._call is None else self._close(self._call)
 
     def _find_object(self) -> bool:
+        if self.num_calls and self._end and not self._unread.lstrip().startswith("{"):
+            return super()._find_object()
         head, brace, rest = self._unread.partition("{")
-        found = _NAMED.match(head + brace)
-        if self.num_calls or (head + brace and found is None) or (found and has_surrogates(found[1])):
+        found = self._head.fullmatch(head) if brace else None
+        name = found["name"] if found is not None else ""
+        marks = (*self._stops, *([self._end] if self._end else []))
+        is_none = not name or has_surrogates(name) if brace else len(head) > self._longest
+        if not brace and not self._end:  # no mark after the call would end a text that is none
+            is_none = is_none or (bool(head.strip()) and self._head.fullmatch(head) is None)
+        if self.num_calls or is_none or any(one in head for one in marks):
             self.ended = True
-        elif found is not None and brace:
-            self._call, self._unread = _NamedCall(self.first, found[1], self._stops), brace + rest
+        elif found is not None:
+            identity = found.groupdict().get("identity") or ""
+            arguments = LooseJson(ends=self._stops, quote=self._quote)
+            self._call, self._unread = _NamedCall(self.first, name, arguments, identity), brace + rest
             return True
         return False

@@ -63,10 +63,17 @@ Readers: TypeAlias = Mapping[str, Callable[[int], Reader]]
 class MarkedParser:
     """Calls after a marker, such as Hermes' <tool_call>: text before and between them is content."""
 
-    def __init__(self, readers: Mapping[str, Readers], first: Readers | None = None) -> None:
-        """readers: those of what follows each marker. first: those of calls without a marker that begin the output."""
-        self.num_calls = 0
-        self._readers, self._next = readers, first or {}
+    def __init__(
+        self, readers: Mapping[str, Readers], first: Readers | None = None, *, end: str = "", num_calls: int = 0
+    ) -> None:
+        """readers: those of what follows each marker. first: those of calls without a marker that begin the output.
+
+        end: a marker after which nothing is read, "" for none. num_calls: earlier calls of the output.
+        """
+        self.num_calls, self.rest = num_calls, ""
+        """rest: text after the end marker."""
+        self.ended = False
+        self._readers, self._next, self._last = readers, first or {}, end
         """_next: readers of which the next character chooses one."""
         self._text = self._begin = ""
         self._start = Start(trims=False)
@@ -83,7 +90,9 @@ class MarkedParser:
     def _push(self, text: str, out: Pieces) -> None:
         self._text += text
         while self._text:
-            if self._reader is None and not (self._choose() if self._next else self._find(out)):
+            if self.ended:
+                self.rest, self._text = self.rest + self._text, ""
+            elif self._reader is None and not (self._choose() if self._next else self._find(out)):
                 break
             if self._reader is None:
                 continue
@@ -106,9 +115,11 @@ class MarkedParser:
 
     def _find(self, out: Pieces) -> bool:
         """Add the content before the next marker. Returns False without one."""
-        before, self._begin, self._text = split_at(self._text, self._readers)
+        markers = (*self._readers, self._last) if self._last else self._readers
+        before, self._begin, self._text = split_at(self._text, markers)
         out.content += self._start.trimmed(before)
-        self._next = self._readers[self._begin] if self._begin else {}
+        self.ended = bool(self._last) and self._begin == self._last
+        self._next = self._readers.get(self._begin, {})
         return bool(self._begin)
 
     def finish(self) -> Pieces:
@@ -134,6 +145,29 @@ class MarkedParser:
             self._start = Start(trims=True)
         self.num_calls += self._reader.num_calls
         self._reader = None
+
+
+class GroupReader(Reader):
+    """Calls with markers of their own between two markers; what is around them is dropped."""
+
+    def __init__(self, first: int, readers: Mapping[str, Readers], *, end: str) -> None:
+        """readers: see MarkedParser. end: the marker after the last call."""
+        super().__init__(first)
+        self._calls = MarkedParser(readers, end=end, num_calls=first)
+
+    def _next(self) -> list[CallPiece] | None:
+        if not self._unread:
+            return None
+        pieces = self._calls.push(self._unread)
+        self._unread, self.ended = self._calls.rest, self._calls.ended
+        self.num_calls = self._calls.num_calls - self.first
+        return pieces.calls
+
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        pieces = self._calls.finish()
+        self.num_calls = self._calls.num_calls - self.first
+        return "", pieces.calls
 
 
 def split_at(text: str, markers: Collection[str]) -> tuple[str, str, str]:

@@ -47,6 +47,12 @@ class Allowed:
         )
 
     @property
+    def is_scalar(self) -> bool:
+        """True if only numbers, true, false and null are allowed."""
+        values = not any(isinstance(one, str | list | dict) for one in self._values)
+        return values and self._types <= {"integer", "number", "boolean", "null"}
+
+    @property
     def texts(self) -> list[str] | None:
         """The texts of all values; None if the schema does not name them."""
         rest = self._types - {"null"}

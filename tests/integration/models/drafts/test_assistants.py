@@ -18,9 +18,9 @@ from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.drafts.assistant import Assistant
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
-from foresay.models.sources.assistants import load_assistant
+from foresay.models.sources.assistants import load_assistant, load_gguf_assistant
 from helpers import tiny
-from helpers.assistants import assistant_model, read
+from helpers.assistants import assistant_model, read, written
 from helpers.families import make
 from helpers.support import run
 
@@ -112,6 +112,65 @@ def test_a_pass_is_that_of_transformers(kind: str, ordered: bool) -> None:
             assert int(chosen.sum()) == (3 if ordered else 12)
             assert torch.allclose(scores[i][chosen], one.logits[0, 0][chosen], atol=1e-4)
             assert torch.allclose(outputs[i], one.last_hidden_state[0, 0], atol=1e-4)
+
+
+@pytest.mark.parametrize("centres", [False, True])
+def test_a_gguf_file_is_read_as_the_folder_is(centres: bool, tmp_path: Path) -> None:
+    """Groups of tokens, of which llama.cpp chooses none, are left out."""
+    theirs = assistant_model(ordered=centres)
+    path = written(theirs, tmp_path / "draft.gguf", centres=centres)
+    found, folder = load_gguf_assistant(path), read(theirs)
+    weights = folder.state_dict()
+    assert all(torch.equal(one, weights[name]) for name, one in found.state_dict().items())
+    assert {*weights} - {*found.state_dict()} == {one for one in weights if one.startswith("masked_embedding")}
+    names = ("layer_types", "sliding_window", "rope_parameters", "hidden_activation", "per_layer_config")
+    mine, wanted = (one.config.to_dict() for one in (found, folder))
+    assert [mine[name] for name in names] == [wanted[name] for name in names]
+    if centres:
+        return
+    model = target()
+    count, accepted = compared(model, Assistant(found, model), theirs)
+    assert count > 150 and len(accepted) > 1
+
+
+def test_drafting_by_a_gguf_file(tmp_path: Path) -> None:
+    """Through the names that users write; quantized, too."""
+    model = make("gemma4", 3, vocab_size=264, vocab_size_per_layer_input=264)
+    folder = tiny.save(tmp_path / "target", model)
+    theirs = assistant_model(vocab_size=264, hidden_size=32)
+    plain = load(str(folder), drafter="none", dtype="fp32").generate("abcabc", max_new_tokens=12)
+    for kinds in ({}, {"attn_q": "Q8_0", "token_embd": "Q8_0"}):
+        path = written(theirs, tmp_path / "draft.gguf", kinds=kinds)
+        for drafter in (f"head({path})", f"hybrid(suffix, head={path})"):
+            found = load(str(folder), drafter=drafter, dtype="fp32").generate("abcabc", max_new_tokens=12)
+            assert found.token_ids == plain.token_ids
+    with pytest.raises(
+        ModelLoadError, match=r"is a draft \(gemma4-assistant\), not a language model; .*drafter='head\("
+    ):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nextn_predict_layers": 1}, "nextn_predict_layers is 1; allowed is the number of layers"),
+        ({"embedding_length_out": 0}, "backbone_hidden_size=0"),
+        ({"embedding_length_out": 64}, "pre_projection.weight of .* is .16, 64., and"),
+        ({"attention.sliding_window_pattern": [True, True]}, "sliding_window_pattern"),
+        ({"expert_count": 4}, r"gemma4-assistant\.expert_used_count"),
+        ({"rope.freq_base_swa": 0.0}, "freq_base_swa"),
+        (
+            {"attention.key_length": 8},
+            r"gemma4-assistant\.attention\.value_length is 16; allowed is 8, the length of keys",
+        ),
+    ],
+)
+def test_gguf_files_that_contradict_themselves_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = written(assistant_model(), tmp_path / "draft.gguf", **changes)
+    with pytest.raises(ModelLoadError, match=message):
+        load_gguf_assistant(path)
 
 
 @pytest.mark.parametrize("change", ["position", "layer", "row"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,18 @@ def target() -> CausalModel:
     return CausalModel(make("llama", 3, tie_word_embeddings=False))
 
 
-def written(draft: StoredDraft, folder: Path, *, kinds: Mapping[str, str] | None = None, **changes: Any) -> Path:
-    """A draft as a GGUF file. kinds: types of tensors that are quantized. changes: values without their prefix."""
+def written(
+    draft: StoredDraft,
+    folder: Path,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    divisors: torch.Tensor | None = None,
+    **changes: Any,
+) -> Path:
+    """A draft as a GGUF file. kinds: types of tensors that are quantized. changes: values without their prefix.
+
+    divisors: of rotary frequencies.
+    """
     write_draft(draft, folder)
     config, is_block = draft.config, isinstance(draft.config, BlockConfig)
     arch = "dflash" if is_block else "eagle3"
@@ -98,6 +109,8 @@ def written(draft: StoredDraft, folder: Path, *, kinds: Mapping[str, str] | None
     for name, value in {**values, **changes}.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         (writer.add_array if isinstance(value, list) else add[type(value)])(f"{arch}.{name}", value)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors.numpy())
     for name, weight in load_file(folder / "model.safetensors").items():
         if name == "t2d":
             continue
@@ -172,6 +185,41 @@ def test_a_head_is_that_of_its_safetensors_file(parts: dict[str, Any], tmp_path:
     assert same(found, made) and found.config.hidden_layers == made.config.hidden_layers
     stored = {one.name: one for one in gguf.GGUFReader(path).tensors}["blk.0.attn_q.weight"].data
     assert not np.array_equal(stored, made.module.state_dict()["layers.0.self_attn.q_proj.weight"].numpy())
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def divisors(layer: Mapping[str, Any]) -> torch.Tensor:
+    """By the published formula of Llama 3's scaling, which llama.cpp's converter writes for each frequency."""
+    out = []
+    for i in range(layer["head_dim"] // 2):
+        length = 2 * math.pi * layer["rope_theta"] ** (2 * i / layer["head_dim"])
+        share = (8192 / length - 1) / (4 - 1)
+        out.append(1 / ((1 - share) / 8 + share) if 0 < share < 1 else 1.0 if share >= 1 else 8.0)
+    return torch.tensor(out)
+
+
+def test_a_head_with_llama_3s_scaling_is_that_of_its_safetensors_file(tmp_path: Path) -> None:
+    made = random_head(target(), rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=32)
+    factors = divisors(made.config.layer)
+    assert len(set(factors.tolist())) == 3
+    found = load_draft(str(written(made, tmp_path, divisors=factors)), kind="head")
+    assert same(found, made) and found.config.layer["rope_scaling"] == LLAMA3
+    torch.testing.assert_close(found.module.rotary.inv_freq, made.module.rotary.inv_freq)
+    plain = load_draft(str(written(made, tmp_path, divisors=torch.ones(16)))).module.rotary.inv_freq
+    assert not torch.allclose(plain, made.module.rotary.inv_freq), "control"
+    for wrong in (factors * 1.01, factors[:8], factors.flip(0), torch.full((16,), float("nan"))):
+        with pytest.raises(
+            ModelLoadError, match=r"rope_freqs\.weight' (has other divisors|has 8 divisors|contains nan)"
+        ):
+            load_draft(str(written(made, tmp_path, divisors=wrong)))
 
 
 def test_ids_that_ascend_are_no_offsets(tmp_path: Path) -> None:

@@ -328,6 +328,16 @@ def test_a_drafter_that_failed_leaves_rows_alone_that_were_never_shown() -> None
     assert any(step.num_drafted for step in steps if step.request_id >= 2)
 
 
+def without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A config.json without a field, in any of its sections."""
+    return {key: without(one, name) if isinstance(one, dict) else one for key, one in values.items() if key != name}
+
+
+def within(values: dict[str, Any], part: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with fields in a section."""
+    return {**values, part: {**values.get(part, {}), **fields}}
+
+
 class TestFiles:
     @pytest.mark.parametrize("layout", ["plain", "speculators"])
     @pytest.mark.parametrize("ids", [None, [0, 4, 9]])
@@ -350,6 +360,83 @@ class TestFiles:
         assert not HeadConfig.read(plain).norm_before_residual and HeadConfig.read(plain).hidden_layers is None
         assert HeadConfig.read(theirs).norm_before_residual
         assert usual_layers(32) == (2, 16, 29)
+
+    def test_a_field_is_read_from_each_section_that_has_it(self) -> None:
+        """Other engines read these in `eagle_config`, next to it, and among the layer's fields."""
+        fields: dict[str, Any] = {
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "fc_norm": True,
+            "norm_output": True,
+            "draft_vocab_size": 7,
+            "target_hidden_size": 48,
+            "eagle_aux_hidden_state_layer_ids": [1, 2],
+            "rope_theta": 7e5,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "rms_norm_eps": 1e-3,
+        }
+        config = random_head(target()).config
+        layouts = (
+            (config.as_plain(), ("eagle_config",)),
+            (config.as_speculators(), ("transformer_layer_config", "eagle_config")),
+        )
+        for layout, parts in layouts:
+            for name, value in fields.items():
+                bare = without(layout, name)
+                usual, wanted = (repr(HeadConfig.read(one)) for one in (bare, {**bare, name: value}))
+                assert wanted != usual or name == "norm_before_residual"
+                assert {repr(HeadConfig.read(within(bare, part, {name: value}))) for part in parts} == {wanted}, name
+                if name == "norm_before_residual":
+                    off = {repr(HeadConfig.read(within(bare, part, {name: False}))) for part in parts}
+                    assert off == {repr(HeadConfig.read({**bare, name: False}))} != {wanted}
+
+    def test_two_values_of_a_field_are_refused(self) -> None:
+        config = random_head(target()).config
+        for layout, part in (
+            (config.as_plain(), "eagle_config"),
+            (config.as_speculators(), "transformer_layer_config"),
+        ):
+            for name, value in (("norm_before_residual", True), ("vocab_size", 96), ("draft_vocab_size", 9)):
+                wrong = within({"vocab_size": VOCAB, **layout}, part, {name: value})
+                with pytest.raises(ConfigError, match=rf"{name}=.* in {part} contradicts {name}=.* in config\.json"):
+                    HeadConfig.read(wrong)
+        linear = {"rope_type": "linear", "factor": 2.0}
+        twice: list[dict[str, Any]] = [
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            {"rope_scaling": {**linear, "type": "yarn"}},
+            {"rope_scaling": linear, "rope_parameters": {**linear, "factor": 4.0}},
+            {"norm_output": False, "return_hidden_post_norm": True},
+        ]
+        for changes in twice:
+            with pytest.raises(ConfigError, match="contradicts"):
+                HeadConfig.read({**config.as_plain(), **changes})
+        HeadConfig.read({**config.as_plain(), "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
+
+    def test_fields_that_nothing_reads_are_named(self, caplog: pytest.LogCaptureFixture) -> None:
+        config = random_head(target()).config
+        for layout in (config.as_plain(), config.as_speculators()):
+            caplog.clear()
+            HeadConfig.read({**layout, "torch_dtype": "bfloat16", "initializer_range": 0.02, "use_cache": True})
+            assert not caplog.text
+            HeadConfig.read(within({**layout, "new_gate": 2}, "eagle_config", {"new_part": 1}))
+            assert "not known are ignored: new_gate, new_part" in caplog.text
+
+    def test_an_output_layer_that_is_the_own_embedding(self, tmp_path: Path) -> None:
+        """By `tie_word_embeddings`, if the file has no output layer; a stored one counts."""
+        head = random_head(target())
+        head.module.embed_tokens = torch.nn.Embedding(VOCAB, head.config.hidden_size)
+        write_draft(head, tmp_path)
+        path = tmp_path / "config.json"
+        values = json.loads(path.read_text())
+        assert read_draft(tmp_path).module.lm_head is None
+        path.write_text(json.dumps(values | {"tie_word_embeddings": True}))
+        found: Any = read_draft(tmp_path).module
+        assert torch.equal(found.lm_head.weight, head.module.embed_tokens.weight)
+        own = torch.randn(VOCAB, head.config.hidden_size)
+        write_draft(head, tmp_path, lm_head=own)
+        path.write_text(json.dumps(values | {"tie_word_embeddings": True}))
+        found = read_draft(tmp_path).module
+        assert torch.equal(found.lm_head.weight, own)
 
     def test_other_engines_names_of_tensors(self, tmp_path: Path) -> None:
         write_draft(random_head(target()), tmp_path)
@@ -382,6 +469,10 @@ class TestFiles:
             ({"hidden_size": None}, "hidden_size"),
             ({"draft_vocab_size": 1000}, "draft_vocab_size"),
             ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+            ({"use_aux_hidden_state": False}, "use_aux_hidden_state"),
+            ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm"),
+            ({"eagle_config": {"eh_proj_before_attn": True}}, "eh_proj_before_attn"),
+            ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step"),
             ({"eagle_config": 3}, "eagle_config"),
         ],
     )

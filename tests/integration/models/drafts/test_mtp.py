@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.cache_utils import MtpCache
 
 from foresay.decoding.protocols import Logits, ModelInput
@@ -121,6 +122,19 @@ def test_the_default_of_a_checkpoint_that_has_them(tmp_path: Path) -> None:
     )
     lacking = tiny.save(tmp_path / "lacking", save_model(tmp_path))
     assert load(str(lacking), dtype="fp32").drafter_name == "suffix"
+
+
+def test_layers_of_an_unknown_form_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers loads their numbers as they lie, and leaves the scales."""
+    path = save_with_mtp(tmp_path / "with", "deepseek_v3", vocab_size=SMALL)
+    weights = load_file(path / "model.safetensors")
+    name = next(one for one in weights if one.startswith("model.layers.3.") and one.endswith("o_proj.weight"))
+    save_file(weights | {f"{name}_scale_inv": torch.ones(1)}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"o_proj\.weight_scale_inv\): they are quantized"):
+        load(str(path), drafter="mtp", dtype="fp32")
+    with caplog.at_level("INFO", "foresay"):
+        assert load(str(path), dtype="fp32").drafter_name == "suffix"
+    assert "drafting without multi-token-prediction layers" in caplog.text
 
 
 def save_model(folder: Path) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from foresay.errors import ModelLoadError
 from foresay.generation.load import load
+from foresay.models.huggingface.left_out import is_of_images
 from helpers import tiny
 from helpers.families import FAMILIES, RECURRENT, seeded
+from helpers.quantized import CASES, EXPANDED, quantize, save_tensors
 
 ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,6 +106,45 @@ def test_either_order_of_names_is_read(prefix: str, tmp_path: Path) -> None:
     save_file(named, path, metadata={"format": "pt"})
     found = load(str(tmp_path), dtype="float32").generate("hello", max_new_tokens=6, ignore_eos=True)
     assert list(found.token_ids) == continued(model, "hello", 6)
+
+
+QUANTIZED = {
+    "mistral3": "FP8 of a matrix",
+    "gemma3": "GPTQ",
+    "qwen2_vl": "AWQ",
+    "smolvlm": "compressed-tensors int8",
+    "internvl": "ModelOpt FP8",
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_quantized_language_model_is_read(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the same numbers are; the configuration of the quantization is that of the checkpoint, or of its language model."""
+    case = QUANTIZED[kind]
+    saved(kind, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    chosen = [name for name in tensors if re.search(r"layers\.\d+\..*_proj\.weight$", name) and not is_of_images(name)]
+    stored = dict(tensors)
+    numbers = quantize(stored, chosen, case)
+    save_tensors(tmp_path, tensors | numbers)
+    options: dict[str, Any] = {"drafter": "none", "dtype": "float32"}
+    prompt, limit = "hello hello hello", {"max_new_tokens": 12, "ignore_eos": True}
+    wanted = load(str(tmp_path), **options).generate(prompt, **limit)
+    stated = (CASES | EXPANDED)[case][2]
+    places: list[dict[str, Any]] = [{"quantization_config": stated}]
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    places.append({"quantization_config": None, "text_config": text | {"quantization_config": stated}})
+    for place in places:
+        save_tensors(tmp_path, stored, **place)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="foresay"):
+            found = load(str(tmp_path), **options)
+        assert f"{len(chosen)} quantized layers of" in caplog.text
+        assert found.generate(prompt, **limit).token_ids == wanted.token_ids
+    lost = next(name for name in stored if name.endswith(("scale", "scales", "scale_inv")))
+    save_tensors(tmp_path, {name: one for name, one in stored.items() if name != lost})
+    with pytest.raises(ModelLoadError, match="scale"):
+        load(str(tmp_path), **options)
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from foresay.models.gpu.blocks import BlockProduct, StackedProduct
 from foresay.models.gpu.levels import E4M3, KINDS, Levels
 from foresay.models.huggingface import linears
 from helpers.gguf_files import random_blocks
-from helpers.paged import sum_products_in_order
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -27,11 +26,6 @@ SIZES = {
     "Q4_K": (40, 512),
 }
 SIZES |= {"Q5_K": (36, 256), "Q6_K": (35, 256), "MXFP4": (33, 7 * 32)}
-
-
-@pytest.fixture(autouse=True)
-def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    sum_products_in_order(monkeypatch)
 
 
 def stored(kind: str, seed: int = 0) -> tuple[Any, torch.Tensor]:

@@ -14,7 +14,6 @@ from foresay.models.gpu import experts
 from foresay.models.gpu.blocks import BlockProduct, ExpertProduct
 from foresay.models.gpu.levels import Levels
 from helpers.gguf_files import random_blocks
-from helpers.paged import sum_products_in_order
 
 TOKENS, SIZE, INNER, COUNT, ACTIVE = 19, 48, 40, 5, 2
 
@@ -144,7 +143,6 @@ def test_an_expert_is_a_product_of_its_own() -> None:
 
 def test_a_token_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: another division of the inner dimension."""
-    sum_products_in_order(monkeypatch)
     states, scores, found = layer(1)
     together = outputs(states, scores, found)
 
@@ -157,9 +155,8 @@ def test_a_token_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "MXFP4"])
-def test_a_token_has_the_same_bits_with_experts_over_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_has_the_same_bits_with_experts_over_blocks(kind: str) -> None:
     """Control: the weights as numbers, whose products have another order of sums."""
-    sum_products_in_order(monkeypatch)
     states, scores, found = blocks(kind)
     together = outputs(states, scores, found)
     alone = [outputs(states[i : i + 1], scores[i : i + 1], found) for i in (0, TOKENS - 1)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from foresay.models.gpu import attention, product, rows
 from foresay.models.gpu.attention import PAGE, Visible, attend
-from helpers.paged import of_rows, reference, sum_products_in_order
+from helpers.paged import of_rows, reference
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of the interpreter takes a millisecond."""
     monkeypatch.setattr(attention, "SPLITS", 3)
     monkeypatch.setattr(attention, "PROMPT_SPLITS", 1)
-    sum_products_in_order(monkeypatch)
 
 
 CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken
 
 from foresay.errors import ConfigError
 from foresay.text.grammar import Grammar
+from foresay.text.reasoning import REASONING, THINK
+from foresay.text.tool_calls.call_grammars import grammar_of
 from foresay.text.tool_calls.calls import Tool
-from foresay.text.tool_calls.formats import FORMATS, format_of, grammar_of, visible_ids
+from foresay.text.tool_calls.families import FORMATS
+from foresay.text.tool_calls.formats import format_of, visible_ids
+from foresay.text.tool_calls.terminals import Terminals
 from helpers import tiny
 from helpers.tool_chats import written
+from helpers.tool_formats import accepts, marks_in
 
 TEMPLATES = {
     "harmony": "{{ tools }}<|start|>assistant<|channel|>final<|message|>",
@@ -81,8 +87,8 @@ def test_only_special_tokens_have_to_be_made_visible() -> None:
         == ()
     )
     both = tokenizer(None, "[TOOL_CALLS]", "</think>")
-    assert len(visible_ids(chosen, both)) == len(visible_ids(None, both, reasons=True)) == 1
-    assert len(visible_ids(chosen, both, reasons=True)) == 2 and visible_ids(None, both) == ()
+    assert len(visible_ids(chosen, both)) == len(visible_ids(None, both, reasoning=THINK)) == 1
+    assert len(visible_ids(chosen, both, reasoning=THINK)) == 2 and visible_ids(None, both) == ()
 
 
 def test_a_tokenizer_of_another_library() -> None:
@@ -92,17 +98,9 @@ def test_a_tokenizer_of_another_library() -> None:
         chat_template = TEMPLATES["hermes"]
         eos_token_id = 0
 
-    assert visible_ids(FORMATS["mistral"], Small(), reasons=True) == ()
+    assert visible_ids(FORMATS["mistral"], Small(), reasoning=THINK) == ()
     with pytest.raises(ConfigError, match="does not describe tools"):
         format_of(Small())
-
-
-def accepts(grammar: str, text: str, one: Any) -> bool:
-    """True if an output may be exactly this text."""
-    compiled = Grammar(grammar, one, len(one), [0])
-    ids = one(text).input_ids
-    matcher = compiled.mask_after(0)._matcher
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 def output(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -117,7 +115,7 @@ ROME, OSLO = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo", "when":
 def test_grammars(name: str, added: bool) -> None:
     """With markers that are tokens, special ones too, and with markers that are texts."""
     chosen = FORMATS[name]
-    one = tokenizer(None, *(chosen.markers if added else ()))
+    one = tokenizer(None, *(marks_in(" ".join(chosen.texts)) if added else ()))
     both = grammar_of(chosen, [WEATHER, TIME], one, parallel=True)
     single = grammar_of(chosen, [WEATHER, TIME], one, parallel=False)
     for good in ([ROME], [OSLO], [("time", {})]):
@@ -136,8 +134,8 @@ def test_grammars(name: str, added: bool) -> None:
 @pytest.mark.parametrize("added", [False, True])
 def test_a_call_of_harmony_may_follow_reasoning(added: bool) -> None:
     chosen = FORMATS["harmony"]
-    one = tokenizer(None, *(chosen.markers if added else ()))
-    grammar = grammar_of(chosen, [TIME], one, parallel=False)
+    one = tokenizer(None, *(marks_in(" ".join(chosen.texts)) if added else ()))
+    grammar = grammar_of(chosen, [TIME], one, parallel=False, reasoning=REASONING[0])
     thought = "<|channel|>analysis<|message|>so, the\ntime<|end|><|start|>assistant"
     assert accepts(grammar, thought + output("harmony", ("time", {})), one)
     assert not accepts(grammar, thought, one) and not accepts(
@@ -173,7 +171,7 @@ def test_tagged_arguments() -> None:
 @pytest.mark.parametrize("added", [False, True])
 def test_a_grammar_after_reasoning(added: bool) -> None:
     one = tokenizer(None, *(("</think>",) if added else ()))
-    grammar = grammar_of(FORMATS["hermes"], [TIME], one, parallel=True, after_reasoning=True)
+    grammar = grammar_of(FORMATS["hermes"], [TIME], one, parallel=True, reasoning=THINK, after_reasoning=True)
     call = output("hermes", ("time", {}))
     assert accepts(grammar, f"so, the time\n</think>\n\n{call}", one)
     assert not accepts(grammar, call, one)
@@ -210,3 +208,24 @@ def test_keyword_arguments_are_complete_and_given_once(names: list[str], require
     if required:
         assert not accepts(grammar, "[f()]", one)
     assert not accepts(grammar, "[f(a=1, a=1)]", one) and not accepts(grammar, f"[f({inside}, )]", one)
+
+
+@pytest.mark.parametrize(
+    ("mark", "special"),
+    [("</call>", True), ("</call>", False), ("[CALL]", True), ("[CALL]", False), ("\n</call>", False)],
+)
+def test_marks_can_be_taken_back(mark: str, special: bool) -> None:
+    """The grammar library's mask after a rejected mark is that of a new matcher."""
+    one = tokenizer(None, mark, special=special)
+    grammar = f'start: "{{" "days" "}}" {Terminals(one)(mark)} "x"\n'
+    compiled = Grammar(grammar, one, len(one), [0])
+    ids = [*one("{days}").input_ids, one.convert_tokens_to_ids(mark)]
+
+    def allowed(mask: Any, output: list[int]) -> Any:
+        return mask(torch.tensor([output]), torch.zeros(1, len(one)))
+
+    for count in range(len(ids)):
+        mask = compiled.mask_after(0)
+        before, _ = allowed(mask, ids[:count]), allowed(mask, ids)
+        assert torch.equal(allowed(mask, ids[:count]), before)
+        assert torch.equal(allowed(compiled.mask_after(0), ids[:count]), before)

@@ -10,7 +10,7 @@ import pytest
 
 from foresay.text.tool_calls import parsers
 from foresay.text.tool_calls.calls import Pieces
-from foresay.text.tool_calls.formats import FORMATS
+from foresay.text.tool_calls.families import FORMATS
 from foresay.text.tool_calls.message import MessageParser
 from foresay.text.tool_calls.parsers import Reader
 from helpers.tool_chats import parser_of, read_output

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from foresay.text.reasoning import THINK
 from foresay.text.tool_calls.calls import CallPiece, Pieces
-from foresay.text.tool_calls.formats import FORMATS
+from foresay.text.tool_calls.families import FORMATS
 from helpers.tool_chats import parser_of, read_output, written
 
 Found = tuple[str, str, list[tuple[str, str]]]
@@ -27,7 +28,7 @@ CALLS = [
 ]
 
 
-def parsed(name: str, text: str, cuts: int | random.Random, **more: bool) -> Found:
+def parsed(name: str, text: str, cuts: int | random.Random, **more: Any) -> Found:
     """Content, reasoning and calls of an output."""
     return read_output(parser_of(name, SCHEMAS, **more), text, cuts)
 
@@ -139,10 +140,10 @@ def test_reasoning(step: int) -> None:
         ("<think> for ever </thin", False, ("", "for ever </thin", [])),
         ("<thi", False, ("<thi", "", [])),
     ):
-        assert parsed("hermes", text, step, reasons=True, is_open=is_open) == wanted
-    assert parsed("", "a </think> b", step, reasons=True, is_closed=True) == ("a </think> b", "", [])
-    assert parsed("", "a </think> b", step, reasons=True) == ("b", "a ", [])
-    assert parsed("", "<think>a</think>\nb", step, reasons=True) == ("b", "a", [])
+        assert parsed("hermes", text, step, reasoning=THINK, is_open=is_open) == wanted
+    assert parsed("", "a </think> b", step, reasoning=THINK, is_closed=True) == ("a </think> b", "", [])
+    assert parsed("", "a </think> b", step, reasoning=THINK) == ("b", "a ", [])
+    assert parsed("", "<think>a</think>\nb", step, reasoning=THINK) == ("b", "a", [])
     assert parsed("", "<think>a</think>\nb", step) == ("<think>a</think>\nb", "", []), (
         "control: a model without reasoning"
     )
