@@ -80,7 +80,7 @@ class Sizes:
         return int(tensor.data_ptr())
 
 
-def product(sizes: Sizes, parts: int = 2, depth: int | None = None) -> structs.Product:
+def product(sizes: Sizes, parts: int = 2, depth: int | None = None) -> structs.ProductStruct:
     """depth: None for one of its own; memory is that of the depth."""
     form, bits, scaling = sizes.one(0, 1, 2, 2, 2, 3, 4), sizes.one(4, 6, 8), sizes.one(0, 1, 2, 3, 4)
     outputs, own = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 30, 32, 64, 256, 512)
@@ -92,7 +92,7 @@ def product(sizes: Sizes, parts: int = 2, depth: int | None = None) -> structs.P
         weights = sizes.keep(torch.tensor([row] * outputs))
     scales = sizes.floats(2, *padded) if sizes.often(0.9) else None
     activations = sizes.one({1: 1, 2: 2}.get(form, 0), 0)
-    out = structs.Product(form, outputs, depth, bits, scaling, activations, weights, scales)
+    out = structs.ProductStruct(form, outputs, depth, bits, scaling, activations, weights, scales)
     if parts > 1 and sizes.often(0.2):
         following = product(sizes, parts - 1, depth if sizes.often(0.9) else None)
         sizes.keep_struct(following)
@@ -102,7 +102,7 @@ def product(sizes: Sizes, parts: int = 2, depth: int | None = None) -> structs.P
 
 def multiply(sizes: Sizes, library: Any) -> None:
     one, rows = product(sizes), sizes.one(0, 1, 2, 7, 9, 50)
-    outputs = one.outputs + (structs.Product.from_address(one.next).outputs if one.next else 0)
+    outputs = one.outputs + (structs.ProductStruct.from_address(one.next).outputs if one.next else 0)
     x, out = sizes.floats(max(rows, 1), one.depth), sizes.floats(max(rows, 1), outputs)
     if x is None or out is None:
         rows = -1
@@ -143,7 +143,7 @@ def gate(sizes: Sizes, library: Any) -> None:
     joint, out = sizes.floats(2, max(tokens, 1), width), sizes.floats(max(tokens, 1), width)
     if joint is None or out is None:
         width = -1
-    kind = structs.Gate(sizes.one(0, 1, 2, 3), 1.7, sizes.one(7, 0, odd=0.05))
+    kind = structs.GateStruct(sizes.one(0, 1, 2, 3), 1.7, sizes.one(7, 0, odd=0.05))
     library.foresay_gate(ctypes.byref(kind), joint, out, tokens, width)
 
 
@@ -171,7 +171,7 @@ def attend(sizes: Sizes, library: Any) -> None:
     starts = sizes.integers(tokens, -1 if sizes.often(0.1) else 0, slots if sizes.often(0.1) else 0)
     turned = rotated > 0
     source = sizes.one(0, 0, 0, 1, 2, odd=0.02)
-    asked = structs.Attention(
+    asked = structs.AttentionStruct(
         source=source, value_norm=sizes.one(0, 1, odd=0.01), tokens=tokens,
         columns=columns, queries=queries, keys=keys, dim=dim, rotated=rotated, wide=0,
         window=sizes.one(0, 0, 3, odd=0.05), store_rows=rows,
@@ -212,18 +212,18 @@ def mix(sizes: Sizes, library: Any) -> None:
     ]
     heads = values if sizes.often(0.97) else 1
 
-    def vector(address: int | None, size: int) -> structs.Vector:
-        return structs.Vector(address if size else None, size, sizes.one(0, 1, odd=0), 0)
+    def vector(address: int | None, size: int) -> structs.VectorStruct:
+        return structs.VectorStruct(address if size else None, size, sizes.one(0, 1, odd=0), 0)
 
-    side = structs.Product(0, 2 * values + sizes.one(0, 0, 0, 0, 1, odd=0), 4, weights=sizes.floats(64, 8))
-    mixer = structs.Mixer(
+    side = structs.ProductStruct(0, 2 * values + sizes.one(0, 0, 0, 0, 1, odd=0), 4, weights=sizes.floats(64, 8))
+    mixer = structs.MixerStruct(
         kind, keys, values, key_dim, dim, taps, sizes.one(0, 1, odd=0.02), sizes.one(0, odd=0.02), sizes.one(0, odd=0.02),
-        vector(held[0], channels * taps), structs.Vector(None, 0, 0, 0), vector(held[1], 0 if kind == 1 else heads),
+        vector(held[0], channels * taps), structs.VectorStruct(None, 0, 0, 0), vector(held[1], 0 if kind == 1 else heads),
         vector(held[2], 0 if kind == 1 else heads), vector(held[3], wide), vector(held[4], heads if kind == 2 else 0), side,
         sizes.one(0, 1, odd=0), 1e-5,
     )  # fmt: skip
     count, tokens = sizes.one(1, 2), 0
-    made = (structs.StateRow * (count if 0 < count <= LARGE else 1))()
+    made = (structs.StateRowStruct * (count if 0 < count <= LARGE else 1))()
     for one in made:
         base, own = sizes.one(0, 3, odd=0.02), sizes.one(1, 3, 12, odd=0.02)
         first = base + sizes.one(0, 0, 0, 2, odd=0)
@@ -239,7 +239,7 @@ def mix(sizes: Sizes, library: Any) -> None:
         sizes.floats(max(tokens, 1), 3 * channels + 3 * values * (dim + 1)),
         sizes.floats(max(tokens, 1), dim, max(values, 1)),
     )  # inputs of a state space: gates, channels and steps
-    rows = structs.StateRows(count, slots, tail, state, entry, made)
+    rows = structs.StateRowsStruct(count, slots, tail, state, entry, made)
     if None in (*held[:1], joint, out) or not all(one.ring for one in made):
         tokens = -1
     x = sizes.floats(max(tokens, 1), 4)
@@ -348,7 +348,7 @@ def chain(sizes: Sizes, library: Any) -> None:
     call.turns = sizes.one(1, 1, 1, 1, 2, odd=0.02)
     embeddings, scores = weights(vocab, hidden), weights(count, hidden)
     tokens = most if 0 < most <= LARGE else 1
-    made = structs.Chain(
+    made = structs.ChainStruct(
         embeddings=ctypes.addressof(embeddings.struct),
         scores=ctypes.addressof(scores.struct),
         token_ids=sizes.integers(count, 0, vocab - 1 if sizes.often(0.9) else 2 * vocab) if sizes.often(0.7) else None,

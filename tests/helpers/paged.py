@@ -14,7 +14,7 @@ from foresay.decoding import sampling_kernels
 from foresay.decoding.protocols import ModelInput
 from foresay.models.gpu import attention, passes
 from foresay.models.gpu.attention import Visible
-from foresay.models.gpu.flat import Buffers, FlatTokens
+from foresay.models.gpu.flat import Buffers, PagedTokens
 from foresay.models.huggingface import family_layers, fused
 from helpers.families import whole_product
 
@@ -56,7 +56,7 @@ def of_rows(
     if parents[-1] is not None:
         tree = torch.tensor([[*(one or ()), *[0] * (width - len(one or ()))] for one in parents])
     cache: Any = SimpleNamespace(lengths=list(starts), reserve=lambda row, count: None)
-    tokens = FlatTokens.of(ModelInput(ids, list(counts), parents=tree), cache, tile)
+    tokens = PagedTokens.of(ModelInput(ids, list(counts), parents=tree), cache, tile)
     buffers = Buffers(len(tokens) + padding, pages.int(), tile, is_prompt=is_prompt)
     buffers.fill(tokens, ids)
     return buffers.visible

@@ -18,7 +18,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files", "json_files", "tensor_files", "threads", "distributed"},
+    {"checks", "files", "json_files", "tensor_files", "threads", "distributed", "version"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},
@@ -133,7 +133,7 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "reasoning", "template_trial"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial", "reasoning"},
         {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
         {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},

@@ -10,12 +10,12 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from foresay import __version__
 from foresay.cli.command import CONTEXT, INTERRUPTED, write_panels
 from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
 from foresay.cli.environment import idle
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
+from foresay.version import __version__
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, the exit code that a shell reports for a program ended by that signal."""

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from foresay import __version__
 from foresay.errors import ModelNotFoundError
 from foresay.files import cache_dir
 from foresay.models.cpu import build
 from foresay.models.sources.packaged import ALIASES, conversion_folder, damage, packaged_file
 from foresay.records.provenance import machine
+from foresay.version import __version__
 
 _OPTIONAL = ("fastapi", "llama-cpp-python", "lm-eval", "matplotlib", "ray", "vllm")
 """Packages of extras, shown if they are installed."""

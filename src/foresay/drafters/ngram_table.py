@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from foresay import __version__
 from foresay.checks import check_float, check_int
 from foresay.decoding.rows import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
 from foresay.files import atomic_write
 from foresay.json_files import parse_json, read_limited, short
+from foresay.version import __version__
 
 MAX_ORDER = 5
 TOKEN_BITS = 21

@@ -20,7 +20,6 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from foresay import __version__
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
 from foresay.server import chat_page, generating
@@ -56,6 +55,7 @@ from foresay.server.requests import (
 )
 from foresay.server.served import Served
 from foresay.server.service import Entry, Service
+from foresay.version import __version__
 
 
 def make_app(service: Service, *, warm: bool = False) -> App:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from foresay import __version__
 from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory
@@ -44,6 +43,7 @@ from foresay.text.excess import Limits, first_tokens
 from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import ChatOptions, encode
 from foresay.text.schema_compiler import SchemaCompiler
+from foresay.version import __version__
 
 T = TypeVar("T")
 FLUSH_S = 10.0

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foresay import __version__
 from foresay.cli.console.session import ChatSession, Exchange
 from foresay.cli.methods import shown
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.files import atomic_write
+from foresay.version import __version__
 
 
 def described(session: ChatSession) -> dict[str, str]:

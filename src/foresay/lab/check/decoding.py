@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from foresay import __version__
 from foresay.checks import check_int
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import LengthPolicy
@@ -27,6 +26,7 @@ from foresay.records.recording import Record, Recording, read_params
 from foresay.spec.expressions import Call, parse, to_expression
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.text.tokenizer import tokenizer_fingerprint
+from foresay.version import __version__
 
 
 def read_recording(path: str | os.PathLike[str], limit: int | None = None) -> Recording:

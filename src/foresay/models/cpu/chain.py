@@ -94,7 +94,7 @@ class NativeChain:
         call.turns = 1
         tokens, confidences = np.zeros(most, np.int64), np.zeros(most, np.float32)
         stops, weights = np.array(ends, np.int64), np.array(rule.weights, np.float64)
-        struct = structs.Chain(
+        struct = structs.ChainStruct(
             embeddings=ctypes.addressof(self._embeddings.struct),
             scores=ctypes.addressof(self._scores.struct),
             token_ids=self._ids_address,

@@ -74,7 +74,7 @@ class NativeLayers:
             )
         self._run, self._chain = found.foresay_pass, found.foresay_chain
         self._dtype, self._layers = dtype, list(layers)
-        self._gate = structs.Gate(ACTIVATIONS[activation], 0.0, 0.0)
+        self._gate = structs.GateStruct(ACTIVATIONS[activation], 0.0, 0.0)
         attending = [layer for layer in layers if layer.mixer is None]
         if not attending:
             raise LookupError("the kernels need a layer with attention")
@@ -93,7 +93,7 @@ class NativeLayers:
             self._struct(layer, last_norm.eps, offsets.get(i if layer.shares is None else layer.shares, 0), i)
             for i, layer in enumerate(layers)
         ]
-        self._model = structs.Model(
+        self._model = structs.ModelStruct(
             layers=len(layers),
             hidden=self._hidden,
             inner=self._inner,
@@ -101,8 +101,8 @@ class NativeLayers:
             eps=last_norm.eps,
             residual_scale=residual_scale,
             last_norm=self._vector(last_norm, self._hidden),
-            layer=(structs.Layer * len(layers))(*structs_),
-            input_norms=(structs.Vector * 2)(
+            layer=(structs.LayerStruct * len(layers))(*structs_),
+            input_norms=(structs.VectorStruct * 2)(
                 *(self._vector(one, self._hidden) for one in (first_norms.norms if first_norms else (None, None)))
             ),
             second_is_residual=int(first_norms is not None and first_norms.is_input),
@@ -167,7 +167,7 @@ class NativeLayers:
         x: torch.Tensor,
         normed: torch.Tensor,
         states: Mapping[int, torch.Tensor] | None = None,
-    ) -> tuple[structs.Pass, Any]:
+    ) -> tuple[structs.PassStruct, Any]:
         """Return the argument of a pass without its rotary tables and `read`, and what must be kept until the kernels return.
 
         x, normed: [N, H] float32. states: layer -> [N, H] float32 to write.
@@ -175,7 +175,7 @@ class NativeLayers:
         count, stores = len(tokens), self._stores_of(cache)
         addresses = [states[n].data_ptr() if states and n in states else None for n in range(len(self._layers))]
         state_addresses = (ctypes.c_void_p * len(addresses))(*addresses)
-        call = structs.Pass(
+        call = structs.PassStruct(
             tokens=count,
             columns=tokens.columns,
             threads=threads.num_threads(),
@@ -191,7 +191,7 @@ class NativeLayers:
         )
         return call, (stores, state_addresses, tokens, x, normed)
 
-    def draft(self, call: structs.Pass, chain: structs.Chain) -> int:
+    def draft(self, call: structs.PassStruct, chain: structs.ChainStruct) -> int:
         """Draft tokens one after the other; return their number. See chain.h."""
         count = ctypes.c_int64()
         self._chain(ctypes.byref(self._model), ctypes.byref(call), ctypes.byref(chain), ctypes.byref(count))
@@ -221,7 +221,7 @@ class NativeLayers:
         found = self._caches[cache] = Addresses(stores)
         return found
 
-    def _struct(self, layer: GatedLayer, eps: float, offset: int, index: int) -> structs.Layer:
+    def _struct(self, layer: GatedLayer, eps: float, offset: int, index: int) -> structs.LayerStruct:
         """Return the struct of a layer. offset: numbers of a slot of the cache before its keys. index: among all layers."""
         names = ("qkv", "output") if layer.gate_up is None else ("qkv", "output", "gate_up", "down")
         products = {name: _native(getattr(layer, name)) for name in names}
@@ -236,7 +236,7 @@ class NativeLayers:
         }
         norms = {name: self._vector(parts[name], size) for name, size in sizes.items()}
         sinks = None if layer.sinks is None else Norm(layer.sinks, eps)
-        attention = structs.Attention(
+        attention = structs.AttentionStruct(
             queries=layer.heads[0],
             keys=layer.heads[1],
             dim=layer.dim,
@@ -255,7 +255,7 @@ class NativeLayers:
         turn = self._turns.index(layer.kind) if layer.rotates and layer.mixer is None else -1
         fields = {name: product.struct for name, product in products.items()}
         experts = None if layer.experts is None else ctypes.pointer(self._experts(layer.experts))
-        return structs.Layer(
+        return structs.LayerStruct(
             **fields,
             **norms,
             sinks=self._vector(sinks, layer.heads[0]),
@@ -273,30 +273,30 @@ class NativeLayers:
             mixer=self._mixers.pointer(index),
         )
 
-    def _convolution(self, conv: Convolution) -> structs.Convolution:
+    def _convolution(self, conv: Convolution) -> structs.ConvolutionStruct:
         projection, base = _native(conv.projection), conv.base.float().contiguous()
         self._referenced += [projection, base]
         taps = int(base.shape[1])
         groups = projection.out_features // (2 * taps)
         address = structs.address(base, (2, taps, self._hidden), torch.float32)
-        return structs.Convolution(taps, groups, projection.struct, address)
+        return structs.ConvolutionStruct(taps, groups, projection.struct, address)
 
-    def _input(self, one: LayerInput) -> structs.LayerInput:
+    def _input(self, one: LayerInput) -> structs.LayerInputStruct:
         gate, projection = _native(one.gate), _native(one.projection)
         self._referenced += [gate, projection]
         norm, width = self._vector(one.norm, self._hidden), gate.out_features
-        return structs.LayerInput(gate.struct, projection.struct, norm, width, one.index)
+        return structs.LayerInputStruct(gate.struct, projection.struct, norm, width, one.index)
 
-    def _experts(self, experts: Experts) -> structs.Experts:
+    def _experts(self, experts: Experts) -> structs.ExpertsStruct:
         router = _native(experts.router)
         gate_up, down = (list(map(_native, products)) for products in (experts.gate_up, experts.down))
-        arrays = [(structs.Product * len(one))(*(product.struct for product in one)) for one in (gate_up, down)]
+        arrays = [(structs.ProductStruct * len(one))(*(product.struct for product in one)) for one in (gate_up, down)]
         shared = [] if experts.shared is None else [_native(one) for one in experts.shared]
         gate = None if experts.shared_gate is None else _native(experts.shared_gate)
         by, clamped = experts.sigmoids, experts.clamped
         correction = None if by is None else by.correction.float().contiguous()
         self._referenced += [router, gate_up, down, arrays, shared, gate, correction]
-        return structs.Experts(
+        return structs.ExpertsStruct(
             count=len(gate_up),
             active=experts.active,
             inner=gate_up[0].out_features // 2,
@@ -310,7 +310,7 @@ class NativeLayers:
             shared_gate_up=ctypes.pointer(shared[0].struct) if shared else None,
             shared_down=ctypes.pointer(shared[1].struct) if shared else None,
             shared_gate=ctypes.pointer(gate.struct) if gate is not None else None,
-            gate=self._gate if clamped is None else structs.Gate(_CLAMPED, clamped.alpha, clamped.limit),
+            gate=self._gate if clamped is None else structs.GateStruct(_CLAMPED, clamped.alpha, clamped.limit),
             router=router.struct,
             gate_up=arrays[0],
             down=arrays[1],
@@ -321,12 +321,12 @@ class NativeLayers:
             return None
         norms = [self._vector(one, self._hidden) for one in (own.before, own.router, own.after, own.dense)]
         scales = self._vector(Norm(own.scales, eps), len(experts.gate_up))
-        return ctypes.pointer(structs.ExpertNorms(*norms, scales, own.factor))
+        return ctypes.pointer(structs.ExpertNormsStruct(*norms, scales, own.factor))
 
-    def _vector(self, norm: Norm | None, size: int) -> structs.Vector:
+    def _vector(self, norm: Norm | None, size: int) -> structs.VectorStruct:
         """Return a struct that points to a norm's weight."""
         if norm is None:
-            return structs.Vector(None, 0, 0, 0)
+            return structs.VectorStruct(None, 0, 0, 0)
         if norm.weight.dtype not in _NUMBERS:
             raise LookupError(f"the kernels do not support norms in {norm.weight.dtype}")
         try:
@@ -334,7 +334,7 @@ class NativeLayers:
         except ValueError as error:
             raise LookupError(f"the kernels do not support these norms: {error}") from None
         self._referenced.append(norm.weight)
-        return structs.Vector(values, size, norm.weight.dtype is torch.bfloat16, norm.from_one)
+        return structs.VectorStruct(values, size, norm.weight.dtype is torch.bfloat16, norm.from_one)
 
 
 def _inner(layers: Sequence[GatedLayer]) -> int:

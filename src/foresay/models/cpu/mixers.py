@@ -18,7 +18,7 @@ from foresay.models.cpu.product import NativeProduct
 
 _COLUMNS = 32
 """Columns of a matrix state that the kernels store together."""
-_NO_VECTOR = structs.Vector(None, 0, 0, 0)
+_NO_VECTOR = structs.VectorStruct(None, 0, 0, 0)
 
 
 class Mixers:
@@ -28,7 +28,7 @@ class Mixers:
         """Raises LookupError for layers that the kernels do not support."""
         self.referenced: list[Any] = []
         """Memory that the structs point to."""
-        self._structs: dict[int, structs.Mixer] = {}
+        self._structs: dict[int, structs.MixerStruct] = {}
         state = entry = tail = 0
         for index, layer in enumerate(layers):
             mixer = layer.mixer
@@ -51,7 +51,7 @@ class Mixers:
         """Return the address of a layer's struct; None for a layer of attention."""
         return ctypes.pointer(self._structs[index]) if index in self._structs else None
 
-    def _matrix(self, mixer: GatedDelta | StateSpace) -> structs.Mixer:
+    def _matrix(self, mixer: GatedDelta | StateSpace) -> structs.MixerStruct:
         """Return the struct of a layer whose heads have a matrix as their state."""
         (keys, values), (key_dim, value_dim) = mixer.heads, mixer.dims
         channels, own = 2 * keys * key_dim + values * value_dim, dict[str, Any]()
@@ -61,7 +61,7 @@ class Mixers:
         else:
             own = {"kind": 2, "norm": self._vector(mixer.norm.weight, values * value_dim)}
             own |= {"bias": self._bias(mixer.bias, channels), "skips": self._vector(mixer.skips, values)}
-        return structs.Mixer(
+        return structs.MixerStruct(
             key_heads=keys,
             value_heads=values,
             key_dim=key_dim,
@@ -73,24 +73,24 @@ class Mixers:
             **own,
         )
 
-    def _short(self, mixer: ShortConvolution, hidden: int) -> structs.Mixer:
-        return structs.Mixer(
+    def _short(self, mixer: ShortConvolution, hidden: int) -> structs.MixerStruct:
+        return structs.MixerStruct(
             kind=1,
             value_dim=hidden,
             convolution=self._vector(mixer.convolution, hidden * int(mixer.convolution.shape[-1])),
             bias=self._bias(mixer.bias, hidden),
         )
 
-    def _bias(self, bias: torch.Tensor | None, size: int) -> structs.Vector:
+    def _bias(self, bias: torch.Tensor | None, size: int) -> structs.VectorStruct:
         return _NO_VECTOR if bias is None else self._vector(bias, size)
 
-    def _product(self, product: Any) -> structs.Product:
+    def _product(self, product: Any) -> structs.ProductStruct:
         if not isinstance(product, NativeProduct):
             raise LookupError(f"the kernels do not support a {type(product).__name__}")
         self.referenced.append(product)
         return product.struct
 
-    def _vector(self, weight: torch.Tensor, size: int) -> structs.Vector:
+    def _vector(self, weight: torch.Tensor, size: int) -> structs.VectorStruct:
         flat = weight.reshape(-1)
         if weight.dtype not in (torch.float32, torch.bfloat16) or flat.data_ptr() != weight.data_ptr():
             raise LookupError(f"the kernels do not support these weights of {weight.dtype} in their current layout")
@@ -99,10 +99,10 @@ class Mixers:
         except ValueError as error:
             raise LookupError(f"the kernels do not support these weights: {error}") from None
         self.referenced.append(weight)
-        return structs.Vector(address, size, weight.dtype is torch.bfloat16, 0)
+        return structs.VectorStruct(address, size, weight.dtype is torch.bfloat16, 0)
 
 
-def _sizes(mixer: structs.Mixer) -> tuple[int, int]:
+def _sizes(mixer: structs.MixerStruct) -> tuple[int, int]:
     """Return the numbers of a layer's states, and of a token's entry."""
     if mixer.kind == 1:
         return 0, mixer.value_dim
@@ -123,15 +123,17 @@ class StatePass:
             cache.states(row).next_pass(row, cache.lengths[row], count)
             for row, count in zip(found.tolist(), counts.tolist(), strict=True)
         ]
-        self._rows = (structs.StateRow * len(self._passes))()
+        self._rows = (structs.StateRowStruct * len(self._passes))()
         first = 0
         for one, struct in zip(self._passes, self._rows, strict=True):
             self._fill(one, struct, first)
             first += one.count
         sizes = cache.sizes
-        self.struct = structs.StateRows(len(self._passes), SLOTS, sizes.tail, sizes.state, sizes.entry, self._rows)
+        self.struct = structs.StateRowsStruct(
+            len(self._passes), SLOTS, sizes.tail, sizes.state, sizes.entry, self._rows
+        )
 
-    def _fill(self, one: RowPass, struct: structs.StateRow, first: int) -> None:
+    def _fill(self, one: RowPass, struct: structs.StateRowStruct, first: int) -> None:
         states, sizes = self._cache.states(one.row), self._cache.sizes
         struct.first, struct.count, struct.length, struct.next = first, one.count, one.length, one.base
         struct.base, struct.from_, struct.end = states.base, states.first, states.end

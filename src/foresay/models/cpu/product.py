@@ -112,7 +112,7 @@ class NativeProduct(Product):
 
     def __init__(
         self,
-        struct: structs.Product,
+        struct: structs.ProductStruct,
         weights: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
         parts: Sequence[NativeProduct] = (),
@@ -129,7 +129,7 @@ class NativeProduct(Product):
         """Further memory that the struct points to."""
         self._structs, self.bias = [struct], bias
         if parts:
-            self._structs = [structs.Product.from_buffer_copy(part.struct) for part in parts]
+            self._structs = [structs.ProductStruct.from_buffer_copy(part.struct) for part in parts]
             for one, following in zip(self._structs, self._structs[1:], strict=False):
                 one.next = ctypes.addressof(following)
             self.struct = self._structs[0]
@@ -154,7 +154,7 @@ class NativeProduct(Product):
         padded = F.pad(weight.detach(), (0, columns % 2, 0, -rows % PANEL))
         panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)  # [panels, depth / 2, 32, 2]
         panels = (panels.transpose(2, 3) if weight.dtype is torch.float32 else panels).contiguous()
-        struct = structs.Product(_PACKED[weight.dtype], rows, columns, weights=panels.data_ptr())
+        struct = structs.ProductStruct(_PACKED[weight.dtype], rows, columns, weights=panels.data_ptr())
         return cls(struct, [panels], bias)
 
     @classmethod
@@ -190,7 +190,7 @@ class NativeProduct(Product):
         """
         _, _, bits, scaling = BLOCKS[kind]
         levels, scales = packed
-        struct = structs.Product(_QUANTIZED, rows, depth, bits, scaling)
+        struct = structs.ProductStruct(_QUANTIZED, rows, depth, bits, scaling)
         struct.weights, struct.scales = levels.data_ptr(), scales.data_ptr()
         product = cls(struct, packed, bias)
         product.kind = kind
@@ -223,7 +223,7 @@ class NativeProduct(Product):
         if own and [one.shape for one in own] != [one.shape[:1] for one in weights]:
             raise LookupError("the lengths of the biases differ from those of their weights")
         rows = _row_addresses([one.detach() for one in weights])
-        struct = structs.Product(_IN_PLACE[dtype], len(rows), int(weights[0].shape[1]), weights=rows.data_ptr())
+        struct = structs.ProductStruct(_IN_PLACE[dtype], len(rows), int(weights[0].shape[1]), weights=rows.data_ptr())
         addresses = _row_addresses([one.detach()[:, None] for one in own]) if own else None
         struct.bias = None if addresses is None else addresses.data_ptr()
         product = cls(struct, [one.detach() for one in weights], torch.cat(own).detach() if own else None)

@@ -20,7 +20,7 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-class Product(ctypes.Structure):
+class ProductStruct(ctypes.Structure):
     """The struct of the same name in products.h."""
 
     _fields_ = [
@@ -29,32 +29,32 @@ class Product(ctypes.Structure):
     ]
 
 
-class Gate(ctypes.Structure):
+class GateStruct(ctypes.Structure):
     """The struct of the same name in layer.h."""
 
     _fields_ = [("kind", _NUMBER), *_fields(_REAL, "alpha limit")]
 
 
-class Experts(ctypes.Structure):
+class ExpertsStruct(ctypes.Structure):
     """The struct of the same name in experts.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "count active inner renormalized sigmoid groups active_groups shared_inner"),
-        ("gate", Gate),
-        ("router", Product),
-        *_fields(ctypes.POINTER(Product), "gate_up down shared_gate_up shared_down shared_gate"),
+        ("gate", GateStruct),
+        ("router", ProductStruct),
+        *_fields(ctypes.POINTER(ProductStruct), "gate_up down shared_gate_up shared_down shared_gate"),
         ("correction", _POINTER),
         ("scale", _REAL),
     ]
 
 
-class Convolution(ctypes.Structure):
+class ConvolutionStruct(ctypes.Structure):
     """The struct of the same name in convolution.h."""
 
-    _fields_ = [*_fields(_NUMBER, "taps groups"), ("projection", Product), ("base", _POINTER)]
+    _fields_ = [*_fields(_NUMBER, "taps groups"), ("projection", ProductStruct), ("base", _POINTER)]
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     """The struct of the same name in attention.h."""
 
     _fields_ = [
@@ -70,37 +70,37 @@ class Attention(ctypes.Structure):
     ]
 
 
-class Vector(ctypes.Structure):
+class VectorStruct(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [("values", _POINTER), *_fields(_NUMBER, "size is_bf16 from_one")]
 
 
-class LayerInput(ctypes.Structure):
+class LayerInputStruct(ctypes.Structure):
     """The struct of the same name in model.h."""
 
-    _fields_ = [*_fields(Product, "gate projection"), ("norm", Vector), *_fields(_NUMBER, "width index")]
+    _fields_ = [*_fields(ProductStruct, "gate projection"), ("norm", VectorStruct), *_fields(_NUMBER, "width index")]
 
 
-class ExpertNorms(ctypes.Structure):
+class ExpertNormsStruct(ctypes.Structure):
     """The struct of the same name in model.h."""
 
-    _fields_ = [*_fields(Vector, "before router after dense scales"), ("factor", _REAL)]
+    _fields_ = [*_fields(VectorStruct, "before router after dense scales"), ("factor", _REAL)]
 
 
-class Mixer(ctypes.Structure):
+class MixerStruct(ctypes.Structure):
     """The struct of the same name in states.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "kind key_heads value_heads key_dim value_dim taps order state entry"),
-        *_fields(Vector, "convolution bias decays steps norm skips"),
-        ("side", Product),
+        *_fields(VectorStruct, "convolution bias decays steps norm skips"),
+        ("side", ProductStruct),
         ("tiled", _NUMBER),
         ("eps", _REAL),
     ]
 
 
-class StateRow(ctypes.Structure):
+class StateRowStruct(ctypes.Structure):
     """The struct of the same name in states.h."""
 
     _fields_ = [
@@ -109,45 +109,45 @@ class StateRow(ctypes.Structure):
     ]
 
 
-class StateRows(ctypes.Structure):
+class StateRowsStruct(ctypes.Structure):
     """The struct of the same name in states.h."""
 
-    _fields_ = [*_fields(_NUMBER, "count slots tail state_size entry_size"), ("rows", ctypes.POINTER(StateRow))]
+    _fields_ = [*_fields(_NUMBER, "count slots tail state_size entry_size"), ("rows", ctypes.POINTER(StateRowStruct))]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [
-        *_fields(Product, "qkv output gate_up down"),
-        *_fields(Vector, "before_attention after_attention before_mlp after_mlp query_norm key_norm sinks"),
-        ("attention", Attention),
+        *_fields(ProductStruct, "qkv output gate_up down"),
+        *_fields(VectorStruct, "before_attention after_attention before_mlp after_mlp query_norm key_norm sinks"),
+        ("attention", AttentionStruct),
         ("turn", _NUMBER),
-        ("experts", ctypes.POINTER(Experts)),
+        ("experts", ctypes.POINTER(ExpertsStruct)),
         ("causal", _NUMBER),
-        *_fields(ctypes.POINTER(Convolution), "attention_conv mlp_conv"),
-        ("mixer", ctypes.POINTER(Mixer)),
-        ("input", ctypes.POINTER(LayerInput)),
-        ("expert_norms", ctypes.POINTER(ExpertNorms)),
+        *_fields(ctypes.POINTER(ConvolutionStruct), "attention_conv mlp_conv"),
+        ("mixer", ctypes.POINTER(MixerStruct)),
+        ("input", ctypes.POINTER(LayerInputStruct)),
+        ("expert_norms", ctypes.POINTER(ExpertNormsStruct)),
         ("scale", _REAL),
     ]
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "layers hidden inner"),
-        ("gate", Gate),
+        ("gate", GateStruct),
         *_fields(_REAL, "eps residual_scale"),
-        ("last_norm", Vector),
-        ("layer", ctypes.POINTER(Layer)),
-        ("input_norms", Vector * 2),
+        ("last_norm", VectorStruct),
+        ("layer", ctypes.POINTER(LayerStruct)),
+        ("input_norms", VectorStruct * 2),
         ("second_is_residual", _NUMBER),
     ]
 
 
-class Pass(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [
@@ -155,13 +155,13 @@ class Pass(ctypes.Structure):
         *_fields(_POINTER, "rows slots starts positions ends ancestors"),
         *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),
-        ("mixed", ctypes.POINTER(StateRows)),
+        ("mixed", ctypes.POINTER(StateRowsStruct)),
         ("inputs", _POINTER),
         ("input_width", _NUMBER),
     ]
 
 
-class Chain(ctypes.Structure):
+class ChainStruct(ctypes.Structure):
     """The struct of the same name in chain.h."""
 
     _fields_ = [
@@ -177,8 +177,21 @@ class Chain(ctypes.Structure):
 
 
 STRUCTS = (
-    *(Product, Gate, Experts, ExpertNorms, Convolution, Attention, Vector, LayerInput, Layer, Model, Pass, Chain),
-    *(Mixer, StateRow, StateRows),
+    *(
+        ProductStruct,
+        GateStruct,
+        ExpertsStruct,
+        ExpertNormsStruct,
+        ConvolutionStruct,
+        AttentionStruct,
+        VectorStruct,
+        LayerInputStruct,
+        LayerStruct,
+        ModelStruct,
+        PassStruct,
+        ChainStruct,
+    ),
+    *(MixerStruct, StateRowStruct, StateRowsStruct),
 )
 """All structs, in the order of `foresay_struct_size`."""
 
@@ -211,16 +224,21 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
     """
     p, n, r = _POINTER, _NUMBER, _REAL
     functions: dict[str, list[type]] = {
-        "check": [ctypes.POINTER(Model)],
-        "pass": [ctypes.POINTER(Model), ctypes.POINTER(Pass)],
-        "chain": [ctypes.POINTER(Model), ctypes.POINTER(Pass), ctypes.POINTER(Chain), ctypes.POINTER(n)],
-        "multiply": [ctypes.POINTER(Product), p, p, n, n, n],
+        "check": [ctypes.POINTER(ModelStruct)],
+        "pass": [ctypes.POINTER(ModelStruct), ctypes.POINTER(PassStruct)],
+        "chain": [
+            ctypes.POINTER(ModelStruct),
+            ctypes.POINTER(PassStruct),
+            ctypes.POINTER(ChainStruct),
+            ctypes.POINTER(n),
+        ],
+        "multiply": [ctypes.POINTER(ProductStruct), p, p, n, n, n],
         "pack": [n, p, n, n, p, p, n],
-        "rows": [ctypes.POINTER(Product), p, n, p],
+        "rows": [ctypes.POINTER(ProductStruct), p, n, p],
         "add_norm": [p, p, p, r, p, p, n, n, r],
-        "gate": [ctypes.POINTER(Gate), p, p, n, n],
-        "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
-        "mix": [ctypes.POINTER(Mixer), ctypes.POINTER(StateRows), p, p, p, n, n],
+        "gate": [ctypes.POINTER(GateStruct), p, p, n, n],
+        "attend": [ctypes.POINTER(AttentionStruct), p, p, p, n, n],
+        "mix": [ctypes.POINTER(MixerStruct), ctypes.POINTER(StateRowsStruct), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
     library.foresay_tiles.argtypes, library.foresay_tiles.restype = [], n

@@ -25,7 +25,6 @@ from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
 from foresay.models.cpu.product import NativeProduct, Product
-from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
 from foresay.models.gpu.capture import capture_on
@@ -314,10 +313,10 @@ class DenseProduct:
 
 def embeddings_of(target: CausalModel, config: DraftConfig | None = None) -> torch.nn.Module:
     """Return the target's embeddings as a draft reads them: without the factor of Gemma's module, as other engines do, unless its
-    files mean it (see BlockConfig).
+    files mean it (see DraftConfig.reads_factor).
     """
     module: torch.nn.Module = target.model.get_input_embeddings()
-    if isinstance(config, BlockConfig) and config.keeps_embedding_factor:
+    if config is not None and config.reads_factor:
         return module
     if isinstance(module, FrozenEmbedding):
         return module.without_scale()

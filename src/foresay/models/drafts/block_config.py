@@ -119,6 +119,11 @@ class BlockConfig(DraftConfig):
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap)."""
 
+    @property
+    def reads_factor(self) -> bool:
+        """See DraftConfig."""
+        return self.keeps_embedding_factor
+
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
         check_int("num_hidden_layers", self.num_layers, 1, 256)

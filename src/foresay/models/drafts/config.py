@@ -71,6 +71,11 @@ class DraftConfig(ABC):
     """Name of the target; "" if unknown."""
     target_architectures: tuple[str, ...] = ()
 
+    @property
+    def reads_factor(self) -> bool:
+        """True if the target's embeddings are read with the factor of their module."""
+        return False
+
     def __post_init__(self) -> None:
         for name in REQUIRED:
             check_int(name, self.layer.get(name), 1)

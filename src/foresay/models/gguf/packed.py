@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from foresay import __version__
 from foresay.checks import gigabytes
 from foresay.errors import ConfigError
 from foresay.files import atomic_write, cache_dir
 from foresay.models.cpu.build import source_digest
 from foresay.models.cpu.product import BLOCKS, NativeProduct, packed_shapes
 from foresay.models.gguf.header import GgufHeader
+from foresay.version import __version__
 
 logger = logging.getLogger("foresay")
 

@@ -22,7 +22,7 @@ from foresay.decoding.chains import Drawn, Sampling, widened
 from foresay.decoding.devices import launching_on, moved, to_device
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_kernels import Cuts
-from foresay.models.gpu.flat import FIELDS, Buffers, FlatTokens, size_of
+from foresay.models.gpu.flat import FIELDS, Buffers, PagedTokens, size_of
 from foresay.models.gpu.pages import PagedCache
 from foresay.models.gpu.passes import Outputs, PagedPasses, Replay
 
@@ -71,7 +71,7 @@ class _Rows:
         self.probs = torch.empty(0, device=device)
         """[size, outputs], the distributions of the last token."""
 
-    def begin(self, tokens: FlatTokens, ids: torch.Tensor, left: Sequence[int], features: torch.Tensor | None) -> None:
+    def begin(self, tokens: PagedTokens, ids: torch.Tensor, left: Sequence[int], features: torch.Tensor | None) -> None:
         """Set the inputs of each row's first pass. ids: [R, 1]. left: [R], tokens after the first. features: [R, 1, H]."""
         count = len(tokens)
         self.buffers.fill(tokens, ids, features)
@@ -125,14 +125,14 @@ class _Chains(ABC):
             self._rows[size] = _Rows(buffers, self._num_scores, self._of_kind(size))
         return self._rows[size]
 
-    def _tokens(self, rows: Sequence[int], slots: npt.NDArray[np.int64]) -> FlatTokens:
+    def _tokens(self, rows: Sequence[int], slots: npt.NDArray[np.int64]) -> PagedTokens:
         """Return one token for each row. slots: [R]."""
         count = len(rows)
         fields = np.zeros((len(FIELDS), count), dtype=np.int32)
         fields[_ROWS], fields[_STARTS], fields[_COUNTS] = rows, np.arange(count), 1
         fields[_POSITIONS] = fields[_SLOTS] = fields[_FIRSTS] = slots
         fields[_ENDS] = fields[_ROW_ENDS] = slots + 1
-        return FlatTokens(np.arange(count, dtype=np.int64), fields)
+        return PagedTokens(np.arange(count, dtype=np.int64), fields)
 
     def _draw(self, state: _Rows, room: Sequence[int], sampling: Sampling | None) -> Drawn:
         """Replay a step for each token."""

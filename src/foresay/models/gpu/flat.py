@@ -25,7 +25,7 @@ FIELDS = ("rows", "positions", "slots", "firsts", "ends", "tile_starts", "tile_c
 
 
 @dataclass(frozen=True, slots=True)
-class FlatTokens:
+class PagedTokens:
     """The real tokens of a pass, row by row, on the host as those of chains; see attention.Visible."""
 
     columns: npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class FlatTokens:
     trees: _Trees | None = None
 
     @staticmethod
-    def of(model_input: ModelInput, cache: PagedCache, tile: int) -> FlatTokens:
+    def of(model_input: ModelInput, cache: PagedCache, tile: int) -> PagedTokens:
         """Return the tokens of a pass over the rows of a cache, for which it reserves room. tile: tokens per tile of attention.
 
         Raises OutOfMemoryError if the pool has too few pages.
@@ -58,7 +58,7 @@ class FlatTokens:
         described[5:7, : len(tiles)] = np.array(tiles).T
         parents = model_input.parents
         trees = None if parents is None else _Trees.of(parents, model_input.num_tokens)
-        return FlatTokens(np.concatenate(columns), described, trees)
+        return PagedTokens(np.concatenate(columns), described, trees)
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -129,7 +129,7 @@ class Buffers:
         self.whole = Visible(rows, positions, row_ends, none, row_ends, self.tiles, pages, tile, is_prompt)
         """For tokens that see those of their row after them, too."""
 
-    def fill(self, tokens: FlatTokens, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> None:
+    def fill(self, tokens: PagedTokens, token_ids: torch.Tensor, features: torch.Tensor | None = None) -> None:
         """Copy a pass of at most `size` tokens, without waiting for the device. token_ids, features: [B, T] and [B, T, F]."""
         count = len(tokens)
         fields = np.zeros((len(FIELDS), self.size), dtype=np.int32)

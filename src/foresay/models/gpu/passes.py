@@ -18,7 +18,7 @@ from foresay.decoding.devices import launching_on, moved
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.gpu.attention import PAGE, tokens_per_tile
 from foresay.models.gpu.capture import Capture
-from foresay.models.gpu.flat import Buffers, FlatTokens, PageTable, size_of
+from foresay.models.gpu.flat import Buffers, PagedTokens, PageTable, size_of
 from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
 
 logger = logging.getLogger("foresay")
@@ -139,7 +139,7 @@ class PagedPasses:
         for scores. captured: False for a prompt, whose sums have another order; those of larger passes, too.
         """
         size = size_of(sum(model_input.num_tokens)) if captured else None
-        tokens = FlatTokens.of(model_input, cache, self._tiles[size is None])
+        tokens = PagedTokens.of(model_input, cache, self._tiles[size is None])
         self.table.update(cache.pages)
         with launching_on(self.table.pages.device):
             if size is None:

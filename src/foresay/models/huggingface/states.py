@@ -32,7 +32,7 @@ def compact(state: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class StatePass:
+class OwnStatePass:
     """One forward pass that continues from states. Passes of several threads may run at once."""
 
     arguments: dict[str, Any]
@@ -47,7 +47,7 @@ class StatePort(Protocol):
     rows_together: bool = True
     """Rows may share a pass."""
 
-    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[OwnStatePass]:
         """Around a pass that continues from `states`, and the reading of those after it; None for the initial state."""
         ...
 
@@ -72,7 +72,7 @@ def port_of(model: PreTrainedModel) -> StatePort:
     return _CachePort(model)
 
 
-class StateCache(TransformersCache):
+class OwnStateCache(TransformersCache):
     """A transformers Cache over states, and over the slot cache for attention layers."""
 
     def __init__(self, slots: SlotCache, at: Placement, states: States | None) -> None:
@@ -134,13 +134,13 @@ class StateCache(TransformersCache):
         self.update_recurrent_state(linear_cache, layer_idx)
 
 
-def _cache_class(model: PreTrainedModel) -> type[StateCache]:
+def _cache_class(model: PreTrainedModel) -> type[OwnStateCache]:
     """Return the class of caches for a model; MiniMax accepts only its own and those derived from it."""
     if model.config.get_text_config(decoder=True).model_type != "minimax":
-        return StateCache
+        return OwnStateCache
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-    return type("MiniMaxStateCache", (StateCache, MiniMaxCache), {})
+    return type("MiniMaxOwnStateCache", (OwnStateCache, MiniMaxCache), {})
 
 
 class _CachePort(StatePort):
@@ -152,10 +152,10 @@ class _CachePort(StatePort):
         names = inspect.signature(model.forward).parameters
         self._name = "cache_params" if "cache_params" in names else "past_key_values"
 
-    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[OwnStatePass]:
         cache = self._class(slots, at, states)
         cache.limits = self._limits
-        return nullcontext(StatePass({self._name: cache}, lambda output: cache.states))
+        return nullcontext(OwnStatePass({self._name: cache}, lambda output: cache.states))
 
 
 class _RwkvPort(StatePort):
@@ -166,9 +166,9 @@ class _RwkvPort(StatePort):
 
     rows_together = False
 
-    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[OwnStatePass]:
         given = {"state": None if states is None else [states[str(i)] for i in range(5)]}
-        return nullcontext(StatePass(given, lambda output: {str(i): state for i, state in enumerate(output.state)}))
+        return nullcontext(OwnStatePass(given, lambda output: {str(i): state for i, state in enumerate(output.state)}))
 
     def initial(self, name: str, like: torch.Tensor) -> torch.Tensor:
         return torch.full_like(like, -1e30 if name == "4" else 0.0)
@@ -183,7 +183,7 @@ class _XlstmPort(StatePort):
         self._config, self._dtype = model.config, model.dtype
         self._class: Any = xLSTMCache
 
-    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[StatePass]:
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> AbstractContextManager[OwnStatePass]:
         cache = self._class(self._config, at.batch, dtype=self._dtype, device=at.slots.device)
         if states is not None:
             for layer, own in cache.rnn_state.items():
@@ -193,7 +193,7 @@ class _XlstmPort(StatePort):
         def after(output: Any) -> States:
             return {f"{layer}.{i}": one for layer, own in cache.rnn_state.items() for i, one in enumerate(own)}
 
-        return nullcontext(StatePass({"cache_params": cache}, after))
+        return nullcontext(OwnStatePass({"cache_params": cache}, after))
 
 
 class _ModulePort(StatePort):
@@ -221,7 +221,7 @@ class _ModulePort(StatePort):
         return F.conv1d(full, conv.weight, conv.bias, groups=conv.groups)
 
     @contextmanager
-    def during(self, states: States | None, slots: SlotCache, at: Placement) -> Iterator[StatePass]:
+    def during(self, states: States | None, slots: SlotCache, at: Placement) -> Iterator[OwnStatePass]:
         with self._lock:
             try:
                 for index, block in enumerate(self._blocks):
@@ -232,7 +232,7 @@ class _ModulePort(StatePort):
                     self._before[index] = block.conv1d_state = zeros if states is None else states[f"conv.{index}"]
                     none = torch.zeros(at.batch, channels, device=at.slots.device)
                     block.rg_lru.recurrent_states = none if states is None else states[f"recurrent.{index}"]
-                yield StatePass({"past_key_values": TransformersCache(slots, at)}, lambda output: self._states())
+                yield OwnStatePass({"past_key_values": TransformersCache(slots, at)}, lambda output: self._states())
             finally:
                 self._before, self._inputs = {}, {}
                 for block in self._blocks:

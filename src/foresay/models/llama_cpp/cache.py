@@ -115,7 +115,7 @@ class Context:
         return scores
 
 
-class SavedRow(NamedTuple):
+class LlamaCppRow(NamedTuple):
     """A copy of a row's state in llama.cpp. nbytes: its size. length: number of tokens in it."""
 
     data: Bytes
@@ -172,12 +172,12 @@ class LlamaCache(KVCache):
         self._active.copy(self._sequences[source], self._sequences[target], length)
         self.lengths[target] = length
 
-    def save_prefix(self, row: int, length: int) -> SavedRow:
+    def save_prefix(self, row: int, length: int) -> LlamaCppRow:
         """Return a copy of a row's state, which contains all its tokens and not only the first `length`."""
         data = self._active.save(self._sequences[row])
-        return SavedRow(data, data.nbytes, self.lengths[row])
+        return LlamaCppRow(data, data.nbytes, self.lengths[row])
 
-    def load_prefix(self, row: int, saved: SavedRow, length: int) -> None:
+    def load_prefix(self, row: int, saved: LlamaCppRow, length: int) -> None:
         """Set row `row` to the first `length` tokens of a saved row."""
         self._active.truncate(self._sequences[row], 0)
         self.lengths[row] = 0

@@ -59,7 +59,7 @@ def called(*bodies: str) -> subprocess.CompletedProcess[str]:
         "from foresay.models.cpu import build, structs\n"
         "library, number = build.library(), torch.zeros(64)\n"
         "def product(outputs=1, depth=4):\n"
-        "    return structs.Product(0, outputs, depth, 0, 0, 0, number.data_ptr())\n"
+        "    return structs.ProductStruct(0, outputs, depth, 0, 0, 0, number.data_ptr())\n"
         "def multiply(one, rows):\n"
         "    library.foresay_multiply(ctypes.byref(one), number.data_ptr(), number.data_ptr(), rows, 1, 1)\n"
         + "\n".join(

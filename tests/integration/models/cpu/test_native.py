@@ -75,7 +75,7 @@ def test_add_and_norm(added: int, after: int, before: int) -> None:
 
 def gated(kind: int, joint: torch.Tensor) -> torch.Tensor:
     out = torch.empty(joint.shape[0], joint.shape[1] // 2)
-    kernel("gate")(ctypes.byref(structs.Gate(kind, 1.7, 2.5)), joint.data_ptr(), out.data_ptr(), *out.shape)
+    kernel("gate")(ctypes.byref(structs.GateStruct(kind, 1.7, 2.5)), joint.data_ptr(), out.data_ptr(), *out.shape)
     return out
 
 
@@ -109,7 +109,7 @@ def test_the_clamped_gate() -> None:
 def test_gates_that_are_none(kind: int, limit: float) -> None:
     joint, out = torch.ones(1, 8), torch.ones(1, 4)
     with pytest.raises(ValueError, match="gate" if kind != 3 else "limit"):
-        kernel("gate")(ctypes.byref(structs.Gate(kind, 1.0, limit)), joint.data_ptr(), out.data_ptr(), 1, 4)
+        kernel("gate")(ctypes.byref(structs.GateStruct(kind, 1.0, limit)), joint.data_ptr(), out.data_ptr(), 1, 4)
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ def attend(
     seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
     blocks = (ctypes.c_void_p * rows)(*(block.data_ptr() for block in stores))
     capacities = (ctypes.c_int64 * rows)(*[room] * rows)
-    asked = structs.Attention(
+    asked = structs.AttentionStruct(
         tokens=tokens, columns=columns, queries=Q, keys=K, dim=dim, rotated=dim // 2, wide=int(bool(wide)), window=window,
         offset=0, store_rows=rows, blocks=ctypes.addressof(blocks), capacities=ctypes.addressof(capacities),
         rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),

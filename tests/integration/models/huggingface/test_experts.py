@@ -284,9 +284,9 @@ def test_sizes_of_experts_are_checked(name: str, value: Any, monkeypatch: pytest
     freeze_linears(weights)
     build = NativeLayers._experts
 
-    def wrong(self: NativeLayers, experts: Any) -> structs.Experts:
+    def wrong(self: NativeLayers, experts: Any) -> structs.ExpertsStruct:
         made = build(self, experts)
-        setattr(made, name, ctypes.POINTER(structs.Product)() if value is None else value)
+        setattr(made, name, ctypes.POINTER(structs.ProductStruct)() if value is None else value)
         return made
 
     monkeypatch.setattr(NativeLayers, "_experts", wrong)

@@ -10,7 +10,7 @@ import torch
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError, OutOfMemoryError
 from foresay.models.gpu.attention import PAGE
-from foresay.models.gpu.flat import FlatTokens, PageTable, size_of
+from foresay.models.gpu.flat import PagedTokens, PageTable, size_of
 from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
 
 
@@ -140,7 +140,7 @@ def test_a_tree_of_too_many_nodes_is_refused() -> None:
     cache.add_rows(1)
     parents = torch.tensor([[-1, *[0] * 65]])
     with pytest.raises(ConfigError, match="a tree has 65 nodes in one row; allowed are 64"):
-        FlatTokens.of(ModelInput(torch.zeros(1, 66, dtype=torch.int64), [66], parents=parents), cache, 4)
+        PagedTokens.of(ModelInput(torch.zeros(1, 66, dtype=torch.int64), [66], parents=parents), cache, 4)
 
 
 def test_passes_are_padded_to_the_next_size() -> None:
