@@ -1,4 +1,4 @@
-"""Lines of code by room. A change that raises a number edits it here, and its commit's body says what it removed."""
+"""Lines of code by room. A change that raises a number edits it here, and its commit's body names what it removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST = {
     "training": 3379,
     "workers": 644,
     "kernels in C++": 3873,
-    "tests": 72_760,
+    "tests": 72_773,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

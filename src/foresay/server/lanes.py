@@ -177,11 +177,6 @@ class Queues:
         return next((one.problem for one in (self.short, self.long, self.trials) if one.problem), "")
 
     @property
-    def in_preparation(self) -> int:
-        """Requests whose texts and constraints are read."""
-        return self.short.open + self.long.open + self.trials.open
-
-    @property
     def before_rows(self) -> int:
         """Requests that are not in the engine's queue yet, or never will be."""
-        return self.in_preparation + self.passes.open + self.models.open
+        return sum(one.open for one in (self.short, self.long, self.trials, self.passes, self.models))
