@@ -46,7 +46,7 @@ class Shared:
     @property
     def num_open(self) -> int:
         """Number of open requests."""
-        return len(self._open_limits) + self.queues.before_rows
+        return len(self._open_limits) + self.queues.short.open + self.queues.long.open + self.queues.trials.open
 
     @property
     def is_idle(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import signal
 import socket
@@ -71,10 +72,14 @@ SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
 
 class TestTheHeadOfARequest:
     @pytest.mark.parametrize("name", SENT)
-    def test_what_is_answered(self, name: str, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_is_answered(
+        self, name: str, serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """HTTP/1.0 has no Host; pages of browsers always send one. The log gets nothing that needs no key."""
         settings, sent, status, code = SENT[name]
-        with connected(serve(**settings)) as held:
+        running = serve(**settings)
+        monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+        with connected(running) as held:
             held.sendall(sent)
             answer = until_closed(held)
         assert not caplog.records

@@ -90,7 +90,7 @@ _SERVER = group(
         "Resident memory, such as 6GB, up to which caches grow and bodies of 64 KiB and more are read. Beyond it "
         "requests wait, or are answered with 503.",
     ),
-    option("--max-waiting N", "Requests that may wait; further ones are answered with 429.", _DEFAULTS.max_waiting),
+    option("--max-waiting N", "Requests of one client that may wait; further ones get 429.", _DEFAULTS.max_waiting),
     option("--timeout X", "Longest duration of a request, in seconds.", _DEFAULTS.timeout_s),
     option("--drain X", "Seconds that running requests get to finish when the server stops.", _DEFAULTS.drain_s),
 )
