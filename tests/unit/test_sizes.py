@@ -35,7 +35,7 @@ MOST = {
     "training": 3379,
     "workers": 644,
     "kernels in C++": 3873,
-    "tests": 72_850,
+    "tests": 72_800,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 
