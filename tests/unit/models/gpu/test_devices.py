@@ -111,7 +111,7 @@ def test_decoding_stays_on_the_device(
 
     def read(proposal: Proposal, verification: Verification) -> list[Any]:
         drafted.extend(proposal.num_tokens)
-        return [step_module._RowVerification([1], 2, [0], (1,)) for _ in proposal.num_tokens]
+        return [step_module._RowVerification([1], 2, [0], (1,), 1) for _ in proposal.num_tokens]
 
     monkeypatch.setattr(step_module, "_read", read)
     target = on_device("llama")
