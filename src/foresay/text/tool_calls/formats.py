@@ -1,6 +1,6 @@
 """The format of tool calls that a model's chat template has: the one whose parser reads back what the template writes.
 
-A template that describes calls but writes none has the format all of whose signs it contains.
+A template that describes calls and writes them without marks, or not at all, has the format all of whose signs it contains.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ def _read_back(tokenizer: Any, template: str) -> ToolFormat | None:
     forms: list[Any] = [dict, json.dumps]
     ways = [(ids[:count], form) for ids in _IDENTITIES for count in (2, 1) for form in forms]
     texts = [text for ids, form in ways if _CALLS[0][0] in (text := _written(tokenizer, ids, form))]
-    if not texts:
-        return by_signs[0] if by_signs else None
     found = [(likeness, one) for one in FORMATS.values() if (likeness := _likeness(one, tokenizer, texts))[0]]
-    return max(found, key=lambda each: (*each[0][:1], each[1] in by_signs, *each[0][1:]))[1] if found else None
+    if found:
+        return max(found, key=lambda each: (each[0][0], each[1] in by_signs, each[0][1]))[1]
+    # calls without a format's marks, or none at all, are no form of the model's own
+    return next((one for one in by_signs if not any(sign in text for text in texts for sign in one.signs)), None)
 
 
 def _written(tokenizer: Any, identities: Sequence[str], form: Callable[[Any], Any]) -> str:

@@ -182,6 +182,13 @@ def test_marks_of_one_family_in_the_calls_of_another() -> None:
     assert not has_format(family("hermes", calls=own))
 
 
+def test_calls_without_marks_are_no_form_of_the_model() -> None:
+    """A template that describes a family's marks and writes earlier calls as bare objects, or not at all."""
+    for own in (_FOR + "{{ f | tojson }}{% endfor %}", ""):
+        one = family("hermes", calls="said: " + own + "{# <tool_call> #}")
+        assert format_of(one).name == "hermes"
+
+
 def test_ids_that_the_text_has_are_kept() -> None:
     one = family("kimi_k2")
     parser = FORMATS["kimi_k2"].parser
