@@ -134,8 +134,7 @@ def _written(tokenizer: Any, identities: Sequence[str], form: Callable[[Any], An
 
 def _likeness(one: ToolFormat, tokenizer: Any, texts: Sequence[str]) -> tuple[int, int]:
     """Return how well a format fits what a template wrote, 0 if its parser does not read it, and the length of its own text."""
-    opening = one.around[0] + one.call[0] + _CALLS[0][0] + one.call[1].replace(NUMBER, "0")
-    opening = opening.replace(NUMBER, "0")
+    opening = (one.around[0] + one.call[0] + _CALLS[0][0] + one.call[1]).replace(NUMBER, "0")
     best = 0
     for text in texts:
         calls, content = _read(one, tokenizer, text)
