@@ -96,7 +96,6 @@ class NgramTable:
     _views: tuple[tuple[memoryview, ...], ...] = field(init=False, repr=False)
     _next: memoryview = field(init=False, repr=False)
     learned: bytes = field(init=False, repr=False, compare=False)
-    """Digest of the table; see Learned."""
 
     def __post_init__(self) -> None:
         """Check every array. Raises ConfigError naming the array and the problem."""
@@ -115,9 +114,8 @@ class NgramTable:
         own("_views", tuple((level.starts.data, level.keys.data, level.successor.data) for level in self.levels))
         own("_next", self.successor.data)
         digest = blake2b(self.successor.data, digest_size=8)
-        for level in self.levels:
-            for name in _LEVEL_ARRAYS:
-                digest.update(np.ascontiguousarray(getattr(level, name)).data)
+        for view in (one for views in self._views for one in views):
+            digest.update(view)
         own("learned", digest.digest())
 
     @property

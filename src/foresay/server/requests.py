@@ -58,8 +58,8 @@ ENDS_ITSELF = "min_tokens cannot be combined with a schema or grammar, whose out
 OFF = {"typical_p": 1, "no_repeat_ngram_size": 0}
 """Unsupported fields -> the value without an effect, unless the model's generation config sets another one."""
 _BOTH_NEUTRAL: Neutral = {
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     "length_penalty": (1,),
     **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range"), (0,)),
     **dict.fromkeys(("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"), (ANYTHING,)),
@@ -68,15 +68,10 @@ _BOTH_NEUTRAL: Neutral = {
     "tfs_z": (1,),
     **dict.fromkeys(("min_keep", "n_keep", "n_discard", "n_probs"), (0,)),
     "id_slot": (-1,),
-    "lora": ([],),
+    **dict.fromkeys(("lora", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("timings_per_token", "return_progress", "post_sampling_probs", "penalize_nl"), (False,)),
-    "bad_words": ([],),
-    "logits_processors": ([],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "cache_prompt": (True, False),
     "priority": (0,),
 }
