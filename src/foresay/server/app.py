@@ -226,7 +226,10 @@ def _add_ollama_routes(app: FastAPI, service: Service) -> None:
     @app.post("/api/show")
     async def show(request: ShowRequest, raw_request: Request) -> dict[str, Any]:
         name = models.served(request.model or request.name or models.first)
-        return models.known(name) or models.shown(await used(service, name, raw_request))
+        if known := models.known(name):
+            return known
+        model = await used(service, name, raw_request)
+        return await model.prepare(lambda: models.shown(model))
 
     @app.post("/api/embeddings")
     async def older_embeddings(request: OllamaEmbeddingsRequest, raw_request: Request) -> Response:
