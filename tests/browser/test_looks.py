@@ -124,4 +124,5 @@ def test_a_chat_by_the_keyboard_alone(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(page.locator(".answer")).to_have_count(2)
     expect(page.locator("#prompt")).to_be_focused()
-    assert len(bodies) == 2 and page.locator("#send").is_enabled()
+    expect(page.locator("#send")).to_be_enabled()
+    assert len(bodies) == 2
