@@ -20,19 +20,19 @@ import torch
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
 from foresay.models.cpu.flat_tokens import FlatTokens
-from foresay.models.cpu.gated_layer import (
+from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.layer import (
     ClampedGate,
     Convolution,
     Experts,
-    GatedLayer,
+    Layer,
     LayerInput,
     Norm,
     QueryScale,
     ShortConvolution,
     Sigmoids,
 )
-from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
-from foresay.models.cpu.product import NativeProduct
 
 ODD = (-(1 << 63), -(1 << 31), -33, -1, 0, 1 << 31, 1 << 40, (1 << 63) - 1)
 """Sizes that nothing has."""
@@ -288,7 +288,7 @@ def whole(sizes: Sizes, library: Any) -> None:
         return {**shares, "input": given, "scale": 0.5, "qkv": weights((queries + own * keys) * dim, hidden)}
 
     layers = [
-        GatedLayer(
+        Layer(
             **more(i), kind="full_attention", before_attention=norm(hidden),
             heads=(queries, keys), dim=dim, q_norm=norm(dim), k_norm=norm(dim), wide_norm=False, rotates=sizes.often(0.8),
             window=None, scaling=0.3, softcap=None, output=weights(hidden, queries * dim), after_attention=None,
@@ -331,7 +331,7 @@ def chain(sizes: Sizes, library: Any) -> None:
             torch.randn(outputs, depth + (sizes.one(-1, 2, odd=0) if sizes.often(0.03) else 0)), None
         )
 
-    layer = GatedLayer(
+    layer = Layer(
         kind="full_attention", before_attention=None, qkv=weights(32, 2 * hidden), heads=(2, 1), dim=8, q_norm=None, k_norm=None,
         wide_norm=False, rotates=True, window=None, scaling=0.3, softcap=None, output=weights(hidden, 16), after_attention=None,
         before_mlp=Norm(torch.ones(hidden), 1e-5), gate_up=weights(24, hidden), activation=torch.nn.functional.silu,

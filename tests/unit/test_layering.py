@@ -49,7 +49,7 @@ INSIDE = {
     ],
     "engine": [{"row_moves", "prefixes", "request_keys", "stats", "guard", "admission"}, {"chunked_prefill"}, {"loop"}],
     "models": [
-        {"vocabulary", "table", "recording", "cache"},
+        {"vocabulary", "table", "recording", "cache", "layer"},
         {"cpu"},
         {"gpu"},
         {"huggingface"},
@@ -58,7 +58,7 @@ INSIDE = {
     ],
     "models/cache": [{"memory", "snapshots"}, {"stores"}, {"slot_cache"}, {"recurrent_cache", "state_cache"}],
     "models/cpu": [
-        {"structs", "library_files", "gated_layer", "rounding", "levels"},
+        {"structs", "library_files", "rounding", "levels"},
         {"build", "flat_tokens"},
         {"product", "__main__"},
         {"mixers"},

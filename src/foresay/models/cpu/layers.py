@@ -22,9 +22,9 @@ from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
 from foresay.models.cpu.flat_tokens import Addresses, FlatTokens, head_size
-from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, LayerInput, Norm
 from foresay.models.cpu.mixers import Mixers, StatePass
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.layer import Convolution, Experts, Layer, LayerInput, Norm
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Supported dtypes of a cache, and their numbers in the kernels. In int8 each head of a key or value has a scale."""
@@ -53,7 +53,7 @@ class NativeLayers:
 
     def __init__(
         self,
-        layers: Sequence[GatedLayer],
+        layers: Sequence[Layer],
         last_norm: Norm,
         activation: str,
         residual_scale: float,
@@ -221,7 +221,7 @@ class NativeLayers:
         found = self._caches[cache] = Addresses(stores)
         return found
 
-    def _struct(self, layer: GatedLayer, eps: float, offset: int, index: int) -> structs.LayerStruct:
+    def _struct(self, layer: Layer, eps: float, offset: int, index: int) -> structs.LayerStruct:
         """Return the struct of a layer. offset: numbers of a slot of the cache before its keys. index: among all layers."""
         names = ("qkv", "output") if layer.gate_up is None else ("qkv", "output", "gate_up", "down")
         products = {name: _native(getattr(layer, name)) for name in names}
@@ -337,7 +337,7 @@ class NativeLayers:
         return structs.VectorStruct(values, size, norm.weight.dtype is torch.bfloat16, norm.from_one)
 
 
-def _inner(layers: Sequence[GatedLayer]) -> int:
+def _inner(layers: Sequence[Layer]) -> int:
     """Return the largest width between the two products of a feed-forward, or that of experts if all layers consist of them."""
     found = [layer.gate_up for layer in layers if layer.gate_up is not None]
     found = found or [layer.experts.gate_up[0] for layer in layers if layer.experts is not None]

@@ -13,8 +13,8 @@ import torch
 
 from foresay.models.cache.state_cache import SLOTS, RowPass, StateCache, StateSizes
 from foresay.models.cpu import structs
-from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, ShortConvolution, StateSpace
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.layer import GatedDelta, Layer, ShortConvolution, StateSpace
 
 _COLUMNS = 32
 """Columns of a matrix state that the kernels store together."""
@@ -24,7 +24,7 @@ _NO_VECTOR = structs.VectorStruct(None, 0, 0, 0)
 class Mixers:
     """The structs of a model's layers that have states, and the sizes of these."""
 
-    def __init__(self, layers: Sequence[GatedLayer], hidden: int) -> None:
+    def __init__(self, layers: Sequence[Layer], hidden: int) -> None:
         """Raises LookupError for layers that the kernels do not support."""
         self.referenced: list[Any] = []
         """Memory that the structs point to."""

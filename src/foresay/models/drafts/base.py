@@ -22,7 +22,6 @@ from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
 from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.config import DraftConfig
@@ -33,6 +32,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenEmbedding
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable
+from foresay.models.layer import Layer, Norm
 from foresay.threads import all_threads
 
 if TYPE_CHECKING:  # at run time this would import Triton
@@ -148,9 +148,9 @@ class DraftModel(SlotCacheRows):
 
     def _layer_of(
         self, attn: Projections, mlp: FeedForward, before_mlp: torch.nn.Module, before: torch.nn.Module | None = None
-    ) -> GatedLayer:
+    ) -> Layer:
         """Return a layer for our passes. before: norm of the attention's input, if it is one of the layer's parts."""
-        return GatedLayer(
+        return Layer(
             kind="full_attention",
             before_attention=None if before is None else self._norm_of(before),
             qkv=self._product(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
@@ -174,7 +174,7 @@ class DraftModel(SlotCacheRows):
 
     def _compiled(
         self,
-        layers: Sequence[GatedLayer],
+        layers: Sequence[Layer],
         activation: str,
         products: Sequence[Product],
         first_norms: FirstLayerNorms | None = None,
@@ -188,7 +188,7 @@ class DraftModel(SlotCacheRows):
             return None
 
     def _on_pages(
-        self, layers: Sequence[GatedLayer], activation: str, states: StatesOf, *, features: bool
+        self, layers: Sequence[Layer], activation: str, states: StatesOf, *, features: bool
     ) -> PagedPasses | None:
         """Return passes over pages of these layers, if the target's are. states, features: see Decoder."""
         return draft_on_pages(
@@ -238,7 +238,7 @@ class DraftModel(SlotCacheRows):
 
 def draft_on_pages(
     target: CausalModel,
-    layers: Sequence[GatedLayer],
+    layers: Sequence[Layer],
     norm: Norm,
     head: Callable[[torch.Tensor], torch.Tensor],
     rotary: RotaryTable,

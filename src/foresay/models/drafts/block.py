@@ -26,7 +26,6 @@ from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.flat_tokens import FlatTokens
-from foresay.models.cpu.gated_layer import Convolution, GatedLayer
 from foresay.models.cpu.layers import NativeLayers
 from foresay.models.drafts.base import LAST, DraftModel, StoredDraft
 from foresay.models.drafts.block_config import BlockConfig, Sight
@@ -38,6 +37,7 @@ from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import attend, feed_forward, rotary_of
+from foresay.models.layer import Convolution, Layer
 
 if TYPE_CHECKING:  # at run time this would import Triton
     from foresay.models.gpu.chains import BlockChains
@@ -126,7 +126,7 @@ class BlockModel(DraftModel):
             capture=capture_on(self.device),
         )
 
-    def _block_layer(self, layer: BlockLayer) -> GatedLayer:
+    def _block_layer(self, layer: BlockLayer) -> Layer:
         convs = [
             None
             if one is None
@@ -363,7 +363,7 @@ class BlockModel(DraftModel):
         return torch.sigmoid(logits)
 
 
-def _projections(layers: Sequence[GatedLayer]) -> Iterator[Any]:
+def _projections(layers: Sequence[Layer]) -> Iterator[Any]:
     """The products of the layers' convolutions."""
     for layer in layers:
         yield from (one.projection for one in (layer.attention_conv, layer.mlp_conv) if one is not None)

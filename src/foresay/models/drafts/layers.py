@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.cpu.gated_layer import Convolution
+from foresay.models.layer import Convolution
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, [1, P, dim] each."""

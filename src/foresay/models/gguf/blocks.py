@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.models.cpu.gated_layer import StackedExperts
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.architectures import architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
@@ -35,6 +34,7 @@ from foresay.models.huggingface.experts import expert_weights, is_experts, set_e
 from foresay.models.huggingface.family_layers import OF_EXPERTS
 from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, ReorderedInput
 from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
+from foresay.models.layer import StackedExperts
 
 
 def model_of_file(

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from foresay.decoding.devices import launching_on
-from foresay.models.cpu.gated_layer import StackedExperts
 from foresay.models.gpu.levels import DOUBLED, Levels
 from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced, sums_of
+from foresay.models.layer import StackedExperts
 
 _QUAD = 4
 """Groups of one step of the inner dimension."""

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from foresay.models.cpu.gated_layer import ClampedGate, Experts, Sigmoids, StackedExperts
 from foresay.models.gpu.blocks import BlockProduct, weights_of_group
 from foresay.models.gpu.product import INNER, OUTPUTS
 from foresay.models.gpu.rows import gated
+from foresay.models.layer import ClampedGate, Experts, Sigmoids, StackedExperts
 
 TOKENS, PROMPT_TOKENS = 16, 64
 """Tokens of a tile of an expert, in a step and in a prompt."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.models.cpu.gated_layer import Convolution, Experts, GatedLayer, Norm, Separate
 from foresay.models.gpu.attention import attend
 from foresay.models.gpu.blocks import QUANTIZED
 from foresay.models.gpu.experts import mixture
@@ -19,6 +18,7 @@ from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import LayerShape, PagePool
 from foresay.models.gpu.product import MOST, product
 from foresay.models.gpu.rows import GATES, Weight, add_norm, gated, place
+from foresay.models.layer import Convolution, Experts, Layer, Norm, Separate
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of every position, [P, R] float32 each."""
@@ -29,7 +29,7 @@ class PagedLayers:
 
     def __init__(
         self,
-        layers: Sequence[GatedLayer],
+        layers: Sequence[Layer],
         norm: Norm,
         activation: str,
         residual_scale: float,
@@ -99,7 +99,7 @@ class PagedLayers:
 
     def _finish(
         self,
-        layer: GatedLayer,
+        layer: Layer,
         states: torch.Tensor,
         delta: torch.Tensor,
         after: Weight | None,
@@ -140,7 +140,7 @@ class PagedLayers:
         return out + common
 
     def _attention(
-        self, layer: GatedLayer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
+        self, layer: Layer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
     ) -> torch.Tensor:
         how = {"by_library": self._library(at)}
         joint, store = linear(layer.qkv, read, **how), self._stores[i]
@@ -186,12 +186,12 @@ def outputs_of(layer: Any) -> int:
     return int(layer.out_features) if isinstance(layer, QUANTIZED) else len(layer.weight)
 
 
-def _head_norms(layer: GatedLayer) -> tuple[Weight, Weight] | None:
+def _head_norms(layer: Layer) -> tuple[Weight, Weight] | None:
     """Return the norms of queries and keys."""
     return None if layer.q_norm is None else (_of_norm(layer.q_norm), _of_norm(layer.k_norm or layer.q_norm))
 
 
-def _normed_as_one(joint: torch.Tensor, layer: GatedLayer, norms: tuple[Weight, Weight]) -> torch.Tensor:
+def _normed_as_one(joint: torch.Tensor, layer: Layer, norms: tuple[Weight, Weight]) -> torch.Tensor:
     """Normalize the queries of all heads of a token as one vector, and its keys, too (OLMo-2). joint: [N, (Hq + 2 Hk) * D]."""
     queries, keys, values = joint.split([heads * layer.dim for heads in (*layer.heads, layer.heads[1])], 1)
     parts = [
@@ -214,7 +214,7 @@ def _after(conv: Convolution | None, x: torch.Tensor, kernel: torch.Tensor, at: 
 
 
 def _convolved(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, at: Buffers) -> torch.Tensor:
-    """Return gated_layer.convolve of the tokens of each row. delta: [N, taps, groups]. base: [taps, H]."""
+    """Return layer.convolve of the tokens of each row. delta: [N, taps, groups]. base: [taps, H]."""
     out = torch.zeros_like(x)
     for tap, fixed in enumerate(base):
         moving = delta[:, tap].repeat_interleave(x.shape[-1] // delta.shape[-1], -1)
@@ -223,7 +223,7 @@ def _convolved(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, at: Buf
     return out
 
 
-def _check(layer: GatedLayer, activation: str) -> None:
+def _check(layer: Layer, activation: str) -> None:
     experts = layer.experts
     if layer.mixer is not None or layer.gates_heads or (experts is not None and experts.norms is not None):
         raise LookupError("the kernels do not compute recurrent layers, gated heads, or experts next to a feed-forward")
@@ -261,7 +261,7 @@ def check_linear(part: Any, dtype: torch.dtype) -> None:
         raise LookupError(f"the kernels do not read weights of {weight.dtype} with strides {weight.stride()}")
 
 
-def _norms_of(layer: GatedLayer) -> tuple[Norm | None, ...]:
+def _norms_of(layer: Layer) -> tuple[Norm | None, ...]:
     return layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.models.cpu.gated_layer import ClampedGate, StackedExperts
 from foresay.models.huggingface.frozen import FrozenExperts, UsualGate
+from foresay.models.layer import ClampedGate, StackedExperts
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [out, in] and its bias [out]."""

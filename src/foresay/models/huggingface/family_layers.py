@@ -11,11 +11,16 @@ from typing import Any
 import torch
 
 from foresay.decoding.kernels import uses_kernels
-from foresay.models.cpu.gated_layer import (
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.experts import active_experts, stacked_weights
+from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, ZERO_CENTRED, usual_names
+from foresay.models.huggingface.joined import Joined
+from foresay.models.huggingface.linears import expert_products, product_of
+from foresay.models.layer import (
     ClampedGate,
     ExpertNorms,
     Experts,
-    GatedLayer,
+    Layer,
     LayerInput,
     Norm,
     Product,
@@ -23,11 +28,6 @@ from foresay.models.cpu.gated_layer import (
     Sigmoids,
     StackedExperts,
 )
-from foresay.models.cpu.product import NativeProduct
-from foresay.models.huggingface.experts import active_experts, stacked_weights
-from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, ZERO_CENTRED, usual_names
-from foresay.models.huggingface.joined import Joined
-from foresay.models.huggingface.linears import expert_products, product_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BY_LAYER = frozenset(
@@ -63,7 +63,7 @@ def layer_kinds(config: Any) -> list[str]:
     return [SLIDING if slides else FULL] * count
 
 
-def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
+def read_layer(layer: Any, kind: str, config: Any) -> Layer:
     """Read a layer of a model. kind: name of its type. Raises AttributeError for a part that is missing, and NotFusedError."""
     layer = usual_names(layer)
     attn, mlp = layer.self_attn, layer.mlp
@@ -76,7 +76,7 @@ def read_layer(layer: Any, kind: str, config: Any) -> GatedLayer:
     shares, parts = _shared_layer(attn, config), ["q_proj", "k_proj", "v_proj"]
     equal = shares is None and attn.v_proj is None if hasattr(attn, "v_proj") else False
     parts = parts[:1] if shares is not None else parts[:2] if equal else parts
-    return GatedLayer(
+    return Layer(
         kind=kind,
         before_attention=None if first is None else norm_of(first),
         qkv=_joint(attn, "qkv_proj", getattr(attn, "inputs", parts)),

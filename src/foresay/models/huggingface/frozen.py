@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from foresay.models.cpu.gated_layer import ClampedGate, StackedExperts
 from foresay.models.cpu.product import NativeProduct, Product
+from foresay.models.layer import ClampedGate, StackedExperts
 
 
 class FrozenLinear(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from foresay.models.cpu.gated_layer import GatedDelta, Norm, ShortConvolution, StateSpace
 from foresay.models.huggingface.frozen import ReorderedInput, ReorderedOutput
 from foresay.models.huggingface.linears import product_of
+from foresay.models.layer import GatedDelta, Norm, ShortConvolution, StateSpace
 
 HYBRID = frozenset({"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"})
 """model_type of the families, which the compiled kernels alone compute."""

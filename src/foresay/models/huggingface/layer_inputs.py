@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from foresay.models.cpu.gated_layer import Norm
 from foresay.models.huggingface.linears import product_of
+from foresay.models.layer import Norm
 
 Multiply = Callable[[Any, torch.Tensor], torch.Tensor]
 """A function of a product and its input, [N, in] -> [N, out]."""

@@ -17,7 +17,6 @@ from torch import nn
 from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cpu.build import failure_reason, library
-from foresay.models.cpu.gated_layer import ClampedGate, Separate
 from foresay.models.cpu.product import NativeProduct, PackedProduct, Product
 from foresay.models.cpu.rounding import GROUP, q4_1_blocks, q8_0_blocks
 from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
@@ -30,6 +29,7 @@ from foresay.models.huggingface.frozen import (
     UsualGate,
 )
 from foresay.models.huggingface.joined import join, joined
+from foresay.models.layer import ClampedGate, Separate
 
 JOINT_LAYERS = (
     ("q_proj", "k_proj", "v_proj"),

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface import attention
+from foresay.models.layer import Layer, Norm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [B, T, 1, rotated dimensions]; the first half of the sines is negated."""
@@ -20,7 +20,7 @@ Write = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
-    layer: GatedLayer,
+    layer: Layer,
     x: torch.Tensor,
     read: torch.Tensor,
     write: Write,
@@ -60,7 +60,7 @@ def attend(
     return _add_residual(x, out, layer.after_attention, scale)
 
 
-def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def feed_forward(layer: Layer, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the feed-forward output."""
     assert layer.gate_up is not None and layer.activation is not None and layer.down is not None
     read, conv, delta = x if layer.before_mlp is None else layer.before_mlp(x), layer.mlp_conv, None
@@ -136,7 +136,7 @@ def _add_residual(x: torch.Tensor, out: torch.Tensor, norm: Norm | None, scale: 
     return x + out if scale == 1.0 else torch.add(x, out, alpha=scale)
 
 
-def _normalize_heads(layer: GatedLayer, joint: torch.Tensor) -> torch.Tensor:
+def _normalize_heads(layer: Layer, joint: torch.Tensor) -> torch.Tensor:
     """Normalize queries and keys, per head or over all heads of a token (wide_norm). joint: [B, T, heads * dim]."""
     assert layer.q_norm is not None and layer.k_norm is not None
     sizes = [layer.heads[0] * layer.dim, layer.heads[1] * layer.dim, layer.heads[1] * layer.dim]

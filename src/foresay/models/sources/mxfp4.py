@@ -15,12 +15,12 @@ import torch
 from transformers.core_model_loading import ConversionOps
 
 from foresay.decoding.kernels import uses_kernels
-from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf.types import MOST_EXPONENT
 from foresay.models.gpu.levels import Levels
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.huggingface.linears import compiled
+from foresay.models.layer import ClampedGate
 from foresay.models.sources.kept_weights import Reader, kept, reader
 
 _FORMAT = "MXFP4"

@@ -19,12 +19,12 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.layers import CACHES
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
+from foresay.models.layer import ClampedGate
 from helpers.broken_kernels import Broken
 from helpers.families import make
 from helpers.support import run

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from foresay.models.cache.state_cache import SLOTS, RowStates, StateCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import build
-from foresay.models.cpu.gated_layer import GatedDelta, GatedLayer, Norm, ShortConvolution, StateSpace
 from foresay.models.cpu.mixers import Mixers, StatePass
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.layer import GatedDelta, Layer, Norm, ShortConvolution, StateSpace
 from helpers.broken_kernels import Broken
 
 SEEDED = torch.Generator()
@@ -156,7 +156,7 @@ class Mixed:
     """One layer over a cache of its states."""
 
     def __init__(self, mixer: Mixer, rows: int = 1) -> None:
-        layer = object.__new__(GatedLayer)
+        layer = object.__new__(Layer)
         object.__setattr__(layer, "mixer", mixer)
         self.inputs, self.outputs = width_of(mixer)
         self.aside = 2 * mixer.heads[1] if isinstance(mixer, GatedDelta) else 0

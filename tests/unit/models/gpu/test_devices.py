@@ -19,7 +19,6 @@ from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, SelfDrafter
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
-from foresay.models.cpu.gated_layer import Norm
 from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.head import HeadModel
@@ -27,6 +26,7 @@ from foresay.models.huggingface import causal, family_layers, fused, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.operations import RotaryTable
+from foresay.models.layer import Norm
 from helpers.blocks import random_block
 from helpers.drafting_on_pages import BLOCKS
 from helpers.families import VOCAB, make

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foresay.models.cpu.gated_layer import ClampedGate, Experts, StackedExperts
 from foresay.models.gpu import experts
 from foresay.models.gpu.blocks import BlockProduct, ExpertProduct
 from foresay.models.gpu.levels import Levels
+from foresay.models.layer import ClampedGate, Experts, StackedExperts
 from helpers.gguf_files import random_blocks
 
 TOKENS, SIZE, INNER, COUNT, ACTIVE = 19, 48, 40, 5, 2

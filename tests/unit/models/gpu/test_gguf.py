@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from foresay.decoding.protocols import ModelInput
-from foresay.models.cpu.gated_layer import StackedExperts
 from foresay.models.gguf.blocks import model_of_file
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import GgufHeader
@@ -21,6 +20,7 @@ from foresay.models.huggingface import causal, family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.huggingface.self_check import fused_difference
+from foresay.models.layer import StackedExperts
 from helpers.families import joint_of, make
 from helpers.gguf_files import write_gguf
 from helpers.paged import few_programs

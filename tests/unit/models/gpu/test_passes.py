@@ -9,13 +9,13 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from foresay.decoding.protocols import Logits, ModelInput
-from foresay.models.cpu.gated_layer import Separate
 from foresay.models.gpu import attention
 from foresay.models.gpu.layers import PagedLayers
 from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
 from foresay.models.huggingface import family_layers, fused, layer_inputs
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.layer import Separate
 from helpers.families import make, whole_product
 
 VOCAB, HEADS = 97, (4, 2)

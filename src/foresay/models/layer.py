@@ -1,7 +1,7 @@
-"""The parts of a layer of a Llama-like decoder.
+"""The description of a decoder layer: mixer, norms, feed-forward, experts, and scales.
 
-Owns the names of the parts and the definition of the norm. huggingface/fused.py reads the parts from a family's modules;
-huggingface/operations.py and cpu/layers.py compute them. Knows no family.
+huggingface/family_layers.py reads one from the modules of a family, and drafts/ from those of drafts; cpu/layers.py, gpu/layers.py
+and huggingface/operations.py compute it. Knows no family, no file format and no kernel.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedLayer:
+class Layer:
     """A layer of attention and a gated feed-forward, each with a norm before it, after it, or both."""
 
     kind: str
