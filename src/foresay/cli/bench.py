@@ -41,7 +41,7 @@ from foresay.lab.report.figures import check_matplotlib
 from foresay.lab.report.report import PAGE, read_report, write
 from foresay.lab.report.table import NOISE, REASON, rows
 from foresay.lab.tune import DRAFTERS as COMPARED
-from foresay.models.sources.reading import native_dtype
+from foresay.models.hardware import Hardware
 from foresay.records.results import Results, Run, median_and_spread, merged
 from foresay.text.formatting import percent
 from foresay.workers import benching
@@ -119,7 +119,7 @@ def _opened(target: Generator, given: Given) -> list[TransformersRunner]:
         raise ConfigError(
             f"--against: other engines do not apply the model's generation config ({own}); remove it there"
         )
-    native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
+    native = ("", str(Hardware(target.target.model.device).native_dtype).removeprefix("torch."))
     chosen_by_us = (given.dtype, given.weights, target.target.weights) == ("auto", "auto", "")
     if given.against and chosen_by_us and target.target.dtype not in native:
         note(

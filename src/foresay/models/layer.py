@@ -1,7 +1,7 @@
 """The description of a decoder layer: mixer, norms, feed-forward, experts, and scales.
 
-huggingface/family_layers.py reads one from the modules of a family, and drafts/ from those of drafts; cpu/layers.py, gpu/layers.py
-and huggingface/operations.py compute it. Knows no family, no file format and no kernel.
+huggingface/family_layers.py reads one from the modules of a family, and drafts/ from those of drafts; cpu/layers.py,
+gpu/layers.py and huggingface/operations.py compute it. Knows no family, no file format and no kernel.
 """
 
 from __future__ import annotations

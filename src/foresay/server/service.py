@@ -17,6 +17,7 @@ from time import perf_counter, time
 
 import torch
 
+from foresay.decoding.devices import is_remote
 from foresay.errors import OutOfMemoryError
 from foresay.generation.generator import Generator
 from foresay.generation.session import Session
@@ -191,7 +192,7 @@ class Service:
     def _add(self, entry: Entry, generator: Generator) -> None:
         entry.served = Served(generator, entry.names, self.shared, entry.acceptance)
         entry.length = generator.target.model.max_length
-        if generator.target.model.device.type == "cpu":
+        if not is_remote(generator.target.model.device):
             entry.num_bytes = max(entry.num_bytes, entry.served.weight_bytes)
         self._residency.loaded(entry.name)
         self._count_weights()

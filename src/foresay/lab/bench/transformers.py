@@ -21,9 +21,9 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lab.bench.runners import Outcome, PromptBlock
 from foresay.lab.data.requests import PromptRequest
+from foresay.models.hardware import Hardware
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, converted, dequantize
-from foresay.models.sources.reading import native_dtype
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 from foresay.spec.expressions import apply, parse
 
@@ -58,7 +58,7 @@ class TransformersRunner:
         assistant = settings.pop("assistant_model", None)
         self._settings, self._single = settings, assistant or "prompt_lookup_num_tokens" in settings
         device = target.target.model.device
-        kind = DTYPES.get(dtype or target.target.dtype) or native_dtype(device)
+        kind = DTYPES.get(dtype or target.target.dtype) or Hardware(device).native_dtype
         self._model = load(target.target.name, kind, device)
         self._extra = {} if assistant is None else {"assistant_model": load(assistant, kind, device)}
 

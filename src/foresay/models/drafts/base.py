@@ -17,7 +17,6 @@ import torch.nn.functional as F
 
 from foresay.decoding.devices import launching_on
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -27,6 +26,7 @@ from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
 from foresay.models.gpu.capture import capture_on
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenEmbedding
@@ -129,12 +129,9 @@ class DraftModel(SlotCacheRows):
 
     def _product(self, *weights: torch.Tensor) -> Product:
         parts = [one.detach().to(self.device, self.dtype) for one in weights]
-        quantized = self._make is not unquantized
-        on_gpu = uses_kernels(self.device)
-        if quantized and on_gpu:
-            return self._make(torch.cat(parts), None)
-        on_cpu = self.device.type == "cpu" and not on_gpu
-        if on_cpu and (quantized or linears.available(self.dtype, self.device)):
+        quantized, there = self._make is not unquantized, Hardware(self.device)
+        on_cpu = there.on_cpu and not there.gpu_kernels
+        if (quantized and there.gpu_kernels) or (on_cpu and (quantized or there.packs(self.dtype))):
             return self._make(torch.cat(parts), None)
         return DenseProduct(torch.cat(parts) if len(parts) > 1 or on_cpu else parts[0].contiguous())
 

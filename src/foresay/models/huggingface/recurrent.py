@@ -54,7 +54,7 @@ class RecurrentModel(CausalModel):
         """Return the bytes of a row's states, and of a token's keys and values."""
         cache = self.new_cache()
         cache.add_rows(1)
-        with _quiet_fallbacks() if self.device.type == "cpu" else nullcontext():
+        with _quiet_fallbacks() if self.hardware.on_cpu else nullcontext():
             for columns in (2, 1):
                 tokens = torch.zeros(1, columns, dtype=torch.int64, device=self.device)
                 self.forward(ModelInput(tokens, [columns]), cache)
@@ -73,7 +73,7 @@ class RecurrentModel(CausalModel):
         """See LanguageModel."""
         if self.fused is not None:  # a draft beyond what a row keeps is fed again
             return replace(super().capabilities, max_backlog=MAX_BACKLOG)
-        on_cpu = self.device.type == "cpu"
+        on_cpu = self.hardware.on_cpu
         return Capabilities(
             num_layers=self.num_layers,
             prefill_together=not on_cpu,
