@@ -29,7 +29,7 @@ from foresay.generation.scoring import PromptScorer, TextEmbedder
 from foresay.generation.session import Session
 from foresay.models.cache.memory import check_limit
 from foresay.models.huggingface.linears import resident_bytes
-from foresay.server.acceptance import AcceptanceMonitor
+from foresay.server.acceptance import Acceptance
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import FieldError
 from foresay.server.metrics import Clock, Metrics
@@ -53,8 +53,10 @@ FLUSH_S = 10.0
 class Served:
     """A target model and its sessions, shared by all requests for it."""
 
-    def __init__(self, generator: Generator, names: list[str], shared: Shared, acceptance: AcceptanceMonitor) -> None:
-        """names: the model's names in the API; responses use the first."""
+    def __init__(
+        self, generator: Generator, names: list[str], shared: Shared, acceptance: dict[str, Acceptance]
+    ) -> None:
+        """names: the model's names in the API; responses use the first. acceptance: by drafting method."""
         self.generator, self.names, self.shared, self.acceptance = generator, names, shared, acceptance
         self.weight_bytes = _weight_bytes(generator.target.model)
         digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
@@ -240,7 +242,10 @@ class Served:
                     while waiting:
                         index, chunk = await limit.wait(anext(chunks))
                         clocks[index].take(chunk.step, len(prompts[index][0]))
-                        self.acceptance.take(method, chunk.step)
+                        if chunk.step.num_tested:
+                            self.acceptance.setdefault(method, Acceptance()).take(
+                                chunk.step, f"{method} for {self.key}"
+                            )
                         if chunk.finish_reason is not None:
                             waiting.discard(index)
                             clocks[index].ended(chunk.finish_reason)

@@ -21,7 +21,7 @@ from foresay.errors import OutOfMemoryError
 from foresay.generation.generator import Generator
 from foresay.generation.session import Session
 from foresay.models.cache.memory import Trimmer, left_bytes, trim
-from foresay.server.acceptance import AcceptanceMonitor
+from foresay.server.acceptance import Acceptance
 from foresay.server.errors import ApiError
 from foresay.server.metrics import Metrics
 from foresay.server.residency import Action, Residency, Waiting
@@ -62,11 +62,11 @@ class Entry:
     """True if it was loaded alone and exceeds the memory limit."""
     name: str = field(init=False)
     """The first name."""
-    acceptance: AcceptanceMonitor = field(init=False)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    """By drafting method."""
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
-        self.acceptance = AcceptanceMonitor(self.name)
 
 
 class Service:
@@ -243,10 +243,12 @@ class Service:
 
     async def metrics_text(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
-        several = len(self.entries) > 1
-        monitors = {f"{one.name}: " if several else "": one.acceptance for one in self.entries}
+        prefixes = {one.name: f"{one.name}: " if len(self.entries) > 1 else "" for one in self.entries}
+        acceptance = {
+            prefixes[one.name] + method: found for one in self.entries for method, found in one.acceptance.items()
+        }
         memories = [memory for one in self.loaded for memory in one.memories]
-        return self.metrics.text(await self.sessions(), memories, monitors, self.shared.queues.before_rows)
+        return self.metrics.text(await self.sessions(), memories, acceptance, self.shared.queues.before_rows)
 
     async def warm(self) -> None:
         """Load the first model, if it is not, and decode a few tokens with it. One that cannot be loaded is in the log."""
