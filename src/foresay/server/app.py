@@ -108,7 +108,7 @@ def _json_route(service: Service) -> type[APIRoute]:
             kind: Any = self.body_field.field_info.annotation
 
             async def handle(raw_request: Request) -> Response:
-                _check_type(raw_request.headers.get("content-type"))
+                raw_request = _typed(raw_request)
                 body = await raw_request.body()
                 is_long = len(body) >= LONG
                 raw_request._json = (
@@ -121,12 +121,23 @@ def _json_route(service: Service) -> type[APIRoute]:
     return JsonRoute
 
 
-def _check_type(content_type: str | None) -> None:
-    """Raise ApiError unless the type is JSON. Pages of other origins cannot send JSON without a preflight request."""
-    if not re.fullmatch(r"application/(.+\+)?json", (content_type or "").partition(";")[0].strip().lower()):
-        given = "no content type" if content_type is None else f"the content type {content_type!r}"
-        text = f"the request has {given}; send the header Content-Type: application/json"
+def _typed(raw_request: Request) -> Request:
+    """Return a request with the type of JSON if a program has chosen none; curl then sends that of forms.
+
+    Raises ApiError for another type. Pages of other origins cannot send JSON without a preflight request, so that a browser has
+    to send the type.
+    """
+    headers = raw_request.headers
+    given = headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if re.fullmatch(r"application/(.+\+)?json", kind):
+        return raw_request
+    if kind not in ("", "application/x-www-form-urlencoded") or "origin" in headers or "sec-fetch-site" in headers:
+        text = f"the content type {given!r}" if given else "no content type"
+        text = f"the request has {text}; send the header Content-Type: application/json"
         raise ApiError(415, text, param="content-type", code="unsupported_media_type")
+    typed = [*(one for one in headers.raw if one[0] != b"content-type"), (b"content-type", b"application/json")]
+    return Request({**raw_request.scope, "headers": typed}, raw_request.receive)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -28,10 +28,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("foresay.server")
-_FORM = (b"", b"application/x-www-form-urlencoded")
-"""Content types of programs that do not choose one; curl has the second."""
-_OF_BROWSERS = {b"origin", b"sec-fetch-site"}
-"""Headers of which a page's request has one, whatever the page."""
 OPEN_ROUTES = frozenset({"/health", "/ping", "/ready", "/favicon.ico", *PAGE_FILES})
 """Routes that need no key: they expose no data and accept none."""
 
@@ -54,7 +50,6 @@ class Guards:
         scope.setdefault("state", {})["request_id"] = request_id
         ignored: dict[str, None] = {}
         IGNORED.set(ignored)
-        scope = _typed(scope, headers)
         method, head = scope["method"], scope["method"] == "HEAD"
         if head:  # the response of GET without its body
             scope = {**scope, "method": "GET"}
@@ -144,15 +139,6 @@ class Guards:
             ) from None
         body = b"".join(parts)
         return _replayed({"type": "http.request", "body": body, "more_body": False}, receive), len(body)
-
-
-def _typed(scope: Scope, headers: dict[bytes, bytes]) -> Scope:
-    """Return a request with the type of JSON if it has none, unless a page may have sent it, which needs a preflight for JSON."""
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind not in _FORM or headers.keys() & _OF_BROWSERS:
-        return scope
-    others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
-    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 def _replayed(first: MutableMapping[str, Any], receive: Receive) -> Receive:

@@ -23,7 +23,6 @@ from foresay.generation.session import Session
 from foresay.models.cache.memory import Trimmer, left_bytes, trim
 from foresay.server.acceptance import Acceptance
 from foresay.server.errors import ApiError
-from foresay.server.metrics import Metrics
 from foresay.server.residency import Action, Residency, Waiting
 from foresay.server.served import Served
 from foresay.server.settings import ServerSettings
@@ -78,6 +77,7 @@ class Service:
         self.created = int(time())
         """Time from which the models exist for clients, in seconds since 1970."""
         self.shared = Shared(settings, max(one.max_batch_size for one in entries))
+        self.metrics = self.shared.metrics
         self._residency = Residency(settings.max_loaded)
         self._by_name = {one.name: one for one in entries}
         self._change: asyncio.Task[None] | None = None
@@ -89,20 +89,6 @@ class Service:
     def of(cls, generator: Generator, settings: ServerSettings, names: Sequence[str]) -> Service:
         """Return the service of one model that is loaded."""
         return cls([Entry(list(names), lambda: generator, generator.max_batch_size)], settings)
-
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of the server."""
-        return self.shared.metrics
-
-    @property
-    def draining(self) -> bool:
-        """True from the beginning of the shutdown."""
-        return self.shared.draining
-
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        self.shared.draining = value
 
     @property
     def loaded(self) -> list[Served]:
@@ -259,8 +245,8 @@ class Service:
     @property
     def not_ready(self) -> str:
         """Why later requests should go to another server; empty if they need not."""
-        if self.draining or not self.ready:
-            return "the server is shutting down" if self.draining else "the server has not started"
+        if self.shared.draining or not self.ready:
+            return "the server is shutting down" if self.shared.draining else "the server has not started"
         return self.shared.queues.problem
 
     async def watch(self) -> None:
@@ -268,7 +254,7 @@ class Service:
         trimmer, logged = Trimmer(), ""
         while True:
             await asyncio.sleep(TRIM_S)
-            await asyncio.to_thread(trimmer.check, idle=self.shared.is_idle)
+            await asyncio.to_thread(trimmer.check, idle=not self.shared.num_open)
             problem, before = self.shared.queues.problem, logged
             if problem != before:
                 logged = problem
@@ -276,7 +262,7 @@ class Service:
 
     async def drain(self) -> None:
         """Accept no more requests; wait for the open ones up to the drain limit, then end them."""
-        self.draining = True
+        self.shared.draining = True
         for one in self.loaded:
             one.stop_compiling()
         await self.shared.end_requests()

@@ -48,11 +48,6 @@ class Shared:
         """Number of open requests."""
         return len(self._open_limits) + self.queues.short.open + self.queues.long.open + self.queues.trials.open
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no request is open."""
-        return not self.num_open
-
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.
 
