@@ -133,7 +133,8 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial", "reasoning"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "template_trial", "reasoning"},
+        {"gbnf_terminals"},
         {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
         {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},
