@@ -21,7 +21,7 @@ MOST = {
     "lengths": 1174,
     "models": 720,
     "models/cache": 1204,
-    "models/cpu": 1852,
+    "models/cpu": 1850,
     "models/drafts": 3400,
     "models/gguf": 3112,
     "models/gpu": 2839,

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from foresay.server.errors import ApiError
+from foresay.errors import QueueFullError
 
 T = TypeVar("T")
 LONG = 1 << 16
@@ -62,11 +62,10 @@ class Queue:
 
     @contextmanager
     def slot(self, count: int = 1) -> Iterator[None]:
-        """Take slots for the current request. Raises ApiError if its client would have more than are free."""
+        """Take slots for the current request. Raises QueueFullError if its client would have more than are free."""
         client = SENDER.get().client
         if self._taken[client] + count > self._slots - self.open:
-            text = f"{self.open} requests {self._what}; try again later"
-            raise ApiError(429, text, code="queue_full", retry_after=1)
+            raise QueueFullError(f"{self.open} requests {self._what}; try again later")
         self._taken[client] += count
         try:
             yield
@@ -133,7 +132,7 @@ class Lane(Queue):
         self._running: set[_Work[Any]] = set()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run work on a thread; it ends soon after the coroutine was cancelled. Raises ApiError as `slot`."""
+        """Run work on a thread; it ends soon after the coroutine was cancelled. Raises QueueFullError as `slot`."""
         loop, begun = asyncio.get_running_loop(), _Work(work, self._running)
         with self.slot():
             async with self.turn():

@@ -17,7 +17,7 @@ from time import perf_counter, time
 
 import torch
 
-from foresay.errors import OutOfMemoryError
+from foresay.errors import ForesayError, OutOfMemoryError
 from foresay.generation.generator import Generator
 from foresay.generation.session import Session
 from foresay.models.cache.memory import Trimmer, left_bytes, trim
@@ -129,7 +129,8 @@ class Service:
     async def wait(self, name: str | None) -> Served:
         """Return a model for the current request once it is loaded and earlier requests for others had their turn.
 
-        Raises ApiError if too many requests wait, after the time limit, at the server's shutdown, and if it cannot be loaded.
+        Raises QueueFullError if too many requests wait, and ApiError after the time limit, at the server's shutdown, and if it
+        cannot be loaded; OutOfMemoryError if its loading passes the memory limit.
         """
         entry, leases, ready = self.entry(name), _LEASES.get(), asyncio.get_running_loop().create_future()
         if entry.is_too_large:
@@ -238,7 +239,7 @@ class Service:
 
     async def warm(self) -> None:
         """Load the first model, if it is not, and decode a few tokens with it. One that cannot be loaded is in the log."""
-        with self.request(), suppress(ApiError):
+        with self.request(), suppress(ApiError, ForesayError):
             served = self.take(None) or await self.wait(None)
             await served.warm()
 
@@ -271,9 +272,9 @@ class Service:
                 await asyncio.to_thread(one.flush)
 
 
-def _load_error(entry: Entry, error: Exception) -> ApiError:
+def _load_error(entry: Entry, error: Exception) -> Exception:
     if isinstance(error, OutOfMemoryError):
-        return ApiError(503, f"the model {entry.name!r}: {error}", code="out_of_memory", retry_after=5)
+        return OutOfMemoryError(f"the model {entry.name!r}: {error}")
     text = f"the model {entry.name!r} cannot be loaded; the server's log has the details"
     return ApiError(500, text, param="model", code="model_not_loaded")
 

@@ -51,8 +51,8 @@ class Shared:
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.
 
-        Raises ApiError if too many requests wait, and after the request's time limit; OutOfMemoryError for a long text that would
-        pass the memory limit.
+        Raises QueueFullError if too many requests wait, ApiError after the request's time limit, and OutOfMemoryError for a long
+        text that would pass the memory limit.
         """
         size = SENDER.get().size
         if size >= LONG:

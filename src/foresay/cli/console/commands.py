@@ -39,7 +39,7 @@ class Command:
     value: str
     purpose: str
     run: Action
-    """What it does; that of a setting is called only with a value."""
+    """Called only with a value for a setting."""
     words: Callable[[], Iterable[str]] = list
     show: Callable[[ChatSession], str] | None = None
     """The present value of a setting."""

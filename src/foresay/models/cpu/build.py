@@ -137,13 +137,13 @@ def library_path(*, prebuilt: bool = True) -> Path:
     prebuilt: prefer kernels in the installed package to the compiler's. Raises BuildError if there are none and no compiler.
     """
     processor, isa = _processor(), os.environ.get(ISA, "")
-    if not isa and (found := levels.precompiled(_digest(), processor, prebuilt=prebuilt)) is not None:
+    if not isa and (found := levels.precompiled(source_digest(), processor, prebuilt=prebuilt)) is not None:
         return found
     try:
         compiler = _compiler()
     except BuildError as error:
         raise BuildError("; ".join(filter(None, (str(error), levels.unmatched())))) from None
-    return _folder() / f"kernels-{_digest(processor, isa, _version(tuple(compiler)), *compiler)}.so"
+    return _folder() / f"kernels-{source_digest(processor, isa, _version(tuple(compiler)), *compiler)}.so"
 
 
 def _folder() -> Path:
@@ -159,19 +159,17 @@ def precompile(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     if unknown := sorted(set(names) - set(levels.levels())):
         raise BuildError(f"{', '.join(unknown)}: the instruction sets are {', '.join(levels.levels())}")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {level: levels.path_of(folder, level, _digest()) for level in names or levels.levels()}
+    paths = {level: levels.path_of(folder, level, source_digest()) for level in names or levels.levels()}
     for level, path in paths.items():
         _compile(path, levels.arguments(level))
     return list(paths.values())
 
 
-def source_digest() -> str:
-    """Return a digest of the sources of the kernels, on which the layout of packed weights depends."""
-    return _digest()
+def source_digest(*more: str) -> str:
+    """Return a digest of the sources of the kernels, of the compiler's arguments and of further strings.
 
-
-def _digest(*more: str) -> str:
-    """Digest of the sources, the compiler's arguments and further strings."""
+    The layout of packed weights depends on the sources.
+    """
     key = "\n".join([*(one.read_text(encoding="utf-8") for one in SOURCES), *more, *_FLAGS, *_GCC_FLAGS])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
