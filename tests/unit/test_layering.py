@@ -151,7 +151,7 @@ INSIDE = {
     "server": [
         {"hints", "chat_page", "residency"},
         {"errors", "acceptance", "settings"},
-        {"metrics", "lanes"},
+        {"metrics", "queues"},
         {"fields", "logprobs", "guards", "connections"},
         {"option_fields", "output_fields"},
         {"requests"},

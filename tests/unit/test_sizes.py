@@ -29,7 +29,7 @@ MOST = {
     "models/llama_cpp": 459,
     "models/sources": 4314,
     "records": 1094,
-    "server": 5984,
+    "server": 5965,
     "spec": 1341,
     "text": 4896,
     "training": 3379,

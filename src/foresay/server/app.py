@@ -43,8 +43,8 @@ from foresay.server.errors import ApiError, FieldError, as_api_error, as_api_err
 from foresay.server.fields import read
 from foresay.server.formats import ChatFormat, CompletionFormat
 from foresay.server.guards import App, Guards, Receive, Scope, Send
-from foresay.server.lanes import LONG
 from foresay.server.message_kind import MessageKind
+from foresay.server.queues import LONG
 from foresay.server.requests import (
     DEFAULT_TEMPERATURE,
     ChatRequest,
@@ -157,9 +157,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, raw_request: Request) -> Response:
-        return await generating.generate(
-            await used(service, request.model, raw_request), request, ChatFormat, raw_request
-        )
+        model = await used(service, request.model, raw_request)
+        return await generating.generate(model, request, ChatFormat, raw_request)
 
     @app.post("/v1/completions")
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
@@ -170,11 +169,14 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
         return await embed(await used(service, request.model, raw_request), request, raw_request)
 
+    async def converted(request: ResponsesRequest | CountRequest, raw_request: Request) -> tuple[Served, ChatRequest]:
+        chat = await service.shared.prepare(request.chat)  # validates the whole conversation
+        return await used(service, request.model, raw_request), chat
+
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
-            chat = await service.shared.prepare(request.chat)  # validates the whole conversation
-            model = await used(service, request.model, raw_request)
+            model, chat = await converted(request, raw_request)
             default = model.generator.target.generation.sampled(SamplingParams(temperature=DEFAULT_TEMPERATURE))
             form = partial(ResponsesFormat, echoed=request.echoed(chat, default))
             return await generating.generate(model, chat, form, raw_request)
@@ -182,16 +184,12 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
         with renamed(message_fields.CHAT_NAMES):
-            chat = await service.shared.prepare(request.chat)
-            model = await used(service, request.model, raw_request)
-            return await generating.generate(model, chat, MessagesFormat, raw_request)
+            return await generating.generate(*await converted(request, raw_request), MessagesFormat, raw_request)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: CountRequest, raw_request: Request) -> dict[str, int]:
         with renamed(message_fields.CHAT_NAMES):
-            chat = await service.shared.prepare(request.chat)
-            model = await used(service, request.model, raw_request)
-            return {"input_tokens": await generating.count_tokens(model, chat)}
+            return {"input_tokens": await generating.count_tokens(*await converted(request, raw_request))}
 
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:

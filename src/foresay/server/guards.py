@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 from foresay.server.chat_page import PAGE_FILES
 from foresay.server.errors import CLIENT_CLOSED, ApiError
 from foresay.server.hints import HEADER, IGNORED
-from foresay.server.lanes import SENDER, Sender
+from foresay.server.queues import SENDER, Sender
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]

@@ -15,8 +15,8 @@ from foresay.generation.session_thread import SessionThread
 from foresay.models.cache.memory import check_limit
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
-from foresay.server.lanes import LONG, SENDER, Queues
 from foresay.server.metrics import Metrics
+from foresay.server.queues import LONG, SENDER, Queues
 from foresay.server.settings import ServerSettings
 from foresay.text.schema_compiler import PROCESSES
 

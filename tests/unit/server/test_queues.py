@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from foresay.errors import QueueFullError
-from foresay.server.lanes import SENDER, Queue, Sender
+from foresay.server.queues import SENDER, Queue, Sender
 
 
 class Greedy(Queue):
