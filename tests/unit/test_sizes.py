@@ -31,7 +31,7 @@ MOST = {
     "records": 1094,
     "server": 5965,
     "spec": 1341,
-    "text": 4896,
+    "text": 4902,
     "training": 3379,
     "workers": 644,
     "kernels in C++": 3873,

@@ -7,14 +7,16 @@ terminals, which the library computes; it may also find it where no text is lost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import compiled, gbnf_rules, lark_of_gbnf
 
-MAX_TERMINALS = 200
-"""Terminals that are examined, each in about a millisecond."""
+MAX_STEPS = 1200
+"""Limit on the number of intersections, times that of terminals in each: about a second."""
+_TIMES = re.compile(r"\{(\d+),\d*\}")
 
 
 class _Grammar:
@@ -77,33 +79,37 @@ def losing_texts(source: str) -> set[str]:
 
     source: in GBNF, with a rule for each character and set. All are returned if there are too many to be examined.
     """
-    from llguidance import LLTokenizer
-
-    rules, split, tokenizer = gbnf_rules(source), set[str](), LLTokenizer("byte")
-    lark = lark_of_gbnf(source).replace("start: r0", "start: LOST", 1)
-    while len((grammar := _Grammar(rules, split)).terminals) <= MAX_TERMINALS:
-        followed = [
-            f"({one} & /(.|\\n)+/) ({' | '.join(sorted(follow))})"
-            for one in grammar.terminals
-            if (follow := grammar.followers[one])
-        ]
-        lost = f"{lark}\nLOST: ({' | '.join(followed)}) /(.|\\n)*/ &"
+    rules, split, budget = gbnf_rules(source), set[str](), [MAX_STEPS]
+    # repetitions have no upper limit here, so that the library's automata are small
+    lark = _TIMES.sub(lambda found: "*" if found[1] == "0" else "+", lark_of_gbnf(source))
+    lark = lark.replace("start: r0", "start: LOST", 1)
+    while True:
+        grammar = _Grammar(rules, split)
+        follow = {one: " | ".join(sorted(grammar.followers[one])) for one in grammar.terminals}
+        followed = " | ".join(f"({one} & /(.|\\n)+/) ({after})" for one, after in follow.items() if after)
         try:
-            found = {one for one in grammar.terminals if followed and _overlap(tokenizer, f"{lost} {one}\n")}
-        except ConfigError:  # too large
-            break
+            lost = f"{lark}\nLOST: ({followed}) /(.|\\n)*/ &"
+            found = _overlapping(lost, grammar.terminals, budget, len(follow)) if followed else []
+        except ConfigError:
+            return {name for name, one in rules.items() if one.rule_is_terminal and name[0] != "C"}
         if not (new := {name for name in found if name[0] != "C"}):
             return split
         split |= new
-    return {name for name, one in rules.items() if one.rule_is_terminal and name[0] != "C"}
 
 
-def _overlap(tokenizer: Any, lark: str) -> bool:
-    """Return True if a grammar matches a text. Raises ConfigError for one that is too large."""
+def _overlapping(lost: str, names: Sequence[str], budget: list[int], cost: int) -> list[str]:
+    """Return the terminals that have a text in common with `lost`, by halves. Raises ConfigError if they are too many."""
+    from llguidance import LLTokenizer
+
+    budget[0] -= cost
+    if budget[0] < 0:
+        raise ConfigError("the grammar is too large to be examined")
     try:
-        compiled(tokenizer, lark, is_lark=True)
+        compiled(LLTokenizer("byte"), f"{lost} ({' | '.join(names)})\n", is_lark=True)
     except ConfigError as error:
-        if "NoExtensionBias" in str(error):  # the library's name of the reason
-            return False
+        if "NoExtensionBias" in str(error):  # the library's name of the reason: no text
+            return []
         raise
-    return True
+    half = len(names) // 2
+    parts = (names[:half], names[half:]) if half else ()
+    return [name for part in parts for name in _overlapping(lost, part, budget, cost)] if parts else list(names)
