@@ -141,7 +141,8 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial", "reasoning"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "template_trial", "reasoning"},
+        {"gbnf_terminals"},
         {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
         {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},
@@ -158,7 +159,7 @@ INSIDE = {
     "server": [
         {"hints", "chat_page", "residency"},
         {"errors", "acceptance", "settings"},
-        {"metrics", "lanes"},
+        {"metrics", "queues"},
         {"fields", "logprobs", "guards", "connections"},
         {"option_fields", "output_fields"},
         {"requests"},

@@ -234,7 +234,7 @@ _READ_DIRECTLY = ("dt_proj",)
 _ROUTER = "per_expert_scale"
 """Parameter of a router whose weights are a linear layer (Gemma 4); those of others are no layers and stay as they are, too."""
 _READ_FOR_DTYPE = ("lm_head",)
-"""Names of linear layers from whose weights a family's code reads the dtype (Mamba, xLSTM)."""
+"""Names of linear layers from whose weights a family's code reads the dtype (Mamba)."""
 
 
 def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:

@@ -105,7 +105,7 @@ def test_attention_without_positions_in_any_layer(kernels: bool, monkeypatch: py
 
 def test_only_known_families_are_without_states_by_what_their_layers_are() -> None:
     assert not is_recurrent(make("granite4"))
-    weights = make("rwkv")
+    weights = make("zamba")
     weights.config.layer_types = ["full_attention"] * weights.config.num_hidden_layers
     assert is_recurrent(weights), "a field that its code does not read"
 

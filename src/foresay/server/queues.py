@@ -1,6 +1,6 @@
 """Queues in which requests wait: for the threads of texts and of trials, for passes, rows and models. Clients share each fairly.
 
-Owns the slots of clients in a queue, their turns, and two lanes for texts, so that short ones never wait for long ones. Knows no
+Owns the slots of clients in a queue, their turns, and two queues for texts, so that short ones never wait for long ones. Knows no
 HTTP and no text.
 """
 
@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from foresay.server.errors import ApiError
+from foresay.errors import QueueFullError
 
 T = TypeVar("T")
 LONG = 1 << 16
@@ -43,43 +43,6 @@ class Sender:
 _NONE = Sender()
 SENDER: ContextVar[Sender] = ContextVar("sender", default=_NONE)
 """Sender of the request that the current task handles."""
-
-
-class Queue:
-    """Requests that wait for something, or use it."""
-
-    def __init__(self, slots: int, what: str = "are queued", workers: int = 1) -> None:
-        """slots: a client may have as many as are free. what: what the requests do. workers: turns at a time."""
-        self._slots, self._what = slots, what
-        self._taken: Counter[str] = Counter()
-        self._workers = asyncio.Semaphore(workers)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    @property
-    def open(self) -> int:
-        """Slots that are taken."""
-        return self._taken.total()
-
-    @contextmanager
-    def slot(self, count: int = 1) -> Iterator[None]:
-        """Take slots for the current request. Raises ApiError if its client would have more than are free."""
-        client = SENDER.get().client
-        if self._taken[client] + count > self._slots - self.open:
-            text = f"{self.open} requests {self._what}; try again later"
-            raise ApiError(429, text, code="queue_full", retry_after=1)
-        self._taken[client] += count
-        try:
-            yield
-        finally:
-            self._taken[client] -= count
-            if not self._taken[client]:
-                del self._taken[client]
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn of the current request. A client has one at a time, and waits for one at a time."""
-        async with self._turns.setdefault(SENDER.get().client, asyncio.Lock()), self._workers:
-            yield
 
 
 class _EndedError(BaseException):
@@ -123,17 +86,50 @@ class _Work(Generic[T]):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(_EndedError))
 
 
-class Lane(Queue):
-    """Threads on which clients take turns."""
+class Queue:
+    """Requests that wait for something, or use it; threads do the work of a queue with a name."""
 
-    def __init__(self, name: str, slots: int, threads: int = 1, *, ends_itself: bool = False) -> None:
-        """ends_itself: True for work that ends soon after its request has left."""
-        super().__init__(slots, workers=threads)
-        self.name, self._threads, self._ends_itself = name, ThreadPoolExecutor(threads, name), ends_itself
+    def __init__(
+        self, slots: int, what: str = "are queued", *, name: str = "", workers: int = 1, ends_itself: bool = False
+    ) -> None:
+        """slots: a client may have as many as are free. what: what the requests do. workers: turns at a time.
+
+        name: of the threads on which `run` runs work. ends_itself: True for work that ends soon after its request has left.
+        """
+        self._slots, self._what, self.name, self._ends_itself = slots, what, name, ends_itself
+        self._taken: Counter[str] = Counter()
+        self._workers = asyncio.Semaphore(workers)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._threads = ThreadPoolExecutor(workers, name) if name else None
         self._running: set[_Work[Any]] = set()
 
+    @property
+    def open(self) -> int:
+        """Slots that are taken."""
+        return self._taken.total()
+
+    @contextmanager
+    def slot(self, count: int = 1) -> Iterator[None]:
+        """Take slots for the current request. Raises QueueFullError if its client would have more than are free."""
+        client = SENDER.get().client
+        if self._taken[client] + count > self._slots - self.open:
+            raise QueueFullError(f"{self.open} requests {self._what}; try again later")
+        self._taken[client] += count
+        try:
+            yield
+        finally:
+            self._taken[client] -= count
+            if not self._taken[client]:
+                del self._taken[client]
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn of the current request. A client has one at a time, and waits for one at a time."""
+        async with self._turns.setdefault(SENDER.get().client, asyncio.Lock()), self._workers:
+            yield
+
     async def run(self, work: Callable[[], T]) -> T:
-        """Run work on a thread; it ends soon after the coroutine was cancelled. Raises ApiError as `slot`."""
+        """Run work on a thread; it ends soon after the coroutine was cancelled. Raises QueueFullError as `slot`."""
         loop, begun = asyncio.get_running_loop(), _Work(work, self._running)
         with self.slot():
             async with self.turn():
@@ -161,19 +157,19 @@ class Queues:
         Half as many long texts of one client are read. max_waiting: requests of one client that wait for a model. trials: of
         constraints at a time.
         """
-        self.short, self.long = Lane("foresay-texts", 2 * most), Lane("foresay-long-texts", most)
-        self.trials = Lane("foresay-schemas", 2 * most, trials, ends_itself=True)
+        self.short, self.long = Queue(2 * most, name="foresay-texts"), Queue(most, name="foresay-long-texts")
+        self.trials = Queue(2 * most, name="foresay-schemas", workers=trials, ends_itself=True)
         self.passes, self.rows = Queue(2 * most), Queue(2 * most)
         self.models = Queue(2 * max_waiting, "wait for a model to be loaded")
 
     @property
-    def texts(self) -> Lane:
-        """The lane of the current request."""
+    def texts(self) -> Queue:
+        """The queue of the current request."""
         return self.short if SENDER.get().size < LONG else self.long
 
     @property
     def problem(self) -> str:
-        """See Lane."""
+        """See Queue."""
         return next((one.problem for one in (self.short, self.long, self.trials) if one.problem), "")
 
     @property

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from foresay.server.errors import ApiError
-from foresay.server.lanes import SENDER, Queue, Sender
+from foresay.errors import QueueFullError
+from foresay.server.queues import SENDER, Queue, Sender
 
 
 class Greedy(Queue):
@@ -18,7 +18,7 @@ class Greedy(Queue):
     @contextmanager
     def slot(self, count: int = 1) -> Iterator[None]:
         if self.open + count > self._slots:
-            raise ApiError(429, "full")
+            raise QueueFullError("full")
         self._taken[SENDER.get().client] += count
         yield
 
@@ -29,7 +29,7 @@ def taken(queue: Queue, clients: str, stack: ExitStack, most: int = 1000) -> dic
     for _ in range(most):
         for client in clients:
             SENDER.set(Sender(client))
-            with suppress(ApiError):
+            with suppress(QueueFullError):
                 stack.enter_context(queue.slot())
                 found[client] += 1
     return found
@@ -56,12 +56,12 @@ def test_several_slots_at_once_count_as_such() -> None:
     queue = Queue(8)
     SENDER.set(Sender("a"))
     with queue.slot(3):
-        with pytest.raises(ApiError, match="3 requests are queued"), queue.slot(3):
+        with pytest.raises(QueueFullError, match="3 requests are queued"), queue.slot(3):
             pass
         SENDER.set(Sender("b"))
         with queue.slot(3):
             assert queue.open == 6
-    with pytest.raises(ApiError), queue.slot(9):
+    with pytest.raises(QueueFullError), queue.slot(9):
         pass
 
 
