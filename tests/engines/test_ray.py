@@ -14,12 +14,12 @@ import ray
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelNotFoundError
-from foresay.lab.data.items import PromptItem
-from foresay.lab.replay.record import record
 from foresay.records.recording import Recording
-from foresay.workers import recording
-from foresay.workers.pool import Pool
-from foresay.workers.ray import Actors
+from foresay_lab.data.items import PromptItem
+from foresay_lab.replay.record import record
+from foresay_lab.workers import recording
+from foresay_lab.workers.pool import Pool
+from foresay_lab.workers.ray import Actors
 from helpers import tiny
 
 ITEMS = [PromptItem(f"a-{i}", f"number {i} and more", followups=("go on",) * (i % 3 == 0)) for i in range(9)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foresay.workers import jobs
+from foresay_lab.workers import jobs
 
 
 def done(value: Any) -> Future[Any]:
