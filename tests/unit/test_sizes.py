@@ -18,11 +18,11 @@ MOST = {
     "foresay_lab": 391,
     "foresay_lab/bench": 713,
     "foresay_lab/check": 388,
-    "foresay_lab/commands": 2561,
+    "foresay_lab/commands": 2560,
     "foresay_lab/data": 641,
     "foresay_lab/measure": 400,
     "foresay_lab/replay": 1673,
-    "foresay_lab/report": 947,
+    "foresay_lab/report": 821,
     "foresay_lab/training": 3379,
     "foresay_lab/workers": 644,
     "generation": 1618,
@@ -42,7 +42,7 @@ MOST = {
     "spec": 1341,
     "text": 5063,
     "kernels in C++": 3873,
-    "tests": 72_911,
+    "tests": 72_867,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

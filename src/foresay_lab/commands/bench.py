@@ -88,8 +88,7 @@ def _finish(results: Results, given: Given) -> int:
     """Show the results, and write their report if it is wanted."""
     code = show(results)
     if given.report is not None and results.runs:
-        page, *_ = write(read_report([given.output]), given.report)
-        click.echo(f"wrote {page}")
+        click.echo(f"wrote {write(read_report([given.output]), given.report)}")
     return code
 
 

@@ -203,7 +203,7 @@ REPORT = command(
     "report",
     """Write a report of benchmark results.
 
-    The folder gets report.html, report.md and the figures.""",
+    The folder gets report.html, one page with the table, the figures and sampled outputs.""",
     argument("RESULTS...", "Results of foresay bench; several are merged.", Path),
     option("-o --output FOLDER", "The folder to write to.", "report"),
     option("--title TEXT", "Title of the report."),

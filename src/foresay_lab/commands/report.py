@@ -11,6 +11,6 @@ from foresay_lab.report.report import read_report, write
 def run(given: Given) -> int:
     """Run the command."""
     report = read_report(given.results, title=given.title)
-    for line in (*write(report, given.output), *report.summary):
+    for line in (write(report, given.output), *report.summary):
         click.echo(line)
     return 0

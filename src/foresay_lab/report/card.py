@@ -6,12 +6,14 @@ expected one is left out. Knows no network.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from foresay.records.results import Results
-from foresay_lab.report.page import COLUMNS, NAMES, TABLE_NOTE, escaped
+from foresay_lab.report.page import COLUMNS, NAMES, TABLE_NOTE
 from foresay_lab.report.table import rows
 
 RELATION = "adapter"
@@ -109,3 +111,10 @@ def _measured(results: Results, names: Mapping[str, str]) -> Iterator[str]:
             f"{escaped(name)}: {escaped(one)}" for name, one in list(machine.items())[:8] if isinstance(one, str | int)
         ]
         yield f"Machine: {', '.join(shown)}."
+
+
+def escaped(value: Any) -> str:
+    """Escape all Markdown syntax in a text."""
+    text = escape(" ".join(str(value).split()), quote=False)
+    text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+    return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text

@@ -1,20 +1,23 @@
-"""Figures of a benchmark's numbers.
+"""Figures of a benchmark's numbers, as SVG.
 
-Owns the contents and the style of figures. Knows neither files nor pages. Imports matplotlib when a figure is drawn and changes
-none of its global settings.
+Owns the contents, the style and the rendering of figures. Knows neither files nor pages. Imports matplotlib when a figure is
+drawn and changes none of its global settings.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import statistics
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
-from foresay_lab.report.table import TableRow, pareto_front, shortened, wilson
+from foresay_lab.report.table import TableRow, shortened, wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +44,35 @@ def family(method: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One rendered figure."""
+
+    title: str
+    caption: str
+    svg: str
+    """For inlining in a page: ids are unique across figures, and the text colour is `currentColor`."""
+
+
+def pictures(table: Table) -> list[Picture]:
+    """Render every figure with data in the rows. Raises ConfigError without matplotlib."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
+        return [Picture(title, caption, _svg(name, figure)) for name, title, figure, caption in drawings(table)]
+
+
+def _svg(name: str, figure: Figure) -> str:
+    """Render a figure: text stays text, ids that are referenced differ between figures but not between runs."""
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(out, format="svg", facecolor="none", metadata=no_metadata)
+    svg = re.sub(r'<g id="[^"]*"', "<g", out.getvalue())
+    return svg[svg.index("<svg") :].replace(INK, "currentColor").strip()
+
+
 def drawings(table: Table) -> Iterator[tuple[str, str, Figure, str]]:
     """Yield (name, title, figure, caption) of every figure with data in the rows. Raises ConfigError without matplotlib."""
     for name, (title, draw) in FIGURES.items():
@@ -52,7 +84,7 @@ def _speed_ups(table: Table) -> Drawing | None:
     known = [row for row in table if row.speed_up]
     if not known:
         return None
-    order = _ranked(known)
+    order, labels = _ranked(known), _labels(table)
     figure, panels, note = _grid({row.group for row in known}, 0.25 * len(order) + 0.8, sharex=True)
     for axes, group in panels:
         for row in (row for row in known if row.group == group):
@@ -64,7 +96,8 @@ def _speed_ups(table: Table) -> Drawing | None:
             axes.annotate(f"{median:.2f}x", (max(high, 1.0), at), (5, 0), **text)
         axes.axvline(1.0, color=INK, linestyle="--", linewidth=1)
         axes.set_xlim(0, 1.2 * max(row.speed_up[2] for row in known if row.speed_up))
-        _methods_axis(axes, table, order)
+        axes.set_yticks(range(len(order)), [labels[method] for method in order])
+        axes.set_ylim(len(order) - 0.4, -0.6)
     _finish(figure, panels, "{}, batch {}, {}", "speed-up over plain decoding")
     return figure, f"Median over repeats; whiskers show minimum and maximum. Dashed: plain decoding.{note}"
 
@@ -115,93 +148,12 @@ def _positions(table: Table) -> Drawing | None:
     )
 
 
-def _accepted_lengths(table: Table) -> Drawing | None:
-    pooled = {m: s for m, s in _pooled(table, lambda row: row.cell.method).items() if s.num_drafted and s.num_passes}
-    shown, left_out = _top(table, set(pooled))
-    if not shown:
-        return None
-    names, longest = _labels(table), max(max(pooled[method].accepted_lengths, default=0) for method in shown)
-    figure, panels, _ = _grid(shown, 2.0, sharex=True)
-    for axes, method in panels:
-        stats, lengths = pooled[method], range(longest + 1)
-        axes.bar(lengths, [stats.accepted_lengths[k] / stats.num_passes for k in lengths], 0.85, color=BLUE)
-    titled = [(axes, (names[method],)) for axes, method in panels]
-    _finish(figure, titled, "{}", "draft tokens accepted in a pass", "share of passes")
-    return figure, f"Pooled over data sets, batch sizes and sampling.{left_out}"
-
-
-def _rates(table: Table) -> Drawing | None:
-    known = [row for row in table if row.stats]
-    shown, left_out = _top(table, {row.cell.method for row in known})
-    if not any(row.discard_rate for row in known):
-        return None
-    figure, panels, note = _grid({row.group for row in known}, 3.6)
-    points = {(r.group, r.cell.method): (r.discard_rate or 0.0, r.verification_rate or 0.0) for r in known}
-    for axes, group in panels:
-        front = pareto_front(point for (own, _), point in points.items() if own == group)
-        axes.step(*zip(*front, strict=True), where="post", color=GREY, linewidth=1)
-        axes.margins(0.12)
-    for axes, point, look in _lines(table, panels, shown, points):
-        axes.plot(*point, linestyle="", **look)
-    _finish(figure, panels, "{}, batch {}, {}", "discarded / tokens", "passes / tokens")
-    return figure, (
-        f"Smaller is better. The line is the Pareto front: no other method is better on both axes.{left_out}{note}"
-    )
-
-
-def _times(table: Table) -> Drawing | None:
-    keyed = _pooled(table, lambda row: ((row.cell.batch_size, row.cell.sampling), row.cell.method))
-    pooled = {key: stats for key, stats in keyed.items() if stats.num_tokens and stats.total_s > 0}
-    if not pooled:
-        return None
-    order = [method for method in _ranked(table) if any(method == name for _, name in pooled)]
-    figure, panels, note = _grid({group for group, _ in pooled}, 0.25 * len(order) + 0.8)
-    for axes, group in panels:
-        for at, method in enumerate(order):
-            if (stats := pooled.get((group, method))) is None:
-                continue
-            rest, left = max(0.0, stats.total_s - stats.draft_s - stats.target_s), 0.0
-            parts = (
-                ("drafting", stats.draft_s, ORANGE),
-                ("target passes", stats.target_s, BLUE),
-                ("the rest", rest, GREY),
-            )
-            for label, seconds, colour in parts:
-                axes.barh(at, 1000 * seconds / stats.num_tokens, 0.7, left, color=colour, label=label)
-                left += 1000 * seconds / stats.num_tokens
-        _methods_axis(axes, table, order)
-    _finish(figure, panels, "batch {}, {}", "ms per token")
-    return figure, f"Pooled over data sets. The rest: verification, sampling, bookkeeping.{note}"
-
-
-def _predictions(table: Table) -> Drawing | None:
-    pairs = [(row.expected, row.tokens_per_s[0]) for row in table if row.expected and row.tokens_per_s[0]]
-    if not pairs:
-        return None
-    errors = [abs(expected / measured - 1) for expected, measured in pairs]
-    figure, panels, _ = _grid([""], 4.4)
-    axes, limit = panels[0][0], 1.08 * max(map(max, pairs))
-    axes.fill_between([0, limit], [0, 0.9 * limit], [0, 1.1 * limit], color=INK, alpha=0.1, linewidth=0)
-    axes.plot([0, limit], [0, limit], "--", color=INK, linewidth=1)
-    axes.scatter([x for x, _ in pairs], [y for _, y in pairs], s=22, color=BLUE)
-    axes.set(xlim=(0, limit), ylim=(0, limit))
-    _finish(figure, panels, "", "predicted tokens/s", "measured tokens/s")
-    return figure, (
-        "Dashed: prediction equals measurement; the band is ±10%. Error: median "
-        f"{statistics.median(errors):.0%}, largest {max(errors):.0%}."
-    )
-
-
 FIGURES: Mapping[str, tuple[str, Callable[[Table], Drawing | None]]] = {
     "speed-up": ("Speed-up by method", _speed_ups),
     "draft-length": ("Tokens per pass by draft length", _draft_lengths),
     "acceptance": ("Acceptance by position in the draft", _positions),
-    "accepted-lengths": ("Accepted draft tokens per pass", _accepted_lengths),
-    "pareto": ("Discarded draft tokens and target passes", _rates),
-    "time": ("Time per token by part", _times),
-    "predictions": ("Predicted and measured throughput", _predictions),
 }
-"""File name of a figure -> (title, function that draws it)."""
+"""Name of a figure -> (title, function that draws it)."""
 
 
 def _pooled(table: Table, key: Callable[[TableRow], Key]) -> dict[Key, Stats]:
@@ -274,17 +226,13 @@ def check_matplotlib() -> None:
         raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'") from None
 
 
-def _grid(among: Collection[Key], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Key]], str]:
-    """Return (figure, a panel per key, a note for the caption), with two panels per line; panels that do not fit are left out.
-
-    among: keys, in order or as a set.
-    """
+def _grid(among: set[Any], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Any]], str]:
+    """Return (figure, a panel per key, a note for the caption), with two panels per line; panels that do not fit are left out."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    keys: list[Any] = sorted(among) if isinstance(among, set) else list(among)
-    columns = min(2, len(keys))
+    keys, columns = sorted(among), min(2, len(among))
     shown = keys[: columns * max(1, int(TALLEST / height))]
     lines = -(-len(shown) // columns)
     figure = Figure(figsize=(WIDTH, height * lines + 0.6), layout="constrained")
@@ -299,16 +247,16 @@ def _grid(among: Collection[Key], height: float, sharex: bool = False) -> tuple[
 def _finish(figure: Figure, panels: Sequence[tuple[Axes, Any]], title: str, x: str, y: str = "") -> None:
     """Set titles, labels, grids and spines of all panels, and a legend of all labels above them.
 
-    title: format of a panel's key. y: empty for bars of methods.
+    title: format of a panel's key. x: with a label of y, its values are integers. y: empty for bars of methods.
     """
     for axes, key in panels:
         text = title.format(*key)
-        axes.set_title(_plain_text(shortened([text], 60)[text]) if text else "", color=INK, size=9.5, weight="bold")
+        axes.set_title(_plain_text(shortened([text], 60)[text]), color=INK, size=9.5, weight="bold")
         axes.set_xlabel(x, color=INK, size=9)
         axes.set_ylabel(y, color=INK, size=9)
         axes.tick_params(colors=INK, labelsize=8.5, length=3, labelbottom=True)
         axes.grid(axis="both" if y else "x", color=INK, alpha=0.15, linewidth=0.7)
-        if x.startswith(("draft length", "position", "draft tokens")):
+        if y:
             axes.locator_params(axis="x", integer=True)
         axes.set_axisbelow(True)
         axes.set_facecolor("none")
@@ -320,9 +268,3 @@ def _finish(figure: Figure, panels: Sequence[tuple[Axes, Any]], title: str, x: s
         columns = max(1, min(4, int(72 * WIDTH / (45 + 5.4 * max(map(len, handles))))))
         look: dict[str, Any] = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "ncols": columns}
         figure.legend(handles.values(), handles, loc="outside upper left", **look)
-
-
-def _methods_axis(axes: Axes, table: Table, order: Sequence[str]) -> None:
-    names = _labels(table)
-    axes.set_yticks(range(len(order)), [names[method] for method in order])
-    axes.set_ylim(len(order) - 0.4, -0.6)

@@ -1,17 +1,15 @@
-"""A benchmark report as an HTML page, from the template report.html.j2, and as Markdown.
+"""A benchmark report as an HTML page, from the template report.html.j2.
 
-Owns the columns of the table and the escaping of Markdown. The page is self-contained: it loads no other resources. Knows
+Owns the columns of the table. The page is self-contained: it loads no other resources. Knows
 neither files nor the drawing of figures, and draws no conclusions.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,21 +17,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from foresay.generation.method import PLAIN
 from foresay.records.results import Cell, Failure, Trace
 from foresay.text.formatting import MEANINGS, NOISE, percent, yes_no
+from foresay_lab.report.figures import Picture
 from foresay_lab.report.table import Span, TableRow
 
 MOST_TRACES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One rendered figure."""
-
-    name: str
-    title: str
-    caption: str
-    png: bytes
-    svg: str
-    """For inlining in a page: ids are unique across figures, and the text colour is `currentColor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The content of a page or a Markdown file, without figures."""
+    """The content of a page, without figures."""
 
     title: str
     summary: Sequence[str]
@@ -105,6 +92,7 @@ COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "draft utilization": lambda row: percent(row.stats.draft_utilization if row.stats else None),
     "discard rate": lambda row: _two_decimals(row.discard_rate),
     "verification rate": lambda row: _two_decimals(row.verification_rate),
+    "drafting": lambda row: percent(row.drafting),
     "identical": lambda row: yes_no(row.identical),
     "exact": lambda row: "yes" if row.exact else "lossy",
 }
@@ -115,7 +103,7 @@ TABLE_NOTE = (
     "tokens/s and speed-up: medians over repeats, with minimum and maximum in parentheses; ~ marks a speed-up that is noise: "
     "within the spread of its runs or of plain decoding, or above tokens per pass. Acceptance rate: accepted "
     "/ tested. Draft utilization: accepted / drafted. Discard rate: draft tokens not accepted / tokens. Verification rate: "
-    "target passes / tokens. Identical: every output equals that of plain decoding."
+    "target passes / tokens. Drafting: share of the time. Identical: every output equals that of plain decoding."
 )
 
 
@@ -142,20 +130,6 @@ def html(report: Report, pictures: Sequence[Picture]) -> str:
     )
 
 
-def markdown(report: Report, pictures: Sequence[Picture]) -> str:
-    """Return the report for a README or an issue, with links to the files of the figures."""
-    table = [COLUMNS, [":---" if name in NAMES else "---:" for name in COLUMNS]]
-    table += [[escaped(cell(row)) for cell in COLUMNS.values()] for row in report.table]
-    parts = [f"# {escaped(report.title)}", *(escaped(source.summary) for source in report.sources)]
-    parts += [f"- {escaped(line)}" for line in report.summary]
-    parts += [f"**{escaped(line)}**" for line in report.warnings]
-    parts += ["## All results", "\n".join(f"| {' | '.join(row)} |" for row in table), TABLE_NOTE]
-    parts += ["## Failed" for _ in report.failures[:1]] + [f"- {escaped(one)}" for one in report.failures]
-    for one in pictures:
-        parts.append(f"## {one.title}\n\n![{one.title}]({one.name}.png)\n\n{escaped(one.caption)}")
-    return "\n\n".join(parts) + "\n"
-
-
 def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
     """Order traces: the first of every cell, then the second of every cell, and so on."""
     seen: Counter[Cell] = Counter()
@@ -164,10 +138,3 @@ def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
         turns.append(seen[trace.cell])
         seen[trace.cell] += 1
     return [trace for _, trace in sorted(zip(turns, traces, strict=True), key=lambda pair: pair[0])]
-
-
-def escaped(value: Any) -> str:
-    """Escape all Markdown syntax in a text."""
-    text = escape(" ".join(str(value).split()), quote=False)
-    text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
-    return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text

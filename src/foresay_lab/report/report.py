@@ -1,18 +1,14 @@
-"""Benchmark reports: reads results files and writes a page, its Markdown and its figures.
+"""Benchmark reports: reads results files and writes a page.
 
-Owns the check that results may be pooled, the conclusions, the rendering of figures to bytes, and the atomic writing of files.
-Knows neither the contents of figures nor the layout of the page.
+Owns the check that results may be pooled, and the conclusions. Knows neither the contents of figures nor the layout of the page.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
@@ -20,12 +16,9 @@ from foresay.generation.method import PLAIN
 from foresay.json_files import short
 from foresay.records.lines import differences
 from foresay.records.results import Cell, Results
-from foresay_lab.report import figures
-from foresay_lab.report.page import Picture, Report, Source, html, markdown, times
+from foresay_lab.report.figures import pictures
+from foresay_lab.report.page import Report, Source, html, times
 from foresay_lab.report.table import Group, TableRow, grouped, plain_spread, rows
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Path_ = str | os.PathLike[str]
 PAGE = "report.html"
@@ -50,7 +43,7 @@ def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report
         source = Source(os.fspath(path), one.settings, one.provenance)
         for cell in one.by_cell():
             _check_poolable(cell, owners.setdefault(cell, source), source)
-        for name in ("runs", "failures", "predictions", "traces"):
+        for name in ("runs", "failures", "traces"):
             getattr(whole, name).extend(getattr(one, name))
         sources.append(source)
     ran = {(run.cell, run.repeat) for run in whole.runs}
@@ -143,38 +136,9 @@ def _lossy(table: Sequence[TableRow]) -> list[str]:
     return [f"Lossy, so the output may differ from the target's: {'; '.join(found)}."] if found else []
 
 
-def write(report: Report, output: Path_) -> list[Path]:
-    """Write report.html, report.md and the figures as PNG into a folder, which is created if needed, and return the paths.
-
-    Raises ConfigError if the folder cannot be written.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
-        pictures = [_picture(*drawn) for drawn in figures.drawings(report.table)]
-    files = {PAGE: html(report, pictures).encode("utf-8", "replace")}
-    files["report.md"] = markdown(report, pictures).encode("utf-8", "replace")
-    files |= {f"{picture.name}.png": picture.png for picture in pictures}
-    folder = Path(output)
-    for name, data in files.items():
-        with atomic_write(folder / name, parents=True) as whole:
-            whole.write_bytes(data)
-    return [folder / name for name in files]
-
-
-def _picture(name: str, title: str, figure: Figure, caption: str) -> Picture:
-    """Render a figure as PNG for a file and as SVG for a page."""
-    from matplotlib import rc_context
-
-    png, svg = io.BytesIO(), io.StringIO()
-    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(png, format="png", dpi=130, facecolor="white")
-    # Text stays text; ids that are referenced differ between figures, but not between runs.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(svg, format="svg", facecolor="none", metadata=no_metadata)
-    return Picture(name, title, caption, png.getvalue(), _inline(svg.getvalue()))
-
-
-def _inline(svg: str) -> str:
-    """Prepare an SVG for inlining: use the page's text colour and remove the unreferenced ids of groups."""
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
-    return svg.replace(figures.INK, "currentColor").strip()
+def write(report: Report, folder: Path_) -> Path:
+    """Write the page into a folder, which is made if it is missing. Return its path. Raises ConfigError if that fails."""
+    page = html(report, pictures(report.table))
+    with atomic_write(Path(folder) / PAGE, parents=True) as whole:
+        whole.write_text(page, encoding="utf-8", errors="replace")
+    return Path(folder) / PAGE

@@ -1,6 +1,6 @@
 """Numbers per cell of a benchmark: counts are pooled over repeats before they are divided.
 
-Owns medians, spreads, rates, intervals, the Pareto front, and the shortening of names. Knows neither figures nor pages, and
+Owns medians, spreads, rates, intervals, and the shortening of names. Knows neither figures nor pages, and
 draws no conclusions.
 """
 
@@ -37,8 +37,6 @@ class TableRow:
     """Sum of the counts of all repeats; None for other engines, which report none."""
     identical: bool | None
     exact: bool
-    expected: float | None
-    """Predicted tokens per second."""
     is_noise: bool = False
     """True for a speed-up that is noise by the spread of its own runs or of plain decoding's; see `is_noise`."""
 
@@ -57,6 +55,11 @@ class TableRow:
         """Target passes / tokens."""
         return self.stats.verification_rate if self.stats else None
 
+    @property
+    def drafting(self) -> float | None:
+        """Share of the time that drafting took."""
+        return self.stats.draft_s / self.stats.total_s if self.stats and self.stats.total_s else None
+
 
 def rows(results: Results) -> list[TableRow]:
     """Return a row for each cell with runs, sorted by decreasing speed-up, rows without speed-up last.
@@ -69,8 +72,7 @@ def rows(results: Results) -> list[TableRow]:
         for cell, of in cells.items()
         if cell.method == PLAIN
     }
-    expected = {one.cell: one.tokens_per_s for one in results.predictions}
-    out = [_row(cell, of, plain.get(_group(cell)), expected.get(cell)) for cell, of in cells.items()]
+    out = [_row(cell, of, plain.get(_group(cell))) for cell, of in cells.items()]
     spreads = {group: plain_spread(of) or 0.0 for group, of in grouped(out).items()}
     out = [replace(row, is_noise=_is_noise(row, spreads[row.group])) for row in out]
     return sorted(out, key=lambda row: (row.speed_up is None, -(row.speed_up or row.tokens_per_s)[0], row.cell))
@@ -96,7 +98,7 @@ def _is_noise(row: TableRow, spread: float) -> bool:
     return is_noise(middle, max(high - low, spread), row.stats.block_efficiency)
 
 
-def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> TableRow:
+def _row(cell: Cell, runs: Sequence[Run], plain: Span | None) -> TableRow:
     rates = [run.tokens_per_s for run in runs]
     paired = [(run, run.plain_seconds) for run in runs if run.plain_seconds is not None]
     speed_up: Span | None = None
@@ -115,7 +117,6 @@ def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | 
         stats=merged(run.stats for run in runs) if all(run.stats for run in runs) else None,
         identical=all(compared) if compared else None,
         exact=all(run.exact for run in runs),
-        expected=expected,
     )
 
 
@@ -132,15 +133,6 @@ def wilson(hits: int, tries: int) -> tuple[float, float]:
     check_int("tries", tries, 1)
     low, high = binomtest(check_int("hits", hits, 0, tries), tries).proportion_ci(method="wilson")
     return float(low), float(high)
-
-
-def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points for which no other point is at most as large on both axes, from left to right."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(set(points)):
-        if not front or y < front[-1][1]:
-            front.append((x, y))
-    return front
 
 
 def shortened(names: Iterable[str], size: int) -> dict[str, str]:
