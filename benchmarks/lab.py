@@ -50,7 +50,7 @@ from foresay_lab.replay.record import record
 from foresay_lab.replay.replay import replay
 from foresay_lab.replay.simulate import SimulatedLoad, simulate
 from foresay_lab.tune import Tuner, pick
-from foresay_lab.workers import recording
+from foresay_lab.workers import work
 from foresay_lab.workers.pool import Pool
 from foresay_lab.workers.processes import Processes
 
@@ -259,13 +259,13 @@ def workers(quick: bool) -> Figures:
     items = subset(load_items(), 12 if quick else 32)
     params = foresay.SamplingParams(max_new_tokens=32 if quick else 64, ignore_eos=True)
     load = {"target": MODEL, "drafter": "none", "dtype": "bf16", "max_batch_size": 8}
-    setup = recording.setup(load, items, params, chat=True)
+    setup = work.record_setup(load, items, params, chat=True)
     took: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(1 if quick else 3):
         for count in took:
             with Pool(Processes(setup, count, threads=1), count) as pool, tempfile.TemporaryDirectory() as folder:
                 began = perf_counter()
-                recording.record(pool, items, Path(folder) / "r.jsonl")
+                work.record(pool, items, Path(folder) / "r.jsonl")
                 took[count].append(perf_counter() - began)
     one, two = (statistics.median(times) for times in took.values())
     log(f"  one worker {one:.1f} s, two {two:.1f} s")

@@ -164,7 +164,7 @@ INSIDE = {
         {"app"},
         {"running"},
     ],
-    "foresay_lab/workers": [{"messages"}, {"jobs", "pool"}, {"processes", "ray", "recording", "benching"}],
+    "foresay_lab/workers": [{"pool"}, {"jobs", "work"}, {"processes", "ray"}],
     "foresay_lab": [
         {"data", "training"},
         {"measure"},

@@ -10,7 +10,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
 MOST = {
-    ".": 821,
+    ".": 826,
     "cli": 3480,
     "decoding": 4505,
     "drafters": 4532,
@@ -18,13 +18,13 @@ MOST = {
     "foresay_lab": 391,
     "foresay_lab/bench": 713,
     "foresay_lab/check": 388,
-    "foresay_lab/commands": 2560,
+    "foresay_lab/commands": 2559,
     "foresay_lab/data": 641,
     "foresay_lab/measure": 400,
     "foresay_lab/replay": 1673,
     "foresay_lab/report": 821,
     "foresay_lab/training": 3379,
-    "foresay_lab/workers": 644,
+    "foresay_lab/workers": 517,
     "generation": 1618,
     "integrations": 800,
     "lengths": 1174,
@@ -42,7 +42,7 @@ MOST = {
     "spec": 1341,
     "text": 5063,
     "kernels in C++": 3873,
-    "tests": 72_867,
+    "tests": 72_864,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -45,7 +45,7 @@ from foresay_lab.report.figures import check_matplotlib
 from foresay_lab.report.report import PAGE, read_report, write
 from foresay_lab.report.table import rows
 from foresay_lab.tune import DRAFTERS as COMPARED
-from foresay_lab.workers import benching
+from foresay_lab.workers import work
 
 
 def run(given: Given) -> int:
@@ -67,8 +67,8 @@ def run(given: Given) -> int:
             raise ConfigError("--against and --workers contradict: another engine needs the whole machine; drop one")
         check_draft_weights(given, named)
         load = load_arguments(given, **PLAIN, max_batch_size=max(sizes))
-        repeats, chat = given.repeats, not given.raw
-        setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
+        runs = {"params": every, "methods": named, "batch_sizes": sizes, "repeats": given.repeats}
+        setup = work.bench_setup(load, sets, chat=not given.raw, **runs)
         return _finish(_shared(setup, given), given)
     target = load_target(given, named, max_batch_size=max(sizes))
     named = distinct([*named, *([] if given.drafter else own_methods(target, rule=named[0].rule))])
@@ -136,7 +136,7 @@ def _shared(setup: dict[str, Any], given: Given) -> Results:
     if not given.ray and given.workers > max(1, gpus):
         note("foresay: workers on one machine slow each other; compare only ratios of this run")
     with sharing.pool(given, setup) as pool, _running() as report:
-        return benching.bench(pool, given.output, on_run=report)
+        return work.bench(pool, given.output, on_run=report)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from foresay.cli.progress import advancing
 from foresay_lab.commands import sharing
 from foresay_lab.commands.options import items
 from foresay_lab.replay.record import Progress, record
-from foresay_lab.workers import recording
+from foresay_lab.workers import work
 
 
 def run(given: Given) -> int:
@@ -25,8 +25,8 @@ def run(given: Given) -> int:
 
         if sharing.wanted(given):
             load = load_arguments(given, **PLAIN, max_batch_size=given.batch_size)
-            with sharing.pool(given, recording.setup(load, prompts, params, chat=not given.raw)) as pool:
-                made = recording.record(pool, prompts, given.output, on_progress=report)
+            with sharing.pool(given, work.record_setup(load, prompts, params, chat=not given.raw)) as pool:
+                made = work.record(pool, prompts, given.output, on_progress=report)
         else:
             generator = load_target(given, max_batch_size=given.batch_size)
             made = record(generator, prompts, given.output, params, chat=not given.raw, on_progress=report)

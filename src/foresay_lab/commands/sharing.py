@@ -13,7 +13,6 @@ from foresay.cli.generate import show_output, show_speed
 from foresay.cli.progress import advancing, loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
-from foresay_lab.workers.messages import check_sendable
 from foresay_lab.workers.pool import Backend, Pool, check_workers, in_order
 
 
@@ -44,7 +43,7 @@ def pool(given: Given, setup: dict[str, Any]) -> Pool:
 def generate(given: Given, prompts: list[str], params: SamplingParams) -> int:
     """Decode all prompts by workers; print each output once all earlier ones are printed."""
     load = load_arguments(given, max_batch_size=given.batch_size)
-    setup = {"kind": "generate", "load": load, "params": check_sendable(params), "raw": given.raw}
+    setup = {"kind": "generate", "load": load, "params": params, "raw": given.raw}
     tokens = 0
     # outputs would be written into the bar of a terminal
     with pool(given, setup) as workers, advancing("Decoding", hidden=sys.stdout.isatty()) as advance:

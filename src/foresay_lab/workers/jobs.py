@@ -7,13 +7,14 @@ Owns the kinds, the contents of their setup, tasks and results, and the two func
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ForesayError
-from foresay.generation.generator import Generator, seeded
+from foresay.generation.generator import seeded
 from foresay.generation.load import load
 from foresay.text.prompts import as_chat
 from foresay_lab.bench.executor import BenchExecutor
@@ -21,142 +22,111 @@ from foresay_lab.bench.settings import BenchSettings
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.replay.grid import Grid
 from foresay_lab.replay.record import Recorder, header
-from foresay_lab.workers.messages import Failed, Plain, Result
+from foresay_lab.workers.pool import Begun, Plain, Result
 
 AHEAD = 2
 """Capacity of a worker in batches, so that new tasks are available when rows end."""
 
 
+@dataclass(frozen=True, slots=True)
 class Job:
-    """The work of one worker: tasks are taken, and steps return the results that they complete."""
+    """The work of one worker: it takes tasks, and each step returns the results that it completes."""
 
-    capacity = 1
-    """Maximum number of unfinished tasks."""
-    described: Plain
+    take: Callable[[int, Any], None]
+    """Accept a task with this number. Raises ForesayError if it cannot be done."""
+    step: Callable[[], Sequence[Result]]
+    has_work: Callable[[], bool]
+    described: Plain = field(default_factory=dict)
     """The data that the coordinating process needs before the first task."""
-    work: Any
-    """A session, or what else has `has_work` and `step`."""
-
-    def load(self, setup: Plain) -> Generator:
-        """Load the generator of a setup that decodes continuously."""
-        generator = load(**setup["load"])
-        self.capacity = AHEAD * generator.max_batch_size
-        return generator
-
-    def take(self, number: int, task: Any) -> None:
-        """Accept a task. Raises ForesayError if it cannot be done."""
-        raise NotImplementedError
-
-    @property
-    def has_work(self) -> bool:
-        """True if a task is unfinished."""
-        return bool(self.work.has_work)
-
-    def step(self) -> Sequence[Result]:
-        """Advance the work by one step and return the results that it completes."""
-        raise NotImplementedError
+    capacity: int = 1
+    """Maximum number of unfinished tasks."""
 
 
-class GenerateJob(Job):
-    """Text generation: setup {load, params, raw}, task: a prompt, result: the record of a Generation."""
+def _generate(setup: Plain) -> Job:
+    """Text generation: setup {load, params, raw}, task: a prompt, result: the record of a Generation.
 
-    def __init__(self, setup: Plain) -> None:
-        self._generator, self._params, self._raw = self.load(setup), setup["params"], setup["raw"]
-        self.work = self._generator.session(prefill_wait_s=OFFLINE_WAIT_S)
-        self._numbers, self.described = dict[int, int](), {}
+    The seed is that of task 0; other seeds are derived from it and the task number.
+    """
+    generator = load(**setup["load"])
+    session, numbers = generator.session(prefill_wait_s=OFFLINE_WAIT_S), dict[int, int]()
 
-    def take(self, number: int, task: str) -> None:
-        """See Job. The seed is that of task 0; other seeds are derived from it and the task number."""
-        prompt = as_chat(task, self._generator.tokenizer, raw=self._raw)
-        self._numbers[self.work.submit(prompt, seeded(self._params, number), text=False)] = number
+    def take(number: int, task: str) -> None:
+        prompt = as_chat(task, generator.tokenizer, raw=setup["raw"])
+        numbers[session.submit(prompt, seeded(setup["params"], number), text=False)] = number
 
-    def step(self) -> Sequence[Result]:
-        """See Job."""
-        done = [(chunk.index, chunk.generation) for chunk in self.work.step()]
-        return [(self._numbers.pop(index), one.as_record()) for index, one in done if one is not None]
+    def step() -> Sequence[Result]:
+        done = [(chunk.index, chunk.generation) for chunk in session.step()]
+        return [(numbers.pop(index), one.as_record()) for index, one in done if one is not None]
+
+    return Job(take, step, lambda: session.has_work, capacity=AHEAD * generator.max_batch_size)
 
 
-class RecordJob(Job):
+def _record(setup: Plain) -> Job:
     """Recording: setup {load, params, chat, items}, tasks by item index: known outputs by id, result: lines."""
+    generator = load(**setup["load"])
+    builder = RequestBuilder(generator, chat=setup["chat"])
+    requests = builder.first(setup["items"])
+    recorder, lines = Recorder(builder, requests, setup["params"]), dict[int, list[Plain]]()
 
-    def __init__(self, setup: Plain) -> None:
-        builder = RequestBuilder(self.load(setup), chat=setup["chat"])
-        requests = builder.first(setup["items"])
-        self.work, self._open = Recorder(builder, requests, setup["params"]), dict[int, list[Plain]]()
-        self.described = dict(header(builder.generator, requests, setup["params"], setup["chat"]))
+    def take(number: int, task: Mapping[str, Any]) -> None:
+        lines[number] = []
+        recorder.submit(number, task)
 
-    def take(self, number: int, task: Mapping[str, Any]) -> None:
-        """See Job."""
-        self._open[number] = []
-        self.work.submit(number, task)
-
-    def step(self) -> Sequence[Result]:
-        """See Job."""
-        results: list[Result] = []
+    def step() -> Sequence[Result]:
+        done: list[Result] = []
         try:
-            for number, line, is_last in self.work.step():
-                self._open[number].append(line)
+            for number, line, is_last in recorder.step():
+                lines[number].append(line)
                 if is_last:
-                    results.append((number, self._open.pop(number)))
+                    done.append((number, lines.pop(number)))
         except ForesayError as error:  # such as a later turn that is too long; it names its prompt
-            return [(number, Failed.of(error)) for number in self._open][:1]
-        return results
+            return [(number, error) for number in lines][:1]
+        return done
+
+    described = dict(header(generator, requests, setup["params"], setup["chat"]))
+    return Job(take, step, lambda: recorder.has_work, described, AHEAD * generator.max_batch_size)
 
 
-class CallsJob(Job):
+def _calls(call: Callable[[Any], Any], described: Plain | None = None) -> Job:
     """Tasks of one function call each: `call` maps a task to its result."""
-
-    def __init__(self, call: Callable[[Any], Any], described: Plain | None = None) -> None:
-        self._call, self.described, self._waiting = call, described or {}, list[tuple[int, Any]]()
-
-    def take(self, number: int, task: Any) -> None:
-        """See Job."""
-        self._waiting.append((number, task))
-
-    @property
-    def has_work(self) -> bool:
-        """See Job."""
-        return bool(self._waiting)
-
-    def step(self) -> Sequence[Result]:
-        """See Job."""
-        number, task = self._waiting.pop(0)
-        try:
-            return [(number, self._call(task))]
-        except ForesayError as error:
-            return [(number, Failed.of(error))]
+    done: list[Result] = []
+    return Job(
+        lambda number, task: done.append((number, call(task))),
+        lambda: [done.pop()],
+        lambda: bool(done),
+        described or {},
+    )
 
 
 def _bench(setup: Plain) -> Job:
-    """Turns of a benchmark: setup from `benching.setup`, task (block, turns), result: TurnResults."""
+    """Turns of a benchmark: setup from `work.bench_setup`, task (block, turns), result: TurnResults."""
     generator = load(**setup["load"])
     builder = RequestBuilder(generator, chat=setup["chat"])
     sets = {name: builder.all(items, setup["settings"]["params"][0]) for name, items in setup["sets"].items()}
     executor = BenchExecutor(generator, BenchSettings(datasets=sets, **setup["settings"]))
-    return CallsJob(
-        lambda task: list(executor.run(*task)), {"settings": dict(executor.plan.settings), "plan": executor.plan}
-    )
+    described = {"settings": dict(executor.plan.settings), "plan": executor.plan}
+    return _calls(lambda task: list(executor.run(*task)), described)
 
 
 KINDS: dict[str, Callable[[Plain], Job]] = {
-    "generate": GenerateJob,
-    "record": RecordJob,
-    "replay": lambda setup: CallsJob(Grid.of(setup)),
+    "generate": _generate,
+    "record": _record,
+    "replay": lambda setup: _calls(Grid.of(setup)),
     "bench": _bench,
 }
 _job: Job
 """The job of this process, after `begin`."""
 
 
-def begin(setup: Plain) -> tuple[Plain, int] | Failed:
-    """Open the job of a setup {kind, threads, ...} in this process. Return (its description, its capacity in tasks)."""
+def begin(setup: Plain) -> Begun:
+    """Open the job of a setup {kind, threads, ...} in this process."""
     global _job
     torch.set_num_threads(setup["threads"])
     try:
         _job = KINDS[setup["kind"]](setup)
         return _job.described, _job.capacity
     except ForesayError as error:
-        return Failed.of(error)
+        return error
 
 
 def advance(tasks: Sequence[tuple[int, Any]]) -> list[Result]:
@@ -166,7 +136,7 @@ def advance(tasks: Sequence[tuple[int, Any]]) -> list[Result]:
         try:
             _job.take(number, task)
         except ForesayError as error:
-            results.append((number, Failed.of(error)))
-    while _job.has_work and not results:
+            results.append((number, error))
+    while _job.has_work() and not results:
         results += _job.step()
     return results

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from foresay_lab.workers.jobs import advance, begin
-from foresay_lab.workers.messages import Failed, Plain, Result
+from foresay_lab.workers.pool import Begun, Plain, Result
 
 
 class LocalWorker(NamedTuple):
@@ -35,7 +35,7 @@ class Processes:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._setup = {**setup, "threads": threads or max(1, cores // count)}
 
-    def start(self, index: int) -> tuple[LocalWorker, Future[tuple[Plain, int] | Failed]]:
+    def start(self, index: int) -> tuple[LocalWorker, Future[Begun]]:
         """Start worker `index`, on its GPU if there are several."""
         setup, gpus = dict(self._setup), torch.cuda.device_count()
         if "load" in setup and gpus > 1 and setup["load"].get("device") in (None, "cuda"):

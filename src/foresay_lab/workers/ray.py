@@ -8,19 +8,14 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay_lab.workers import jobs
-from foresay_lab.workers.messages import Failed, Plain, Result
+from foresay_lab.workers.pool import Begun, Plain, Result
 
 
 class WorkerActor:
     """The class that runs in a Ray actor."""
 
-    def begin(self, setup: Plain) -> tuple[Plain, int] | Failed:
-        """See jobs.begin."""
-        return jobs.begin(setup)
-
-    def advance(self, tasks: Sequence[tuple[int, Any]]) -> list[Result]:
-        """See jobs.advance."""
-        return jobs.advance(tasks)
+    begin = staticmethod(jobs.begin)
+    advance = staticmethod(jobs.advance)
 
 
 class Actors:
@@ -41,19 +36,19 @@ class Actors:
         cores, gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         each = threads or max(1, cores // count)
         device = setup["load"].get("device") if "load" in setup else "cpu"
+        on_gpu = device is None or str(device).startswith("cuda")
         if count * each > cores:
             raise ConfigError(
                 f"{count} workers with {each} cores each need more than the cluster's {cores} cores; use fewer"
             )
-        if device is not None and str(device).startswith("cuda") and gpus < count:
+        if device is not None and on_gpu and gpus < count:
             raise ConfigError(f"{count} workers with a GPU each need more than the cluster's {gpus} GPUs; use fewer")
-        takes_gpu = gpus >= count and (device is None or str(device).startswith("cuda"))
-        if takes_gpu:  # Ray makes only its own GPU visible to each actor
+        if takes_gpu := on_gpu and gpus >= count:  # Ray makes only its own GPU visible to each actor
             setup = {**setup, "load": {**setup["load"], "device": "cuda"}}
         self._setup, self._kill = {**setup, "threads": each}, ray.kill
         self._actor = ray.remote(num_cpus=each, num_gpus=float(takes_gpu), max_restarts=0)(WorkerActor)
 
-    def start(self, index: int) -> tuple[Any, Future[tuple[Plain, int] | Failed]]:
+    def start(self, index: int) -> tuple[Any, Future[Begun]]:
         """See Backend."""
         actor = self._actor.remote()
         return actor, actor.begin.remote(self._setup).future()

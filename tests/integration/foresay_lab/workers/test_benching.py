@@ -18,7 +18,7 @@ from foresay_lab.bench.bench import Progress, bench
 from foresay_lab.bench.settings import BenchSettings
 from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
-from foresay_lab.workers import benching, processes
+from foresay_lab.workers import processes, work
 from foresay_lab.workers.pool import Pool
 from foresay_lab.workers.processes import Processes
 from helpers import tiny
@@ -43,7 +43,8 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def pool(folder: Path) -> Pool:
-    setup = benching.setup(load(folder), {"d": ITEMS}, PARAMS, METHODS, chat=True, batch_sizes=[1, 2], repeats=2)
+    settings = {"params": PARAMS, "methods": METHODS, "batch_sizes": [1, 2], "repeats": 2}
+    setup = work.bench_setup(load(folder), {"d": ITEMS}, chat=True, **settings)
     return Pool(Processes(setup, 2, threads=1), 2)
 
 
@@ -77,9 +78,9 @@ def test_what_two_write_is_what_one_writes(folder: Path, tmp_path: Path) -> None
             if len(seen) == 2:
                 os.kill(victims[0], signal.SIGKILL)
 
-        shared = benching.bench(two, tmp_path / "shared.jsonl", on_run=kill)
-        resumed = benching.bench(two, begun)
-        again = benching.bench(two, tmp_path / "shared.jsonl", on_run=lambda _: pytest.fail("it was there"))
+        shared = work.bench(two, tmp_path / "shared.jsonl", on_run=kill)
+        resumed = work.bench(two, begun)
+        again = work.bench(two, tmp_path / "shared.jsonl", on_run=lambda _: pytest.fail("it was there"))
     assert counted(shared) == counted(wanted) == counted(resumed) == counted(again)
     assert (seen[-1].done, seen[-1].total, len(seen)) == (32, 32, 32)
     assert shared.settings == wanted.settings and not shared.failures
@@ -90,9 +91,9 @@ def test_what_two_write_is_what_one_writes(folder: Path, tmp_path: Path) -> None
 
 
 def test_few_turns_are_shared_too() -> None:
-    tasks = benching.tasks({0: [(0, "a"), (1, "a"), (2, "a")], 2: [(0, "a")]}, 3, 2)
+    tasks = work.bench_tasks({0: [(0, "a"), (1, "a"), (2, "a")], 2: [(0, "a")]}, 3, 2)
     assert [(block, len(turns)) for block, turns in tasks] == [(0, 2), (0, 1), (2, 1)]
-    assert benching.tasks({}, 3, 2) == []
+    assert work.bench_tasks({}, 3, 2) == []
 
 
 def test_the_command(

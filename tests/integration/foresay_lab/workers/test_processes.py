@@ -20,7 +20,7 @@ from foresay.records.recording import Recording
 from foresay_lab.commands import sharing
 from foresay_lab.data.items import PromptItem
 from foresay_lab.replay.record import record
-from foresay_lab.workers import processes, recording
+from foresay_lab.workers import processes, work
 from foresay_lab.workers.pool import Pool
 from foresay_lab.workers.processes import Processes
 from helpers import tiny
@@ -74,8 +74,8 @@ def test_a_recording_of_two_is_one_s(folder: Path, two: Any, tmp_path: Path) -> 
     alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
     record(foresay.load(**load(folder)), ITEMS, alone, SAMPLED)
     seen = []
-    pool = two(recording.setup(load(folder), ITEMS, SAMPLED, chat=True))
-    recording.record(pool, ITEMS, shared, on_progress=seen.append)
+    pool = two(work.record_setup(load(folder), ITEMS, SAMPLED, chat=True))
+    work.record(pool, ITEMS, shared, on_progress=seen.append)
     assert lines(alone) == lines(shared)
     assert list(lines(shared)) == list(lines(alone)), "the order of the prompts, whichever worker was first"
     assert [name for name in lines(shared) if "/" not in name] == [item.id for item in ITEMS]
@@ -85,17 +85,17 @@ def test_a_recording_of_two_is_one_s(folder: Path, two: Any, tmp_path: Path) -> 
     begun = tmp_path / "begun.jsonl"
     begun.write_text("".join(whole[:6]))
     seen.clear()
-    recording.record(pool, ITEMS, begun, on_progress=seen.append)
+    work.record(pool, ITEMS, begun, on_progress=seen.append)
     assert lines(begun) == lines(alone) and seen[0].resumed == 5
     assert len(begun.read_text().splitlines()) == len(whole), "nothing is there twice"
-    recording.record(pool, ITEMS, begun)
+    work.record(pool, ITEMS, begun)
     assert len(begun.read_text().splitlines()) == len(whole)
 
 
 def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path, two: Any, tmp_path: Path) -> None:
     items = [PromptItem(f"b-{i}", f"text {i}") for i in range(16)]
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    pool = two(recording.setup(load(folder), items, params, chat=True))
+    pool = two(work.record_setup(load(folder), items, params, chat=True))
     victims = [worker.handle.process.pid for worker in pool._workers]
     killed = []
 
@@ -104,7 +104,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path, two: An
             killed.append(victims[0])
             os.kill(victims[0], signal.SIGKILL)
 
-    recording.record(pool, items, tmp_path / "r.jsonl", on_progress=kill)
+    work.record(pool, items, tmp_path / "r.jsonl", on_progress=kill)
     assert killed and len((tmp_path / "r.jsonl").read_text().splitlines()) == 17
     record(foresay.load(**load(folder)), items, tmp_path / "alone.jsonl", params)
     assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "alone.jsonl")
@@ -120,9 +120,9 @@ def test_errors_of_tasks_and_loading(folder: Path, tmp_path: Path) -> None:
         list(pool.run({0: ""}))
     assert len(list(pool.run({0: "a"}))) == 1
     long = [PromptItem("c-0", "short", followups=("long " * 4000,))]
-    pool = Pool(InProcess(recording.setup(load(folder), long, SamplingParams(max_new_tokens=4), chat=True), 1), 1)
+    pool = Pool(InProcess(work.record_setup(load(folder), long, SamplingParams(max_new_tokens=4), chat=True), 1), 1)
     with pytest.raises(ForesayError, match="c-0/2"):
-        recording.record(pool, long, tmp_path / "r.jsonl")
+        work.record(pool, long, tmp_path / "r.jsonl")
 
 
 def test_kept_results_need_no_worker(
