@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -96,24 +95,9 @@ def draft_tokens(
 
     The engine decodes with one draft token per step, and a rule that commits the given tokens instead of the target's.
     """
-    seen = _DraftTokens()
-    one_more = dataclasses.replace(params, max_new_tokens=len(tokens) + 1)  # the last token gets a draft token too
-    forced = generator.with_settings(rule=_Forced(tokens), policy=ConstantLength(1))
-    session = forced.session(observers=[seen])
-    session.submit(list(prompt), one_more, text=False)
-    while session.has_work and len(seen.found) < len(tokens):
-        session.step()
-    return seen.found
+    found: list[tuple[int | None, float | None]] = []
 
-
-@dataclass(slots=True)
-class _DraftTokens:
-    """A step observer that collects each step's draft token and acceptance probability."""
-
-    found: list[tuple[int | None, float | None]] = field(default_factory=list)
-
-    def __call__(
-        self,
+    def see(
         rows: Rows,
         proposal: Proposal,
         distributions: Distributions,
@@ -122,9 +106,16 @@ class _DraftTokens:
     ) -> None:
         if proposal.width and proposal.num_tokens[0]:
             chance = float(acceptance_chances(proposal, distributions)[0, 0])
-            self.found.append((int(proposal.token_ids[0, 0]), chance))
+            found.append((int(proposal.token_ids[0, 0]), chance))
         else:
-            self.found.append((None, None))
+            found.append((None, None))
+
+    one_more = dataclasses.replace(params, max_new_tokens=len(tokens) + 1)  # the last token gets a draft token too
+    session = generator.with_settings(rule=_Forced(tokens), policy=ConstantLength(1)).session(observers=[see])
+    session.submit(list(prompt), one_more, text=False)
+    while session.has_work and len(found) < len(tokens):
+        session.step()
+    return found
 
 
 class _Forced(Rule):
@@ -133,10 +124,8 @@ class _Forced(Rule):
     name, exact = "forced", True
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens, self._next = list(tokens), 0
+        self._tokens = iter(tokens)
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         none = torch.zeros(1, dtype=torch.int64, device=target.greedy_ids.device)
-        token = self._tokens[self._next]
-        self._next += 1
-        return Verification(none, none + token, none)
+        return Verification(none, none + next(self._tokens), none)

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from foresay.checks import check_float, check_int
 from foresay.decoding.protocols import Drafter
@@ -18,25 +17,6 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.json_files import Schema, read_limited
 from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import named
-
-MODEL_PARAMETERS: Mapping[str, float] = MappingProxyType(
-    {
-        "flan-t5-small": 60,
-        "flan-t5-base": 220,
-        "flan-t5-large": 770,
-        "flan-t5-xl": 3000,
-        "flan-t5-xxl": 11300,
-        "llama-68m": 68,
-        "llama-160m": 160,
-        "llama-7b": 70000,
-    }
-)
-"""Millions of parameters as in CS-Drafting's table (Chen et al. 2023); its entry for llama 7b is ten times too large."""
-
-PREVIOUS_WORK: Mapping[str, float] = MappingProxyType(
-    {"flan-t5-xxl": 1, "flan-t5-large": 0.11, "flan-t5-base": 0.04, "flan-t5-small": 0.02}
-)
-"""Costs per pass that CS-Drafting takes from Leviathan et al. 2023, relative to FLAN-T5 XXL."""
 
 NO_COST = frozenset(named("lookup"))
 """Drafters that run no model; their cost is 0 in a cost model."""
@@ -89,9 +69,23 @@ def _last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
 
 
-COST_TABLES: Mapping[str, CostModel] = MappingProxyType(
-    {"model_parameters": CostModel(MODEL_PARAMETERS), "previous_work": CostModel(PREVIOUS_WORK)}
-)
+COST_TABLES = {
+    "model_parameters": CostModel(
+        {
+            "flan-t5-small": 60,
+            "flan-t5-base": 220,
+            "flan-t5-large": 770,
+            "flan-t5-xl": 3000,
+            "flan-t5-xxl": 11300,
+            "llama-68m": 68,
+            "llama-160m": 160,
+            "llama-7b": 70000,
+        }
+    ),
+    "previous_work": CostModel({"flan-t5-xxl": 1, "flan-t5-large": 0.11, "flan-t5-base": 0.04, "flan-t5-small": 0.02}),
+}
+"""CS-Drafting's tables (Chen et al. 2023): millions of parameters, with a llama 7b that is ten times too large, and costs
+relative to FLAN-T5 XXL from Leviathan et al. 2023."""
 _COSTS: Schema[dict[str, float]] = Schema(dict[str, float], "an object of model name -> cost of a pass")
 
 
@@ -119,21 +113,17 @@ def drafter_names(drafter: str) -> list[str]:
     call = parse(drafter)
     if call.name != "cascade":
         return [_name(call)]
-    members = [(key, value) for key, value in call.values if key in (None, "model", "self")]
     return [
         _name(value if isinstance(value, Call) else Call(str(value)) if key is None else Call(key, ((None, value),)))
-        for key, value in members
+        for key, value in call.values
+        if key in (None, "model", "self")
     ]
 
 
 def _name(call: Call) -> str:
-    return (
-        str(call.values[0][1])
-        if call.name == "model" and call.values
-        else str(call)
-        if call.name == "self"
-        else call.name
-    )
+    if call.name == "model" and call.values:
+        return str(call.values[0][1])
+    return str(call) if call.name == "self" else call.name
 
 
 class PassCounter:
