@@ -18,8 +18,8 @@ from common import CONTEXT, Figures, arguments, log, parsed, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
-from foresay.lab.measure.profile import measure
 from foresay.models.hardware import Hardware
+from foresay_lab.measure.profile import measure
 
 HEAD_WIDTH = 64
 LEGEND = {"depth_share": ("R^2 of latency as a linear function of depth", "")}

@@ -12,8 +12,9 @@ from typing import Any
 from rich.text import Text
 
 from foresay.cli.colours import legend
+from foresay.cli.commands import feature
 from foresay.cli.common import idle, model_expression
-from foresay.cli.console import saving, table
+from foresay.cli.console import saving
 from foresay.cli.console.answer import generate
 from foresay.cli.console.input import Entry, Words
 from foresay.cli.console.screen import unechoed
@@ -23,7 +24,6 @@ from foresay.cli.progress import loading
 from foresay.decoding.acceptance import RULES
 from foresay.engine import Stats
 from foresay.errors import ConfigError
-from foresay.lab.data.items import PromptItem
 from foresay.lengths import LENGTHS
 from foresay.models.sources.packaged import ALIASES
 from foresay.spec.recipes import DRAFTERS, third_party_names
@@ -184,11 +184,11 @@ def _figures(counts: Stats, seconds: float, exact: bool) -> str:
 def _compare(session: ChatSession, value: str) -> None:
     user, before = (value, session.exchanges) if value else (session.last().user, session.exchanges[:-1])
     prompt: Any = session.fitted(before, user)[0]
-    raw = isinstance(prompt, str)
-    item = PromptItem("", prompt if raw else tuple(prompt), raw=raw)
+    raw, table = isinstance(prompt, str), feature("compare")
     with unechoed(session.interactive), loading("Preparing the drafters") as progress:
         methods = table.methods(session.generator, session.draft, session.length)
-        rows = table.compare(session.generator, item, methods, session.draft, session.params, 1, progress)
+        given = (methods, session.draft, session.params, 1)
+        rows = table.compare(session.generator, prompt if raw else tuple(prompt), *given, progress, raw=raw)
     table.show(rows, session.generator)
 
 
