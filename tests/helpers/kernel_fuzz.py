@@ -20,7 +20,7 @@ import torch
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
 from foresay.models.cpu.flat_tokens import FlatTokens
-from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
+from foresay.models.cpu.layers import NativeLayers
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.layer import (
     ClampedGate,
@@ -29,6 +29,7 @@ from foresay.models.layer import (
     Layer,
     LayerInput,
     Norm,
+    Pair,
     QueryScale,
     ShortConvolution,
     Sigmoids,
@@ -336,9 +337,9 @@ def chain(sizes: Sizes, library: Any) -> None:
         wide_norm=False, rotates=True, window=None, scaling=0.3, softcap=None, output=weights(hidden, 16), after_attention=None,
         before_mlp=Norm(torch.ones(hidden), 1e-5), gate_up=weights(24, hidden), activation=torch.nn.functional.silu,
         down=weights(hidden, 12), after_mlp=None,
+        pair=Pair(Norm(torch.ones(hidden), 1e-5), Norm(torch.ones(hidden), 1e-5), sizes.often(0.5)),
     )  # fmt: skip
-    norms = FirstLayerNorms((Norm(torch.ones(hidden), 1e-5),) * 2, sizes.often(0.5))
-    native = NativeLayers([layer], Norm(torch.ones(hidden), 1e-5), "silu", 1.0, torch.float32, first_norms=norms)
+    native = NativeLayers([layer], Norm(torch.ones(hidden), 1e-5), "silu", 1.0, torch.float32)
     cache = native.new_cache()
     cache.add_rows(1)
     at = cache.begin_pass(0, 1, sizes.one(4, 9, 16, odd=0), torch.device("cpu"), None)

@@ -232,7 +232,10 @@ def head(tmp_path: Path) -> Path:
         ),
         ({"max_position_embeddings": -1}, "max_position_embeddings should be"),
         ({"vocab_size": [40]}, "vocab_size should be a valid integer"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "should be a valid integer"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}},
+            'eagle_aux_hidden_state_layer_ids=["a"] must be numbers of layers from 0 on',
+        ),
         ({"target_hidden_size": 1.5}, "target_hidden_size should be a valid integer"),
     ],
 )

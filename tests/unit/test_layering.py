@@ -85,7 +85,7 @@ INSIDE = {
     "models/llama_cpp": [{"binding"}, {"cache"}, {"model"}],
     "models/drafts": [
         {"fields", "layers"},
-        {"config", "block_fields"},
+        {"config"},
         {"block_config"},
         {"base", "path", "kinds"},
         {"block_module"},

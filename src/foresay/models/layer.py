@@ -261,6 +261,16 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """The input of a draft head's layer (EAGLE): a token's embedding and a feature, normalized each, as one vector [..., 2 H]."""
+
+    token: Norm
+    feature: Norm
+    is_residual: bool
+    """True if the residual around attention is the normalized feature, not the feature itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """A layer of attention and a gated feed-forward, each with a norm before it, after it, or both."""
 
@@ -310,6 +320,8 @@ class Layer:
     """Factor of the layer's output."""
     query_scale: QueryScale | None = None
     """None for queries that their position does not scale."""
+    pair: Pair | None = None
+    """In place of `before_attention`, in a first layer."""
 
     @property
     def is_plain(self) -> bool:
@@ -320,6 +332,7 @@ class Layer:
             or self.unit_values
             or self.input is not None
             or self.scale != 1.0
+            or self.pair is not None
         )
         return not own and self.experts is None and self.mixer is None and not self.gates_heads
 
@@ -330,4 +343,5 @@ class Layer:
         found = [*(getattr(self, name) for name in names), None if self.input is None else self.input.norm]
         if self.experts is not None and (own := self.experts.norms) is not None:
             found += [own.before, own.router, own.after, own.dense]
+        found += [] if self.pair is None else [self.pair.token, self.pair.feature]
         return tuple(one for one in found if one is not None)

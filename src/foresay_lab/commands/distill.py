@@ -21,7 +21,7 @@ from foresay.cli.progress import advancing, loading, note
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block_fields import MAX_BLOCK
+from foresay.models.drafts.fields import MAX_BLOCK
 from foresay.models.drafts.files import read_draft
 from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.loading import load_model, load_weights

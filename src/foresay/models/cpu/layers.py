@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,15 +38,6 @@ _OWN, _EQUAL, _OTHERS = range(3)
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
-@dataclass(frozen=True, slots=True)
-class FirstLayerNorms:
-    """Norms of a first layer that reads two vectors of the hidden size instead of its input, as an EAGLE-3 draft head does."""
-
-    norms: tuple[Norm, Norm]
-    is_input: bool
-    """True if the second vector, normalized, is also the layer's residual input."""
-
-
 class NativeLayers:
     """All layers of a model and its last norm, computed by the kernels."""
 
@@ -58,15 +48,13 @@ class NativeLayers:
         activation: str,
         residual_scale: float,
         dtype: torch.dtype,
-        *,
-        first_norms: FirstLayerNorms | None = None,
     ) -> None:
-        """dtype: of the cache. `first_norms`: norms of the first layer's input, if `run` gets that separately.
+        """dtype: of the cache.
 
         Raises LookupError if the kernels are missing or do not support the layers.
         """
         found = library()
-        norms = [norm for layer in layers for norm in layer.norms] + [*(first_norms.norms if first_norms else ())]
+        norms, pair = [norm for layer in layers for norm in layer.norms], layers[0].pair
         same_eps = all(norm.eps == last_norm.eps for norm in norms)
         if found is None or dtype not in CACHES or activation not in ACTIVATIONS or not same_eps:
             raise LookupError(
@@ -83,7 +71,6 @@ class NativeLayers:
         self._referenced: list[Any] = []
         """Objects whose memory the structs point to."""
         self._hidden, self._inner = _native(layers[0].output).out_features, _inner(layers)
-        self._first_norms = first_norms
         self._mixers = Mixers(layers, self._hidden)
         own = [i for i, layer in enumerate(layers) if layer.mixer is None and layer.shares is None]
         self._shapes = tuple((layers[i].heads[1], head_size(layers[i].dim, dtype)) for i in own)
@@ -103,9 +90,9 @@ class NativeLayers:
             last_norm=self._vector(last_norm, self._hidden),
             layer=(structs.LayerStruct * len(layers))(*structs_),
             input_norms=(structs.VectorStruct * 2)(
-                *(self._vector(one, self._hidden) for one in (first_norms.norms if first_norms else (None, None)))
+                *(self._vector(one, self._hidden) for one in ((pair.token, pair.feature) if pair else (None, None)))
             ),
-            second_is_residual=int(first_norms is not None and first_norms.is_input),
+            second_is_residual=int(pair is not None and pair.is_residual),
         )
         try:
             found.foresay_check(ctypes.byref(self._model))
@@ -125,8 +112,8 @@ class NativeLayers:
         """Run all layers. Return the output after the last norm, [N, H] float32, and the hidden states of the layers in `wanted`.
 
         x: [N, H] float32, overwritten with the output before the last norm. turns: cosines and sines [N, R] float32 by layer
-        kind. read: [N, 2 * H] float32, the first layer's input before its norms; only for a model made with `first_norms`. If the
-        second of these vectors is also the residual input, the values in x are ignored. inputs: [N, W] float32, the inputs of the
+        kind. read: [N, 2 * H] float32, the first layer's input before its norms; only for one of a pair. If the second of these
+        vectors is also the residual input, the values in x are ignored. inputs: [N, W] float32, the inputs of the
         layers that have one, consecutively.
         """
         count = len(tokens)

@@ -1,7 +1,7 @@
 """A draft on hidden states, bound to its target: its products, norms and draft vocabulary, and features of the hidden states.
 
-Owns the choice between the compiled CPU kernels and PyTorch operations, and with the latter the bits, which must not depend on
-the size of a pass. A kind of draft adds its forward pass.
+Owns the choice of what runs its layers: the compiled CPU kernels, those of GPUs over pages, or else its module, whose bits may
+depend on the size of a pass. A kind of draft describes its layers, and adds its forward pass.
 """
 
 from __future__ import annotations
@@ -10,30 +10,28 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 
 from foresay.decoding.devices import launching_on
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
+from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cpu.layers import NativeLayers
 from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.config import DraftConfig
-from foresay.models.drafts.layers import DraftModule, FeedForward, Projections
+from foresay.models.drafts.layers import Attend, DraftModule, FeedForward, Projections
 from foresay.models.gpu.capture import capture_on
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import linears
+from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenEmbedding
 from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.huggingface.operations import RotaryTable
 from foresay.models.layer import Layer, Norm
-from foresay.threads import all_threads
 
 if TYPE_CHECKING:  # at run time this would import Triton
     from foresay.models.gpu.flat import Buffers
@@ -46,8 +44,7 @@ if TYPE_CHECKING:  # at run time this would import Triton
 logger = logging.getLogger("foresay")
 NEXT, LAST = 0, 1
 """Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
-FEATURE_ROWS = 16
-"""Positions of which one PyTorch product on the CPU computes the features; always the same number, see `DraftModel.in_parts`."""
+M = TypeVar("M", bound=DraftModule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +124,16 @@ class DraftModel(SlotCacheRows):
         self._native: NativeLayers | None = None
         self.num_parameters = sum(weight.numel() for weight in module.parameters())
 
-    def _product(self, *weights: torch.Tensor) -> Product:
+    def _product(self, *weights: torch.Tensor) -> Any:
+        """Return the product of weights [out, in], one below the other, that is fastest, or a linear layer."""
         parts = [one.detach().to(self.device, self.dtype) for one in weights]
-        quantized, there = self._make is not unquantized, Hardware(self.device)
-        on_cpu = there.on_cpu and not there.gpu_kernels
-        if (quantized and there.gpu_kernels) or (on_cpu and (quantized or there.packs(self.dtype))):
+        there = Hardware(self.device)
+        if self._make is not unquantized or (not there.gpu_kernels and there.packs(self.dtype)):
             return self._make(torch.cat(parts), None)
-        return DenseProduct(torch.cat(parts) if len(parts) > 1 or on_cpu else parts[0].contiguous())
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        layer = torch.nn.Linear(whole.shape[1], whole.shape[0], bias=False, device="meta")
+        layer.weight = torch.nn.Parameter(whole, requires_grad=False)
+        return layer
 
     def _plain(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight that is not multiplied, on the target's device and in its dtype."""
@@ -174,13 +174,12 @@ class DraftModel(SlotCacheRows):
         layers: Sequence[Layer],
         activation: str,
         products: Sequence[Product],
-        first_norms: FirstLayerNorms | None = None,
     ) -> NativeLayers | None:
         """Return the layers for the kernels; None without them. products: the others of a pass."""
         if self.device.type != "cpu" or not all(isinstance(one, NativeProduct) for one in (self._head, *products)):
             return None
         try:
-            return NativeLayers(list(layers), self._norm, activation, 1.0, self.dtype, first_norms=first_norms)
+            return NativeLayers(list(layers), self._norm, activation, 1.0, self.dtype)
         except LookupError:
             return None
 
@@ -211,26 +210,36 @@ class DraftModel(SlotCacheRows):
     @torch.inference_mode()
     def features(self, joint: torch.Tensor) -> torch.Tensor:
         """Return the features [..., D] of the target's hidden states, [..., L * H]; see `joined`."""
-        return self.in_parts(self._fc, joint)
+        return self.multiplied(self._fc, joint)
 
-    def in_parts(self, product: Product, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in], on a CPU without kernels in parts of a fixed size.
+    def multiplied(self, product: Any, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in] -> [..., out] by what multiplies in the layers."""
+        if self.paged is None:
+            out: torch.Tensor = product(x)
+            return out
+        from foresay.models.gpu.layers import linear
 
-        PyTorch's summation order depends on the number of rows: a fixed number makes the bits independent of it.
-        """
-        if self.paged is not None:
-            from foresay.models.gpu.layers import linear
+        with launching_on(self.device):
+            return linear(product, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], product.out_features)
 
-            with launching_on(self.device):
-                return linear(product, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], product.out_features)
-        if self._native is not None or self.device.type != "cpu":
-            return product(x)
-        flat = x.reshape(-1, x.shape[-1])
-        filled = F.pad(flat, (0, 0, 0, -len(flat) % FEATURE_ROWS))
-        with all_threads():
-            parts = [product(part) for part in filled.view(-1, FEATURE_ROWS, flat.shape[-1])]
-        out = torch.cat([*parts, flat.new_empty(0, product.out_features)])[: len(flat)]
-        return out.view(*x.shape[:-1], product.out_features)
+    def _run_module(self, module: M) -> M | None:
+        """Return the module itself to run where no kernels run its layers; None where they do."""
+        if self._native is not None or self.paged is not None:
+            return None
+        found = copy.deepcopy(module).to(self.device, self.dtype).requires_grad_(False)
+        linears.freeze_linears(found, self._make, all_dtypes=self._make is not unquantized)
+        return found
+
+
+def over_cache(cache: SlotCache, layer: int, at: Placement, mask: torch.Tensor) -> Attend:
+    """Return attention of a pass's tokens to the slots of their rows, to which it adds theirs. mask: [B, 1, T, width]."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = cache.write(layer, key, value, at)
+        out, _ = attention.attention(None, query, keys, values, mask, query.shape[-1] ** -0.5)
+        return out.transpose(1, 2)
+
+    return attend
 
 
 def draft_on_pages(
@@ -287,25 +296,6 @@ def draft_on_pages(
     except LookupError as error:
         logger.warning("the draft's passes are not made over pages: %s", error)
         return None
-
-
-class DenseProduct:
-    """A product computed by PyTorch from the unpacked weight."""
-
-    bias: torch.Tensor | None = None
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.bits, self.nbytes = 8.0 * weight.element_size(), weight.numel() * weight.element_size()
-        self.weight = weight
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in] -> [..., out]."""
-        return F.linear(x, self.weight)
-
-    def dense(self) -> torch.Tensor:
-        """Return the weight [out, in]."""
-        return self.weight
 
 
 def embeddings_of(target: CausalModel, config: DraftConfig | None = None) -> torch.nn.Module:

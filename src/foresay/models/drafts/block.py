@@ -13,11 +13,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.chains import Drawn, Sampling
@@ -27,7 +25,7 @@ from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.flat_tokens import FlatTokens
 from foresay.models.cpu.layers import NativeLayers
-from foresay.models.drafts.base import LAST, DraftModel, StoredDraft
+from foresay.models.drafts.base import LAST, DraftModel, StoredDraft, over_cache
 from foresay.models.drafts.block_config import BlockConfig, Sight
 from foresay.models.drafts.block_module import BlockLayer, BlockModule
 from foresay.models.drafts.layers import rotate
@@ -36,7 +34,6 @@ from foresay.models.gpu.capture import capture_on
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import MakeProduct, unquantized
-from foresay.models.huggingface.operations import attend, feed_forward, rotary_of
 from foresay.models.layer import Convolution, Layer
 
 if TYPE_CHECKING:  # at run time this would import Triton
@@ -80,6 +77,7 @@ class BlockModel(DraftModel):
         activation = str(config.layer.get("hidden_act", "silu"))
         self._native = self._compiled(self._layers, activation, products)
         self.paged = self._on_pages(self._layers, activation, self._states, features=False)
+        self._module = self._run_module(module)
         self._context_passes = None if self.paged is None else self._over_context(self.paged)
         self._chains: BlockChains | None = None
 
@@ -100,7 +98,7 @@ class BlockModel(DraftModel):
         def states(at: Buffers, pool: PagePool, wanted: Sequence[int]) -> States:
             assert at.features is not None
             seen, dim = at.visible, self._layers[0].dim
-            joint = self.in_parts(self._context, at.features).view(len(at.features), len(self._layers), -1, dim)
+            joint = self.multiplied(self._context, at.features).view(len(at.features), len(self._layers), -1, dim)
             for i, norm in enumerate(self._key_norms):
                 pair = None if norm is None else ((norm.float32(), norm.eps),) * 2
                 place(
@@ -154,7 +152,7 @@ class BlockModel(DraftModel):
     @torch.inference_mode()
     def features(self, joint: torch.Tensor) -> torch.Tensor:
         """Return the context features [n, D] of the target's hidden states, [n, L * D]; see `joined`."""
-        return self._feature_norm(self.in_parts(self._fc, joint))
+        return self._feature_norm(self.multiplied(self._fc, joint))
 
     @torch.inference_mode()
     def add_context(self, features: Sequence[torch.Tensor | None], cache: KVCache) -> None:
@@ -200,7 +198,7 @@ class BlockModel(DraftModel):
         """Return keys and values of context features [n, D] in all layers, [L, key heads, n, dim] each."""
         layer = self._layers[0]
         heads, dim = layer.heads[1], layer.dim
-        joint = self.in_parts(self._context, features).to(self.dtype).view(len(features), -1, 2, heads, dim)
+        joint = self.multiplied(self._context, features).to(self.dtype).view(len(features), -1, 2, heads, dim)
         keys = joint[:, :, 0]
         normed = [keys[:, i] if norm is None else norm(keys[:, i]) for i, norm in enumerate(self._key_norms)]
         cos, sin = (one[:, None] for one in self._cos_sin(positions))
@@ -227,10 +225,7 @@ class BlockModel(DraftModel):
         if self.paged is not None:
             return self._block_on_pages(self.paged, moved(ids, self.device), lengths, cache)
         assert isinstance(cache, SlotCache)
-        if self._native is None and self.device.type == "cpu" and batch > 1:
-            parts = [self._one_row(ids, lengths, row, cache) for row in range(batch)]
-            return torch.cat([F.pad(one, (0, 0, 0, columns - one.shape[1])) for one in parts])
-        return self._block(ids.to(self.device), lengths, 0, cache)
+        return self._block(ids.to(self.device), lengths, cache)
 
     def _block_on_pages(
         self, passes: PagedPasses, ids: torch.Tensor, lengths: Sequence[int], cache: KVCache
@@ -277,14 +272,9 @@ class BlockModel(DraftModel):
             )
         return self._chains.draw(last, outputs, scores, room, sampling)
 
-    def _one_row(self, ids: torch.Tensor, lengths: Sequence[int], row: int, cache: SlotCache) -> torch.Tensor:
-        """Return the outputs of one row's block, [1, T, D]; operations over several rows sum in another order."""
-        count = max(1, lengths[row])
-        return self._block(ids[row : row + 1, :count].to(self.device), [lengths[row]], row, cache)
-
-    def _block(self, ids: torch.Tensor, lengths: Sequence[int], first: int, cache: SlotCache) -> torch.Tensor:
+    def _block(self, ids: torch.Tensor, lengths: Sequence[int], cache: SlotCache) -> torch.Tensor:
         batch, columns = ids.shape
-        at = cache.begin_pass(first, batch, columns, self.device)
+        at = cache.begin_pass(0, batch, columns, self.device)
         counts = torch.tensor(lengths, device=self.device)
         real = torch.arange(columns, device=self.device) < counts[:, None]
         ends = at.slots[:, :1] + counts[:, None] - 1
@@ -292,7 +282,7 @@ class BlockModel(DraftModel):
         if self._native is not None:
             return self._by_kernels(self._native, embedded, at, real, ends, cache)
         with attention.during(at):
-            return self._by_operations(embedded, at, ends, cache)
+            return self._by_module(embedded, at, ends, cache)
 
     def _by_kernels(
         self,
@@ -312,23 +302,19 @@ class BlockModel(DraftModel):
         out[real] = normed.to(self.dtype)
         return out
 
-    def _by_operations(
-        self, embedded: torch.Tensor, at: Placement, ends: torch.Tensor, cache: SlotCache
-    ) -> torch.Tensor:
-        x = embedded
-        rotary = rotary_of(*self._rotary(x, at.positions))
-
+    def _by_module(self, embedded: torch.Tensor, at: Placement, ends: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        assert self._module is not None
+        x, rotary = embedded, self._rotary(embedded, at.positions)
         masks = {sight: _mask(sight, ends, x.dtype) for sight in set(self.config.sights)}
-        for index, (layer, sight) in enumerate(zip(self._layers, self.config.sights, strict=True)):
-            assert layer.before_attention is not None
-            x = attend(layer, x, layer.before_attention(x), partial(cache.write, index, at=at), rotary, masks[sight])
-            x = feed_forward(layer, x)
-        return self._norm(x)
+        for index, layer in enumerate(self._module.block_layers):
+            x = layer(x, rotary, over_cache(cache, index, at, masks[layer.sight]), at.columns)
+        out: torch.Tensor = self._module.norm(x)
+        return out
 
     @torch.inference_mode()
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., K] of outputs [..., D], which know nothing of the other tokens of the block."""
-        return self.config.scaled(self.in_parts(self._head, hidden))
+        return self.config.scaled(self.multiplied(self._head, hidden))
 
     @property
     def state_size(self) -> int:
@@ -348,7 +334,7 @@ class BlockModel(DraftModel):
         if self._path is None:
             return scores, state
         at = Step(scores, hidden, previous, self._embed(previous), index, state)
-        return self._path.step(at, lambda weight, x: self.in_parts(self._of_path[id(weight)], x))
+        return self._path.step(at, lambda weight, x: self.multiplied(self._of_path[id(weight)], x))
 
     @torch.inference_mode()
     def acceptance(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:

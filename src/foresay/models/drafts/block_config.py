@@ -1,13 +1,11 @@
 """Configurations of block drafters, in the layouts of config.json that other engines read and write.
 
 DFlash's and DFlash2's files have a `dflash_config`, DSpark's the same fields at the top, and vLLM's speculators layout has all
-kinds. Layers of the target are counted from 0 for the output of the first layer in the first two, and as here in the other: 0 is
-the embeddings. Owns the field names and defaults.
+kinds. Layers of the target are counted from 0 for the output of the first layer in the first two, and as here in the other.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,50 +14,67 @@ import torch
 
 from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError
-from foresay.json_files import short
-from foresay.models.drafts.block_fields import MAX_BLOCK, BlockFields, block_fields_of, sights_of
-from foresay.models.drafts.config import DraftConfig
-from foresay.models.drafts.fields import (
-    BLOCKS,
-    FULL,
-    LAYER,
-    LAYER_PARTS,
-    READ_ELSEWHERE,
-    SLIDING,
-    WINDOWS,
-    Fields,
-    check_layer,
-    fields_of,
-    layers_of,
-    merged,
-    object_of,
-    refuse_parts,
-    report_unread,
-    verifier_of,
-    windows_of,
-)
-
-logger = logging.getLogger("foresay")
+from foresay.models.drafts.config import KIND, OTHERS, VERIFIER, WINDOWS, DraftConfig
+from foresay.models.drafts.fields import FULL, LAYER, LAYER_PARTS, OFF, SLIDING, Fields, Layout, same
 
 MARKOV = ("vanilla", "gated", "rnn")
 DOMINO, SELECTOR = "domino", "selector"
-_SOURCE = "the block drafter's config.json"
-_PARTS: Mapping[str, tuple[Any, ...]] = {
-    **LAYER_PARTS,
-    **dict.fromkeys(("use_swa", "backbone_conv", "attention_sink_bias", "dspark_bonus_anchor"), (False, None)),
-    "attention_mode": (None, "gqa", "mha"),
-    "projector_type": (None, "dflash", "dflash2", "dspark", DOMINO),
+_BLOCK = same("mask_token_id", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_MARKOV = same("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_PARTS = same(
+    *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("projector_type", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),
+)
+PATHS: Mapping[str, Mapping[str, str]] = {
+    **{kind: {"rank": "markov_rank"} for kind in MARKOV},
+    DOMINO: {"rank": "emb_dim", "state": "gru_hidden_dim", "free": "pure_draft_prefix_len"},
+    SELECTOR: {"rank": "selector_rank", "candidates": "selector_top_k"},
 }
-"""Fields of variants that are not supported, and the values that select none of them."""
-_TRAINING = ("num_anchors", "max_anchors", "loss_decay_gamma", "num_target_layers", "training_block_size")
-_OTHER_NAMES = {"swa_window_size": "sliding_window", "dflash_query_causal": "is_causal"}
-"""Fields that some files have in place of others."""
-_ALPHAS = ("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "selector_loss_weight")
-_HIDDEN_LAYERS = "aux_hidden_state_layer_ids"
-_READ = (*LAYER, *WINDOWS, *Fields.model_fields, *BlockFields.model_fields, _HIDDEN_LAYERS)
-"""Fields that any section of a file may have."""
-_KNOWN = {*_READ, *READ_ELSEWHERE, *_PARTS, *_TRAINING, *_ALPHAS, "target_layer_ids", *_OTHER_NAMES}
-"""These, those above, and those of training."""
+"""Kind of a path -> part of its shape -> field."""
+_TOP = {
+    **same("model_type", *LAYER, "num_hidden_layers", *WINDOWS, "sliding_window_non_causal", "vocab_size"),
+    **same("draft_vocab_size", "tie_word_embeddings", "block_size"),
+    "causal": "is_causal",
+}
+_READ_LAYERS = {"hidden_layers": "target_layer_ids"}
+_SPECULATORS = {"hidden_layers": "aux_hidden_state_layer_ids"}
+
+
+def _layout(tables: Mapping[str, Mapping[str, str]], embeddings: int = 0) -> Layout:
+    return Layout(
+        noun="block drafters",
+        tables=tables,
+        others={
+            **OTHERS,
+            **same("sample_from_anchor", "target_hidden_size", "causal", *_TOP, *_BLOCK, *_MARKOV, *_PARTS),
+            "dflash_query_causal": "causal",
+            "is_causal": "causal",
+            "shift_label": "sample_from_anchor",
+            "swa_window_size": "sliding_window",
+            "num_draft_layers": "num_hidden_layers",
+        },
+        allowed={
+            **LAYER_PARTS,
+            **dict.fromkeys(("use_swa", "backbone_conv", "attention_sink_bias", "dspark_bonus_anchor"), OFF),
+            "attention_mode": (None, "gqa", "mha"),
+            "projector_type": (None, "dflash", "dflash2", "dspark", DOMINO),
+            "model_type": ("qwen3", "llama"),
+        },
+        unread=(
+            *("num_anchors", "max_anchors", "loss_decay_gamma", "num_target_layers", "training_block_size"),
+            *("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "selector_loss_weight"),
+            *("target_layer_ids", "aux_hidden_state_layer_ids"),
+        ),
+        embeddings=embeddings,
+    )
+
+
+_IN_DFLASH = {**_BLOCK, **_READ_LAYERS, **_PARTS, **same("block_size", "causal"), "sample_from_anchor": "shift_label"}
+_DFLASH = _layout({"": _TOP, "dflash_config": _IN_DFLASH}, -1)
+_DSPARK = _layout({"": {**_TOP, **_BLOCK, **_READ_LAYERS, **_MARKOV, **same("sample_from_anchor")}}, -1)
+_OTHER = _layout(
+    {"": _SPECULATORS, "transformer_layer_config": {}, "dflash_config": {}, "speculators_config.verifier": VERIFIER}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,10 @@ class BlockConfig(DraftConfig):
     """A block drafter."""
 
     NOUN: ClassVar[str] = "block drafter"
+    DRAFTER: ClassVar[str] = "block"
+    NEEDED: ClassVar[tuple[str, ...]] = ("block_size", "mask_token_id", "num_hidden_layers")
+    PLAIN: ClassVar[Layout] = _DFLASH
+    SPECULATORS: ClassVar[Mapping[str, Layout]] = dict.fromkeys(("dflash", "dspark", "dflash2"), _OTHER)
     hidden_layers: tuple[int, ...]
     sights: tuple[Sight, ...]
     """One for each layer."""
@@ -127,7 +146,6 @@ class BlockConfig(DraftConfig):
     def __post_init__(self) -> None:
         DraftConfig.__post_init__(self)
         check_int("num_hidden_layers", self.num_layers, 1, 256)
-        check_int("block_size", self.block_size, 2, MAX_BLOCK)
         check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
         check_flag("from_anchor", self.from_anchor)
         if not self.hidden_layers:
@@ -164,214 +182,120 @@ class BlockConfig(DraftConfig):
             logits = logits * self.logits_scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return the config.json of the published layout: DSpark's, DFlash2's, or DFlash's with other parts in it."""
-        out = {
-            "architectures": [self._architecture()],
-            "model_type": "qwen3" if self.normalizes_queries else "llama",
-            **self.layer,
-            "num_hidden_layers": self.num_layers,
-            **self._attention(),
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "block_size": self.block_size,
-        }
-        fields = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in self.hidden_layers],
-            **self._scales(),
-        }
-        if not self.is_dspark:
-            own = {**fields, "block_size": self.block_size, "causal": out["is_causal"], **self._parts()}
-            if not self.keeps_embedding_factor:
-                own["input_embedding_scale"] = self.embedding_scale
-            return {**out, "dflash_config": {**own, **({"shift_label": True} if self.from_anchor else {})}}
-        path = self.path
-        return {
-            **out,
-            **fields,
-            **({} if self.from_anchor else {"sample_from_anchor": False}),
-            "num_anchors": 512,
-            "markov_rank": 0 if path is None else path.rank,
-            "markov_head_type": "vanilla" if path is None else path.kind,
-            "enable_confidence_head": self.has_confidence,
-            "confidence_head_with_markov": self.confidence_reads_markov,
-        }
-
-    def _architecture(self) -> str:
-        if self.is_dspark:
-            return "Qwen3DSparkModel"
-        return "DFlash2DraftModel" if self.convolution is not None else "DFlashDraftModel"
-
-    def _attention(self) -> dict[str, Any]:
-        """Return the fields of the positions that the layers' tokens attend to."""
-        slides = [one for one in self.sights if one.window is not None]
+    def fields(self) -> dict[str, Any]:
+        """See DraftConfig."""
         first = next((one for one in self.sights if one.window is None), self.sights[0])
-        out: dict[str, Any] = {
+        named = {"input_embedding_scale": self.embedding_scale, "output_multiplier": self.logits_scale}
+        out = {
+            **DraftConfig.fields(self),
+            "model_type": "qwen3" if self.normalizes_queries else "llama",
+            "num_hidden_layers": self.num_layers,
             "layer_types": [FULL if one.window is None else SLIDING for one in self.sights],
-            "is_causal": first.causal,
+            "causal": first.causal,
+            **{name: value for name, value in named.items() if value != 1.0},
+            **({} if self.softcap is None else {"final_logit_softcapping": self.softcap}),
         }
-        if slides:
+        if slides := [one for one in self.sights if one.window is not None]:
             out |= {"sliding_window": slides[0].window, "use_sliding_window": True}
             out |= {"sliding_window_non_causal": not slides[0].causal}
-        return out
-
-    def _scales(self) -> dict[str, float]:
-        named = {"input_embedding_scale": self.embedding_scale, "output_multiplier": self.logits_scale}
-        out = {name: value for name, value in named.items() if value != 1.0}
-        return out if self.softcap is None else {**out, "final_logit_softcapping": self.softcap}
+        return out | self._parts()
 
     def _parts(self) -> dict[str, Any]:
-        """Return the fields of the parts that DFlash's own files do not have."""
-        out: dict[str, Any] = {}
+        """Return the fields of the parts of DSpark, or of those that DFlash's own files do not have."""
+        path, out = self.path, dict[str, Any]()
+        if self.is_dspark:
+            return {
+                **({} if self.from_anchor else {"sample_from_anchor": False}),
+                "markov_rank": 0 if path is None else path.rank,
+                "markov_head_type": "vanilla" if path is None else path.kind,
+                "enable_confidence_head": self.has_confidence,
+                "confidence_head_with_markov": self.confidence_reads_markov,
+            }
+        if self.from_anchor:
+            out["sample_from_anchor"] = True
+        if not self.keeps_embedding_factor:
+            out["input_embedding_scale"] = self.embedding_scale
         if self.convolution is not None:
             out |= dict(zip(("conv_kernel_size", "conv_group_size"), self.convolution, strict=True))
-        path = self.path
-        if path is not None and path.kind == SELECTOR:
-            out |= {"selector_rank": path.rank, "selector_top_k": path.candidates}
-        elif path is not None:
-            out |= {"projector_type": DOMINO, "emb_dim": path.rank, "gru_hidden_dim": path.state}
-            out |= {"pure_draft_prefix_len": path.free}
+        if path is not None:
+            out |= {name: getattr(path, part) for part, name in PATHS[path.kind].items()}
+            out |= {"projector_type": DOMINO} if path.kind == DOMINO else {}
         return out
 
+    def as_plain(self) -> dict[str, Any]:
+        """Return the config.json of the published layout: DSpark's, DFlash2's, or DFlash's with other parts in it."""
+        if self.is_dspark:
+            own = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+        else:
+            own = {"architectures": ["DFlashDraftModel" if self.convolution is None else "DFlash2DraftModel"]}
+        return {**own, **(_DSPARK if self.is_dspark else _DFLASH).write(self.fields()), "attention_bias": False}
+
     @classmethod
-    def _of_plain(cls, values: Mapping[str, Any]) -> BlockConfig:
-        own = object_of(values, "dflash_config")
-        values = _with_usual_names(values, own)
-        report_unread((values, own), _KNOWN, _SOURCE)
-        every = {**values, **own, **merged({"config.json": values, "dflash_config": own}, {**values, **own})}
-        layers = layers_of(every, "target_layer_ids", _SOURCE, least=-1) or ()
+    def usual(cls, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """See DraftConfig."""
+        if KIND in values:
+            return {"sample_from_anchor": values[KIND] == "dspark"}
         # LiquidAI's files have DSpark's Markov head and a dflash_config
-        dspark = (
-            "dflash_config" not in values or every.get("projector_type") == "dspark" or bool(every.get("markov_rank"))
-        )
-        keeps = "dflash_config" in values and every.get("input_embedding_scale") is None
-        hidden = [i + 1 for i in layers]
-        return cls._build(every, every, hidden, from_anchor=dspark, keeps_embedding_factor=keeps)
+        is_dflash, scale = "dflash_config" in values, found.get("input_embedding_scale")
+        dspark = not is_dflash or found.get("projector_type") == "dspark" or bool(found.get("markov_rank"))
+        return {"sample_from_anchor": dspark, "keeps_embedding_factor": is_dflash and scale is None}
 
     @classmethod
-    def _of_speculators(cls, values: Mapping[str, Any]) -> BlockConfig:
-        kind = values.get("speculators_model_type")
-        if kind not in BLOCKS:
-            allowed = ", ".join(map(repr, BLOCKS))
-            raise ConfigError(
-                f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
-            )
-        names = ("transformer_layer_config", "dflash_config")
-        sections = {"config.json": values, **{name: object_of(values, name) for name in names}}
-        report_unread(sections.values(), _KNOWN, _SOURCE)
-        every, layer = merged(sections, _READ), sections[names[0]]
-        layers = layers_of(every, _HIDDEN_LAYERS, _SOURCE) or ()
-        every = {**values, **every}
-        return cls._build({**layer, **every}, every, layers, from_anchor=kind == "dspark", **verifier_of(values))
-
-    @classmethod
-    def _build(
-        cls,
-        layer: Mapping[str, Any],
-        values: Mapping[str, Any],
-        hidden_layers: Any,
-        *,
-        from_anchor: bool,
-        **named: Any,
-    ) -> BlockConfig:
-        """Build a configuration. from_anchor: `sample_from_anchor` of a file that does not set it."""
-        kind = layer.get("model_type")
-        if kind not in ("qwen3", "llama"):
-            raise ConfigError(
-                f"model_type={short(kind)} is not supported for a block drafter's layers; it must be 'qwen3' or 'llama'"
-            )
-        for section in (layer, values):
-            refuse_parts(section, _PARTS, "block drafters")
-        shape = check_layer(layer, _SOURCE)
-        fields, block = fields_of(values, _SOURCE), block_fields_of({**values, **_causality(layer)}, _SOURCE)
-        for name, own, other, expected in (
-            ("num_draft_layers", block.num_draft_layers, "num_hidden_layers", block.num_hidden_layers),
-            ("target_hidden_size", fields.target_hidden_size, "hidden_size", layer["hidden_size"]),
-        ):
-            if own not in (None, expected):
-                raise ConfigError(
-                    f"{name}={own} differs from {other}={expected}; such block drafters are not supported"
-                )
-        shifts = block.shift_label if block.sample_from_anchor is None else block.sample_from_anchor
-        return cls(
-            layer={name: value for name, value in shape.items() if value is not False},
-            sights=tuple(Sight(*one) for one in sights_of(block, windows_of(layer, block.num_hidden_layers, _SOURCE))),
-            vocab_size=fields.vocab_size,
-            draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
-            hidden_layers=tuple(hidden_layers),
-            block_size=block.block_size,
-            mask_token_id=block.mask_token_id,
-            path=_path_of(block),
-            convolution=_convolution_of(block),
-            has_confidence=bool(block.enable_confidence_head),
-            confidence_reads_markov=bool(block.confidence_head_with_markov and block.enable_confidence_head),
-            from_anchor=from_anchor if shifts is None else shifts,
-            normalizes_queries=kind == "qwen3",
-            embedding_scale=block.input_embedding_scale or 1.0,
-            logits_scale=block.output_multiplier or 1.0,
-            softcap=block.final_logit_softcapping or None,
-            **named,
-        )
+    def own(cls, fields: Fields) -> dict[str, Any]:
+        """See DraftConfig."""
+        count, causal = fields.num_hidden_layers or 0, bool(fields.causal)
+        # the speculators layout lets layers with windows alone be causal
+        slides = causal if fields.sliding_window_non_causal is None else not fields.sliding_window_non_causal
+        confident, width = bool(fields.enable_confidence_head), fields.target_hidden_size
+        if width not in (None, fields.hidden_size):
+            raise ConfigError(f"must be hidden_size={fields.hidden_size}", param="target_hidden_size", value=width)
+        return {
+            "sights": tuple(Sight(one, causal if one is None else slides) for one in fields.windows(count)),
+            "path": _path_of(fields),
+            "convolution": _convolution_of(fields),
+            "has_confidence": confident,
+            "confidence_reads_markov": bool(fields.confidence_head_with_markov and confident),
+            "from_anchor": bool(fields.sample_from_anchor),
+            "normalizes_queries": fields.model_type == "qwen3",
+            "embedding_scale": fields.input_embedding_scale or 1.0,
+            "logits_scale": fields.output_multiplier or 1.0,
+            "softcap": fields.final_logit_softcapping or None,
+        }
 
 
-def _with_usual_names(values: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with the usual names of fields that it has by others. Raises ConfigError for a contradiction."""
-    out = dict(values)
-    for part in (values, own):
-        for name, usual in _OTHER_NAMES.items():
-            found = part.get(name)
-            if found is None:
-                continue
-            if out.get(usual) not in (None, found):
-                raise ConfigError(f"{name}={short(found)} contradicts {usual}={short(out[usual])}")
-            out[usual] = found
-    return out
-
-
-def _causality(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of the layers that the speculators layout has in an object of their own."""
-    return {} if layer.get("is_causal") is None else {"is_causal": layer["is_causal"]}
-
-
-def _path_of(block: BlockFields) -> PathShape | None:
+def _path_of(fields: Fields) -> PathShape | None:
     """Return the shape of the part that reads the tokens before; None without one."""
+    kinds: list[str] = [fields.markov_head_type or "vanilla"] if fields.markov_rank else []
+    kinds += [DOMINO] if fields.projector_type == DOMINO else []
+    kinds += [SELECTOR] if fields.selector_rank or fields.selector_top_k else []
+    free = 1 if fields.pure_draft_prefix_len is None else fields.pure_draft_prefix_len
     found = []
-    if block.markov_rank:
-        found.append(PathShape(block.markov_head_type or "vanilla", block.markov_rank))
-    if block.projector_type == DOMINO:
-        rank, state = _both(block, "emb_dim", "gru_hidden_dim")
-        free = 1 if block.pure_draft_prefix_len is None else block.pure_draft_prefix_len
-        found.append(PathShape(DOMINO, rank, state=state, free=free))
-    if block.selector_rank or block.selector_top_k:
-        rank, count = _both(block, "selector_rank", "selector_top_k")
-        found.append(PathShape(SELECTOR, rank, candidates=count))
+    for kind in kinds:
+        parts = {part: _needed(fields, name) for part, name in PATHS[kind].items() if part != "free"}
+        found.append(PathShape(kind, free=free if kind == DOMINO else 0, **parts))
     if len(found) > 1:
-        kinds = " and ".join(one.kind for one in found)
-        raise ConfigError(f"{_SOURCE} has two parts that read the tokens before ({kinds}); one is supported")
+        raise ConfigError(
+            f"the draft has two parts that read the tokens before ({' and '.join(kinds)}); one is supported"
+        )
     return found[0] if found else None
 
 
-def _convolution_of(block: BlockFields) -> tuple[int, int] | None:
-    if block.conv_kernel_size or block.conv_group_size:
-        return _both(block, "conv_kernel_size", "conv_group_size")
+def _convolution_of(fields: Fields) -> tuple[int, int] | None:
+    if fields.conv_kernel_size or fields.conv_group_size:
+        return _needed(fields, "conv_kernel_size"), _needed(fields, "conv_group_size")
     return None
 
 
-def _both(block: BlockFields, first: str, second: str) -> tuple[int, int]:
-    """Return two fields that go together. Raises ConfigError that names the missing one."""
-    values = {name: getattr(block, name) for name in (first, second)}
-    for name, value in values.items():
-        if not value:
-            raise ConfigError(f"{_SOURCE} has no {name}")
-    return values[first], values[second]
+def _needed(fields: Fields, name: str) -> int:
+    """Return a field that goes together with others. Raises ConfigError without it."""
+    if not (value := getattr(fields, name)):
+        raise ConfigError(f"the block drafter's config.json has no {name}", param=name)
+    return int(value)
 
 
 def is_block(values: Mapping[str, Any]) -> bool:
     """Return True if a config.json is that of a block drafter."""
-    kind, listed = values.get("speculators_model_type"), values.get("architectures")
+    kind, listed = values.get(KIND), values.get("architectures")
     if isinstance(listed, list) and any("eagle3" in str(one).lower() for one in listed):
         return False
-    return kind in BLOCKS or "dflash_config" in values or "target_layer_ids" in values
+    return kind in tuple(BlockConfig.SPECULATORS) or "dflash_config" in values or "target_layer_ids" in values

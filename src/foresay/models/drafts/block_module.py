@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from foresay.models.drafts.block_config import BlockConfig, Sight
 from foresay.models.drafts.layers import (
+    Attend,
     DraftModule,
     DynamicConvolution,
     FeedForward,
@@ -32,8 +33,7 @@ class Seen(NamedTuple):
     context: torch.Tensor
     """[B, S, D]."""
     before: Rotary
-    inside: Rotary
-    """Cosines and sines of the context's and of the blocks' positions."""
+    """Cosines and sines of the context's positions."""
     anchors: torch.Tensor
     """[B, A] int64, positions."""
     length: int
@@ -91,9 +91,9 @@ class BlockModule(DraftModule):
         before = self.rotary(context, torch.arange(num_positions, device=device)[None])
         positions = (anchors[..., None] + torch.arange(length, device=device)).view(batch, -1)
         inside = self.rotary(context, positions)
-        x, seen = embedded.reshape(batch, num_anchors * length, -1), Seen(context, before, inside, anchors, length)
+        x, seen = embedded.reshape(batch, num_anchors * length, -1), Seen(context, before, anchors, length)
         for layer in self.block_layers:
-            x = layer(x, seen)
+            x = layer(x, inside, partial(_over_context, layer, seen), length)
         out: torch.Tensor = self.norm(x).view(batch, num_anchors, length, -1)
         return out
 
@@ -115,17 +115,17 @@ class BlockLayer(nn.Module):
         super().__init__()
         self.sight, width = sight, shape.hidden_size
         self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
-        self.self_attn = BlockAttention(shape, width, normalizes=normalizes)
+        self.self_attn = Projections(shape, width, normalizes=normalizes)
         self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
         self.attention_conv = None if taps is None else DynamicConvolution(width, *taps)
         self.mlp_conv = None if taps is None else DynamicConvolution(width, *taps)
 
-    def forward(self, x: torch.Tensor, seen: Seen) -> torch.Tensor:
-        """Transform the states of blocks x [B, A * T, D]."""
-        attend = partial(self.self_attn, seen=seen, sight=self.sight)
-        x = x + _convolved(self.attention_conv, attend, self.input_layernorm(x), seen.length)
-        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x), seen.length)
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend, length: int) -> torch.Tensor:
+        """Transform the states of blocks x [B, A * T, D]. length: positions of a block, T."""
+        attention = partial(self.self_attn, rotary=rotary, attend=attend)
+        x = x + _convolved(self.attention_conv, attention, self.input_layernorm(x), length)
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x), length)
 
 
 def _convolved(
@@ -139,30 +139,26 @@ def _convolved(
     return formula.after(sublayer(read.flatten(1, 2)).view_as(blocks), delta).flatten(1, 2)
 
 
-class BlockAttention(Projections):
-    """Attention of a block's positions to the context before its anchor and to the whole block."""
-
-    def forward(self, x: torch.Tensor, seen: Seen, sight: Sight) -> torch.Tensor:
-        """Attend from the states of blocks x [B, A * T, D]."""
-        context, before, inside, _, length = seen
-        in_context, in_block = seen.visible(sight)
-        batch, count = x.shape[:2]
-        anchors, group = count // length, self.heads // self.key_heads
-        query, key, old = self.queries(x, inside), self.keys(x, inside), self.keys(context, before)
-        value, old_value = self.values(x), self.values(context)
-        # queries that share a key head are folded into rows: [B, key heads, A, group * T, dim]
-        folded = query.view(batch, self.key_heads, group, anchors, length, self.dim).transpose(2, 3).flatten(3, 4)
-        own_keys, own_values = (one.view(batch, self.key_heads, anchors, length, self.dim) for one in (key, value))
-        scale = self.dim**-0.5
-        far = (folded.flatten(2, 3) @ old.transpose(2, 3) * scale).unflatten(2, (anchors, -1))
-        in_context = in_context.expand(-1, -1, length, -1).repeat(1, 1, group, 1)
-        far = far.masked_fill(~in_context[:, None], -torch.inf)
-        near = folded @ own_keys.transpose(3, 4) * scale
-        near = near.masked_fill(~in_block.repeat(group, 1), -torch.inf)
-        weights = torch.softmax(torch.cat([far, near], -1), -1)
-        width = old.shape[2]
-        attended = (weights[..., :width].flatten(2, 3) @ old_value).view(folded.shape) + weights[
-            ..., width:
-        ] @ own_values
-        unfolded = attended.view(batch, self.key_heads, anchors, group, length, self.dim).transpose(2, 3)
-        return self.joined(unfolded.reshape(batch, self.heads, count, self.dim))
+def _over_context(
+    layer: BlockLayer, seen: Seen, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Attend from a block's positions to the context before its anchor and to the whole block; see Attend."""
+    context, before, _, length = seen
+    in_context, in_block = seen.visible(layer.sight)
+    old, old_value = layer.self_attn.keys(context, before), layer.self_attn.values(context)
+    batch, heads, count, dim = query.shape
+    key_heads, anchors = key.shape[1], count // length
+    group = heads // key_heads
+    # queries that share a key head are folded into rows: [B, key heads, A, group * T, dim]
+    folded = query.view(batch, key_heads, group, anchors, length, dim).transpose(2, 3).flatten(3, 4)
+    own_keys, own_values = (one.view(batch, key_heads, anchors, length, dim) for one in (key, value))
+    far = (folded.flatten(2, 3) @ old.transpose(2, 3) * dim**-0.5).unflatten(2, (anchors, -1))
+    in_context = in_context.expand(-1, -1, length, -1).repeat(1, 1, group, 1)
+    far = far.masked_fill(~in_context[:, None], -torch.inf)
+    near = folded @ own_keys.transpose(3, 4) * dim**-0.5
+    near = near.masked_fill(~in_block.repeat(group, 1), -torch.inf)
+    weights = torch.softmax(torch.cat([far, near], -1), -1)
+    width = old.shape[2]
+    attended = (weights[..., :width].flatten(2, 3) @ old_value).view(folded.shape) + weights[..., width:] @ own_values
+    unfolded = attended.view(batch, key_heads, anchors, group, length, dim).transpose(2, 3)
+    return unfolded.reshape(batch, heads, count, dim)

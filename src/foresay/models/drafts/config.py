@@ -1,56 +1,28 @@
-"""Configurations of drafts on hidden states, in the layouts of config.json that other engines read and write.
+"""Configurations of drafts on hidden states, and of heads (EAGLE-3, Li et al. 2025; EAGLE-3.1's norms).
 
-A head (EAGLE-3, Li et al. 2025) has a plain layout and vLLM's speculators layout, which also have EAGLE-3.1's norms. The layers
-of the target are counted from 0 for the embeddings. Owns the field names and defaults. Knows no tensor.
+A kind of draft names its layouts, and translates their fields into its own. Layers of the target are counted from 0 for the
+embeddings. Knows no tensor.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from foresay.checks import check_flag, check_int
+from foresay.checks import check_int
 from foresay.errors import ConfigError
-from foresay.models.drafts.fields import (
-    BLOCKS,
-    LAYER,
-    LAYER_PARTS,
-    READ_ELSEWHERE,
-    REQUIRED,
-    SLIDING,
-    WINDOWS,
-    Fields,
-    check_layer,
-    fields_of,
-    layers_of,
-    merged,
-    object_of,
-    refuse_parts,
-    report_unread,
-    verifier_of,
-    windows_of,
-)
+from foresay.models.drafts.fields import LAYER, LAYER_PARTS, OFF, SLIDING, Fields, Layout, checked, same
 
 _DRAFT_TOKENS = 5
 """Draft length that an exported configuration recommends to other engines."""
-_OFF = (False, None)
-_HEAD_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-_HEAD_PARTS: Mapping[str, tuple[Any, ...]] = {
-    **LAYER_PARTS,
-    "parallel_drafting": (*_OFF, 0),
-    "parallel_draft_step": (None, 0, 1),
-    "target_layer_ids": (None,),
-    **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn"), _OFF),
-    **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True, None)),
-}
-"""Fields of variants that are not supported, and the values that select none of them."""
-_HIDDEN_LAYERS, _USES_LAYERS, _NORM_OUTPUT = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_output"
-_OTHER_NAMES = {"return_hidden_post_norm": _NORM_OUTPUT}
-"""Fields that TensorRT-LLM's files have in place of others."""
-_READ = (*LAYER, *Fields.model_fields, *WINDOWS, _HIDDEN_LAYERS, _USES_LAYERS, "num_hidden_layers")
-"""Fields that any section of a file may have."""
+KIND = "speculators_model_type"
+VERIFIER = {"target": "name_or_path", "target_architectures": "architectures"}
+WINDOWS = ("layer_types", "use_sliding_window", "sliding_window")
+OTHERS = {**same("partial_rotary_factor", "rope_is_neox_style"), "is_neox_style": "rope_is_neox_style"}
+"""Fields of layers that are read, and not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +31,13 @@ class DraftConfig(ABC):
 
     NOUN: ClassVar[str]
     """Name of the kind, for errors."""
+    DRAFTER: ClassVar[str]
+    """Name of the drafter."""
+    NEEDED: ClassVar[tuple[str, ...]] = ()
+    """Fields that a file must set, besides those of all kinds."""
+    PLAIN: ClassVar[Layout]
+    SPECULATORS: ClassVar[Mapping[str, Layout]]
+    """Names of the kind in vLLM's speculators layout, and the layout of each."""
     layer: Mapping[str, Any]
     """Fields of a LlamaConfig."""
     vocab_size: int
@@ -77,15 +56,16 @@ class DraftConfig(ABC):
         return False
 
     def __post_init__(self) -> None:
-        for name in REQUIRED:
-            check_int(name, self.layer.get(name), 1)
-        check_int("draft_vocab_size", self.draft_vocab_size, 1, check_int("vocab_size", self.vocab_size, 1))
+        checked(self.fields(), f"the {self.NOUN}'s configuration")
+        check_int("draft_vocab_size", self.draft_vocab_size, 1, self.vocab_size)
         heads = self.layer["num_attention_heads"]
         shared = self.layer.get("num_key_value_heads") or heads
         if heads % shared:
-            raise ConfigError(f"num_key_value_heads={shared} must divide num_attention_heads={heads}")
+            raise ConfigError(f"must divide num_attention_heads={heads}", param="num_key_value_heads", value=shared)
         if not self.layer.get("head_dim") and self.hidden_size % (2 * heads):
-            raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of twice num_attention_heads={heads}")
+            raise ConfigError(
+                f"must be a multiple of twice num_attention_heads={heads}", param="hidden_size", value=self.hidden_size
+            )
 
     @property
     def hidden_size(self) -> int:
@@ -100,17 +80,55 @@ class DraftConfig(ABC):
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
         """Build from a config.json of any layout. Raises ConfigError that names a missing, invalid or unsupported field."""
-        if "transformer_layer_config" in values or "speculators_model_type" in values:
-            return cls._of_speculators(values)
-        return cls._of_plain(values)
+        return cls.made(cls.stated(values), f"the {cls.NOUN}'s config.json")
+
+    @classmethod
+    def stated(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that a config.json sets, by our names, and those that its layout means by leaving them out."""
+        layout, kind = cls.PLAIN, values.get(KIND)
+        if KIND in values or "transformer_layer_config" in values:
+            if not isinstance(kind, str) or kind not in cls.SPECULATORS:
+                allowed = ", ".join(map(repr, cls.SPECULATORS))
+                raise ConfigError(f"is not supported; it must be one of {allowed}", param=KIND, value=kind)
+            layout = cls.SPECULATORS[kind]
+        found = layout.read(values, f"the {cls.NOUN}'s config.json")
+        return {**cls.usual(values, found), **found}
+
+    @classmethod
+    def made(cls, found: Mapping[str, Any], source: str) -> Self:
+        """Build of fields by our names. Raises ConfigError that names a missing or invalid one; source: for errors."""
+        fields = checked(found, source, cls.NEEDED)
+        named = {one.name: getattr(fields, one.name, None) for one in dataclasses.fields(cls)}
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in named.items()
+            if value is not None
+        }
+        return cls(**{"draft_vocab_size": fields.vocab_size, "hidden_layers": None, **given, **cls.own(fields)})
 
     @classmethod
     @abstractmethod
-    def _of_speculators(cls, values: Mapping[str, Any]) -> Self: ...
+    def usual(cls, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a config.json means that does not set a field. found: those that it sets."""
 
     @classmethod
     @abstractmethod
-    def _of_plain(cls, values: Mapping[str, Any]) -> Self: ...
+    def own(cls, fields: Fields) -> dict[str, Any]:
+        """Return the arguments that are no fields of a file."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields by the names of Fields, without those that a file means by leaving them out."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        usual = {one.name: one.default for one in dataclasses.fields(self) if not one.name.startswith("target")}
+        return {
+            **self.layer,
+            **{
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in given.items()
+                if name in Fields.model_fields and value is not usual.get(name, dataclasses.MISSING)
+            },
+            "tie_word_embeddings": False,
+        }
 
     @abstractmethod
     def as_plain(self) -> dict[str, Any]:
@@ -143,11 +161,49 @@ def usual_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
 
 
+_LAYER_FIELDS = same("model_type", *LAYER, "num_hidden_layers", *WINDOWS, "vocab_size")
+_FIELDS = same(
+    *("draft_vocab_size", "target_hidden_size", "tie_word_embeddings"),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
+_READ_LAYERS = {"hidden_layers": "eagle_aux_hidden_state_layer_ids"}
+
+
+def _layout(tables: Mapping[str, Mapping[str, str]]) -> Layout:
+    return Layout(
+        noun="heads",
+        tables=tables,
+        others={**OTHERS, "return_hidden_post_norm": "norm_output"},  # TensorRT-LLM's
+        allowed={
+            **LAYER_PARTS,
+            "model_type": ("llama", None),
+            "use_aux_hidden_state": (True, None),
+            "parallel_drafting": OFF,
+            "parallel_draft_step": (None, 0, 1),
+            "target_layer_ids": (None,),
+            **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn"), OFF),
+            **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True, None)),
+        },
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig(DraftConfig):
     """A head of one layer."""
 
     NOUN: ClassVar[str] = "head"
+    DRAFTER: ClassVar[str] = "head"
+    PLAIN: ClassVar[Layout] = _layout({"": {**_LAYER_FIELDS, **_FIELDS}, "eagle_config": _READ_LAYERS})
+    SPECULATORS: ClassVar[Mapping[str, Layout]] = {
+        "eagle3": _layout(
+            {
+                "": {**_FIELDS, **_READ_LAYERS},
+                "transformer_layer_config": _LAYER_FIELDS,
+                "eagle_config": {},
+                "speculators_config.verifier": VERIFIER,
+            }
+        )
+    }
     target_hidden_size: int
     norm_before_residual: bool
     """True if the residual around attention is the normalized input."""
@@ -160,122 +216,49 @@ class HeadConfig(DraftConfig):
     window: int | None = None
     """Most positions that a pair attends to, its own included; None for all."""
 
-    def __post_init__(self) -> None:
-        DraftConfig.__post_init__(self)
-        check_int("target_hidden_size", self.target_hidden_size, 1)
-        for name in ("norm_before_residual", *_HEAD_NORMS):
-            check_flag(name, getattr(self, name))
-
     @property
     def target_width(self) -> int:
         """Size of the target's hidden states."""
         return self.target_hidden_size
 
+    @classmethod
+    def usual(cls, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """See DraftConfig."""
+        count = found.get("num_hidden_layers", 1)
+        if count != 1:
+            raise ConfigError(
+                "is not supported: a head has one layer, and is no whole model", param="num_hidden_layers", value=count
+            )
+        return {"norm_before_residual": KIND in values, "target_hidden_size": found.get("hidden_size")}
+
+    @classmethod
+    def own(cls, fields: Fields) -> dict[str, Any]:
+        """See DraftConfig."""
+        return {"window": fields.windows(1)[0]}
+
+    def fields(self) -> dict[str, Any]:
+        """See DraftConfig."""
+        slides = {"layer_types": [SLIDING], "use_sliding_window": True, "sliding_window": self.window}
+        return {
+            **DraftConfig.fields(self),
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **({} if self.window is None else slides),
+        }
+
     def as_plain(self) -> dict[str, Any]:
         """Return the config.json of the plain layout."""
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            **self._layer(),
-            **self._common(),
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": None if self.hidden_layers is None else list(self.hidden_layers),
-                "use_aux_hidden_state": True,
-            },
-        }
+        out = {"architectures": ["LlamaForCausalLMEagle3"], **self.PLAIN.write(self.fields())}
+        out["eagle_config"]["use_aux_hidden_state"] = True
+        return out
 
     def as_speculators(self) -> dict[str, Any]:
         """Return the config.json of vLLM's speculators layout."""
-        return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            **self._common(),
-            "eagle_aux_hidden_state_layer_ids": None if self.hidden_layers is None else list(self.hidden_layers),
-            "transformer_layer_config": {"model_type": "llama", **self._layer()},
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFT_TOKENS}],
-                "verifier": {"name_or_path": self.target, "architectures": list(self.target_architectures)},
-            },
+        out = {"architectures": ["Eagle3Speculator"], KIND: "eagle3", **self.SPECULATORS["eagle3"].write(self.fields())}
+        del out["eagle_config"]
+        out["speculators_config"] |= {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFT_TOKENS}],
         }
-
-    def _layer(self) -> dict[str, Any]:
-        out = {**self.layer, "num_hidden_layers": 1, "vocab_size": self.vocab_size}
-        if self.window is not None:
-            out |= {"layer_types": [SLIDING], "use_sliding_window": True, "sliding_window": self.window}
         return out
-
-    def _common(self) -> dict[str, Any]:
-        return {
-            "draft_vocab_size": self.draft_vocab_size,
-            "target_hidden_size": self.target_hidden_size,
-            "norm_before_residual": self.norm_before_residual,
-            **{name: True for name in _HEAD_NORMS if getattr(self, name)},
-            "tie_word_embeddings": False,
-        }
-
-    @classmethod
-    def _of_plain(cls, values: Mapping[str, Any]) -> HeadConfig:
-        return cls._build(
-            {"config.json": values, "eagle_config": object_of(values, "eagle_config")}, before_residual=False
-        )
-
-    @classmethod
-    def _of_speculators(cls, values: Mapping[str, Any]) -> HeadConfig:
-        kind = values.get("speculators_model_type")
-        if kind != "eagle3":
-            allowed = ", ".join(map(repr, ("eagle3", *BLOCKS)))
-            raise ConfigError(
-                f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
-            )
-        names = ("transformer_layer_config", "eagle_config")
-        sections = {"config.json": values, **{name: object_of(values, name) for name in names}}
-        return cls._build(sections, before_residual=True, **verifier_of(values))
-
-    @classmethod
-    def _build(cls, sections: Mapping[str, Mapping[str, Any]], *, before_residual: bool, **named: Any) -> HeadConfig:
-        """Build a configuration of a file's sections, any of which may have a field.
-
-        before_residual: `norm_before_residual` of a file that does not set it.
-        """
-        source = "the head's config.json"
-        sections = {name: _with_usual_names(one) for name, one in sections.items()}
-        for section in sections.values():
-            refuse_parts(section, _HEAD_PARTS, "heads")
-        report_unread(sections.values(), (*_READ, *READ_ELSEWHERE, *_HEAD_PARTS), source)
-        every, layer = merged(sections, _READ), sections.get("transformer_layer_config", sections["config.json"])
-        if not every.get(_USES_LAYERS, True):
-            raise ConfigError(
-                "use_aux_hidden_state=false: heads that read only the last hidden state are not supported; it must be true"
-            )
-        shape, fields = check_layer(every, source), fields_of(every, source)
-        kind, count = layer.get("model_type", "llama"), every.get("num_hidden_layers", 1)
-        if kind != "llama":
-            raise ConfigError("is not supported for a head's layer; it must be 'llama'", param="model_type", value=kind)
-        is_head = len(sections) > 2 or sections["eagle_config"] or {"draft_vocab_size", _HIDDEN_LAYERS} & every.keys()
-        if count != 1 and not is_head:
-            raise ConfigError("the config.json is that of a whole model, not of a draft head")
-        if count != 1:
-            raise ConfigError(f"num_hidden_layers={count}: only heads with one layer are supported")
-        before = fields.norm_before_residual
-        return cls(
-            layer=shape,
-            vocab_size=fields.vocab_size,
-            draft_vocab_size=fields.draft_vocab_size or fields.vocab_size,
-            target_hidden_size=fields.target_hidden_size or every["hidden_size"],
-            hidden_layers=layers_of(every, _HIDDEN_LAYERS, source),
-            norm_before_residual=before_residual if before is None else before,
-            norm_before_fc=bool(fields.norm_before_fc),
-            fc_norm=bool(fields.fc_norm),
-            norm_output=bool(fields.norm_output),
-            window=windows_of(every, 1, source)[0],
-            **named,
-        )
-
-
-def _with_usual_names(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a section with the usual names of fields that it has by others."""
-    usual = {_OTHER_NAMES[name]: one for name, one in section.items() if name in _OTHER_NAMES}
-    own = {name: one for name, one in section.items() if name not in _OTHER_NAMES}
-    return {**own, **merged({"a field": own, "its other name": usual}, usual)}

@@ -14,16 +14,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from foresay.checks import check_flag
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block_config import BlockConfig, is_block
+from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.block_module import BlockModule
 from foresay.models.drafts.config import DraftConfig, HeadConfig
-from foresay.models.drafts.fields import object_of
 from foresay.models.drafts.head import HeadModule
+from foresay.models.drafts.kinds import reader
 from foresay.models.drafts.layers import DraftModule, rotary_embedding
 from foresay.tensor_files import Stored, StoredTensor, check_shapes, load_tensors, stored_tensors
 
@@ -44,31 +43,34 @@ def read_draft(folder: str | Path) -> StoredDraft:
     """
     folder = Path(folder)
     values = read_config(folder)
-    noun = (BlockConfig if is_block(values) else HeadConfig).NOUN
+    kind = reader(values)
     stored = {_own_name(name): tensor for name, tensor in _stored_in(folder).items()}
-    return assembled(values, stored, load_tensors, f"the {noun} in {str(folder)!r}")
+    return assembled(kind, kind.stated(values), stored, load_tensors, f"the {kind.NOUN} in {str(folder)!r}")
 
 
-def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T], source: str) -> StoredDraft:
-    """Return the draft of a config.json's values and stored tensors; see `read_draft`.
+def assembled(
+    kind: type[DraftConfig], found: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T], source: str
+) -> StoredDraft:
+    """Return the draft of a configuration's fields and stored tensors; see `read_draft`.
 
-    tensors: by their names in safetensors files, not read yet. read: returns the numbers of some of them. source: for errors.
+    found: by the names of Fields. tensors: by their names in safetensors files, not read yet. read: returns the numbers of some.
+    source: for errors.
     """
-    config = (BlockConfig if is_block(values) else HeadConfig).read(_with_shapes(values, tensors))
+    config = kind.made(_with_shapes(found, tensors), source)
     stored = dict(tensors)
     stored.pop(DRAFTABLE, None)  # redundant: the offsets determine it
     offsets = {OFFSETS: stored.pop(OFFSETS)} if OFFSETS in stored else {}
     ids = _token_ids(offsets, read, config.vocab_size, config.draft_vocab_size, source)
-    found, width = stored.get("fc.weight"), config.target_width
-    if found is None or len(found.shape) != 2 or not found.shape[1] or found.shape[1] % width:
+    joint, width = stored.get("fc.weight"), config.target_width
+    if joint is None or len(joint.shape) != 2 or not joint.shape[1] or joint.shape[1] % width:
         raise ModelLoadError(f"{source} has no fc.weight [out, in] whose `in` is a multiple of {width}")
-    is_tied = _ties(values) and "lm_head.weight" not in stored and "embed_tokens.weight" in stored
+    is_tied = found.get("tie_word_embeddings") and "lm_head.weight" not in stored and "embed_tokens.weight" in stored
     if is_tied and config.draft_vocab_size != config.vocab_size:
         raise ConfigError(
             f"{source} ties its output layer to embeddings of {config.vocab_size} tokens, but drafts fewer"
         )
     with torch.device("meta"):
-        module = new_module(config, found.shape[1] // width)
+        module = new_module(config, joint.shape[1] // width)
         if "lm_head.weight" in stored or is_tied:
             module.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if "embed_tokens.weight" in stored:
@@ -82,7 +84,7 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
             "lm_head"
         )
     weights = {names[name]: tensor for name, tensor in read(stored).items()}
-    if interleaves(values):
+    if found.get("rope_is_neox_style") is False:
         weights = {name: _halves(name, tensor, config) for name, tensor in weights.items()}
     if is_tied:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
@@ -91,28 +93,12 @@ def assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T]
     return StoredDraft(config, module, ids)
 
 
-def _with_shapes(values: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Mapping[str, Any]:
-    """Add to a config.json whether the confidence head reads the Markov embedding, if that is left to the tensor's shape."""
-    sections = [values, *(object_of(values, name) for name in ("dflash_config", "transformer_layer_config"))]
-    head, name = tensors.get("confidence_head.proj.weight"), "confidence_head_with_markov"
-    sizes = [one["hidden_size"] for one in sections if isinstance(one.get("hidden_size"), int)]
-    if head is None or len(head.shape) != 2 or not sizes or any(one.get(name) is not None for one in sections):
-        return values
-    return {**values, name: head.shape[1] > sizes[-1]}
-
-
-def interleaves(values: Mapping[str, Any]) -> bool:
-    """Return True if rotary positions turn neighbouring numbers of a head, not its halves, by a config.json."""
-    layer = object_of(values, "transformer_layer_config")
-    names = ("rope_is_neox_style", "is_neox_style")
-    found = [one[name] for one in (values, layer) for name in names if one.get(name) is not None]
-    return any(not check_flag("rope_is_neox_style", one) for one in found)
-
-
-def _ties(values: Mapping[str, Any]) -> bool:
-    """Return True if the output layer is the draft's own embedding, by a config.json; the file decides before its layers."""
-    found = [one.get("tie_word_embeddings") for one in (values, object_of(values, "transformer_layer_config"))]
-    return check_flag("tie_word_embeddings", next((one for one in found if one is not None), False))
+def _with_shapes(found: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Mapping[str, Any]:
+    """Add to the fields whether the confidence head reads the Markov embedding, if that is left to the tensor's shape."""
+    head, width = tensors.get("confidence_head.proj.weight"), found.get("hidden_size")
+    if head is None or len(head.shape) != 2 or not isinstance(width, int):
+        return found
+    return {"confidence_head_with_markov": head.shape[1] > width, **found}
 
 
 def _halves(name: str, weight: torch.Tensor, config: DraftConfig) -> torch.Tensor:

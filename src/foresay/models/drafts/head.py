@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,17 +23,18 @@ from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.chain import NativeChain, Start, table_of
 from foresay.models.cpu.flat_tokens import FlatTokens
-from foresay.models.cpu.layers import FirstLayerNorms, NativeLayers
+from foresay.models.cpu.layers import NativeLayers
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.drafts.base import LAST, NEXT, DraftModel, StoredDraft
+from foresay.models.drafts.base import LAST, NEXT, DraftModel, StoredDraft, over_cache
 from foresay.models.drafts.config import HeadConfig
-from foresay.models.drafts.layers import DraftModule, FeedForward, Projections, RMSNorm, Rotary
+from foresay.models.drafts.layers import Attend, DraftModule, FeedForward, Projections, RMSNorm, Rotary
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.fused import padded
 from foresay.models.huggingface.linears import MakeProduct, unquantized
-from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
+from foresay.models.huggingface.operations import causal_mask
 from foresay.models.huggingface.paged_chains import PagedChains
+from foresay.models.layer import Pair
 
 if TYPE_CHECKING:  # at run time this would import Triton
     from foresay.models.gpu.flat import Buffers
@@ -81,15 +81,11 @@ class HeadModule(DraftModule):
         """
         out = self.features(states)
         count = states.shape[1]
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
+        attend = _Steps(self.layer.window)
         normed: list[torch.Tensor] = []
         for step in range(steps):
             positions = torch.arange(step, step + count, device=states.device)[None]
-            cos_sin = self.rotary(out, positions)
-            out, key, value = self.layer(out, embedded[:, step : step + count], cos_sin, keys, values)
-            keys.append(key)
-            values.append(value)
+            out = self.layer(out, embedded[:, step : step + count], self.rotary(out, positions), attend)
             normed.append(self.norm(out))
             out = normed[-1] if self.norm_output else out
         return normed
@@ -101,69 +97,51 @@ class _Layer(nn.Module):
     def __init__(self, shape: LlamaConfig, norm_before_residual: bool, window: int | None) -> None:
         super().__init__()
         width = shape.hidden_size
-        self.norm_before_residual = norm_before_residual
+        self.norm_before_residual, self.window = norm_before_residual, window
         self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(width, shape.rms_norm_eps)
-        self.self_attn = HeadAttention(shape, 2 * width)
-        self.self_attn.window = window
+        self.self_attn = Projections(shape, 2 * width)
         self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        embedded: torch.Tensor,
-        rotary: Rotary,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the output [B, P, D] and this step's keys and values.
-
-        hidden, embedded: [B, P, D]. rotary: cosines and sines. keys, values: of previous steps.
-        """
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """Return the output [B, P, D] for hidden states and embeddings [B, P, D] each."""
         normed = self.hidden_norm(hidden)
-        attended, key, value = self.self_attn(
-            torch.cat([self.input_layernorm(embedded), normed], -1), rotary, keys, values
-        )
+        attended = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), rotary, attend)
         x = (normed if self.norm_before_residual else hidden) + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), key, value
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
-class HeadAttention(Projections):
+class _Steps:
     """Attention of one step's pairs to the first step's pairs up to their position, and to their own chain's later pairs."""
 
-    window: int | None = None
-    """Most positions that a pair attends to; None for all."""
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
-    def forward(
-        self, x: torch.Tensor, rotary: Rotary, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attend from x [B, P, 2 D]. Keys and values are [B, heads, P, dim], repeated for the query heads that share them."""
-        shared = self.heads // self.key_heads
-        query = self.queries(x, rotary)
-        key, value = (one.repeat_interleave(shared, 1) for one in (self.keys(x, rotary), self.values(x)))
-        if not keys and self.window is None:
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        else:
-            attended = self._over_steps(query, [*keys, key], [*values, value])
-        return self.joined(attended), key, value
-
-    def _over_steps(
-        self, query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        scale, count, steps = self.dim**-0.5, query.shape[2], len(keys)
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See Attend."""
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        self._keys.append(key)
+        self._values.append(value)
+        if len(self._keys) == 1 and self._window is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        scale, count, steps = query.shape[-1] ** -0.5, query.shape[2], len(self._keys)
         at = torch.arange(count, device=query.device)
         hidden = at > at[:, None]
-        if self.window is not None:
-            hidden = hidden | (at <= at[:, None] + steps - 1 - self.window)
-        first = (query @ keys[0].transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
-        own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
-        if self.window is not None:
-            own = [one if steps - 1 - i < self.window else one - torch.inf for i, one in enumerate(own, 1)]
+        if self._window is not None:
+            hidden = hidden | (at <= at[:, None] + steps - 1 - self._window)
+        first = (query @ self._keys[0].transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+        own = [(query * one).sum(-1, keepdim=True) * scale for one in self._keys[1:]]
+        if self._window is not None:
+            own = [one if steps - 1 - i < self._window else one - torch.inf for i, one in enumerate(own, 1)]
         weights = torch.softmax(torch.cat([first, *own], -1), -1)
-        attended = weights[..., :count] @ values[0]
-        for step, value in enumerate(values[1:]):
-            attended = attended + weights[..., count + step, None] * value
+        attended = weights[..., :count] @ self._values[0]
+        for step, one in enumerate(self._values[1:]):
+            attended = attended + weights[..., count + step, None] * one
         return attended
 
 
@@ -182,33 +160,25 @@ class HeadModel(DraftModel, PagedChains):
         module, config = head.module, head.config
         assert isinstance(module, HeadModule) and isinstance(config, HeadConfig)
         first = module.layer
+        pair = Pair(self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm), config.norm_before_residual)
         made = self._layer_of(first.self_attn, first.mlp, first.post_attention_layernorm)
-        self._layer = dataclasses.replace(made, window=config.window)
+        self._layer = dataclasses.replace(made, window=config.window, pair=pair)
         self._state_norms = [self._norm_of(one) for one in module.fc_norm or ()]
         self._joint_norm = None if module.input_norm is None else self._norm_of(module.input_norm)
         self._feeds_norm = config.norm_output
-        self._token_norm, self._feature_norm = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
-        self._norm_before_residual = config.norm_before_residual
-        norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)
-        self._native = self._compiled([self._layer], str(config.layer.get("hidden_act", "silu")), (), norms)
-        self._chain = self._compiled_chain()
         activation = str(config.layer.get("hidden_act", "silu"))
-        self._read_norms = [(norm.float32(), norm.eps) for norm in (self._token_norm, self._feature_norm)]
+        self._native = self._compiled([self._layer], activation, ())
+        self._chain = self._compiled_chain()
         self.paged = self._on_pages([self._layer], activation, self._states, features=True)
+        self._module = self._run_module(module)
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
         """Run a pass over pages."""
-        from foresay.models.gpu.rows import add_norm
+        from foresay.models.gpu.layers import STATES
 
         assert at.features is not None
-        token, feature = (
-            add_norm(x, None, after=None, before=norm)
-            for x, norm in zip((self._embed(at.token_ids), at.features), self._read_norms, strict=True)
-        )
-        read = torch.cat([token, feature], -1)
-        x = feature if self._norm_before_residual else at.features.clone()
-        normed, _ = layers.run(x, at, pool, turns, first=read)
-        return normed, {NEXT: normed if self._feeds_norm else x, LAST: normed}
+        normed, found = layers.run(at.features, at, pool, turns, embedded=self._embed(at.token_ids))
+        return normed, {NEXT: normed if self._feeds_norm else found[STATES], LAST: normed}
 
     def _passes(self) -> PagedPasses | None:
         return self.paged
@@ -285,46 +255,19 @@ class HeadModel(DraftModel, PagedChains):
             return ModelOutput(scores, states, subset=self.subset)
         assert isinstance(cache, SlotCache)
         batch, columns = model_input.token_ids.shape
-        if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
-            return self._row_by_row(model_input, cache)
         at = cache.begin_pass(model_input.first_row, batch, columns, self.device, model_input.parents)
         embedded = self._embed(model_input.token_ids)
         if self._native is not None:
             x, normed = self._by_kernels(self._native, embedded, model_input, at, cache)
         else:
             with attention.during(at):
-                x, normed = self._by_operations(embedded, model_input.features, at, cache)
+                x, normed = self._by_module(embedded, model_input.features, at, cache)
         for i, count in enumerate(model_input.num_tokens):
             cache.lengths[model_input.first_row + i] += count
         hidden = {NEXT: normed.to(self.dtype) if self._feeds_norm else x, LAST: normed}
         if model_input.logits is Logits.NONE:
             return ModelOutput(None, hidden)
         return ModelOutput(self._head(model_input.scored(normed)), hidden, subset=self.subset)
-
-    def _row_by_row(self, model_input: ModelInput, cache: SlotCache) -> ModelOutput:
-        """Run a pass row by row with at least two columns, so that a row's bits do not depend on the batch or pass size."""
-        outputs = []
-        for i, count in enumerate(model_input.num_tokens):
-            one = model_input.part(i, i + 1)
-            assert one.features is not None
-            if model_input.token_ids.shape[1] > 1:
-                outputs.append(self.forward(one, cache))
-                continue
-            pair = dataclasses.replace(
-                one,
-                token_ids=one.token_ids.expand(1, 2),
-                features=one.features.expand(1, 2, -1),
-                parents=None,
-                num_tokens=[count],
-            )
-            twice = self.forward(pair, cache)
-            scores = None if twice.logits is None else twice.logits[:, :1]
-            outputs.append(ModelOutput(scores, {n: states[:, :1] for n, states in twice.hidden.items()}))
-        hidden = {n: torch.cat([one.hidden[n] for one in outputs]) for n in (NEXT, LAST)}
-        if model_input.logits is Logits.NONE:
-            return ModelOutput(None, hidden)
-        scores = torch.cat([one.logits for one in outputs if one.logits is not None])
-        return ModelOutput(scores, hidden, subset=self.subset)
 
     def _by_kernels(
         self, native: NativeLayers, embedded: torch.Tensor, model_input: ModelInput, at: Placement, cache: SlotCache
@@ -345,15 +288,12 @@ class HeadModel(DraftModel, PagedChains):
         normed, _ = native.run(flat, tokens, cache, {self._layer.kind: self._rotary_table(tokens.positions)}, (), read)
         return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
 
-    def _by_operations(
+    def _by_module(
         self, embedded: torch.Tensor, features: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = self._feature_norm(features)
-        read = torch.cat([self._token_norm(embedded), normed], -1)
-        x = normed if self._norm_before_residual else features
-        positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        rotary = rotary_of(*self._rotary(x, positions))
-        write = partial(cache.write, 0, at=at)
-        x = attend(self._layer, x, read, write, rotary, causal_mask(self._layer.window, x.dtype))
-        x = feed_forward(self._layer, x)
-        return x, self._norm(x)
+        module = self._module
+        assert module is not None
+        positions = at.positions if len(at.positions) == len(features) else at.positions.expand(len(features), -1)
+        mask = causal_mask(self._layer.window, features.dtype)
+        x = module.layer(features, embedded, self._rotary(features, positions), over_cache(cache, 0, at, mask))
+        return x, module.norm(x)

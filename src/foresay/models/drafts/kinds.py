@@ -1,6 +1,6 @@
-"""Names of published kinds of drafts, and which of them a reader of this package accepts.
+"""The kinds of drafts on hidden states, and which of them a config.json describes.
 
-Owns the recognition of a kind by a config.json. What is accepted is not listed here but tried on the readers. Knows no tensor.
+A new kind is a line here. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.models.drafts.block_config import BlockConfig, is_block
-from foresay.models.drafts.config import DraftConfig, HeadConfig
+from foresay.models.drafts.config import KIND, DraftConfig, HeadConfig
 
-_KIND = "speculators_model_type"
-_ARCHITECTURES = {
-    "dflash2": "dflash2",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "eagle3": "eagle3",
-    "assistant": "assistant",
-}
-"""Part of the name of an architecture -> kind; the first one that is found counts."""
+KINDS: tuple[type[DraftConfig], ...] = (BlockConfig, HeadConfig)
+_ARCHITECTURES = ("dflash2", "dflash", "dspark", "eagle3", "assistant")
+"""Part of the name of an architecture, which is the kind; the first one that is found counts."""
 
 
 def kind_of(values: Mapping[str, Any]) -> str | None:
     """Return the kind of draft that a config.json describes, such as "dflash"; None for anything else."""
-    named = values.get(_KIND)
+    named = values.get(KIND)
     if isinstance(named, str):
         return named
     listed = values.get("architectures")
     text = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
-    for part, kind in _ARCHITECTURES.items():
-        if part in text:
-            return kind
+    if found := next((one for one in _ARCHITECTURES if one in text), None):
+        return found
     own = values.get("dflash_config")
     if is_block(values):
         convolved = any(part.get("conv_kernel_size") for part in (values, own) if isinstance(part, Mapping))
@@ -44,15 +37,7 @@ def drafter_of(kind: str) -> str | None:
     """Return the name of the drafter that decodes a published kind; None if none does."""
     if kind in ("mtp", "model"):
         return kind
-    if kind == "assistant":
-        return "head"
-    values = {_KIND: kind}
-    try:
-        _reader(values).read(values)
-    except ConfigError as error:
-        if error.param == _KIND:
-            return None
-    return "block" if is_block(values) else "head"
+    return "head" if kind == "assistant" else next((one.DRAFTER for one in KINDS if kind in one.SPECULATORS), None)
 
 
 def refusal(values: Mapping[str, Any]) -> str | None:
@@ -60,11 +45,15 @@ def refusal(values: Mapping[str, Any]) -> str | None:
     if kind_of(values) == "assistant":  # read with its weights
         return None
     try:
-        _reader(values).read(values)
+        reader(values).read(values)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _reader(values: Mapping[str, Any]) -> type[DraftConfig]:
+def reader(values: Mapping[str, Any]) -> type[DraftConfig]:
+    """Return the class that reads a config.json. Raises ConfigError for a kind in the speculators layout that none reads."""
+    kind, known = values.get(KIND), [name for one in KINDS for name in one.SPECULATORS]
+    if KIND in values and kind not in known:
+        raise ConfigError(f"is not supported; it must be one of {', '.join(map(repr, known))}", param=KIND, value=kind)
     return BlockConfig if is_block(values) else HeadConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from foresay.models.layer import Convolution
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, [1, P, dim] each."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rotated queries and keys, and values, [B, heads or key heads, P, dim] each -> attended values, [B, heads, P, dim]."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -61,6 +63,12 @@ class Projections(nn.Module):
         self.q_norm = RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
         self.k_norm = RMSNorm(dim, shape.rms_norm_eps) if normalizes else None
 
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """Return the output [B, P, D] of attention from x [B, P, inputs]."""
+        attended = attend(self.queries(x, rotary), self.keys(x, rotary), self.values(x))
+        out: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
     def queries(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """Return the rotated queries of x [B, P, inputs], [B, heads, P, dim]."""
         return self._turned(self.q_proj(x), self.heads, self.q_norm, rotary)
@@ -72,11 +80,6 @@ class Projections(nn.Module):
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Return the values of x, [B, key heads, P, dim]."""
         return self._split(self.v_proj(x), self.key_heads)
-
-    def joined(self, attended: torch.Tensor) -> torch.Tensor:
-        """Return the output [B, P, D] of attended values [B, heads, P, dim]."""
-        out: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return out
 
     def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         return x.view(*x.shape[:2], heads, self.dim).transpose(1, 2)

@@ -22,6 +22,8 @@ from foresay.models.layer import Convolution, Experts, Layer, Norm, Separate
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of every position, [P, R] float32 each."""
+STATES = -1
+"""Key of the states before the last norm among a pass's hidden states."""
 
 
 class PagedLayers:
@@ -47,7 +49,8 @@ class PagedLayers:
         self._norms = [tuple(map(_weight, _norms_of(layer))) for layer in layers]
         self._head_norms = [_head_norms(layer) for layer in layers]
         self._input_norms = [None if layer.input is None else _of_norm(layer.input.norm) for layer in layers]
-        self._last = _weight(norm)
+        self._last, pair = _weight(norm), layers[0].pair
+        self._pair = () if pair is None else (_of_norm(pair.token), _of_norm(pair.feature))
         own = [i for i, layer in enumerate(layers) if layer.shares is None]
         self.shapes = [LayerShape(layers[i].heads[1], layers[i].dim) for i in own]
         """Sizes of the keys and values of each layer that has its own."""
@@ -60,16 +63,24 @@ class PagedLayers:
         pool: PagePool,
         turns: Mapping[str, Turns],
         wanted: Sequence[int] = (),
-        first: torch.Tensor | None = None,
+        embedded: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the layers over the states of a pass, [N, H]; keys and values go to the pool.
 
-        The states are overwritten by those before the last norm. turns: by kind of layer. wanted: layers whose hidden states are
-        returned. first: the first layer's input, if it is not the norm of the states. inputs: of all layers, [N, layers * width],
-        for layers with inputs of their own. Returns the normalized states, [N, H], and the hidden states, [N, H] each.
+        The states are overwritten, unless the first layer reads a pair: of these features and of `embedded`, [N, H]. turns: by
+        kind of layer. wanted: layers whose hidden states are returned. inputs: of all layers, [N, layers * width], for layers
+        with inputs of their own. Returns the normalized states, [N, H], and the hidden states, [N, H] each.
         """
         hidden: dict[int, torch.Tensor] = {}
+        first: torch.Tensor | None = None
+        if (pair := self._layers[0].pair) is not None:
+            assert embedded is not None
+            token, feature = (
+                add_norm(x, None, after=None, before=norm)
+                for x, norm in zip((embedded, states), self._pair, strict=True)
+            )
+            first, states = torch.cat([token, feature], -1), feature if pair.is_residual else states.clone()
         delta: torch.Tensor | None = None
         after: Weight | None = None
         how = {"by_library": self._library(at)}
@@ -93,6 +104,7 @@ class PagedLayers:
                 self._finish(layer, states, delta, after, (inputs, self._input_norms[i]), at)
                 delta = after = None
         out = add_norm(states, delta, after=after, before=self._last, scale=self._scale)
+        hidden[STATES] = states
         if len(self._layers) in wanted:
             hidden[len(self._layers)] = out
         return out, hidden

@@ -116,14 +116,10 @@ def _assembled(values: Mapping[str, Any], tensors: Mapping[str, T], read: Read[T
         with torch.device("meta"):
             module.lm_head = torch.nn.Linear(int(module.config.hidden_size), int(module.config.vocab_size), bias=False)
     wanted = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
-    order = {name: stored.pop(name) for name in wanted.keys() & {_ORDER} if name in stored}
-    check_shapes(
-        stored,
-        {name: shape for name, shape in wanted.items() if name != _ORDER or not order},
-        source,
-        "its config.json gives",
-    )
-    module.load_state_dict(read(stored) | _permutation(order, read, wanted, source), assign=True)
+    order = stored.pop(_ORDER, None) if _ORDER in wanted else None
+    ids = {} if order is None else {_ORDER: _permutation(order, read, wanted.pop(_ORDER), source)}
+    check_shapes(stored, wanted, source, "its config.json gives")
+    module.load_state_dict(read(stored) | ids, assign=True)
     module.finish()
     return module
 
@@ -154,17 +150,13 @@ def _empty(values: Mapping[str, Any], source: str) -> Any:
         return AssistantModule(str(values["model_type"]), text, width, candidates)
 
 
-def _permutation(
-    order: Mapping[str, T], read: Read[T], wanted: Mapping[str, tuple[int, ...]], source: str
-) -> dict[str, torch.Tensor]:
+def _permutation(order: T, read: Read[T], shape: tuple[int, ...], source: str) -> torch.Tensor:
     """Return the order of the tokens, checked: each token once."""
-    for name, one in order.items():
-        if one.shape != wanted[name] or one.dtype not in ("I64", "I32"):
-            raise ModelLoadError(
-                f"{name} of {source} is {one.dtype} {list(one.shape)}, and must be whole numbers {list(wanted[name])}"
-            )
-    found = {name: ids.long() for name, ids in read(order).items()}
-    for name, ids in found.items():
-        if not torch.equal(ids.sort().values, torch.arange(len(ids))):
-            raise ModelLoadError(f"{name} of {source} must list each token once")
-    return found
+    if order.shape != shape or order.dtype not in ("I64", "I32"):
+        raise ModelLoadError(
+            f"{_ORDER} of {source} is {order.dtype} {list(order.shape)}, and must be whole numbers {list(shape)}"
+        )
+    ids = read({_ORDER: order})[_ORDER].long()
+    if not torch.equal(ids.sort().values, torch.arange(len(ids))):
+        raise ModelLoadError(f"{_ORDER} of {source} must list each token once")
+    return ids

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 
 from foresay.models.drafts.base import StoredDraft
+from foresay.models.drafts.block_config import BlockConfig
+from foresay.models.drafts.config import HeadConfig
+from foresay.models.drafts.fields import FULL, SLIDING, same
 from foresay.models.drafts.files import OFFSETS, assembled, halved
 from foresay.models.drafts.layers import rotary_embedding
 from foresay.models.gguf.header import GgufHeader
@@ -34,19 +37,13 @@ _VALUES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "attention.sliding_window": "sliding_window",
-    "attention.causal": "is_causal",
-    "block_size": "block_size",
-    "sample_from_anchor": "sample_from_anchor",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
-    "target_hidden_size": "target_hidden_size",
-    "norm_before_residual": "norm_before_residual",
-    "norm_before_fc": "norm_before_fc",
-    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.causal": "causal",
+    **same(
+        "block_size", "sample_from_anchor", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+    ),
+    **same("target_hidden_size", "norm_before_residual", "norm_before_fc", "final_logit_softcapping"),
 }
-"""A file's value -> the field of a config.json."""
+"""A file's value -> our field (see drafts/fields.py)."""
 _OTHERS = ("vocab_size", "attention.value_length", "rope.dimension_count", "markov_rank", "has_confidence_head")
 """Values that the tensors' shapes determine; a contradiction is found there."""
 _LLAMA3: Mapping[str, Any] = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -82,6 +79,8 @@ _TENSORS = {
     "d2t": OFFSETS,
     "d2t.weight": OFFSETS,
 }
+_HEADS = {"q_proj": "eagle3.attention.head_count", "k_proj": "eagle3.attention.head_count_kv"}
+"""Matrices whose rows other files order differently -> the value with their number of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +147,14 @@ def read_gguf_draft(path: Path) -> StoredDraft:
     }
     if "confidence_head.proj.weight" in tensors:
         tensors.setdefault("confidence_head.proj.bias", _Zeros((1,)))
-    values = _config(header, {name: one.shape for name, one in tensors.items()})
+    found = _fields(header, {name: one.shape for name, one in tensors.items()})
     source = f"the draft in {str(path)!r}"
 
     def read(wanted: Mapping[str, DraftTensor | _Zeros]) -> dict[str, torch.Tensor]:
         return {name: _in_our_order(header, name, one.read()) for name, one in wanted.items()}
 
-    return assembled(values, tensors, read, source)
+    kind = HeadConfig if header.architecture == "eagle3" else BlockConfig
+    return assembled(kind, found, tensors, read, source)
 
 
 def _name(name: str) -> str:
@@ -167,35 +167,33 @@ def _name(name: str) -> str:
     return f"layers.{parts[1]}.{_LAYER.get(parts[2], parts[2])}.{'.'.join(parts[3:])}"
 
 
-def _config(header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the fields of a config.json. shapes: of the tensors by their names in safetensors files."""
+def _fields(header: GgufHeader, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the fields of a configuration. shapes: of the tensors by their names in safetensors files."""
     prefix = header.architecture
-    found = {field: header.values.get(f"{prefix}.{name}") for name, field in _VALUES.items()}
-    out: dict[str, Any] = {field: value for field, value in found.items() if value is not None}
+    stated = {field: header.values.get(f"{prefix}.{name}") for name, field in _VALUES.items()}
+    out: dict[str, Any] = {field: value for field, value in stated.items() if value is not None}
     layers = next((header.lists[f"{prefix}.{name}"] for name in _LISTS[:2] if f"{prefix}.{name}" in header.lists), None)
     windows = header.lists.get(f"{prefix}.attention.sliding_window_pattern")
-    numbers = [] if layers is None else [int(one) for one in layers.numbers()]
     tokens = header.lists.get("tokenizer.ggml.tokens")
     size = header.values.get(f"{prefix}.vocab_size", None if tokens is None else tokens.count)
-    out |= {"vocab_size": size, "model_type": "llama", "hidden_act": "silu"}
+    out |= {"vocab_size": size, "hidden_act": "silu"}
+    out["hidden_layers"] = None if layers is None else [int(one) for one in layers.numbers()]
     if OFFSETS in shapes:
         out["draft_vocab_size"] = shapes[OFFSETS][0]
     if windows is not None:
-        out["layer_types"] = ["sliding_attention" if one else "full_attention" for one in windows.numbers()]
+        out["layer_types"] = [SLIDING if one else FULL for one in windows.numbers()]
     elif out.get("sliding_window"):
         out["use_sliding_window"] = True
     else:
         out.pop("sliding_window", None)
     out |= _scaling(header, out)
     if prefix == "eagle3":
-        out["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": numbers or None}
-        return out
+        return HeadConfig.usual({}, out) | out
     rank = shapes.get("markov_head.markov_w1.weight", (0, 0))[-1]
     reads = shapes.get("confidence_head.proj.weight", (0, 0))[-1]
     return out | {
         "model_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in shapes else "llama",
         "mask_token_id": header.values.get("tokenizer.ggml.mask_token_id", header.values.get("dflash.mask_token_id")),
-        "target_layer_ids": [one - 1 for one in numbers],
         "markov_rank": rank,
         "enable_confidence_head": reads > 0,
         "confidence_head_with_markov": reads > int(out.get("hidden_size", 0)),
@@ -231,11 +229,10 @@ def _in_our_order(header: GgufHeader, name: str, weight: torch.Tensor) -> torch.
     if name == OFFSETS:  # some converters write the ids themselves, which always ascend
         ascends = bool((weight[1:] > weight[:-1]).all())
         return weight - torch.arange(len(weight)) if ascends else weight
-    for kind, key in (("q_proj", "attention.head_count"), ("k_proj", "attention.head_count_kv")):
-        if header.architecture == "eagle3" and f".{kind}." in name:
-            heads = int(header.values.get(f"eagle3.{key}", header.values["eagle3.attention.head_count"]))
-            return halved(weight, heads)
-    return weight
+    key = next((key for kind, key in _HEADS.items() if f".{kind}." in name), None)
+    if header.architecture != "eagle3" or key is None:
+        return weight
+    return halved(weight, int(header.values.get(key, header.values[_HEADS["q_proj"]])))
 
 
 def _refuse_unread(header: GgufHeader) -> None:

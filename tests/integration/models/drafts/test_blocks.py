@@ -40,9 +40,11 @@ SMALL = 7
 """Tokens of a target whose draft tokens are often right, whatever they are."""
 
 
-def target(*, fused: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
-    model = CausalModel(make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes))
-    if fused:
+def target(*, fused: bool = True, kernels: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
+    """kernels: False for numbers that no kernel reads."""
+    made = make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes)
+    model = CausalModel(made if kernels else made.double())
+    if fused and kernels:
         model.use_fused()
     return model
 
@@ -97,12 +99,10 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_few_lines_that_read_the_layout_compute_the_same(case: dict[str, Any], kernels: bool, tmp_path: Path) -> None:
-    model = target()
+    model = target(kernels=kernels)
     write_draft(random_block(model, **case), tmp_path)
     block = BlockModel(read_draft(tmp_path), model)
-    assert (block._native is not None) or not kernels
-    if not kernels:
-        block._native = None
+    assert block.capabilities.own_threads is kernels
     text = torch.tensor([3, 17, 29, 3, 80, 41, 5])
     states = states_of(model, block, text)
     found = outputs_of(block, states[:-1], int(text[-1]))
@@ -154,10 +154,9 @@ def reread(
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_neighbouring_pairs_are_turned_where_a_file_states_it(kernels: bool, tmp_path: Path) -> None:
-    model, text = target(), torch.tensor([3, 17, 29, 3, 80, 41, 5])
+    model, text = target(kernels=kernels), torch.tensor([3, 17, 29, 3, 80, 41, 5])
     made, values = reread(random_block(model), tmp_path, lambda one: one.update(rope_is_neox_style=False))
     block = BlockModel(made, model)
-    block._native = block._native if kernels else None
     states, weights = states_of(model, block, text), load_file(tmp_path / "model.safetensors")
     ids = torch.tensor([5, *[values["mask_token_id"]] * (values["block_size"] - 1)])
     embedded = model.model.get_input_embeddings()(ids)
@@ -216,11 +215,9 @@ def test_what_is_trained_is_what_drafts(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5]])
 def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing(case: dict[str, Any]) -> None:
-    model = target()
     for kernels in (True, False):
+        model = target(kernels=kernels)
         block = BlockModel(random_block(model, **case), model)
-        if not kernels:
-            block._native = None
         text = torch.randint(2, VOCAB, (9,), generator=torch.Generator().manual_seed(2))
         states = states_of(model, block, text)
         alone = [outputs_of(block, states[:n], int(text[n]), length) for n, length in ((3, 5), (7, 5), (5, 2))]
@@ -229,7 +226,8 @@ def test_a_shorter_block_is_another_one_and_a_batch_changes_nothing(case: dict[s
         block.add_context([block.features(states[:n]) for n in (3, 7, 5)], cache)
         together = block.run_block([int(text[n]) for n in (3, 7, 5)] + [1], [5, 5, 2, 0], cache)
         for i, one in enumerate(alone):
-            assert torch.equal(one, together[i, : len(one)])
+            same = torch.equal if kernels else torch.allclose  # a module's bits depend on the batch
+            assert same(one, together[i, : len(one)])
         longer = outputs_of(block, states[:5], int(text[5]))[:2]
         assert torch.allclose(alone[2], longer, atol=1e-3) is all(one.causal for one in block.config.sights)
 
@@ -466,13 +464,13 @@ def test_rotated_pairs_that_are_neighbours(tmp_path: Path) -> None:
         ({"conv_kernel_size": 2}, "no conv_group_size"),
         ({"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size=7"),
         ({"projector_type": "domino", "emb_dim": 8}, "no gru_hidden_dim"),
-        ({"projector_type": "other"}, 'projector_type="other"'),
+        ({"projector_type": "other"}, "projector_type='other'"),
         ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers"),
         ({"layer_types": ["linear_attention"] * 2}, 'layer_types has "linear_attention"'),
-        ({"is_causal": False, "causal": True}, "causal=True contradicts is_causal=False"),
+        ({"is_causal": False, "causal": True}, "causal=true contradicts is_causal=false"),
         ({"layer_types": 3}, "layer_types"),
-        ({"model_type": "gemma3"}, 'model_type="gemma3"'),
+        ({"model_type": "gemma3"}, "model_type='gemma3'"),
         ({"hidden_size": None}, "no hidden_size"),
         ({"target_hidden_size": 64}, "target_hidden_size=64"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),

@@ -197,7 +197,7 @@ def test_a_drafter_of_that_name_exists() -> None:
 
 def test_the_kinds_are_those_that_the_readers_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a reader that no longer takes block drafters takes their kinds away."""
-    monkeypatch.setattr(kinds, "is_block", lambda values: False)
+    monkeypatch.setattr(kinds, "KINDS", (HeadConfig,))
     assert drafter_of("dspark") is None and drafter_of("eagle3") == "head"
 
 
