@@ -14,7 +14,7 @@ from foresay.workers.pool import Backend, Pool, check_workers
 def wanted(given: Given) -> bool:
     """Return True if --workers is given. Raises ConfigError for --ray without it."""
     if given.ray and given.workers is None:
-        raise ConfigError("--ray needs --workers, the number of actors")
+        raise ConfigError("needs --workers, the number of actors", param="ray")
     return given.workers is not None
 
 

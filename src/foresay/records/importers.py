@@ -23,17 +23,15 @@ def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[
     prompts: token ids, in the same order. Raises ConfigError without them, and for a malformed log.
     """
     if prompts is None:
-        raise ConfigError(
-            f"{name!r} is a log of tensors, which contains outputs alone; give the prompts that it was made from"
-        )
+        problem = "is a log of tensors, which contains outputs alone; give the prompts that it was made from"
+        raise ConfigError(problem, param="path", value=name)
     text = read_limited(name, MAX_BYTES).decode("utf-8", errors="replace")
     outputs = [_printed(inner, f"{name}, line {number}") for number, inner in _tensors(text)]
     if not outputs:
-        raise ConfigError(f"{name!r} contains no outputs: no tensor([[...]])")
+        raise ConfigError("contains no outputs: no tensor([[...]])", param="path", value=name)
     if len(outputs) > len(prompts):
-        raise ConfigError(
-            f"{name!r} contains {len(outputs)} outputs for {len(prompts)} prompts; give at least as many prompts"
-        )
+        problem = f"contains {len(outputs)} outputs for {len(prompts)} prompts; give as many"
+        raise ConfigError(problem, param="path", value=name)
     return [RecordedText(tuple(map(int, prompt)), output) for prompt, output in zip(prompts, outputs, strict=False)]
 
 
@@ -48,15 +46,13 @@ def _tensors(text: str) -> Iterator[tuple[int, str]]:
 def _printed(text: str, position: str) -> tuple[int, ...]:
     """Parse the token ids of one printed tensor. position: file and line, for error messages."""
     if "..." in text:
-        raise ConfigError(
-            f"{position}: the tensor was printed abbreviated ('...'), so tokens are missing; print it whole"
-        )
+        raise ConfigError(": the tensor was printed without some tokens ('...'); print it whole", param=position)
     try:
         tokens = tuple(map(_token, filter(str.strip, text.split(","))))
     except ValueError as error:
-        raise ConfigError(f"{position}: not a list of token ids ({error})") from None
+        raise ConfigError(f": not a list of token ids ({error})", param=position, value=text) from None
     if not tokens:
-        raise ConfigError(f"{position}: the output is empty")
+        raise ConfigError(": the output is empty", param=position)
     return tokens
 
 
@@ -72,21 +68,22 @@ def read_cs_drafting_cache(name: str) -> list[RecordedText]:
     """
     pairs = parse_json(read_limited(name, MAX_BYTES), name)
     if not isinstance(pairs, dict):
-        raise ConfigError(f"{name!r} must be a JSON object of token ids joined by '_'")
+        raise ConfigError("must be a JSON object of token ids joined by '_'", param="path", value=name)
     texts = []
     for number, (key, value) in enumerate(pairs.items(), 1):
         try:
             pair = (str(ids).split("_") for ids in (key, value))
             prompt, whole = (tuple(map(_token, ids)) for ids in pair)
         except ValueError as error:
-            raise ConfigError(f"{name}, entry {number}: must be token ids joined by '_' ({error})") from None
+            problem = f": must be token ids joined by '_' ({error})"
+            raise ConfigError(problem, param=f"{name}, entry {number}", value=key) from None
         has_prompt = whole[: len(prompt)] == prompt
         start, source = (prompt, None) if has_prompt else (whole[:1], prompt)
         if len(whole) <= len(start):
-            raise ConfigError(f"{name}, entry {number}: the output is empty")
+            raise ConfigError(": the output is empty", param=f"{name}, entry {number}")
         texts.append(RecordedText(start, whole[len(start) :], source))
     if not texts:
-        raise ConfigError(f"{name!r} contains no outputs")
+        raise ConfigError("contains no outputs", param="path", value=name)
     if len({text.source is None for text in texts}) > 1:
-        raise ConfigError(f"{name!r} mixes outputs that begin with their prompts and outputs that do not")
+        raise ConfigError("has outputs with their prompts and outputs without", param="path", value=name)
     return texts

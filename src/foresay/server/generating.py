@@ -168,9 +168,7 @@ async def _outputs(model: Served, request: ChatRequest | CompletionRequest, prep
 def _check_scores(tokens: int, top: int) -> None:
     if tokens * (top + 1) > MAX_ECHOED_SCORES:
         limit = MAX_ECHOED_SCORES // (top + 1)
-        text = (
-            f"echo with logprobs={top} of {tokens} prompt tokens (counted once per output); at most {limit} are allowed"
-        )
+        text = f"has {tokens} tokens, once per output; echo with logprobs={top} is limited to {limit}"
         raise FieldError("prompt", text)
 
 
@@ -212,8 +210,7 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest, stat
     constraint = await model.read(request.constraint())
     if isinstance(request, CompletionRequest):
         if request.suffix and fill_in_marks(model.tokenizer) is None:
-            text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
-            raise FieldError("suffix", text)
+            raise FieldError("suffix", ": this model's tokenizer has no tokens for filling in text between two texts")
         ids = await model.encoded(prompts)
         params = _params(model, request, ids, state)
         params, processors = await _constrained(model, request, params, *(constraint or ("", None)))
@@ -270,7 +267,7 @@ def _thinking_budget(
     try:
         return ThinkingBudget(budget, tokenizer, params.visible_token_ids, reasoning=reasoning)
     except ConfigError as error:
-        raise FieldError(field, str(error)) from None
+        raise FieldError(field, error) from None
 
 
 def _params(
@@ -285,30 +282,22 @@ def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int
     _check_off(model, request)
     n, candidates, stops = request.returned, request.candidates, len(request.stops)
     outputs, options = prompts * candidates, request.stream_options or StreamOptions()
-    running_usage = "stream_options.continuous_usage_stats"
+    usage = "stream_options.continuous_usage_stats"
     for is_wrong, param, text in (
-        (not 1 <= n <= settings.max_n, "n", f"n={n} must be 1 to {settings.max_n}"),
-        (not n <= candidates <= settings.max_n, "best_of", f"best_of={candidates} must be n={n} to {settings.max_n}"),
-        (
-            candidates > n and request.stream,
-            "best_of",
-            "best_of above n cannot be streamed: the best are known at the end",
-        ),
+        (not 1 <= n <= settings.max_n, "n", f"must be 1 to {settings.max_n}"),
+        (not n <= candidates <= settings.max_n, "best_of", f"must be n={n} to {settings.max_n}"),
+        (candidates > n and request.stream, "best_of", "above n cannot be streamed: the best are known at the end"),
         (
             outputs > settings.max_prompts,
             "n",
-            f"{outputs} outputs are requested; at most {settings.max_prompts} are allowed",
+            f"requests {outputs} outputs; at most {settings.max_prompts} are allowed",
         ),
-        (stops > settings.max_stops, "stop", f"{stops} stop strings; at most {settings.max_stops} are allowed"),
-        (
-            options.continuous_usage_stats and not options.include_usage,
-            running_usage,
-            "continuous_usage_stats needs include_usage=true",
-        ),
-        (options.include_usage and not request.stream, "stream_options", "stream_options needs stream=true"),
+        (stops > settings.max_stops, "stop", f"has {stops} texts; at most {settings.max_stops} are allowed"),
+        (options.continuous_usage_stats and not options.include_usage, usage, "needs include_usage=true"),
+        (options.include_usage and not request.stream, "stream_options", "needs stream=true"),
     ):
         if is_wrong:
-            raise FieldError(param, text)
+            raise FieldError(param, text, value={"n": n, "best_of": candidates}.get(param, ...))
 
 
 def _check_off(model: Served, request: ChatRequest | CompletionRequest) -> None:
@@ -316,10 +305,10 @@ def _check_off(model: Served, request: ChatRequest | CompletionRequest) -> None:
     for name, off in OFF.items():
         value = getattr(request, name)
         if value is not None and value != off:
-            raise FieldError(name, f"{name}={value} is not supported; leave it out, or send {off}")
+            raise FieldError(name, f"is not supported; leave it out, or send {off}", value=value)
         if value is not None and model.generator.target.generation.applies(name):
-            text = f"{name}={value}: the model's generation config sets another value, which a request cannot turn off"
-            raise FieldError(name, text)
+            text = "contradicts the model's generation config, which sets another value that a request cannot turn off"
+            raise FieldError(name, text, value=value)
 
 
 async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Request) -> None:

@@ -79,10 +79,8 @@ class Pool:
             worker.described, worker.capacity = reply
             settings, expected = (one.described.get("settings") for one in (worker, (self._workers or [worker])[0]))
             if settings != expected:
-                raise ConfigError(
-                    f"the settings of {worker.name} differ from those of the first worker: {settings} instead of {expected}; "
-                    "set --dtype, and give all workers the same files"
-                )
+                text = f"of {worker.name} differ from the first worker's {expected}; set --dtype, and give all the same files"
+                raise ConfigError(text, param="settings", value=settings)
         except BaseException:
             self._backend.close(handle)
             raise

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from foresay.checks import check_flag, check_int
-from foresay.errors import ConfigError
-from foresay.json_files import short
+from foresay.errors import ConfigError, shown
 from foresay.models.drafts.block_fields import MAX_BLOCK, BlockFields, block_fields_of, sights_of
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.fields import (
@@ -131,15 +130,16 @@ class BlockConfig(DraftConfig):
         check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
         check_flag("from_anchor", self.from_anchor)
         if not self.hidden_layers:
-            raise ConfigError("the block drafter's config.json lists no layers of the target (target_layer_ids)")
+            problem = "is missing: a block drafter reads layers of its target"
+            raise ConfigError(problem, param=f"{_SOURCE}: target_layer_ids")
         if self.path is not None:
             check_int("rank", self.path.rank, 1)
         if self.confidence_reads_markov and (self.path is None or self.path.kind not in MARKOV):
-            raise ConfigError("confidence_head_with_markov=true needs a Markov head, but markov_rank is 0")
+            problem = "needs a Markov head, but markov_rank is 0"
+            raise ConfigError(problem, param="confidence_head_with_markov", value=True)
         if self.convolution is not None and self.hidden_size % self.convolution[1]:
-            raise ConfigError(
-                f"must divide hidden_size={self.hidden_size}", param="conv_group_size", value=self.convolution[1]
-            )
+            text = f"must divide hidden_size={self.hidden_size}"
+            raise ConfigError(text, param="conv_group_size", value=self.convolution[1])
 
     @property
     def num_layers(self) -> int:
@@ -256,9 +256,8 @@ class BlockConfig(DraftConfig):
         kind = values.get("speculators_model_type")
         if kind not in BLOCKS:
             allowed = ", ".join(map(repr, BLOCKS))
-            raise ConfigError(
-                f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
-            )
+            text = f"is not supported; it must be one of {allowed}"
+            raise ConfigError(text, param="speculators_model_type", value=kind)
         names = ("transformer_layer_config", "dflash_config")
         sections = {"config.json": values, **{name: object_of(values, name) for name in names}}
         report_unread(sections.values(), _KNOWN, _SOURCE)
@@ -280,9 +279,11 @@ class BlockConfig(DraftConfig):
         """Build a configuration. from_anchor: `sample_from_anchor` of a file that does not set it."""
         kind = layer.get("model_type")
         if kind not in ("qwen3", "llama"):
-            raise ConfigError(
-                f"model_type={short(kind)} is not supported for a block drafter's layers; it must be 'qwen3' or 'llama'"
+            text = (
+                f"model_type={shown(kind)} is not supported for a block drafter's layers; it must be 'qwen3' or 'llama'"
             )
+            problem = "is not supported for a block drafter's layers; it must be 'qwen3' or 'llama'"
+            raise ConfigError(problem, param="model_type", value=kind)
         for section in (layer, values):
             refuse_parts(section, _PARTS, "block drafters")
         shape = check_layer(layer, _SOURCE)
@@ -292,9 +293,8 @@ class BlockConfig(DraftConfig):
             ("target_hidden_size", fields.target_hidden_size, "hidden_size", layer["hidden_size"]),
         ):
             if own not in (None, expected):
-                raise ConfigError(
-                    f"{name}={own} differs from {other}={expected}; such block drafters are not supported"
-                )
+                text = f"differs from {other}={expected}, which is not supported for block drafters"
+                raise ConfigError(text, param=name, value=own)
         shifts = block.shift_label if block.sample_from_anchor is None else block.sample_from_anchor
         return cls(
             layer={name: value for name, value in shape.items() if value is not False},
@@ -326,7 +326,7 @@ def _with_usual_names(values: Mapping[str, Any], own: Mapping[str, Any]) -> Mapp
             if found is None:
                 continue
             if out.get(usual) not in (None, found):
-                raise ConfigError(f"{name}={short(found)} contradicts {usual}={short(out[usual])}")
+                raise ConfigError(f"contradicts {usual}={shown(out[usual])}", param=name, value=found)
             out[usual] = found
     return out
 
@@ -350,7 +350,7 @@ def _path_of(block: BlockFields) -> PathShape | None:
         found.append(PathShape(SELECTOR, rank, candidates=count))
     if len(found) > 1:
         kinds = " and ".join(one.kind for one in found)
-        raise ConfigError(f"{_SOURCE} has two parts that read the tokens before ({kinds}); one is supported")
+        raise ConfigError(f"has two parts that read the tokens before ({kinds}); one is supported", param=_SOURCE)
     return found[0] if found else None
 
 
@@ -365,7 +365,7 @@ def _both(block: BlockFields, first: str, second: str) -> tuple[int, int]:
     values = {name: getattr(block, name) for name in (first, second)}
     for name, value in values.items():
         if not value:
-            raise ConfigError(f"{_SOURCE} has no {name}")
+            raise ConfigError("is missing", param=f"{_SOURCE}: {name}", value=value)
     return values[first], values[second]
 
 

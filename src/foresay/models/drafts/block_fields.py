@@ -57,7 +57,7 @@ def block_fields_of(values: Mapping[str, Any], source: str) -> BlockFields:
 def sights_of(block: BlockFields, windows: Sequence[int | None]) -> list[tuple[int | None, bool]]:
     """Return the window and the causality of each layer. windows: of the layers. Raises ConfigError for a contradiction."""
     if None not in (block.causal, block.is_causal) and block.causal != block.is_causal:
-        raise ConfigError(f"causal={block.causal} contradicts is_causal={block.is_causal}")
+        raise ConfigError("contradicts {is_causal}", param="causal", value=block.causal, is_causal=block.is_causal)
     causal = bool(block.causal or block.is_causal)
     # the speculators layout lets layers with windows alone be causal
     slides_causally = causal if block.sliding_window_non_causal is None else not block.sliding_window_non_causal

@@ -83,9 +83,10 @@ class DraftConfig(ABC):
         heads = self.layer["num_attention_heads"]
         shared = self.layer.get("num_key_value_heads") or heads
         if heads % shared:
-            raise ConfigError(f"num_key_value_heads={shared} must divide num_attention_heads={heads}")
+            raise ConfigError(f"must divide num_attention_heads={heads}", param="num_key_value_heads", value=shared)
         if not self.layer.get("head_dim") and self.hidden_size % (2 * heads):
-            raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of twice num_attention_heads={heads}")
+            text = f"must be a multiple of twice num_attention_heads={heads}"
+            raise ConfigError(text, param="hidden_size", value=self.hidden_size)
 
     @property
     def hidden_size(self) -> int:
@@ -118,7 +119,7 @@ class DraftConfig(ABC):
 
     def as_speculators(self) -> dict[str, Any]:
         """Return the config.json of vLLM's speculators layout. Raises ConfigError for a kind that is not written in it."""
-        raise ConfigError(f"a {self.NOUN} is written in the plain layout alone")
+        raise ConfigError(f"is written in the plain layout alone, as a {self.NOUN}", param="draft")
 
     def check_target(self, vocab_size: int, hidden_size: int, num_layers: int, name: str) -> tuple[int, ...]:
         """Return the layers of a target whose hidden states are read. Raises ConfigError if the draft does not fit the target."""
@@ -127,14 +128,12 @@ class DraftConfig(ABC):
             ("hidden size", self.target_width, hidden_size),
         ):
             if expected != actual:
-                raise ConfigError(
-                    f"the {self.NOUN} was made for a target with a {quantity} of {expected}, but {name!r} has {actual}"
-                )
+                text = f"must be {actual}, as in {name!r}"
+                raise ConfigError(text, param=f"the {self.NOUN}'s {quantity} of its target", value=expected)
         layers = self.hidden_layers or usual_layers(num_layers)
         if max(layers) > num_layers:
-            raise ConfigError(
-                f"the {self.NOUN} reads layer {max(layers)} of its target, but {name!r} has only {num_layers}"
-            )
+            text = f"must be at most {num_layers}, the layers of {name!r}"
+            raise ConfigError(text, param="hidden_layers", value=max(layers))
         return layers
 
 
@@ -226,9 +225,8 @@ class HeadConfig(DraftConfig):
         kind = values.get("speculators_model_type")
         if kind != "eagle3":
             allowed = ", ".join(map(repr, ("eagle3", *BLOCKS)))
-            raise ConfigError(
-                f"is not supported; it must be one of {allowed}", param="speculators_model_type", value=kind
-            )
+            text = f"is not supported; it must be one of {allowed}"
+            raise ConfigError(text, param="speculators_model_type", value=kind)
         names = ("transformer_layer_config", "eagle_config")
         sections = {"config.json": values, **{name: object_of(values, name) for name in names}}
         return cls._build(sections, before_residual=True, **verifier_of(values))
@@ -246,18 +244,18 @@ class HeadConfig(DraftConfig):
         report_unread(sections.values(), (*_READ, *READ_ELSEWHERE, *_HEAD_PARTS), source)
         every, layer = merged(sections, _READ), sections.get("transformer_layer_config", sections["config.json"])
         if not every.get(_USES_LAYERS, True):
-            raise ConfigError(
-                "use_aux_hidden_state=false: heads that read only the last hidden state are not supported; it must be true"
-            )
+            text = "is not supported: a head must read more than the last hidden state"
+            raise ConfigError(text, param="use_aux_hidden_state", value=False)
         shape, fields = check_layer(every, source), fields_of(every, source)
         kind, count = layer.get("model_type", "llama"), every.get("num_hidden_layers", 1)
         if kind != "llama":
             raise ConfigError("is not supported for a head's layer; it must be 'llama'", param="model_type", value=kind)
         is_head = len(sections) > 2 or sections["eagle_config"] or {"draft_vocab_size", _HIDDEN_LAYERS} & every.keys()
         if count != 1 and not is_head:
-            raise ConfigError("the config.json is that of a whole model, not of a draft head")
+            raise ConfigError("is that of a whole model, not of a draft head", param="config.json")
         if count != 1:
-            raise ConfigError(f"num_hidden_layers={count}: only heads with one layer are supported")
+            text = "must be 1: only heads with one layer are supported"
+            raise ConfigError(text, param="num_hidden_layers", value=count)
         before = fields.norm_before_residual
         return cls(
             layer=shape,

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from foresay.errors import ConfigError
-from foresay.json_files import Schema, short
+from foresay.errors import ConfigError, shown
+from foresay.json_files import Schema
 
 logger = logging.getLogger("foresay")
 
@@ -161,7 +161,7 @@ def check_layer(layer: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the fields of a draft's layers. Raises ConfigError that names a missing or invalid one; source: for errors."""
     missing = [name for name in REQUIRED if layer.get(name) is None]
     if missing:
-        raise ConfigError(f"{source} has no {missing[0]}")
+        raise ConfigError("is missing", param=f"{source}: {missing[0]}")
     _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, source)
     _check_positions(layer)
     return {name: layer[name] for name in LAYER if layer.get(name) is not None}
@@ -179,7 +179,7 @@ def _check_positions(layer: Mapping[str, Any]) -> None:
 def fields_of(values: Mapping[str, Any], source: str) -> Fields:
     """Return the fields other than the layers'. Raises ConfigError as `check_layer` does."""
     if values.get("vocab_size") is None:
-        raise ConfigError(f"{source} has no vocab_size")
+        raise ConfigError("is missing", param=f"{source}: vocab_size")
     return _FIELDS.of({name: values.get(name) for name in Fields.model_fields}, source)
 
 
@@ -191,23 +191,20 @@ def windows_of(layer: Mapping[str, Any], count: int, source: str) -> list[int | 
     found = _WINDOWS.of({name: layer.get(name) for name in _Windows.model_fields}, source)
     kinds = found.layer_types or [SLIDING if found.use_sliding_window else FULL] * count
     if unknown := [one for one in kinds if one not in (FULL, SLIDING)]:
-        raise ConfigError(
-            f"layer_types has {short(unknown[0])}: drafts with such layers are not supported; "
-            f"they must be {FULL!r} or {SLIDING!r}"
-        )
+        raise ConfigError(f"must be {FULL!r} or {SLIDING!r} in a draft", param="layer_types", value=unknown[0])
     if len(kinds) != count:
-        raise ConfigError(f"layer_types has {len(kinds)} layers, but num_hidden_layers={count}")
+        raise ConfigError(f"has {len(kinds)} layers, but num_hidden_layers={count}", param="layer_types", value=kinds)
     if SLIDING in kinds and found.sliding_window is None:
-        raise ConfigError(f"{source} has layers with a sliding window, but no sliding_window")
+        raise ConfigError("is missing for the layers with a sliding window", param=f"{source}: sliding_window")
     return [found.sliding_window if one == SLIDING else None for one in kinds]
 
 
 def layers_of(values: Mapping[str, Any], name: str, source: str, *, least: int = 0) -> tuple[int, ...] | None:
     """Return the target's layers that a field lists; None if it is missing. least: the number of the embeddings."""
     found = values.get(name)
-    layers = _LAYERS.of(found, f"{source}: {name}={short(found)}")
+    layers = _LAYERS.of(found, f"{source}: {name}={shown(found)}")
     if layers is not None and min(layers) < least:
-        raise ConfigError(f"{source}: {name}={short(found)} must be numbers of layers from {least} on")
+        raise ConfigError(f"must be numbers of layers from {least} on", param=f"{source}: {name}", value=found)
     return layers
 
 
@@ -215,7 +212,7 @@ def object_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return an object inside a config.json; empty if it is missing. Raises ConfigError for another value."""
     found = values.get(name) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} of a draft's config.json must be an object, not {short(found)}")
+        raise ConfigError("must be an object in a draft's config.json", param=name, value=found)
     return found
 
 
@@ -236,7 +233,7 @@ def merged(sections: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> d
         (first, value), *others = found.items() or [("", None)]
         for place, other in others:
             if other != value:
-                raise ConfigError(f"{name}={short(other)} in {place} contradicts {name}={short(value)} in {first}")
+                raise ConfigError(f"in {place} contradicts {name}={shown(value)} in {first}", param=name, value=other)
         if found:
             out[name] = value
     return out
@@ -255,4 +252,4 @@ def refuse_parts(values: Mapping[str, Any], parts: Mapping[str, tuple[Any, ...]]
     """Raise ConfigError for a field that selects a part which is not supported. parts: the values that select none."""
     for name, allowed in parts.items():
         if values.get(name) not in allowed:
-            raise ConfigError(f"{name}={short(values[name])}: {noun} with this part are not supported")
+            raise ConfigError(f"is not supported: {noun} must not have this part", param=name, value=values[name])
