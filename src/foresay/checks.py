@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -24,16 +25,11 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """Return `value` as a float if it is a finite number in [low, high], or in (low, high] if open_low is set."""
-    good = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
-    if not good or not (low < value if open_low else low <= value) or value > high:
+    good = isinstance(value, Real) and not isinstance(value, bool)
+    if not good or not (low < value if open_low else low <= value) or value > min(high, sys.float_info.max):
         left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
         raise ConfigError(f"must be a finite number in {left}{low:g}, {high:g}{right}", param=name, value=value)
     return float(value)
-
-
-def _is_finite(value: Any) -> bool:
-    """False also for an integer beyond every float, which `math.isfinite` raises for."""
-    return bool(abs(value) <= sys.float_info.max)
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -51,18 +47,11 @@ def check_has(name: str, value: T, method: str, kind: str) -> T:
 
 
 def gigabytes(variable: str, default: float) -> float:
-    """Return the bytes of a number of gigabytes in an environment variable, or of the default without it.
-
-    Raises ConfigError for another text.
-    """
-    text = os.environ.get(variable, "")
-    try:
-        found = float(text) if text else default
-    except ValueError:
-        found = math.nan
-    if text and not 0 <= found < math.inf:
-        raise ConfigError("must be a number of gigabytes", param=variable, value=text)
-    return found * 1e9
+    """Return the bytes of a number of gigabytes in an environment variable, or of the default. Raises ConfigError for others."""
+    number: Any = os.environ.get(variable) or default
+    with suppress(ValueError):
+        number = float(number)
+    return number * 1e9 if number == default else check_float(variable, number, 0.0, 1e9) * 1e9
 
 
 def check_choice(name: str, value: Any, known: tuple[str, ...]) -> str:

@@ -47,17 +47,22 @@ def fingerprint(path: str | os.PathLike[str]) -> bytes:
     return found.digest() if files else b""
 
 
+def unreadable(path: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """Return the error of a file that cannot be read."""
+    return ConfigError(f"cannot be read: {error.strerror or error}", param="path", value=path)
+
+
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn file system errors of writing in this block into ConfigError with the path and the reason."""
     try:
         yield
-    except OSError as error:
-        raise ConfigError(f"cannot write {os.fspath(path)!r}: {error.strerror or error}") from None
-    except Exception as error:  # Rust libraries, such as safetensors and tokenizers, raise other types
-        if (found := re.search(r"([^:]*) \(os error \d+\)", str(error))) is None:
+    except Exception as error:  # Rust libraries, such as safetensors and tokenizers, raise other types than OSError
+        found = re.search(r"([^:]*) \(os error \d+\)", str(error))
+        if found is None and not isinstance(error, OSError):
             raise
-        raise ConfigError(f"cannot write {os.fspath(path)!r}: {found[1].strip()}") from None
+        reason = found[1].strip() if found else getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot be written: {reason}", param="path", value=path) from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, shown
 
 T = TypeVar("T")
 
@@ -44,27 +44,35 @@ class Schema(Generic[T]):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             if first["type"] == "json_invalid":
-                raise ConfigError(f"{source}: not JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
-            raise ConfigError(f"{source}: not {self.noun}: {_explained(first)}") from None
+                raise ConfigError(f": not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", param=source) from None
+            raise self._refusal(first, source) from None
+
+    def _refusal(self, error: ErrorDetails, source: str) -> ConfigError:
+        field = ".".join(map(str, error["loc"]))
+        param, value = f"{source}: {field}" if field else source, error["input"]
+        text = " ".join(error["msg"].removeprefix("Value error, ").split())
+        if field and text.startswith("Input "):
+            return ConfigError(f"{text.removeprefix('Input ')}; this is not {self.noun}", param=param, value=value)
+        return ConfigError(f": not {self.noun}: {text[:1].lower()}{text[1:]}", param=param, value=value)
 
     def of(self, value: Any, source: str) -> T:
         """Validate JSON that is already parsed."""
         return self.read(json.dumps(value), source)
 
 
-def parse_json(raw: bytes | str, source: str = "") -> Any:
-    """Parse any JSON value. Raises ConfigError, which starts with the source, if given, and ends with line and column."""
+def parse_json(raw: bytes | str, source: str = "it") -> Any:
+    """Parse any JSON value. Raises ConfigError, which starts with the source and ends with line and column."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ConfigError(f"{source}: not JSON: {error}" if source else f"not JSON: {error}") from None
+        raise ConfigError(f"is not JSON: {error}", param=source) from None
 
 
 def parse_object(raw: bytes | str, source: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ConfigError as `parse_json` does, and for any other value."""
     value = parse_json(raw, source)
     if not isinstance(value, dict):
-        raise ConfigError(f"{source}: a JSON object is needed, not {short(value)}")
+        raise ConfigError(f": a JSON object is needed, not {shown(value)}", param=source, value=value)
     return value
 
 
@@ -76,26 +84,7 @@ def read_limited(path: str | os.PathLike[str], limit: int = MAX_BYTES) -> bytes:
     with open(path, "rb") as file:
         known = os.fstat(file.fileno())
         if not stat.S_ISREG(known.st_mode):
-            raise ConfigError(f"{os.fspath(path)!r} is no regular file")
+            raise ConfigError("is no regular file", param="path", value=path)
         if known.st_size > limit:
-            raise ConfigError(f"{os.fspath(path)!r} is larger than {limit} bytes, the maximum for such a file")
+            raise ConfigError(f"is larger than {limit} bytes, the maximum for such a file", param="path", value=path)
         return file.read(known.st_size)  # allocates the file's size, not the limit
-
-
-def short(value: Any) -> str:
-    """Return a value as JSON, shortened to 80 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _explained(error: ErrorDetails) -> str:
-    """Return one error of pydantic as one line: the field, what is allowed, and the value."""
-    field = ".".join(str(part) for part in error["loc"])
-    text = " ".join(error["msg"].removeprefix("Value error, ").split())
-    if error["type"] == "too_short":
-        text = f"Input should have at least {error['ctx']['min_length']} item"
-    if text.startswith("Input should"):
-        text = f"{field or 'it'} {text.removeprefix('Input ')}"
-    elif field:
-        text = f"{field}: {text[:1].lower()}{text[1:]}"
-    return text if error["type"] in ("missing", "union_tag_not_found") else f"{text}, not {short(error['input'])}"

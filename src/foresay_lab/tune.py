@@ -156,9 +156,11 @@ class Tuner:
         count: number of recorded outputs that are replayed, of all categories in turns; None for all.
         """
         if not recording.greedy:
-            raise ConfigError("tuning needs a greedy recording, and this one was sampled; record with temperature 0")
+            text = "was sampled, and tuning needs a greedy one; record with temperature 0"
+            raise ConfigError(text, param="recording")
         if recording.model != target.target.name:
-            raise ConfigError(f"the recording is of {recording.model!r}, and the target is {target.target.name!r}")
+            text = "and {target} are different models"
+            raise ConfigError(text, param="recording", value=recording.model, target=target.target.name)
         self.target, self.recording = target, replace(recording, records=tuple(_in_turns(recording)[:count]))
         self._profile, self._rounds = profile, rounds
         self._precomputed: dict[str, PrecomputedDrafter] = {}
@@ -232,7 +234,8 @@ class Tuner:
         recording = recording or self.recording
         generator = method.generator(self.target, batch_size)
         if not generator.rule.exact:
-            raise ConfigError(f"rule {generator.rule.name!r} is lossy: its output may differ; tune an exact rule")
+            text = "is lossy: its output may differ; tune an exact rule"
+            raise ConfigError(text, param="rule", value=generator.rule.name)
         generator.forget()
         drafter: Any = generator.make_drafter()
         assert drafter is not None and self._profile is not None
@@ -307,9 +310,8 @@ class Tuner:
                 self.tuning.failed[run.cell.method] = run.error
                 continue
             if run.identical is False:
-                raise ConfigError(
-                    f"{run.cell.method} generated different output than plain decoding; please report this"
-                )
+                text = "generated different output than plain decoding; please report this"
+                raise ConfigError(text, param="method", value=str(run.cell.method))
             if run.speed_up is None:
                 live.plain.setdefault(block.batch_size, []).append((run.seconds, run.tokens_per_s))
                 continue

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from foresay import errors
 from foresay.decoding.acceptance import RULES, make_rule
-from foresay.errors import ConfigError, ForesayError, RequestError, UnknownNameError
+from foresay.errors import MAX_SHOWN, ConfigError, ForesayError, RequestError, UnknownNameError, shown
+from helpers.refusals import refused
 
 PARENTS = {
     "ConfigError": (ForesayError, ValueError),
@@ -35,16 +39,16 @@ def test_every_error_is_in_the_docstring() -> None:
 
 def test_the_nearest_name_is_offered() -> None:
     message = str(UnknownNameError("rule", "blok", {"speculative", "block", "match"}))
-    assert message == "unknown rule 'blok'. Did you mean 'block'? Known: block, match, speculative."
+    assert message == "rule='blok' is unknown. Did you mean 'block'? Known: block, match, speculative."
 
 
 def test_a_name_near_nothing_gets_no_guess() -> None:
-    assert str(UnknownNameError("rule", "zzz", ["block", "match"])) == "unknown rule 'zzz'. Known: block, match."
+    assert str(UnknownNameError("rule", "zzz", ["block", "match"])) == "rule='zzz' is unknown. Known: block, match."
 
 
 def test_rules_are_found_by_name() -> None:
     assert {name: make_rule(name).name for name in RULES} == {name: name for name in RULES}
-    with pytest.raises(UnknownNameError, match=r"unknown rule 'speculativ'\. Did you mean 'speculative'"):
+    with refused("rule", "speculativ", UnknownNameError):
         make_rule("speculativ")
 
 
@@ -74,4 +78,10 @@ def test_what_an_error_knows_besides_its_message_stays() -> None:
 def test_a_wrong_value_is_kept_with_its_parameter() -> None:
     error = ConfigError("must be positive", param="k", value=-1).about("file 'f'")
     assert (str(error), error.param, error.value) == ("file 'f': k=-1 must be positive", "k", -1)
-    assert (ConfigError("no room").param, str(ConfigError("k is twice given", param="k"))) == (None, "k is twice given")
+    assert str(ConfigError(": not JSON", param="f.json", value="{")) == "f.json: not JSON"
+    assert str(ConfigError("no room")) == "no room" and str(ConfigError("is empty", param="k")) == "k is empty"
+
+
+def test_a_value_is_shown_on_one_line_and_cut() -> None:
+    assert shown(Path("a")) == "'a'" and shown("a\nb") == r"'a\nb'" and "\n" not in shown(np.zeros((3, 3)))
+    assert [len(shown(value)) for value in ("x" * 1000, b"x" * 1000, ["x"] * 1000)] == [MAX_SHOWN + 3] * 3

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import ANY
 
 import pytest
 from pydantic import ConfigDict, Field
 
-from foresay.errors import ConfigError
-from foresay.json_files import Schema, parse_json, parse_object, read_limited, short
+from foresay.errors import MAX_SHOWN
+from foresay.json_files import Schema, parse_json, parse_object, read_limited
+from helpers.refusals import refused
 
 
 @dataclass(frozen=True)
@@ -25,31 +28,25 @@ class Point:
 POINT: Schema[Point] = Schema(Point, "a point")
 
 
-def refusal(call: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        ("{", "f: not JSON: EOF while parsing an object at line 1 column 1"),
-        ("[1,\n2,,]", "f: not JSON: expected value at line 2 column 3"),
-        ("[NaN]", "f: not JSON: expected value at line 1 column 2"),
-        ("[-Infinity]", "f: not JSON: invalid number"),
-        ('["\\ud800"]', "f: not JSON: "),
-        ("[" * 100_000, "f: not JSON: recursion limit exceeded at line 1 column 202"),
-        ('{"a":' * 100_000 + "1" + "}" * 100_000, "f: not JSON: recursion limit exceeded"),
-        ("9" * 5000, "f: not JSON: number out of range"),
-        (b'["\xff"]', "f: not JSON: "),
-        ("{} {}", "f: not JSON: trailing characters at line 1 column 4"),
+        "{",
+        "[1,\n2,,]",
+        "[NaN]",
+        "[-Infinity]",
+        '["\\ud800"]',
+        "[" * 100_000,
+        '{"a":' * 100_000 + "1" + "}" * 100_000,
+        "9" * 5000,
+        b'["\xff"]',
+        "{} {}",
     ],
 )
-def test_what_is_not_json(text: str | bytes, message: str) -> None:
+def test_what_is_not_json(text: str | bytes) -> None:
     for read in (parse_json, parse_object, *([] if "Infinity" in str(text) or "NaN" in str(text) else [POINT.read])):
-        assert refusal(lambda read=read: read(text, "f")).startswith(message)
+        with refused("f", None):
+            read(text, "f")
 
 
 def test_the_last_of_two_keys_counts() -> None:
@@ -57,43 +54,42 @@ def test_the_last_of_two_keys_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "param", "value"),
     [
-        ('{"x": NaN}', "f: not a point: x should be a valid integer, not NaN"),
-        ('{"x": 1, "y": NaN}', "f: not a point: y should be"),
-        ('{"x": 1, "y": 1e999}', "f: not a point: y should be a finite number, not Infinity"),
-        ("[]", "f: not a point: it should be an object, not []"),
-        ("{}", "f: not a point: x: field required"),
-        ('{"x": "1"}', 'f: not a point: x should be a valid integer, not "1"'),
-        ('{"x": 1.0}', "f: not a point: x should be a valid integer, not 1.0"),
-        ('{"x": true}', "f: not a point: x should be a valid integer, not true"),
-        ('{"x": 1, "y": -0.5}', "f: not a point: y should be greater than or equal to 0, not -0.5"),
-        ('{"x": 1, "more": [["a", 1], ["b", "c"]]}', "f: not a point: more.1.1 should be a valid integer"),
-        ('{"x": ["' + "a" * 1000 + '"]}', 'f: not a point: x should be a valid integer, not ["aaa'),
+        ('{"x": 1, "y": NaN}', "f: y", ANY),
+        ('{"x": 1, "y": 1e999}', "f: y", math.inf),
+        ("[]", "f", []),
+        ("{}", "f: x", {}),
+        ('{"x": "1"}', "f: x", "1"),
+        ('{"x": 1.0}', "f: x", 1.0),
+        ('{"x": true}', "f: x", True),
+        ('{"x": 1, "y": -0.5}', "f: y", -0.5),
+        ('{"x": 1, "more": [["a", 1], ["b", "c"]]}', "f: more.1.1", "c"),
+        ('{"x": ["' + "a" * 1000 + '"]}', "f: x", ["a" * 1000]),
     ],
 )
-def test_what_is_of_another_type(text: str, message: str) -> None:
-    found = refusal(lambda: POINT.read(text, "f"))
-    assert found.startswith(message) and len(found) < 150
+def test_what_is_of_another_type(text: str, param: str, value: Any) -> None:
+    with refused(param, value) as found:
+        POINT.read(text, "f")
+    assert len(str(found.value)) < MAX_SHOWN + 80
 
 
 def test_what_is_of_the_type() -> None:
     assert POINT.read('{"x": 1, "y": 2, "more": [["a", 1]]}', "f") == Point(1, 2.0, (("a", 1),))
     assert POINT.of({"x": 1, "more": (("a", 1),)}, "f") == Point(1, 0.0, (("a", 1),))
     assert parse_object('{"x": 1}', "f") == {"x": 1}
-    assert refusal(lambda: parse_object("[1]", "f")) == "f: a JSON object is needed, not [1]"
+    with refused("f", [1]):
+        parse_object("[1]", "f")
 
 
 def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x" * 100)
     assert read_limited(path, 100) == b"x" * 100
-    assert refusal(lambda: read_limited(path, 99)).endswith("is larger than 99 bytes, the maximum for such a file")
+    with refused("path", path):
+        read_limited(path, 99)
     with path.open("r+b") as file:
         file.truncate(1 << 40)  # takes no room on the disk, and would take a terabyte of memory
-    assert "is larger than" in refusal(lambda: read_limited(path))
-    assert refusal(lambda: read_limited("/dev/zero")) == "'/dev/zero' is no regular file"
-
-
-def test_values_are_shown_in_a_line() -> None:
-    assert short({"a": [1, None]}) == '{"a": [1, null]}' and len(short("x" * 1000)) == 80
+    for one in (path, "/dev/zero"):
+        with refused("path", one):
+            read_limited(one)

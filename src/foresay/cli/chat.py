@@ -50,7 +50,7 @@ def _loop(session: ChatSession, reader: Reader) -> int:
         try:
             handle(session, entered)
         except ForesayError as error:
-            session.screen.error(as_typed(str(error), FLAGS))
+            session.screen.error(error.worded(as_typed(FLAGS, {})))
         except RuntimeError as error:  # PyTorch's, such as no memory: keep the conversation
             session.screen.error(f"{type(error).__name__}: {error}")
         except KeyboardInterrupt:

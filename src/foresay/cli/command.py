@@ -89,13 +89,16 @@ class Command(click.Command):
             for source in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
         )
         flags |= {p.name: of_option(p, ctx.auto_envvar_prefix) for p in self.params if p.name in variables}
+        arguments = {p.name: p.metavar.strip("[].") for p in self.params if isinstance(p, click.Argument) and p.metavar}
+        if ctx.params.get("model_argument") is not None:
+            arguments["model"] = arguments["model_argument"]
         try:
             given = Given(**ctx.params, typed={name: flag for name, flag in flags.items() if name in typed})
             if "model_argument" in ctx.params:
                 choose_model(given, given.model_argument)
             return self.callback(given)
         except ForesayError as error:
-            error.args = (as_typed(str(error), flags),)
+            error.args = (error.worded(as_typed({**flags, **arguments}, ctx.params)),)
             raise
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -153,9 +156,7 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_w
 def choose_model(given: Given, argument: str | None) -> None:
     """Take the model from the argument, else from --model. Raises ConfigError if both are on the command line."""
     if argument is not None and "model" in given.typed:
-        raise ConfigError(
-            f"the model is given twice, as the argument {argument!r} and with --model {given.model!r}; drop one"
-        )
+        raise ConfigError(f"and --model {given.model} are two models; drop one", param="model", value=argument)
     given.model = given.model if argument is None else argument
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from foresay.checks import check_int
 from foresay.cli.command import Given
 from foresay.cli.options import DEFAULT_MODEL
 from foresay.cli.progress import loading, note
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, PromptError
+from foresay.files import unreadable
 from foresay.generation.generator import Generator
 from foresay.generation.load import change, load
 from foresay.generation.method import Method, methods
@@ -41,8 +43,8 @@ def use_threads(count: int | None) -> None:
 
 def check_threads(count: int | None) -> None:
     """Raise ConfigError for a number of threads out of range."""
-    if count is not None and not 1 <= count <= 1024:
-        raise ConfigError(f"--threads {count} must be between 1 and 1024")
+    if count is not None:
+        check_int("threads", count, 1, 1024)
 
 
 def load_generator(given: Given, *, later: Sequence[Method] = (), **more: Any) -> Generator:
@@ -112,9 +114,7 @@ def memory_sizes(text: str) -> dict[str, str]:
     """Return the memory limit of each device in "0=20GB,cpu=60GB"."""
     found = re.fullmatch(_SIZES, text)
     if found is None:
-        raise ConfigError(
-            f"--max-memory {text!r} must be DEVICE=SIZE, several separated by commas, such as 0=20GB,cpu=60GB"
-        )
+        raise ConfigError("must be DEVICE=SIZE and commas, such as 0=20GB,cpu=60GB", param="max_memory", value=text)
     return dict(part.split("=") for part in text.split(","))
 
 
@@ -122,7 +122,7 @@ def memory_size(flag: str, text: str) -> int:
     """Return a size in bytes. Raises ConfigError, which names the flag."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B?", text, re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{flag} {text!r} must be a size such as 800MB, 6GB or 6GiB")
+        raise ConfigError("must be a size such as 800MB, 6GB or 6GiB", param=flag, value=text)
     return int(
         float(found[1]) * (1024 if found[3] else 1000) ** "kmgt".index(found[2].lower()) * (1024 if found[3] else 1000)
     )
@@ -132,31 +132,31 @@ def check_draft_weights(given: Given, methods: Sequence[Method]) -> None:
     """Raise ConfigError for --draft-weights if no method loads a draft model."""
     kind = getattr(given, "draft_weights", None)
     if kind is not None and not any(read_drafter(one.drafter).loads_model for one in methods):
-        raise ConfigError(f"--draft-weights {kind!r} applies to a draft model, and no method loads one; drop it")
+        raise ConfigError("is for a draft model, and no method loads one; drop it", param="draft_weights", value=kind)
 
 
 def check_output(output: Path, *, force: bool, name: str = "--output") -> None:
     """Raise ConfigError for a file that could not be written in the end."""
     if output.is_dir():
-        raise ConfigError(f"{name} {str(output)!r} is a folder; name a file")
+        raise ConfigError("is a folder; name a file", param=name, value=output)
     if output.exists() and not force:
-        raise ConfigError(f"{name} {str(output)!r} exists; add --force to replace it, or name another file")
+        raise ConfigError("exists; add --force to replace it, or name another file", param=name, value=output)
     if not output.parent.is_dir():
-        raise ConfigError(f"{name} {str(output)!r}: the folder {str(output.parent)!r} does not exist")
+        raise ConfigError(f"is in the folder {str(output.parent)!r}, which does not exist", param=name, value=output)
     if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"{name} {str(output)!r}: the folder {str(output.parent)!r} is not writable")
+        raise ConfigError(f"is in the folder {str(output.parent)!r}, which is not writable", param=name, value=output)
 
 
 def check_folder(folder: Path, ours: Sequence[str]) -> None:
     """Make a folder that is written or continued. Raises ConfigError for one with other content than that of these names."""
     if folder.is_file():
-        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
+        raise ConfigError("is a file; name a folder", param="folder", value=folder)
     if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in ours):
-        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
+        raise ConfigError("contains something else, and is not changed; name another", param="folder", value=folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from None
+        raise ConfigError(f"cannot be made: {error.strerror}", param="folder", value=folder) from None
 
 
 def model_name(given: str | None) -> str:
@@ -187,7 +187,7 @@ def target_name(given: str | None) -> str:
     Raises ConfigError for a settings file.
     """
     if given is not None and is_settings(given):
-        raise ConfigError(f"{given!r} is a settings file, and this command takes a model; give its target by name")
+        raise ConfigError("is a settings file, not a model; give its target by name", param="model", value=given)
     return DEFAULT_MODEL if given is None else given
 
 
@@ -224,7 +224,7 @@ def read_prompt(words: Sequence[str] | None, file: Path | None) -> str:
         try:
             raw = file.read_bytes()
         except OSError as error:
-            raise PromptError(f"cannot read {str(file)!r}: {error.strerror}") from None
+            raise unreadable(file, error) from None
         return _decoded(raw, str(file))
     if argument is not None and argument != "-":
         return _checked(argument)
@@ -279,7 +279,7 @@ def refuse_idle(params: SamplingParams) -> None:
     """Raise ConfigError for an option that has no effect on greedy output."""
     for flag, used in idle(params).items() if params.greedy else ():  # a forgotten --temperature
         if used:
-            raise ConfigError(f"--{flag} has no effect at temperature 0; add --temperature, or drop it")
+            raise ConfigError("has no effect at temperature 0; add --temperature, or drop it", param=f"--{flag}")
 
 
 def idle(params: SamplingParams) -> dict[str, bool]:

@@ -56,19 +56,19 @@ def run(given: Given) -> int:
 def _refuse_contradictions(given: Given) -> None:
     """Raise ConfigError for options that exclude each other, and for an option without the one that it needs."""
     if given.trace and given.json:
-        raise ConfigError("--trace and --json contradict; drop one")
+        raise ConfigError("and --json contradict; drop one", param="trace")
     if given.lines and (given.trace or given.compare):
         shown = "--trace" if given.trace else "--compare"
-        raise ConfigError(f"--lines decodes a batch, and {shown} shows one prompt; drop one")
+        raise ConfigError(f"decodes a batch, and {shown} shows one prompt; drop one", param="lines")
     if given.logprobs is not None and not given.json:
-        raise ConfigError("--logprobs needs --json")
+        raise ConfigError("needs --json", param="logprobs", value=given.logprobs)
     for name, needed in (("batch_size", "lines"), ("workers", "lines"), ("ray", "workers"), ("repeats", "compare")):
         if name in given.typed and not getattr(given, needed):
-            raise ConfigError(f"{given.typed[name]} needs --{needed}; add it, or drop {given.typed[name]}")
+            raise ConfigError(f"needs --{needed}; add it, or drop {given.typed[name]}", param=name)
     if len(given.drafter) > 1 and not given.compare:
-        raise ConfigError(f"--drafter is given {len(given.drafter)} times; add --compare, or drop all but one")
+        raise ConfigError(f"is given {len(given.drafter)} times; add --compare, or drop all but one", param="drafter")
     if given.compare and "none" in given.drafter:
-        raise ConfigError("--drafter none is plain decoding, which is always compared; drop it")
+        raise ConfigError("is plain decoding, which is always compared; drop it", param="drafter", value="none")
     check_int("repeats", given.repeats, 1, 1000)
 
 
@@ -141,7 +141,7 @@ def split_lines(text: str) -> list[str]:
     """
     prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise PromptError("--lines: the input has no line with a prompt")
+        raise PromptError("--lines: the input has no line with a prompt", param="lines")
     return prompts
 
 

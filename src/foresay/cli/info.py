@@ -72,7 +72,7 @@ def _refuse_idle(given: Given, *, is_table: bool) -> None:
     elif given.model is None:
         shown, applies = "versions and caches", set()
     if idle := [flag for name, flag in given.typed.items() if name not in applies]:
-        raise ConfigError(f"{idle[0]} has no effect on {shown}; drop it, or name a model")
+        raise ConfigError(f"has no effect on {shown}; drop it, or name a model", param=idle[0])
 
 
 def _print(lines: Iterable[str]) -> int:

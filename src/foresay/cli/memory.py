@@ -26,14 +26,14 @@ def run(given: Given) -> int:
 
 def _merge(output: Path, inputs: tuple[Path, ...]) -> None:
     if output.resolve() in {one.resolve() for one in inputs}:
-        raise ConfigError(f"{str(output)!r} is the output and an input; name another output")
+        raise ConfigError("is the output and an input; name another output", param="output", value=output)
     sources = [_opened(one) for one in inputs]
     names = {one.fingerprint for one in sources}
     if len(names) > 1:
-        raise ConfigError("the memories have texts of different vocabularies, so they cannot be merged")
+        raise ConfigError("have texts of different vocabularies, and cannot be merged", param="inputs", value=inputs)
     target = Memory(output, fingerprint=names.pop())
     if not target.writes:
-        raise ConfigError(f"{str(output)!r} can only be read; name another output")
+        raise ConfigError("can only be read; name another output", param="output", value=output)
     for one in sources:
         click.echo(f"{one.folder}: added {target.merge(one):,} texts")
         one.close()
@@ -42,5 +42,5 @@ def _merge(output: Path, inputs: tuple[Path, ...]) -> None:
 
 def _opened(folder: Path) -> Memory:
     if not (folder / "memory.db").is_file():
-        raise ConfigError(f"{str(folder)!r} is no memory: it has no memory.db; `foresay serve --memory DIR` makes one")
+        raise ConfigError("has no memory.db; `foresay serve --memory DIR` makes one", param="folder", value=folder)
     return Memory(folder, reads_only=True)

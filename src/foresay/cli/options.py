@@ -150,7 +150,7 @@ def numbers(text: str, flag: str, low: int = 1) -> list[int]:
     try:
         out = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{flag} {text!r} must be integers separated by commas, such as 1,4,8") from None
+        raise ConfigError("must be integers separated by commas, such as 1,4,8", param=flag, value=text) from None
     if min(out) < low:
-        raise ConfigError(f"{flag} {text!r} must be integers of at least {low}")
+        raise ConfigError(f"must be integers of at least {low}", param=flag, value=text)
     return list(dict.fromkeys(out))

@@ -28,12 +28,12 @@ def _settings(given: Given, max_loaded: int) -> ServerSettings:
     """Return the server's settings. max_loaded: see ServerSettings. Raises ConfigError for values that it cannot honour."""
     for origin in given.cors:
         if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-            raise ConfigError(f"--cors {origin!r} must be an origin such as https://example.org, without a path, or *")
+            raise ConfigError("must be *, or an origin without a path: https://example.org", param="cors", value=origin)
     if given.memory is None and (given.memory_shared or not given.memory_prompts):
-        raise ConfigError("--memory-shared and --no-memory-prompts need --memory DIR")
+        raise ConfigError("and --no-memory-prompts need --memory DIR", param="memory_shared")
     for name in given.allow_host:
         if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
-            raise ConfigError(f"--allow-host {name!r} must be a host name such as example.org, without scheme and port")
+            raise ConfigError("must be a host name such as example.org, without port", param="allow_host", value=name)
     same = ("host", "port", "open_to_all", "cors", "tool_format", "control_tokens", "memory_shared", "share_prefixes")
     return ServerSettings(
         **{name: getattr(given, name) for name in (*same, "pooling", "max_waiting")},
@@ -51,7 +51,7 @@ def _models(given: Given, source: str | None) -> Models | None:
     for flag, value in (("--name", given.name), ("--draft", given.draft)):
         if found and value:
             text = f"{flag} is for one model, and {source} has a table of models; set name and drafter of each there"
-            raise ConfigError(text)
+            raise ConfigError(text, param=flag, value=value)
     return found
 
 
@@ -84,7 +84,7 @@ def run(given: Given) -> int:
         from foresay.server.running import bind, serve
         from foresay.server.service import Service, served_name
     except ImportError as error:
-        raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
+        raise ConfigError(f"needs {error.name}: pip install 'foresay[server]'", param="server") from None
     source = FILE if given.model is None and Path(FILE).is_file() else given.model
     models = _models(given, source)
     settings = _settings(given, 1 if models is None else models.max_loaded)

@@ -1,14 +1,16 @@
-"""Errors in the words of the command line: flags in place of Python's argument names."""
+"""Errors in the words of the command line: flags in place of Python's argument names, and what was typed wrong."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import click
 
-from foresay.cli.environment import of_option
+from foresay.cli.environment import PREFIX, of_option
+from foresay.errors import as_argument, shown
 
 _ALIASES = {
     "max_batch_size": "batch_size",
@@ -21,37 +23,42 @@ _ALIASES = {
     "prefill_wait_s": "prefill_wait",
 }
 """Names of Python arguments, and of the options that set them in commands without an option of the same name."""
+_PATHS = ("path", "folder", "expression")
+"""Names of Python arguments that several options set: files, folders and expressions."""
 
 
-def as_typed(message: str, flags: Mapping[str, str]) -> str:
-    """Return the message with `name=value` and names with underscores replaced by flags: `top_k=-1` -> `--top-k -1`.
+def typed(value: Any) -> str:
+    """Return a value as it is typed, if it is a plain word or a number, else as errors show it."""
+    if isinstance(value, float) and value == float(f"{value:g}"):
+        return f"{value:g}"
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    return text if re.fullmatch(r"[\w@%+=:,./-]{1,200}", text, re.ASCII) else shown(value)
 
-    flags: flag of each parameter. Text in brackets, after a dot or about a line of a file is left as it is: a name there is a
-    setting of an expression or a key of the file.
+
+def as_typed(flags: Mapping[str, str], given: Mapping[str, Any]) -> Callable[..., str]:
+    """Return the names of the command line for `ForesayError.worded`: `top_k=-1` -> `--top-k -1`.
+
+    A file is named by the flag or argument that gave it, or else by its path alone; fields of files keep their names.
+    flags: flag of each parameter, or name of the argument. given: values of the parameters.
     """
-    if re.match(r"\S*\.toml\b|.*?, line \d+: ", message):
-        return message
     known = {python: flags[name] for python, name in _ALIASES.items() if name in flags} | dict(flags)
-    parts = (_translated(part, known) if outside else part for part, outside in _parts(message))
-    return "".join(parts).rstrip()
+
+    def named(name: str, *value: Any) -> str:
+        flag = name if name in known.values() else known.get(name.lstrip("-").replace("-", "_"))
+        if flag is None and value and name in _PATHS:
+            flag = next((one for name, one in flags.items() if str(value[0]) in _texts(given.get(name))), "")
+            return f"{flag} {typed(value[0])}".lstrip()
+        if flag is None:
+            return as_argument(name, *value)
+        between = "=" if flag.startswith(PREFIX) else " "  # an environment variable
+        return between.join([flag, *(typed(one) for one in value if not isinstance(one, bool))])
+
+    return named
 
 
-def _translated(text: str, flags: Mapping[str, str]) -> str:
-    for name, flag in flags.items():
-        text = re.sub(rf"(?<![\w.\-]){name}=(?=[^\s,;.)]|$)", f"{flag} ", text)
-        text = re.sub(rf"(?<![\w.\-]){name}=", flag, text)
-        if "_" in name:
-            text = re.sub(rf"(?<![\w.\-'\"/]){name}\b(?![=.'\"/])", flag, text)
-    return text
-
-
-def _parts(message: str) -> Iterator[tuple[str, bool]]:
-    """Split a message at its brackets: (part, True outside of all brackets)."""
-    depth = 0
-    for part in re.split(r"([(\[)\]])", message):
-        depth += part in ("(", "[")
-        yield part, depth == 0
-        depth = max(0, depth - (part in (")", "]")))
+def _texts(value: Any) -> list[str]:
+    """Values of a parameter, which may take several, as texts."""
+    return [str(one) for one in (value if isinstance(value, tuple) else (value,))]
 
 
 def usage_message(error: click.ClickException, args: Sequence[str]) -> str:

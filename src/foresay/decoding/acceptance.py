@@ -49,7 +49,7 @@ def _tested_up_to_first_rejection(num_accepted: torch.Tensor, proposal: Proposal
 
 def _refuse_tree(rule: Rule, proposal: Proposal) -> None:
     if proposal.parents is not None:
-        raise ConfigError(f"rule {rule.name!r} verifies chains of draft tokens, and this proposal is a tree")
+        raise ConfigError("verifies chains of draft tokens, and this proposal is a tree", param="rule", value=rule.name)
 
 
 def _draft_probs(proposal: Proposal) -> torch.Tensor:

@@ -45,11 +45,11 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> None:
             raise ConfigError("is not callable as (input_ids, scores) -> scores", param="processors", value=processor)
         stateful = [c.__name__ for c in type(processor).__mro__ if c.__name__ in STATEFUL_PROCESSORS]
         if stateful:
-            raise ConfigError(
-                f"processors: {stateful[0]} is not a pure function of (input_ids, scores); speculation scores a position "
-                "more than once, so it would see calls that plain decoding never makes. Remove it, or decode with transformers",
-                param="processors",
+            text = (
+                f": {stateful[0]} is not a pure function of (input_ids, scores); speculation scores a position "
+                "more than once, so it would see calls that plain decoding never makes. Remove it, or decode with transformers"
             )
+            raise ConfigError(text, param="processors", value=stateful[0])
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, eos: frozenset[int] = frozenset()) -> None:
@@ -66,20 +66,15 @@ def check_token_ids(params: SamplingParams, vocab_size: int, eos: frozenset[int]
     for name, ids in named.items():
         for token in ids:
             if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}", param=name
-                )
+                text = f": token {token} is not in the vocabulary (0 to {vocab_size - 1})"
+                raise ConfigError(text, param=name, value=token)
     banned = set(params.banned_token_ids)
     if len(banned) >= vocab_size:
-        raise ConfigError(
-            f"banned_token_ids bans all {vocab_size} tokens: no token can be generated", param="banned_token_ids"
-        )
+        raise ConfigError(f"bans all {vocab_size} tokens: no token can be generated", param="banned_token_ids")
     allowed = set(params.allowed_token_ids) if params.allowed_token_ids is not None else None
     if params.min_new_tokens and allowed is not None and not allowed - banned - eos:
-        raise ConfigError(
-            f"every token in allowed_token_ids ends the output, and min_new_tokens={params.min_new_tokens} forbids that",
-            param="allowed_token_ids",
-        )
+        text = "contains only tokens that end the output, which {min_new_tokens} forbids"
+        raise ConfigError(text, param="allowed_token_ids", min_new_tokens=params.min_new_tokens)
 
 
 def processes(row: Row) -> bool:

@@ -110,9 +110,10 @@ class SamplingParams:
         check_int("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
-                f"exceeds max_new_tokens={self.max_new_tokens}; raise max_new_tokens or lower min_new_tokens",
+                "exceeds {max_new_tokens}; lower it or raise the other",
                 param="min_new_tokens",
                 value=self.min_new_tokens,
+                max_new_tokens=self.max_new_tokens,
             )
         check_float("temperature", self.temperature, 0.0, math.inf)
         check_int("top_k", self.top_k, 0)
@@ -151,8 +152,10 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not set(allowed) - set(self.banned_token_ids):
                 raise ConfigError(
-                    "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated",
+                    "is empty, or all of it is in {banned_token_ids}: no token can be generated",
                     param="allowed_token_ids",
+                    value=self.allowed_token_ids,
+                    banned_token_ids=...,
                 )
             put(self, "allowed_token_ids", allowed)
         if not isinstance(self.logit_bias, Mapping):
@@ -211,9 +214,8 @@ class SamplingParams:
             raise ConfigError(text, param="params", value=params)
         if "max_tokens" in changes:
             if "max_new_tokens" in changes:
-                raise ConfigError(
-                    "and max_new_tokens are the same; give one of them", param="max_tokens", value=changes["max_tokens"]
-                )
+                problem = "and {max_new_tokens} are the same; give one of them"
+                raise ConfigError(problem, param="max_tokens", value=changes["max_tokens"], max_new_tokens=...)
             changes["max_new_tokens"] = changes.pop("max_tokens")
         known = {f.name for f in fields(cls)}
         for name in changes:

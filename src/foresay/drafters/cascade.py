@@ -59,9 +59,8 @@ class Cascade(Drafter):
         check_matrix(k, len(drafters))
         for one in drafters:
             if isinstance(one, ProposesTrees) and one.branches > 1:
-                raise ConfigError(
-                    f"a cascade takes drafters of chains, but {type(one).__name__} proposes trees; set branches=1 or replace it"
-                )
+                text = "proposes trees, and a cascade takes drafters of chains; set branches=1 or replace it"
+                raise ConfigError(text, param="drafters", value=type(one).__name__)
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
@@ -78,16 +77,12 @@ class Cascade(Drafter):
         if not any(plan):
             return _Leaf(drafter)
         if not isinstance(drafter, ModelDrafter) or drafter.hidden_layers:
-            raise ConfigError(
-                f"k[{index + 1}]={list(self.k[index + 1])}: drafter {index + 1} ({type(drafter).__name__}) cannot verify other "
-                "drafters' tokens, which needs a draft model; set that row to zero"
-            )
+            text = f"must be zeros: drafter {index + 1} ({type(drafter).__name__}) is no draft model, and cannot verify tokens"
+            raise ConfigError(text, param=f"k[{index + 1}]", value=list(self.k[index + 1]))
         for j, (count, other) in enumerate(zip(plan, self.drafters[index + 1 :], strict=True), index + 1):
             if count and _reads_source(other) and not _reads_source(drafter):
-                raise ConfigError(
-                    f"k[{index + 1}][{j}]={count}: drafter {j + 1} is an encoder-decoder, but drafter {index + 1}, which would "
-                    "verify its tokens, is decoder-only; set that entry to zero"
-                )
+                text = f"must be 0: drafter {j + 1} is an encoder-decoder, and drafter {index + 1} is decoder-only"
+                raise ConfigError(text, param=f"k[{index + 1}][{j}]", value=count)
         model = drafter.context.model
         return _VerifyingNode(drafter, _MatrixRow(plan, smaller, model.device, model.vocab_size), self.lenience)
 
@@ -149,21 +144,21 @@ def drafted_at_most(k: Matrix) -> int:
 def check_matrix(k: Matrix, count: int) -> None:
     """Raise ConfigError unless k is an upper-triangular [count, count] matrix with a nonzero first row."""
     if count == 0:
-        raise ConfigError("a cascade needs at least one drafter")
+        raise ConfigError("must contain at least one", param="drafters", value=())
     shape = f"{count} drafters need a matrix k of {count} rows of {count} numbers"
     if isinstance(k, str) or not isinstance(k, Sequence) or any(not isinstance(row, list | tuple) for row in k):
         raise ConfigError(f"is not a matrix; {shape}", param="k", value=k)
     if len(k) != count or any(len(row) != count for row in k):
-        raise ConfigError(f"k has rows of {[len(row) for row in k]} numbers; {shape}")
+        raise ConfigError(f"has rows of {[len(row) for row in k]} numbers; {shape}", param="k", value=k)
     for i, row in enumerate(k):
         for j, value in enumerate(row):
             check_int(f"k[{i}][{j}]", value, 0, MAX_DRAFT_TOKENS)
             if j < i and value:
-                raise ConfigError(
-                    f"k[{i}][{j}]={value} must be 0: k is upper triangular, drafter {j + 1} does not draft for drafter {i}"
-                )
+                text = f"must be 0: k is upper triangular, drafter {j + 1} does not draft for drafter {i}"
+                raise ConfigError(text, param=f"k[{i}][{j}]", value=value)
     if not any(k[0]):
-        raise ConfigError("k[0] is all zeros: no drafter drafts for the target; set an entry above zero")
+        text = "is all zeros: no drafter drafts for the target; set an entry above zero"
+        raise ConfigError(text, param="k[0]", value=k[0])
 
 
 class _Node(Protocol):

@@ -217,9 +217,8 @@ class HeadDrafter(HiddenStateDrafter):
         """See HiddenStateDrafter. Several multi-token-prediction layers draft no trees."""
         is_layered = num_mtp_layers(head) > 1
         if is_layered and nodes:
-            raise ConfigError(
-                "must be 0: several multi-token-prediction layers draft chains", param="nodes", value=nodes
-            )
+            text = "must be 0: several multi-token-prediction layers draft chains"
+            raise ConfigError(text, param="nodes", value=nodes)
         context = (MtpCache if is_layered else HeadCache)(head, target_vocab_size)
         super().__init__(head, target_vocab_size, context, sample=sample, nodes=nodes)
 
@@ -262,7 +261,8 @@ class BlockDrafter(HiddenStateDrafter):
         super().__init__(block, target_vocab_size, context, sample=sample, nodes=nodes)
         self._least = check_float("confidence", confidence, 0.0, 1.0)
         if self._least and not block.config.has_confidence:
-            raise ConfigError(f"confidence={confidence} has no effect: this block drafter has no confidence head")
+            text = "has no effect: this block drafter has no confidence head"
+            raise ConfigError(text, param="confidence", value=confidence)
 
     def _draw_on_device(self, rows: Rows, viewed: Rows, room: Sequence[int], stopping: Stopping) -> Proposal | None:
         return None if self._least else super()._draw_on_device(rows, viewed, room, stopping)

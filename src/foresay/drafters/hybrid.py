@@ -42,14 +42,12 @@ class Hybrid(Drafter):
         where rule and target take them.
         """
         if not isinstance(lookup, NgramDrafter):
-            raise ConfigError(
-                f"the first drafter of a hybrid must be an n-gram drafter (such as suffix), not {type(lookup).__name__}"
-            )
+            text = "must be an n-gram drafter, such as suffix, as the first of a hybrid"
+            raise ConfigError(text, param="lookup", value=type(lookup).__name__)
         for one in (lookup, other):
             if isinstance(one, ProposesTrees) and one.branches > 1:
-                raise ConfigError(
-                    f"a hybrid takes drafters of chains, but {type(one).__name__} proposes trees; set branches=1 or replace it"
-                )
+                text = "proposes trees, and a hybrid takes drafters of chains; set branches=1 or replace it"
+                raise ConfigError(text, param="drafters", value=type(one).__name__)
         self.min_match = check_int("min_match", min_match, 1, 1 << 20)
         self.k = check_int("k", k, 1, MAX_DRAFT_TOKENS)
         self._lookup, self._other = lookup, other

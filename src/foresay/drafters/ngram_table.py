@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from foresay.checks import check_float, check_int
 from foresay.decoding.rows import IntArray
-from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError, shown
 from foresay.files import atomic_write
-from foresay.json_files import parse_json, read_limited, short
+from foresay.json_files import parse_json, read_limited
 from foresay.version import __version__
 
 MAX_ORDER = 5
@@ -103,9 +103,9 @@ class NgramTable:
         own("successor", _integers("successor", self.successor, np.int32, -1, np.size(self.successor) - 1))
         size = len(self.successor)
         if not 1 <= size <= MAX_VOCAB_SIZE:
-            raise ConfigError(f"vocab_size={size} must be in [1, {MAX_VOCAB_SIZE}]")
+            raise ConfigError(f"must be in [1, {MAX_VOCAB_SIZE}]", param="vocab_size", value=size)
         if len(self.levels) > MAX_ORDER - 2:
-            raise ConfigError(f"order={self.order} must be in [2, {MAX_ORDER}]")
+            raise ConfigError(f"must be in [2, {MAX_ORDER}]", param="order", value=self.order)
         if self.counts is not None:
             own("counts", _integers("counts", self.counts, np.int64, 0, 2**62, size))
         if self.fingerprint is not None and not _is_fingerprint(self.fingerprint):
@@ -190,9 +190,10 @@ class NgramTable:
         exactly one of the arguments is given, or if the table has no counts.
         """
         if (count is None) == (coverage is None):
-            raise ConfigError(f"count={count!r}, coverage={coverage!r}: give exactly one of them")
+            raise ConfigError("and {coverage}: give exactly one of them", param="count", value=count, coverage=coverage)
         if self.counts is None or not self.counts.any():
-            raise ConfigError("the table has no token counts; build one with `foresay distill --kind ngram`")
+            text = "are missing in this table; build one with `foresay distill --kind ngram`"
+            raise ConfigError(text, param="counts")
         ranked = np.argsort(-self.counts, kind="stable")
         if coverage is not None:
             share = check_float("coverage", coverage, 0, 1, open_low=True)
@@ -236,7 +237,7 @@ class NgramTable:
         """Write a safetensors file atomically, replacing an existing one. Raises ConfigError if it cannot be written."""
         path = Path(path)
         if path.suffix != ".safetensors":
-            raise ConfigError("must end in .safetensors", param="path", value=str(path))
+            raise ConfigError("must end in .safetensors", param="path", value=path)
         tensors: dict[str, npt.NDArray[Any]] = {"successor": self.successor}
         if self.counts is not None:
             tensors["counts"] = self.counts
@@ -284,12 +285,12 @@ def _integers(name: str, value: Any, dtype: Any, low: int, high: int, size: int 
     """Return the value as a read-only array of integers from low to high. Raises ConfigError if it is not one."""
     array = np.asarray(value)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigError(f"{name} must be a list of integers, not {array.dtype} of shape {array.shape}")
+        raise ConfigError(f"must be a list of integers, not {array.dtype} of shape {array.shape}", param=name)
     if size is not None and len(array) != size:
-        raise ConfigError(f"{name} has {len(array)} entries instead of {size}")
+        raise ConfigError(f"has {len(array)} entries instead of {size}", param=name)
     if len(array) and not (low <= array.min() and array.max() <= high):
         worst = int(array.min()) if array.min() < low else int(array.max())
-        raise ConfigError(f"{name} contains {worst}, which is not in [{low}, {high}]")
+        raise ConfigError(f"contains {worst}, which is not in [{low}, {high}]", param=name)
     array = np.ascontiguousarray(array, dtype=dtype).view()
     array.flags.writeable = False
     return array
@@ -302,14 +303,14 @@ def _checked(level: Level, order: int, vocab_size: int) -> Level:
     keys = _integers(f"{name}.keys", level.keys, np.int64, 0, (1 << TOKEN_BITS * (order - 2)) - 1)
     successor = _integers(f"{name}.successor", level.successor, np.int32, 0, vocab_size - 1, size)
     if starts[0] != 0 or starts[-1] != size or (np.diff(starts) < 0).any():
-        raise ConfigError(f"{name}.starts must ascend from 0 to {size}")
+        raise ConfigError(f"must ascend from 0 to {size}", param=f"{name}.starts")
     rising = np.diff(keys) > 0
     rising[starts[(starts > 0) & (starts < size)] - 1] = True  # keys start over at each last token
     if not rising.all():
-        raise ConfigError(f"{name}.keys must ascend within each last token")
+        raise ConfigError("must ascend within each last token", param=f"{name}.keys")
     for shift in range(0, TOKEN_BITS * (order - 2), TOKEN_BITS):
         if size and int((keys >> shift & (MAX_VOCAB_SIZE - 1)).max()) >= vocab_size:
-            raise ConfigError(f"{name}.keys contains a token beyond the vocabulary of {vocab_size}")
+            raise ConfigError(f"contains a token beyond the vocabulary of {vocab_size}", param=f"{name}.keys")
     return Level(starts, keys, successor)
 
 
@@ -321,7 +322,7 @@ def _write(path: Path, tensors: dict[str, npt.NDArray[Any]], metadata: dict[str,
         with atomic_write(path) as whole:
             save_file(tensors, whole, metadata)
     except SafetensorError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot be written: {error}", param="path", value=path) from error
 
 
 def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoReturn:
@@ -338,7 +339,7 @@ def _read_json(path: Path) -> TokenArray:
         _refuse(path, "it must be a JSON list of token ids, with the id of the token after token i at entry i")
     for i, entry in enumerate(entries):
         if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)):
-            _refuse(path, f"entry {i} is {short(entry)}, neither a token id nor null")
+            _refuse(path, f"entry {i} is {shown(entry)}, neither a token id nor null")
         if entry is not None and not -1 <= entry < len(entries):
             _refuse(path, f"entry {i} is {entry}, which is not in [-1, {len(entries) - 1}]")
     return np.array([-1 if entry is None else entry for entry in entries], dtype=np.int32)

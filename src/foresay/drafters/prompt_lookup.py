@@ -55,9 +55,8 @@ class PromptLookup(NgramDrafter[_Index]):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError("must be an integer", param=name, value=value)
         if not 1 <= min_ngram <= max_ngram <= 64:
-            raise ConfigError(
-                f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64"
-            )
+            text = "and {max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64"
+            raise ConfigError(text, param="min_ngram", value=min_ngram, max_ngram=max_ngram)
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def start(self, row: Row) -> _Index:

@@ -45,11 +45,8 @@ def check_request(
             "hold at least one new token. Shorten the prompt"
         )
     if params.min_new_tokens > target.max_length - len(prompt):
-        raise ContextLengthError(
-            f"min_new_tokens={params.min_new_tokens} cannot fit: the prompt takes {len(prompt)} of the context's "
-            f"{target.max_length} tokens",
-            param="min_new_tokens",
-        )
+        text = f"cannot fit: the prompt takes {len(prompt)} of the context's {target.max_length} tokens"
+        raise ContextLengthError(text, param="min_new_tokens", value=params.min_new_tokens)
     _check_source(target, source)
     return min(len(prompt) + params.max_new_tokens, target.max_length)
 
@@ -59,7 +56,7 @@ def check_prompt_ids(prompt: Sequence[int] | IntArray, vocab_size: int) -> None:
     low, high = min(prompt), max(prompt)
     if low < 0 or high >= vocab_size:
         bad = int(low if low < 0 else high)
-        raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {vocab_size - 1})")
+        raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {vocab_size - 1})", value=bad)
 
 
 def _check_source(target: LanguageModel, source: Sequence[int] | IntArray | None) -> None:
@@ -67,18 +64,17 @@ def _check_source(target: LanguageModel, source: Sequence[int] | IntArray | None
     reads, longest = target.capabilities.reads_source, target.capabilities.max_source_length
     if source is None:
         if reads:
-            raise PromptError("an encoder-decoder model needs a source; pass source=")
+            raise PromptError("an encoder-decoder model needs a source; pass source=", param="source")
         return
     if not reads:
-        raise PromptError("a source was given, but the model has no encoder to read it")
+        raise PromptError("a source was given, but the model has no encoder to read it", param="source")
     if len(source) == 0:
-        raise PromptError("the source is empty; give at least one token")
+        raise PromptError("the source is empty; give at least one token", param="source")
     if min(source) < 0 or max(source) >= target.vocab_size:
-        raise PromptError(f"a source token id is not in the vocabulary (0 to {target.vocab_size - 1})")
+        raise PromptError(f"a source token id is not in the vocabulary (0 to {target.vocab_size - 1})", param="source")
     if longest is not None and len(source) > longest:
-        raise ContextLengthError(
-            f"the source has {len(source)} tokens; the encoder reads {longest} at most. Shorten it"
-        )
+        text = f"the source has {len(source)} tokens; the encoder reads {longest} at most. Shorten it"
+        raise ContextLengthError(text)
 
 
 def check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> None:
@@ -87,9 +83,8 @@ def check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> N
         return
     name = type(drafter).__name__
     if not rule.trees:
-        raise ConfigError(
-            f"rule {rule.name!r} verifies chains, and {name} proposes trees; use speculative, match or coupled"
-        )
+        text = f"verifies chains, and {name} proposes trees; use speculative, match or coupled"
+        raise ConfigError(text, param="rule", value=rule.name)
     if not target.capabilities.trees:
         raise UnsupportedModelError(
             f"{name} proposes trees, and {type(target).__name__} does not support them; use a drafter of chains"

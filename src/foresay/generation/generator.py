@@ -173,9 +173,8 @@ class Generator:
         drafter = self._build_drafter()
         busy = self._latest() if self._latest is not None else None
         if busy is not None and busy.has_work and busy.drafter is not None and busy.drafter.inner is drafter:
-            raise ConfigError(
-                f"this {type(drafter).__name__} is in use by another call; pass a function that makes drafters"
-            )
+            text = "is in use by another call; pass a function that makes drafters"
+            raise ConfigError(text, param="drafter", value=type(drafter).__name__)
         shared: dict[str, Any] = {}
         if self._is_shared:
             shared["prefill_clock"] = None
@@ -317,9 +316,8 @@ class Generator:
             ForesayError: As in `generate`, at the first iteration.
         """
         if self._is_shared:
-            raise ConfigError(
-                "astream accepts requests at any time, which several processes cannot do in the same order; use generate"
-            )
+            text = "accepts requests at any time, which several processes cannot do in the same order; use generate"
+            raise ConfigError(text, param="astream")
         requests = _requests(prompt, params, changes)
         async with aclosing(self._live.chunks(requests)) as chunks:
             async for index, chunk in chunks:
@@ -348,7 +346,7 @@ def _requests(prompt: Any, params: Any, changes: Mapping[str, Any]) -> list[tupl
         return [(one, seeded(shared, i)) for i, one in enumerate(prompts)]
     each = list(params)
     if len(each) != len(prompts):
-        raise ConfigError(f"{len(each)} params were given for {len(prompts)} prompts; give one, or one for each")
+        raise ConfigError(f"are {len(each)} for {len(prompts)} prompts; give one, or one for each", param="params")
     final = [SamplingParams.of(one, **changes) for one in each]
     if changes.get("seed") is not None:
         final = [seeded(one, i) for i, one in enumerate(final)]

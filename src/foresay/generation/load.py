@@ -216,23 +216,24 @@ class Arguments:
         if not isinstance(self.memory, str | os.PathLike):
             raise ConfigError("must be the path of a folder", param="memory", value=self.memory)
         if isinstance(self.draft, str | os.PathLike) and self.drafter in ("auto", "model"):
-            raise ConfigError("memory= needs the draft model as an expression: drafter='model(NAME)' instead of draft=")
+            text = "needs the draft model as an expression: drafter='model(NAME)' instead of {draft}"
+            raise ConfigError(text, param="memory", value=self.memory, draft=...)
         if not isinstance(self.drafter, str) or self.draft is not None:
-            raise ConfigError("memory= needs a drafter that is an expression, such as 'suffix'")
+            text = "needs a {drafter} that is an expression, such as 'suffix'"
+            raise ConfigError(text, param="memory", value=self.memory, drafter=...)
 
     def _method(self) -> Method:
         """Return the drafter that the arguments name. Raises ConfigError where they contradict."""
         draft, drafter = self.draft, self.drafter
         if draft is not None and drafter not in ("auto", "model"):
-            given = repr(os.fspath(draft)) if isinstance(draft, str | os.PathLike) else f"({type(draft).__name__})"
-            raise ConfigError(
-                f"does not use a draft model, but draft={given} was given; drop one", param="drafter", value=drafter
-            )
+            given = draft if isinstance(draft, str | os.PathLike) else type(draft).__name__
+            text = "does not use a draft model, but {draft} was given; drop one"
+            raise ConfigError(text, param="drafter", value=drafter, draft=given)
         if drafter == "model" and draft is None:
-            raise ConfigError("drafter='model' needs a draft model; pass draft=")
+            raise ConfigError("needs a draft model; pass {draft}", param="drafter", value=drafter, draft=...)
         if self.ngrams and (draft is not None or drafter not in ("auto", "prompt_lookup")):
-            given = "a draft model was given" if draft is not None else f"not to drafter={drafter!r}"
-            raise ConfigError(f"max_ngram and min_ngram belong to drafter='prompt_lookup', {given}")
+            other = {"drafter": drafter} if draft is None else {"draft": ...}
+            raise ConfigError(f"is for drafter='prompt_lookup', not for {{{min(other)}}}", param="max_ngram", **other)
         if isinstance(draft, str | os.PathLike):
             drafter = str(Call("model", ((None, os.fspath(draft)),)))
         elif draft is not None:
@@ -292,9 +293,8 @@ class Chosen:
         for option in ("draft_weights", "draft_device"):
             if (value := getattr(self.options, option)) is not None:
                 given = "draft=" if method.name == "model" else f"drafter={method.name!r}"
-                raise ConfigError(
-                    f"is for a draft model that is loaded by name, and {given} is none", param=option, value=value
-                )
+                text = f"is for a draft model that is loaded by name, and {given} is none"
+                raise ConfigError(text, param=option, value=value)
 
 
 def change(
@@ -321,7 +321,7 @@ def change(
     """
     resources = check_has("generator", generator, "with_settings", "a Generator").resources
     if resources is None:
-        raise ConfigError("this Generator was not made by foresay.load; make another instead of changing it")
+        raise ConfigError("was not made by foresay.load; make another instead of changing it", param="generator")
     asked = Arguments(
         drafter="auto" if drafter is None else drafter,
         num_draft_tokens=num_draft_tokens,
@@ -355,20 +355,19 @@ def read_method(drafter: Any) -> Method:
 def check_length(policy: LengthPolicy | None, method: Method) -> None:
     """Raise ConfigError for a length policy that ends drafts by probabilities which the drafter does not have."""
     if policy is not None and policy.needs_probabilities and not method.recipe.has_probabilities:
-        raise ConfigError(
-            f"ends drafts by a draft model's probabilities, which drafter={method.name!r} does not have; use throughput",
-            param="length",
-            value=to_expression(policy, LENGTHS),
-        )
+        text = "ends drafts by a draft model's probabilities, which {drafter} does not have; use throughput"
+        raise ConfigError(text, param="length", value=to_expression(policy, LENGTHS), drafter=method.name)
 
 
 def read_policy(drafter: str | None, number: int | None, length: Any) -> LengthPolicy | None:
     """Return the requested length policy; None for the drafter's default. drafter: its name; None for the default one."""
     if number is not None and length is not None:
-        raise ConfigError(f"and length={length!r} contradict; give one of them", param="num_draft_tokens", value=number)
+        text = "and {length} contradict; give one of them"
+        raise ConfigError(text, param="num_draft_tokens", value=number, length=length)
     if drafter == "none" and (number or length is not None):
-        given = f"num_draft_tokens={number}" if length is None else f"length={length!r}"
-        raise ConfigError(f"drafter='none' drafts nothing, but {given} was given; drop one")
+        given = {"num_draft_tokens": number} if length is None else {"length": length}
+        text = f"drafts nothing, but {{{min(given)}}} was given; drop one"
+        raise ConfigError(text, param="drafter", value=drafter, **given)
     if length is not None:
         return read_length(length)
     return None if number is None else ConstantLength(number)

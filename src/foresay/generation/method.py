@@ -29,7 +29,8 @@ class Method:
         if self.length:
             read_length(self._length)
         if self.drafter == "none" and self.length:
-            raise ConfigError(f"drafter='none' drafts nothing, but length={self.length!r} was given; drop one")
+            text = "drafts nothing, but {length} was given; drop one"
+            raise ConfigError(text, param="drafter", value="none", length=self.length)
 
     @property
     def _length(self) -> str | int:
@@ -63,7 +64,7 @@ def methods(drafters: Sequence[str], lengths: Sequence[str] = (), rule: str = "s
     """Return every drafter with every length, or with its default if no lengths are given, without duplicates."""
     out = distinct(Method(d, length, rule) for d, length in product(drafters, lengths or [""]) if d != "none")
     if not out:
-        raise ConfigError("no methods to compare: name at least one drafter besides none")
+        raise ConfigError("contain none to compare: name at least one besides none", param="drafter")
     return out
 
 

@@ -103,7 +103,7 @@ class Generation:
         """
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         if tokenizer is None:
-            raise ConfigError("pieces of text need a tokenizer, and the model was loaded without one; pass tokenizer=")
+            raise ConfigError("is needed for pieces of text, and the model was loaded without one", param="tokenizer")
         stream = TextStream(tokenizer, context=self.context_token_ids)
         out = [p for step in self.steps for p in stream.push(step.token_ids, step.origins)]
         return out + stream.finish(stopped=False)

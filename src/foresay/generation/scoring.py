@@ -73,7 +73,7 @@ class PromptScorer(_TextPasses):
         """
         features = model.capabilities
         if features.reads_source or not features.scores:
-            raise ConfigError("echo with logprobs needs a decoder-only model that computes scores")
+            raise ConfigError("with logprobs needs a decoder-only model that computes scores", param="echo")
         super().__init__(model, token_ids)
         self._top = top
         self._chunk = scoring_chunk(model)
@@ -111,7 +111,7 @@ class TextEmbedder(_TextPasses):
         """
         features = model.capabilities
         if features.reads_source or not features.num_layers:
-            raise ConfigError("embeddings need a decoder-only model whose hidden states can be read")
+            raise ConfigError("need a decoder-only model whose hidden states can be read", param="embeddings")
         super().__init__(model, token_ids)
         self._layer, self._pooling, self._wait_s = features.num_layers, pooling, wait_s
         self._max_chunk = features.prefill_chunk

@@ -68,9 +68,10 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
         self.generator = load(pretrained, max_batch_size=self.batch_size, **options)
         target = self.generator.target
         if target.model.capabilities.reads_source:
-            raise ConfigError("the harness needs a decoder-only model, and this one has an encoder")
+            text = "has an encoder, which the harness does not take"
+            raise ConfigError(text, param="model", value=self.generator.target.name)
         if target.tokenizer is None:
-            raise ConfigError(f"{target.name} has no tokenizer, which the harness needs")
+            raise ConfigError("has no tokenizer, which the harness needs", param="model", value=target.name)
         self.tokenizer: Any = target.tokenizer
         context_length = target.model.max_length
         self.max_length = (
@@ -162,9 +163,8 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
             until, max_new_tokens = handle_stop_sequences(kwargs.get("until"), eos=eos), int(kwargs["max_gen_toks"])
             max_prompt = self.max_length - max_new_tokens
             if max_prompt <= 0:
-                raise ConfigError(
-                    f"max_gen_toks={max_new_tokens} must be below the context length of {self.max_length} tokens"
-                )
+                problem = f"must be below the context length, {self.max_length}"
+                raise ConfigError(problem, param="max_gen_toks", value=max_new_tokens)
             prompts.append(self.tok_encode(context)[-max_prompt:] or [self.prefix_token_id])
             params.append(self._params(kwargs, max_new_tokens, [one for one in until if one and one != eos], index))
             ends.append(until)
@@ -176,9 +176,8 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
     ) -> SamplingParams:
         unknown = set(kwargs) - _SAMPLING - _HANDLED
         if unknown:
-            raise ConfigError(
-                f"unsupported generation settings: {', '.join(sorted(unknown))}; remove them from the task"
-            )
+            text = "is not a supported generation setting; remove it from the task"
+            raise ConfigError(text, param=min(unknown), value=kwargs[min(unknown)])
         sampling = {name: kwargs[name] for name in _SAMPLING & set(kwargs) if kwargs[name] is not None}
         if not kwargs.get("do_sample"):
             sampling = {name: value for name, value in sampling.items() if name == "repetition_penalty"} | {

@@ -175,7 +175,8 @@ def _unseen() -> dict[str, Any]:
 def _drafted(draft: Any, assistant: Any) -> Any:
     """Return the draft model. Raises ConfigError if it is given under both names."""
     if draft is not None and assistant is not None and draft is not assistant:
-        raise ConfigError("assistant_model and draft contradict; give one of them")
+        text = "and {draft} contradict; give one of them"
+        raise ConfigError(text, param="assistant_model", value=type(assistant).__name__, draft=...)
     return assistant if draft is None else draft
 
 
@@ -198,21 +199,21 @@ def _refuse(
     refused = fields_set(config, Kind.METHOD, Kind.ADDED, Kind.UNSUPPORTED)
     for name, value in refused.items():
         if name != "max_time":  # a stopping criterion
-            raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; remove it")
+            raise ConfigError("is not supported by foresay.generate; remove it", param=name, value=value)
     for name in ("assistant_tokenizer", "synced_gpus"):
         if unseen.get(name):
-            raise ConfigError(f"{name} is not supported by foresay.generate; remove it")
+            raise ConfigError("is not supported by foresay.generate; remove it", param=name, value=unseen[name])
     if rows > 1:
-        raise ConfigError(f"streamer receives one row, and {rows} are decoded; give one prompt and one output")
+        raise ConfigError(f"receives one row, and {rows} are decoded; give one prompt and one output", param="streamer")
     if model_kwargs.get("inputs_embeds") is not None:
-        raise ConfigError("inputs_embeds is not supported by foresay.generate; pass input_ids")
+        raise ConfigError("is not supported by foresay.generate; pass input_ids", param="inputs_embeds")
     _refuse_positions(model_kwargs.pop("position_ids", None), model_kwargs.get("attention_mask"))
     cache = model_kwargs.pop("past_key_values", None)
     if cache is not None and cache.get_seq_length() > 0:
-        raise ConfigError("a filled past_key_values is not supported by foresay.generate; pass the whole input_ids")
+        raise ConfigError("with entries is not supported; pass the whole input_ids", param="past_key_values")
     for name, value in model_kwargs.items():
         if value is not None and name not in _WITHOUT_EFFECT:
-            raise ConfigError(f"the model's argument {name} is not supported by foresay.generate; remove it")
+            raise ConfigError("is not supported by foresay.generate; remove it", param=name)
 
 
 def _refuse_positions(positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
@@ -226,7 +227,7 @@ def _refuse_positions(positions: torch.Tensor | None, mask: torch.Tensor | None)
         default = (mask.cumsum(-1) - 1).clamp(min=0)
         same = torch.equal(default * mask, positions * mask)
     if not same:
-        raise ConfigError("custom position_ids are not supported by foresay.generate; remove them")
+        raise ConfigError("of your own are not supported by foresay.generate; remove them", param="position_ids")
 
 
 def _params(
@@ -302,7 +303,7 @@ def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[in
     if mask is None:
         return [list(map(int, row)) for row in input_ids.tolist()]
     if bool((mask[:, :-1] > mask[:, 1:]).any()):
-        raise ConfigError("attention_mask has padding on the right or inside; pad on the left")
+        raise ConfigError("has padding on the right or inside; pad on the left", param="attention_mask")
     return [
         [int(t) for t, m in zip(row, keep, strict=True) if m]
         for row, keep in zip(input_ids.tolist(), mask.tolist(), strict=True)

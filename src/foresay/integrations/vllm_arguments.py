@@ -48,7 +48,7 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     for name, allowed in _ALLOWED.items():
         value = getattr(settings, name)
         if value not in allowed:
-            raise ConfigError(f"{name}={value!r}: vLLM has its own quantization, kernels and rule; remove it")
+            raise ConfigError("does not apply to vLLM, which has its own; remove it", param=name, value=value)
     out: dict[str, Any] = {"model": folder}
     if settings.dtype is not None and settings.dtype != "auto":
         if settings.dtype not in DTYPES:
@@ -75,14 +75,13 @@ def _speculative_config(call: Call, length: str | int | None) -> dict[str, Any]:
         others = ", ".join(str(key) for key in values if key is not None)
         raise UnsupportedModelError(f"{call}: vLLM supports no {others or 'name'} for a draft; remove it")
     elif call.name in ("head", "block") and str(values[None]) in ALIASES:
-        raise ConfigError(
-            f"{call}: vLLM reads a draft from a folder; write it with foresay export, and give that folder"
-        )
+        text = "cannot be read by vLLM, which needs a folder; write it with foresay export, and give that folder"
+        raise ConfigError(text, param="drafter", value=str(call))
     else:
         out = {} if call.name == "mtp" else {"model": str(values[None])}
     policy = None if length is None else read_length(length)
     if not isinstance(policy, ConstantLength | None):
-        raise ConfigError(f"length={length!r}: vLLM drafts at a constant length; give a number")
+        raise ConfigError("is not constant, as vLLM's lengths are; give a number", param="length", value=length)
     count = recipe.num_draft_tokens if policy is None else policy.num_draft_tokens
     return {"method": METHODS[call.name], **out, "num_speculative_tokens": check_int("length", count, 1)}
 
@@ -96,7 +95,7 @@ def model_folder(model: str) -> str:
         return str(converted(model, LoadOptions()))
     path = Path(model).expanduser()
     if path.is_file():
-        raise ConfigError(f"vLLM reads a transformers folder, and {model!r} is a file; give the folder, or an alias")
+        raise ConfigError("is a file; vLLM reads a transformers folder, or an alias", param="model", value=model)
     if not path.is_dir():
         path = _downloaded(model)
     names = [file.name for file in path.iterdir()]

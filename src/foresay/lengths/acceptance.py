@@ -50,8 +50,6 @@ class AcceptanceLength(LengthPolicy):
     def _chance(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return c, [B]. Raises ConfigError if the width of the draft's hidden states [B, H] is not the acceptance head's."""
         if hidden.shape[-1] != self._network.hidden_size:
-            raise ConfigError(
-                f"the acceptance head reads hidden states of width {self._network.hidden_size}, but the draft model's have "
-                f"width {hidden.shape[-1]}; use a head trained for this draft model"
-            )
+            text = f"reads hidden states of width {self._network.hidden_size}, and this draft model's have {hidden.shape[-1]}"
+            raise ConfigError(text, param="head")
         return self._network.to(hidden.device).accepted(hidden)

@@ -62,11 +62,11 @@ class Hardware:
         found = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         return bool(found and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
-    def check_compiled(self, what: str, instead: str) -> None:
-        """Raise ConfigError if there are no compiled kernels. what: the setting that needs them. instead: what to do without."""
+    def check_compiled(self, instead: str, *, param: str, value: object) -> None:
+        """Raise ConfigError if there are no compiled kernels. instead: what to do without. param, value: what needs them."""
         if not self.cpu_kernels:
             reason = f"and there are none ({failure_reason()}); install a C++ compiler, or {instead}"
-            raise ConfigError(f"{what} needs the compiled CPU kernels, {reason}")
+            raise ConfigError(f"needs the compiled CPU kernels, {reason}", param=param, value=value)
 
 
 CPU = Hardware(torch.device("cpu"))

@@ -107,7 +107,7 @@ class RecordingModel(LanguageModel):
         states: returns the hidden states of a text by layer, [S, D] each, on `device`; None if there are none.
         """
         if not texts:
-            raise ConfigError("the recording has no texts; there is nothing to replay")
+            raise ConfigError("has no texts; there is nothing to replay", param="recording")
         self.vocab_size, self.max_length = vocab_size, max_length
         self._capabilities = Capabilities(
             trees=True,
@@ -142,7 +142,7 @@ class RecordingModel(LanguageModel):
         new = [rows[i] for i in range(first, len(rows))]
         for row in new:
             if row.request_id >= len(self._texts) or list(self._texts[row.request_id].prompt) != row.tokens.tolist():
-                raise ConfigError(f"request {row.request_id} is not the recording's text {row.request_id}")
+                raise ConfigError("is not that text of the recording", param="request", value=row.request_id)
             cache.lengths.append(0)
         cache.texts = np.append(cache.texts, [row.request_id for row in new])
 
@@ -153,9 +153,8 @@ class RecordingModel(LanguageModel):
         """
         assert isinstance(cache, RecordingCache)
         if model_input.hidden_layers and self._states is None:
-            raise ConfigError(
-                "a recording has no hidden states, which this drafter needs; replay it with another drafter"
-            )
+            text = "has no hidden states, which this drafter needs; replay it with another drafter"
+            raise ConfigError(text, param="recording")
         batch, columns = model_input.token_ids.shape
         rows = slice(model_input.first_row, model_input.first_row + batch)
         depths = (

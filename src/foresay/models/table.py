@@ -67,11 +67,10 @@ class TableModel(LanguageModel):
             ConfigError: Another shape, weights that are negative or not finite, or a distribution whose weights are all zero.
         """
         if table.dim() != 3 or len(set(table.shape)) != 1:
-            raise ConfigError(f"table has shape {tuple(table.shape)}; it must be [V, V, V]")
+            raise ConfigError(f"has shape {tuple(table.shape)}; it must be [V, V, V]", param="table")
         if bool((table < 0).any()) or not bool(torch.isfinite(table).all()) or bool((table.sum(-1) <= 0).any()):
-            raise ConfigError(
-                "table must contain finite, non-negative weights; each distribution table[a, b] needs a positive one"
-            )
+            text = "must contain finite, non-negative weights; each distribution table[a, b] needs a positive one"
+            raise ConfigError(text, param="table")
         self.table = table.double() / table.double().sum(-1, keepdim=True)
         self._logits = self.table.log().float()
         self.vocab_size = int(table.shape[0])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict
 
 from foresay.errors import ConfigError
-from foresay.files import atomic_write
+from foresay.files import atomic_write, unreadable
 from foresay.json_files import Schema, parse_object, read_limited
 
 T = TypeVar("T")
@@ -39,9 +39,9 @@ def load(path: str | os.PathLike[str], format: str, version: int, schema: Schema
     try:
         values = parse_object(read_limited(path), name)
         if values.pop("format", None) != format or values.pop("version", None) != version:
-            raise ConfigError(f"{name}: not a {format} of version {version}")
+            raise ConfigError(f"is not a {format} of version {version}", param="path", value=name)
         return schema.of(values, name)
     except OSError as error:
-        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     except ConfigError as error:
-        raise ConfigError(f"{name!r} is not {schema.noun} ({error}); make one with {command}") from None
+        raise ConfigError(f"is not {schema.noun} ({error}); make it with {command}", param="path", value=path) from None

@@ -24,16 +24,14 @@ def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[
     prompts: token ids, in the same order. Raises ConfigError without them, and for a malformed log.
     """
     if prompts is None:
-        raise ConfigError(
-            f"{name!r} is a log of tensors, which contains outputs alone; give the prompts that it was made from"
-        )
+        problem = "is a log of tensors, which contains outputs alone; give the prompts that it was made from"
+        raise ConfigError(problem, param="path", value=name)
     outputs = list(_tensors(name))
     if not outputs:
-        raise ConfigError(f"{name!r} contains no outputs: no tensor([[...]])")
+        raise ConfigError("contains no outputs: no tensor([[...]])", param="path", value=name)
     if len(outputs) > len(prompts):
-        raise ConfigError(
-            f"{name!r} contains {len(outputs)} outputs for {len(prompts)} prompts; give at least as many prompts"
-        )
+        problem = f"contains {len(outputs)} outputs for {len(prompts)} prompts; give as many"
+        raise ConfigError(problem, param="path", value=name)
     return [RecordedText(tuple(map(int, prompt)), output) for prompt, output in zip(prompts, outputs, strict=False)]
 
 
@@ -45,9 +43,7 @@ def _tensors(name: str) -> Iterator[tuple[int, ...]]:
         line, counted = line + text.count("\n", counted, begin), begin
         inner, position = text[begin + len(_BEGIN) : end], f"{name}, line {line}"
         if "..." in inner:
-            raise ConfigError(
-                f"{position}: the tensor was printed abbreviated ('...'), so tokens are missing; print it whole"
-            )
+            raise ConfigError(": the tensor was printed without some tokens ('...'); print it whole", param=position)
         yield _tokens(filter(str.strip, inner.split(",")), position, "not a list of token ids")
 
 
@@ -56,9 +52,9 @@ def _tokens(parts: Iterator[str] | list[str], position: str, problem: str) -> tu
     try:
         tokens = tuple(check_int("token", int(part), 0, MAX_VOCAB_SIZE - 1) for part in parts)
     except ValueError as error:
-        raise ConfigError(f"{position}: {problem} ({error})") from None
+        raise ConfigError(f": {problem} ({error})", param=position) from None
     if not tokens:
-        raise ConfigError(f"{position}: the output is empty")
+        raise ConfigError(": the output is empty", param=position)
     return tokens
 
 
@@ -75,10 +71,10 @@ def read_cs_drafting_cache(name: str) -> list[RecordedText]:
         has_prompt = whole[: len(prompt)] == prompt
         start, source = (prompt, None) if has_prompt else (whole[:1], prompt)
         if len(whole) <= len(start):
-            raise ConfigError(f"{position}: the output is empty")
+            raise ConfigError(": the output is empty", param=position)
         texts.append(RecordedText(start, whole[len(start) :], source))
     if not texts:
-        raise ConfigError(f"{name!r} contains no outputs")
+        raise ConfigError("contains no outputs", param="path", value=name)
     if len({text.source is None for text in texts}) > 1:
-        raise ConfigError(f"{name!r} mixes outputs that begin with their prompts and outputs that do not")
+        raise ConfigError("has outputs with their prompts and outputs without", param="path", value=name)
     return texts

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from foresay.errors import ConfigError
-from foresay.files import writing
-from foresay.json_files import Schema, parse_object, short
+from foresay.errors import ConfigError, shown
+from foresay.files import unreadable, writing
+from foresay.json_files import Schema, parse_object
 
 try:
     import fcntl
@@ -54,7 +54,7 @@ class LineWriter:
         try:
             self._file: BinaryIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
+            raise ConfigError(f"cannot be written: {error.strerror}", param="path", value=path) from None
         try:
             self._lock()
             self._resume()
@@ -68,9 +68,8 @@ class LineWriter:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(
-                f"another process is writing {str(self.path)!r}; wait for it to end, or name another file"
-            ) from None
+            text = "is being written by another process; wait for it to end, or name another file"
+            raise ConfigError(text, param="path", value=self.path) from None
 
     def _resume(self) -> None:
         """Read the existing lines and cut off an incomplete last line."""
@@ -94,10 +93,11 @@ class LineWriter:
                 self._file.truncate(0)
                 self.append(self.header)
                 return
-            raise ConfigError(
-                f"{name!r} was started with {field}={short(stored)}, and this run has {short(current)}; "
+            text = (
+                f"was started with {field}={shown(stored)}, and this run has {shown(current)}; "
                 "give the same settings to resume it, or name another file"
             )
+            raise ConfigError(text, param="path", value=name)
         self._file.truncate(complete_bytes)
 
     def _write_header(self) -> None:
@@ -106,7 +106,7 @@ class LineWriter:
         self._file.seek(0)
         found = self._file.read(len(prefix))
         if found != prefix[: len(found)]:
-            raise ConfigError(f"{str(self.path)!r} is not a {self.kind} and was not changed; name another file")
+            raise ConfigError(f"is not a {self.kind}, and is unchanged; name another", param="path", value=self.path)
         self._file.truncate(0)
         self.append(self.header)
 
@@ -143,12 +143,12 @@ def read_lines(
     try:
         file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     with file:
         lines = _whole_lines(file, name)
         first = next(lines, None)
         if first is None:
-            raise ConfigError(f"{name!r} is empty, not a {kind}")
+            raise ConfigError(f"is empty, not a {kind}", param="path", value=name)
         header = parse_object(first[1], f"{name}, line 1")
         _check_header(header, kind, version, name)
         yield header, ((number, schema.read(raw, f"{name}, line {number}")) for number, raw in lines)
@@ -162,21 +162,20 @@ def _whole_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
         try:
             raw = file.readline(MAX_LINE_BYTES)
         except OSError as error:
-            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+            raise unreadable(name, error) from None
         if not raw.endswith(b"\n"):
             if len(raw) == MAX_LINE_BYTES:
-                raise ConfigError(f"{name}, line {number}: longer than {MAX_LINE_BYTES} bytes")
+                raise ConfigError(f": longer than {MAX_LINE_BYTES} bytes", param=f"{name}, line {number}")
             return
         yield number, raw
 
 
 def _check_header(header: Line, kind: str, version: int, name: str) -> None:
     if header.get("format") != kind:
-        raise ConfigError(f"{name}, line 1: not a {kind}; its header has format={short(header.get('format'))}")
+        raise ConfigError(f"must be {kind!r}", param=f"{name}, line 1: format", value=header.get("format"))
     if header.get("version") != version:
-        raise ConfigError(
-            f"{name}, line 1: version={short(header.get('version'))} of {kind}; this foresay reads version {version}"
-        )
+        text = f"of {kind} is not read; this foresay reads version {version}"
+        raise ConfigError(text, param=f"{name}, line 1: version", value=header.get("version"))
 
 
 def differences(stored: Any, current: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

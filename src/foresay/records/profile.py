@@ -95,7 +95,7 @@ class Profile(Stored):
         Raises ConfigError for a profile without timings.
         """
         if not self.timings:
-            raise ConfigError("the profile contains no timings; make one with foresay profile")
+            raise ConfigError("contains no timings; make one with foresay profile", param="profile")
         counts = Counter(t.context for t in self.timings)
         base = max(counts, key=lambda context: (counts[context], -context))
         known = {(t.batch, t.columns): t.seconds for t in self.timings if t.context == base}
@@ -166,7 +166,7 @@ def _checked(profile: Profile, name: str) -> Profile:
     points += [(f"drafts.{drafter}", [(b, n) for b, n, _ in some]) for drafter, some in profile.drafts.items()]
     for label, known in points:
         if len(set(known)) < len(known):
-            raise ConfigError(f"{name!r} is not a profile ({label} has two times for the same point)")
+            raise ConfigError(f"is not a profile ({label} has two times for the same point)", param="path", value=name)
     return profile
 
 

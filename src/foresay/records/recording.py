@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from foresay.decoding.outcome import FinishReason
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.errors import ConfigError
-from foresay.json_files import Schema, short
+from foresay.files import unreadable
+from foresay.json_files import Schema
 from foresay.models.recording import MAX_VOCAB_SIZE, RecordedText
 from foresay.records.document import Stored
 from foresay.records.importers import read_cs_drafting_cache, read_tensor_log
@@ -84,7 +85,7 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not self.records:
-            raise ConfigError("the recording contains no outputs yet")
+            raise ConfigError("contains no outputs yet", param="recording")
 
     @property
     def greedy(self) -> bool:
@@ -108,23 +109,23 @@ class Recording:
             with open(path, "rb") as file:
                 head = file.read(4096).lstrip()
         except OSError as error:
-            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+            raise unreadable(path, error) from None
         if head.startswith(b"tensor("):
             return _imported(name, read_tensor_log(name, prompts), "tensor log")
         if prompts is not None:
-            raise ConfigError(f"{name!r} contains its own prompts; give prompts for a log of tensors only")
+            raise ConfigError("has its own prompts; give prompts for a log of tensors only", param="path", value=path)
         if b'"format"' in head.split(b"\n", 1)[0]:
             return _read_foresay(name)
         if head.startswith(b"{"):
             try:
                 return _imported(name, read_cs_drafting_cache(name), "CS-Drafting cache")
             except ConfigError as error:
-                raise ConfigError(f"{_OTHER_FILE.format(name)} ({error})") from None
-        raise ConfigError(_OTHER_FILE.format(name))
+                raise ConfigError(f"{_OTHER_FILE} ({error})", param="path", value=path) from None
+        raise ConfigError(_OTHER_FILE, param="path", value=path)
 
 
 _OTHER_FILE = (
-    f"{{!r}} is not a recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object of token ids "
+    f"is not a recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object of token ids "
     "joined by '_'"
 )
 
@@ -141,11 +142,12 @@ def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) ->
 def read_params(values: Mapping[str, Any], **changes: Any) -> SamplingParams:
     """Return the sampling parameters of a header with some of them changed. Raises ConfigError for an invalid name or value."""
     if "processors" in values:
-        raise ConfigError("processors cannot be stored in a recording; record without them")
+        text = "cannot be stored in a recording; record without them"
+        raise ConfigError(text, param="processors", value=values["processors"])
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if isinstance(bias := values.get("logit_bias", ()), tuple):
         if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in bias):
-            raise ConfigError(f"logit_bias={short(bias)} must be pairs of a token id and a number")
+            raise ConfigError("must be pairs of a token id and a number", param="logit_bias", value=bias)
         values["logit_bias"] = dict(bias)
     elif isinstance(bias, dict):
         values["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
@@ -174,13 +176,12 @@ def _check_record(record: Record, vocab_size: int) -> None:
     """Raise ConfigError for ids outside the vocabulary and for fields without exactly one value per token."""
     for name in ("prompt", "output", "source"):
         if (highest := max(getattr(record, name) or (0,))) >= vocab_size:
-            raise ConfigError(f"token {highest} of {name} must be in [0, {vocab_size - 1}]")
+            raise ConfigError(f": token {highest} must be in [0, {vocab_size - 1}]", param=name, value=highest)
     for name in ("token_probs", "logprobs", "top"):
         values = getattr(record, name)
         if values is not None and len(values) != len(record.output):
-            raise ConfigError(
-                f"{name} has {len(values)} values for {len(record.output)} tokens; it needs one per token"
-            )
+            text = f"has {len(values)} values for {len(record.output)} tokens; one per token is needed"
+            raise ConfigError(text, param=name)
 
 
 def _read_foresay(name: str) -> Recording:

@@ -224,7 +224,7 @@ class Results:
             known = {name: header.get(name, {}) for name in ("settings", "provenance")}
             for name, value in known.items():
                 if not isinstance(value, dict):
-                    raise ConfigError(f"{os.fspath(path)}, line 1: {name}={value!r} must be an object")
+                    raise ConfigError("must be an object", param=f"{os.fspath(path)}, line 1: {name}", value=value)
             return cls.of(**known, found=(result for _, result in lines))
 
     @classmethod

@@ -286,14 +286,14 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest, raw_request: Request) -> dict[str, Any]:
         model = await used(service, request.model, raw_request)
         if (request.prompt is None) == (request.messages is None):
-            raise FieldError("prompt", "prompt and messages: give exactly one of them")
+            raise FieldError("prompt", "and messages: give exactly one of them")
         prompt: Any = request.prompt
         options = None
         if request.messages is not None:
             prompt = [one.plain() for one in request.messages]
             options = (await model.prepare(lambda: MessageKind.of(model, request))).options
         elif fields := request.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message"}:
-            raise FieldError(min(fields), f"{min(fields)} needs messages")
+            raise FieldError(min(fields), "needs messages")
         with as_api_errors("prompt" if request.messages is None else "messages"):
             (ids,) = await model.encoded([prompt], options)
         return {"tokens": ids, "count": len(ids), "max_model_len": model.generator.target.model.max_length}
@@ -306,9 +306,8 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         def decoded() -> str:
             vocab_size = len(tokenizer)
             if request.tokens and max(request.tokens) >= vocab_size:
-                raise FieldError(
-                    "tokens", f"tokens: {max(request.tokens)} is not a token id; allowed are 0 to {vocab_size - 1}"
-                )
+                text = f"contain {max(request.tokens)}, which is not a token id; allowed are 0 to {vocab_size - 1}"
+                raise FieldError("tokens", text)
             return str(tokenizer.decode(request.tokens))
 
         return {"prompt": await model.prepare(decoded)}

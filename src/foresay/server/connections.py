@@ -105,7 +105,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse data that is not HTTP, in the API's error shape."""
-        self.refuse(FieldError("request", msg, code="invalid_http"))
+        self.refuse(FieldError("request", f": {msg}", code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
         """Send an error without a request, unless a response is in progress, and disconnect."""

@@ -58,6 +58,6 @@ def _read(field: str, value: str | int, read: Callable[[Any], Any], allowed: fro
             read(value)
             return
     except (ForesayError, ValueError, RecursionError) as error:
-        raise FieldError(f"foresay.{field}", str(error)) from None
+        raise FieldError(f"foresay.{field}", f": {error}") from None
     names = ", ".join(sorted(allowed))
-    raise FieldError(f"foresay.{field}", f"{field}={value!r} is not available to clients; choose one of: {names}")
+    raise FieldError(f"foresay.{field}", f"is not available to clients; choose one of: {names}", value=value)

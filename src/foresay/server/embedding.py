@@ -58,7 +58,7 @@ async def embed(
     """
     features = model.generator.target.model.capabilities
     if features.reads_source or not features.num_layers:
-        raise FieldError("model", "this model has no embeddings: they need a decoder whose hidden states can be read")
+        raise FieldError("model", "has no embeddings: they need a decoder whose hidden states can be read")
     pooling = request.pooling or model.settings.pooling
     vectors, tokens = await unless_disconnected(_vectors(model, request, pooling), raw_request)
 
@@ -76,8 +76,8 @@ async def _vectors(model: Served, request: EmbeddingRequest, pooling: str) -> tu
             vectors.append(await model.embedded(ids, pooling))
             width = len(vectors[0])
             if request.dimensions not in (None, width):
-                text = f"dimensions={request.dimensions}: the vectors of this model have {width} numbers"
-                raise FieldError("dimensions", f"{text}, and are not shortened")
+                text = f"differs from the {width} numbers of this model's vectors, which are not shortened"
+                raise FieldError("dimensions", text, value=request.dimensions)
     return vectors, sum(map(len, texts))
 
 

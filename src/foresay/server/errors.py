@@ -19,6 +19,7 @@ from foresay.errors import (
     OutOfMemoryError,
     QueueFullError,
     RequestError,
+    as_argument,
 )
 from foresay.server.hints import NAMES
 
@@ -28,7 +29,8 @@ logger = logging.getLogger("foresay.server")
 MAX_MESSAGE = 1000
 """Limit in characters of an error message and of a parameter name; longer values sent by a client are cut."""
 
-
+Names = Mapping[str, str]
+"""Names in an API of a chat request's fields, or of their paths."""
 MESSAGES_ROUTE = "/v1/messages"
 """Prefix of the routes of Anthropic's API."""
 OLLAMA_ROUTES = "/api/"
@@ -92,8 +94,24 @@ class ApiError(Exception):
 class FieldError(ApiError):
     """A request that is refused for one of its fields."""
 
-    def __init__(self, param: str | None, message: str, *, code: str | None = None) -> None:
-        super().__init__(400, message, param=param, code=code)
+    def __init__(self, param: str, problem: str | ForesayError, *, code: str | None = None, **more: Any) -> None:
+        """problem: see ForesayError, as for `more`; or the error whose message is taken."""
+        self._refusal = ForesayError(problem, param=param, **more) if isinstance(problem, str) else problem
+        super().__init__(400, "", param=param, code=code)
+        self.rename({})
+
+    def rename(self, names: Names) -> None:
+        """Name fields in the message as an API does."""
+        self.message = self._refusal.worded(
+            lambda name, *value: as_argument(_renamed(_API_NAMES.get(name, name), names), *value)
+        )
+        self.args = (self.message,)
+
+
+def _renamed(path: str, names: Names) -> str:
+    """Return the name of a field in an API. path: names, joined by dots."""
+    first, dot, rest = path.partition(".")
+    return names.get(path, f"{names.get(first, first)}{dot}{rest}".replace(".function.", "."))
 
 
 def _printable(text: str) -> str:
@@ -117,7 +135,7 @@ def as_api_error(error: BaseException, prompt: str = "prompt", schema: str = "re
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
     if isinstance(error, RequestError) and isinstance(error.__cause__, ConfigError):
         # for example, a schema with no allowed continuation
-        return FieldError(schema, str(error.__cause__), code="cannot_go_on")
+        return FieldError(schema, f": {error.__cause__}", code="cannot_go_on")
     logger.error("request failed", exc_info=error)
     code = "generation_failed" if isinstance(error, ForesayError) else "internal"
     return ApiError(500, "internal error; the server's log has the details", code=code)
@@ -133,17 +151,15 @@ def as_api_errors(prompt: str, schema: str = "response_format") -> Iterator[None
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the parameter of an ApiError, which may be a path of names, and ignored hints. names: new names of parameters."""
+def renamed(names: Names) -> Iterator[None]:
+    """Rename the parameter of an ApiError, which may be a path of names, and ignored hints. names: new names of fields."""
     before = NAMES.set(names)
     try:
         yield
     except ApiError as error:
-        first, dot, rest = (error.param or "").partition(".")
-        renamed_path = f"{names.get(first, first)}{dot}{rest}".replace(".function.", ".")
-        if error.message.startswith(first) and first in names:
-            error.message = names[first] + error.message[len(first) :]
-        error.param = names.get(error.param or "", renamed_path) or None
+        if isinstance(error, FieldError):
+            error.rename(names)
+        error.param = _renamed(error.param or "", names) or None
         raise
     finally:
         NAMES.reset(before)
@@ -155,9 +171,6 @@ _PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 def _about_field(error: ConfigError | ContextLengthError, prompt: str) -> ApiError:
     """Return a 400 error with the API's field names, such as max_tokens. An error that names no field is about the prompt."""
-    message, field = str(error), (error.param or "").partition(" ")[0].partition("[")[0]
-    for ours, theirs in _API_NAMES.items():
-        message = message.replace(ours, theirs)
+    field = (error.param or "").partition("[")[0]
     name = _API_NAMES.get(field, field) if field in _PARAMETERS else prompt
-    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    return FieldError(name, message, code=code)
+    return FieldError(name, error, code="context_length_exceeded" if isinstance(error, ContextLengthError) else None)

@@ -55,8 +55,6 @@ _HUGE = re.compile(rb"\d[eE]\+?\d{3}")
 _LONE = re.compile("[\ud800-\udfff]")
 _OBJECT = re.compile(r"a valid dictionary or (instance of \w+|object to extract fields from)")
 _DEPTH = 8
-_MAX_VALUE = 60
-"""Characters of a wrong value that an error repeats."""
 
 
 class Fields(BaseModel):
@@ -176,9 +174,9 @@ def _not_json(body: bytes, error: ValueError) -> ApiError:
         except (ValueError, RecursionError):
             path = ""
         if path:
-            text = f"{path}: the text contains a lone surrogate (\\ud800 to \\udfff), which is not a character"
+            text = ": the text contains a lone surrogate (\\ud800 to \\udfff), which is not a character"
             return FieldError(path, text, code="invalid_text")
-    return FieldError("body", f"the body is not JSON: {error}", code="invalid_json")
+    return FieldError("body", f"is not JSON: {error}", code="invalid_json")
 
 
 def _path_of_surrogate(data: Any) -> str:
@@ -214,11 +212,15 @@ def _first(error: ValidationError, data: Any) -> ApiError:
     found = [one for where, one in own if where == path]
     name = ".".join(map(str, path)) or "body"
     if found[0]["type"] == "extra_forbidden":
-        return FieldError(name, f"{name!r} is not supported", code="unsupported_parameter")
+        return FieldError(name, "is not supported", code="unsupported_parameter")
     value = found[0]["input"]
-    shown = f"={value!r}" if isinstance(value, str | int | float) and found[0]["type"] != "missing" else ""
     reasons = " / ".join(dict.fromkeys(_OBJECT.sub("an object", one["msg"]) for one in found))
-    return FieldError(name, f"{name}{shown if len(shown) <= _MAX_VALUE else ''}: {reasons}")
+    if not reasons.startswith("Input "):
+        return FieldError(name, f": {reasons}")
+    shown: dict[str, Any] = (
+        {"value": value} if isinstance(value, str | int | float) else {}
+    )  # not a list of a million items
+    return FieldError(name, reasons.replace("Input ", ""), **shown)
 
 
 def _path(loc: Sequence[int | str], kind: str, data: Any) -> tuple[int | str, ...]:

@@ -152,8 +152,9 @@ async def _outputs(model: Served, request: ChatRequest | CompletionRequest, prep
     top, tokenizer, echoes = prepared.params.logprobs, model.generator.tokenizer, list[Echo | None]()
     tokens = sum(map(len, prepared.prompts)) * prepared.n
     if request.echoes and top is not None and tokens * (top + 1) > MAX_ECHOED_SCORES:
-        text = f"echo with logprobs={top} of {tokens} prompt tokens (counted once per output)"
-        raise FieldError("prompt", f"{text}; at most {MAX_ECHOED_SCORES // (top + 1)} are allowed")
+        limit = MAX_ECHOED_SCORES // (top + 1)
+        text = f"has {tokens} tokens, once per output; echo with logprobs={top} is limited to {limit}"
+        raise FieldError("prompt", text)
     for prompt, ids in zip(request.prompts(), prepared.prompts, strict=True):
         scored = await model.scored(ids, top) if request.echoes and top is not None else None
         echoes.append(await model.prepare(partial(_echo, model, prompt, ids, scored)) if request.echoes else None)
@@ -248,7 +249,7 @@ def _thinking_budget(
     try:
         return ThinkingBudget(budget, tokenizer, params.visible_token_ids, reasoning=reasoning)
     except ConfigError as error:
-        raise FieldError(field, str(error)) from None
+        raise FieldError(field, error) from None
 
 
 def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int) -> None:
@@ -260,25 +261,25 @@ def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int
     fills_in = isinstance(request, CompletionRequest) and bool(request.suffix)
     # fmt: off
     checks: list[tuple[bool, str, str]] = [
-        *((value not in (None, OFF[name]), name, f"{name}={value} is not supported; leave it out, or send {OFF[name]}")
+        *((value not in (None, OFF[name]), name, f"is not supported; leave it out, or send {OFF[name]}")
           for name, value in off.items()),
         *((value is not None and generation.applies(name), name,
-           f"{name}={value}: the model's generation config sets another value, which a request cannot turn off")
+           "contradicts the model's generation config, which sets another value that a request cannot turn off")
           for name, value in off.items()),
-        (not 1 <= n <= settings.max_n, "n", f"n={n} must be 1 to {settings.max_n}"),
-        (not n <= candidates <= settings.max_n, "best_of", f"best_of={candidates} must be n={n} to {settings.max_n}"),
-        (candidates > n and bool(request.stream), "best_of", "best_of above n cannot be streamed: the best are known at the end"),
-        (outputs > settings.max_prompts, "n", f"{outputs} outputs are requested; at most {settings.max_prompts} are allowed"),
-        (stops > settings.max_stops, "stop", f"{stops} stop strings; at most {settings.max_stops} are allowed"),
-        (options.continuous_usage_stats and not options.include_usage, usage, "continuous_usage_stats needs include_usage=true"),
-        (options.include_usage and not request.stream, "stream_options", "stream_options needs stream=true"),
+        (not 1 <= n <= settings.max_n, "n", f"must be 1 to {settings.max_n}"),
+        (not n <= candidates <= settings.max_n, "best_of", f"must be n={n} to {settings.max_n}"),
+        (candidates > n and bool(request.stream), "best_of", "above n cannot be streamed: the best are known at the end"),
+        (outputs > settings.max_prompts, "n", f"requests {outputs} outputs; at most {settings.max_prompts} are allowed"),
+        (stops > settings.max_stops, "stop", f"has {stops} texts; at most {settings.max_stops} are allowed"),
+        (options.continuous_usage_stats and not options.include_usage, usage, "needs include_usage=true"),
+        (options.include_usage and not request.stream, "stream_options", "needs stream=true"),
         (fills_in and fill_in_marks(model.tokenizer) is None, "suffix",
-         "suffix: this model's tokenizer has no tokens for filling in text between two texts"),
+         ": this model's tokenizer has no tokens for filling in text between two texts"),
     ]
     # fmt: on
     for is_wrong, param, text in checks:
         if is_wrong:
-            raise FieldError(param, text)
+            raise FieldError(param, text, value=({"n": n, "best_of": candidates} | off).get(param, ...))
 
 
 async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Request) -> None:

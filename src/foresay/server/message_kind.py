@@ -69,7 +69,7 @@ class MessageKind:
                 if not (templated and describes_tools(tokenizer) and not has_format(tokenizer)):
                     chosen = format_of(model.tokenizer, model.settings.tool_format)
             except ConfigError as error:
-                raise FieldError("tools", str(error)) from None
+                raise FieldError("tools", error) from None
         return MessageKind(
             tokenizer,
             replace(request.chat_options(model.tokenizer, request.messages[-1].role), control_tokens=control_tokens),
@@ -108,8 +108,9 @@ class MessageKind:
         if not self.callable and self.reasoning is None:
             return answer
         if self.callable and self.format is None:
-            text = f"{param} with tools needs a format of calls that is known; choose it by --tool-format"
-            raise FieldError(param, f"{text}, or send tool_choice={'auto' if self.must_call else 'none'!r}")
+            text = "with tools needs a format of calls that is known; choose it by --tool-format"
+            problem = f"{text}, or send {{tool_choice}}"
+            raise FieldError(param, problem, tool_choice="auto" if self.must_call else "none")
         try:
             if answer is not None:
                 checked(answer)
@@ -123,7 +124,7 @@ class MessageKind:
                 answer=answer,
             )
         except ConfigError as error:
-            raise FieldError(param, str(error)) from None
+            raise FieldError(param, error) from None
 
     def parser(self) -> Parser | None:
         """Return the parser of one output; None if all of its text is content."""

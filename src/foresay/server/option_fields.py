@@ -159,11 +159,11 @@ class ToolFields(Fields):
         tools, choice = self.tools or [], self.tool_choice
         names = [one.function.name for one in tools]
         if len(set(names)) < len(names):
-            raise FieldError("tools", "two tools have the same name")
+            raise FieldError("tools", "contain two with the same name")
         if choice == "required" and not tools:
-            raise FieldError("tool_choice", "tool_choice='required' needs tools")
+            raise FieldError("tool_choice", "needs tools", value=choice)
         if isinstance(choice, NamedChoice) and choice.function.name not in names:
-            raise FieldError("tool_choice", f"tool_choice: no tool is named {choice.function.name!r}")
+            raise FieldError("tool_choice", f"names {choice.function.name!r}, which is none of the tools")
         return [] if choice == "none" else tools
 
     @property
@@ -206,14 +206,14 @@ class TemplateFields(ToolFields):
         Raises ApiError for options that the template does not have.
         """
         if self.continue_final_message and last_role != "assistant":
-            raise FieldError("continue_final_message", "continue_final_message needs a last message of the assistant")
+            raise FieldError("continue_final_message", "needs a last message of the assistant")
         if (
             self.continue_final_message
             and "add_generation_prompt" in self.model_fields_set
             and self.add_generation_prompt
         ):
-            text = "add_generation_prompt=true begins a new message, and continue_final_message=true continues the last one"
-            raise FieldError("add_generation_prompt", f"{text}; send one of them")
+            text = "begins a new message, and {continue_final_message} continues the last one; send one of them"
+            raise FieldError("add_generation_prompt", text, value=True, continue_final_message=True)
         begins = self.add_generation_prompt and not self.continue_final_message
         options = ChatOptions([one.plain() for one in self.used_tools], {}, begins, self.continue_final_message)
         given = {**(self.chat_template_kwargs or {})}
@@ -234,7 +234,7 @@ class TemplateFields(ToolFields):
             ignore("enable_thinking")
         for name in given:
             if name not in known:
-                text = f"the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
+                text = f": the chat template of this model has no variable {name!r}; it has: {', '.join(sorted(known)) or 'none'}"
                 hint = "reasoning_effort" if self.enable_thinking is None else "enable_thinking"
                 raise FieldError(hint if name == "reasoning_effort" else "chat_template_kwargs", text)
         return replace(options, variables=given)

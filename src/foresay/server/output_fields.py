@@ -48,9 +48,9 @@ class ResponseFormat(Fields):
     def requested_schema(self) -> Mapping[str, Any] | None:
         """Return the schema of the output, or None for free text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise FieldError("response_format.json_schema", "json_schema and type=json_schema require each other")
+            raise FieldError("response_format.json_schema", "and type=json_schema require each other")
         if self.schema_ is not None and self.type != "json_object":
-            raise FieldError("response_format.schema", "schema requires type=json_object")
+            raise FieldError("response_format.schema", "requires type=json_object")
         if self.json_schema is not None:
             return self.json_schema.schema_
         if self.schema_ is not None:
@@ -92,12 +92,9 @@ class OutputFields(Fields):
         """Return the constraint of the outputs, or None for free text. Raises ApiError for two constraints."""
         first, second = ([*self._constraints(), None, None])[:2]
         if first is not None and second is not None:
-            text = f"{second.field} cannot be combined with {first.field}: an output follows one of them"
-            raise FieldError(second.field, text)
+            raise FieldError(second.field, f"cannot be combined with {first.field}: an output follows one of them")
         if self.structured_outputs is not None and first is None:
-            raise FieldError(
-                "structured_outputs", "structured_outputs needs json, json_object, regex, choice or grammar"
-            )
+            raise FieldError("structured_outputs", "needs json, json_object, regex, choice or grammar")
         return first
 
     @property

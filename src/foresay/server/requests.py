@@ -54,7 +54,7 @@ _MAX_BIAS = 100.0
 DEFAULT_TEMPERATURE: float = not_given(1.0)
 """OpenAI's default, where the model's generation config has none."""
 
-ENDS_ITSELF = "min_tokens cannot be combined with a schema or grammar, whose output ends once it is complete"
+ENDS_ITSELF = "cannot be combined with a schema or grammar, whose output ends once it is complete"
 OFF = {"typical_p": 1, "no_repeat_ngram_size": 0}
 """Unsupported fields -> the value without an effect, unless the model's generation config sets another one."""
 _BOTH_NEUTRAL: Neutral = {
@@ -232,7 +232,7 @@ class _Sampled(OutputFields, OpenAIFields):
         """Return the value of a field with two names. Raises ApiError for two values."""
         given = {one for one in (getattr(self, name), getattr(self, other)) if one is not None}
         if len(given) > 1:
-            raise FieldError(name, f"{name} and {other} differ; send one of them")
+            raise FieldError(name, f"and {other} differ; send one of them")
         return next(iter(given), None)
 
     @property
@@ -292,7 +292,7 @@ class ChatRequest(TemplateFields, _Sampled):
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""
         if self.top_logprobs and not self.logprobs:
-            raise FieldError("top_logprobs", "top_logprobs requires logprobs=true")
+            raise FieldError("top_logprobs", "requires logprobs=true")
         named: Any = self._one_of("max_tokens", "max_completion_tokens")
         return self.sampling(default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None, named)
 
@@ -300,7 +300,7 @@ class ChatRequest(TemplateFields, _Sampled):
         """See OutputFields. With calls that are required, `response_format` has no effect and others contradict them."""
         found = super().constraint()
         if self.must_call and found is not None and found.field != "response_format":
-            raise FieldError(found.field, f"{found.field} cannot be combined with a tool_choice that requires calls")
+            raise FieldError(found.field, "cannot be combined with a tool_choice that requires calls")
         if self.must_call and self.min_tokens:
             raise FieldError("min_tokens", ENDS_ITSELF)
         return found
@@ -318,7 +318,7 @@ def as_chat(request: Fields, **own: Any) -> ChatRequest:
     same = (type(request).model_fields.keys() & ChatRequest.model_fields.keys()) - own.keys()
     drafting: Drafting | None = getattr(request, "foresay", None)
     if drafting is not None and drafting.origins:
-        raise FieldError("foresay.origins", "foresay.origins is for chat completions and completions")
+        raise FieldError("foresay.origins", "is for chat completions and completions")
     return validated(ChatRequest, {**request.model_dump(include=same, exclude_none=True, by_alias=True), **own})
 
 
@@ -363,7 +363,7 @@ class CompletionRequest(_Sampled):
         if not self.suffix:
             return prompts
         if self.echo or not all(isinstance(one, str) for one in prompts):
-            raise FieldError("suffix", "suffix needs prompts that are texts, without echo")
+            raise FieldError("suffix", "needs prompts that are texts, without echo")
         return [FillIn(one, self.suffix) for one in prompts]
 
 
@@ -393,5 +393,5 @@ class DetokenizeRequest(Fields):
 
 def _token_id(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 9:
-        raise FieldError("logit_bias", f"logit_bias: {key!r} is not a token id")
+        raise FieldError("logit_bias", f"has the key {key!r}, which is not a token id")
     return int(key)

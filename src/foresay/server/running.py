@@ -93,7 +93,7 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
 def _cannot_listen(settings: ServerSettings, error: OSError) -> ConfigError:
     hint = "; stop the process that listens there, or choose another --port" if error.errno == errno.EADDRINUSE else ""
     reason = error.strerror or str(error)
-    return ConfigError(f"cannot listen at host={settings.host!r}, port={settings.port}: {reason}{hint}")
+    return ConfigError(f"cannot be listened at: {reason}{hint}", param="port", value=settings.port)
 
 
 def configuration(app: App, settings: ServerSettings) -> uvicorn.Config:

@@ -98,7 +98,7 @@ class Served:
     def tokenizer(self) -> Any:
         """The target's tokenizer. Raises ApiError without one."""
         if self.generator.tokenizer is None:
-            raise FieldError("prompt", "this model was loaded without a tokenizer; send token ids")
+            raise FieldError("prompt", ": this model was loaded without a tokenizer; send token ids")
         return self.generator.tokenizer
 
     def owned(self, params: SamplingParams, state: Any, salt: str | None = None) -> SamplingParams:
@@ -162,14 +162,14 @@ class Served:
         """Run work on a thread of those that wait for trials. Cancelling the coroutine cancels the trial."""
         target = self.generator.target
         if target.model.capabilities.reads_source:
-            raise FieldError(param, "structured output needs a decoder-only model")
+            raise FieldError(param, "needs a decoder-only model")
         if self._compiler is None:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
         compiler, cancelled = self._compiler, threading.Event()
         try:
             return await self.shared.in_time(self.shared.queues.trials.run(lambda: work(compiler, cancelled)))
         except ConfigError as error:
-            raise FieldError(param, f"{param}: {error}") from None
+            raise FieldError(param, error) from None
         except ForesayError:
             if self.shared.draining:
                 raise shutdown_error() from None

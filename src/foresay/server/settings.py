@@ -79,20 +79,20 @@ class ServerSettings:
         check_choice("share_prefixes", self.share_prefixes, SHARE_PREFIXES)
         check_choice("pooling", self.pooling, POOLINGS)
         if self.hosts and (self.keys or self.host not in LOOPBACK):
-            raise ConfigError("host names are checked only on a loopback address without keys; drop --allow-host")
+            text = "are checked only on a loopback address without keys; drop them"
+            raise ConfigError(text, param="hosts", value=self.hosts)
         for name in self.hosts:
             if not name or "/" in name or (":" in name and not name.startswith("[")):
-                raise ConfigError(f"hosts: {name!r} is not a host name; omit scheme and port")
+                raise ConfigError("is not a host name; omit scheme and port", param="hosts", value=name)
         check_float("drain_s", self.drain_s, 0.0, 1e6)
         for name in ("timeout_s", "prefill_wait_s", "head_s", "body_s", "unread_s"):
             check_float(name, getattr(self, name), 0.001, 1e6)
         if self.host not in LOOPBACK and not self.keys and not self.open_to_all:
-            raise ConfigError(
+            text = (
                 f"is reachable from other machines, and no API keys are set; "
-                f"set {KEYS_VARIABLE} or --keys-file, or pass --open-to-all",
-                param="host",
-                value=self.host,
+                f"set {KEYS_VARIABLE} or --keys-file, or pass --open-to-all"
             )
+            raise ConfigError(text, param="host", value=self.host)
 
 
 def read_keys(path: Path | None) -> frozenset[str]:
@@ -102,11 +102,10 @@ def read_keys(path: Path | None) -> frozenset[str]:
         try:
             lines = {line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n")}
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read keys from {str(path)!r}: {getattr(error, 'strerror', None) or error}"
-            ) from None
+            text = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise ConfigError(text, param="keys_file", value=path) from None
         lines = {line for line in lines if not line.startswith("#")} - {""}
         if not lines:
-            raise ConfigError(f"{str(path)!r} contains no keys")
+            raise ConfigError("contains no keys", param="keys_file", value=path)
         found |= lines
     return frozenset(found - {""})

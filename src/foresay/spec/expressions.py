@@ -72,7 +72,8 @@ class _Parser:
             found = _TOKEN.match(self._text, position)
             if found is None:
                 quote = end - len(self._text[position:end].lstrip())
-                raise ConfigError(f"{self._text!r} has an unterminated quote at character {quote + 1}")
+                text = f"has an unterminated quote at character {quote + 1}"
+                raise ConfigError(text, param="expression", value=self._text)
             kind = str(found.lastgroup)
             yield kind, found[kind], found.start(kind)
             position = found.end()
@@ -80,8 +81,9 @@ class _Parser:
     def _fail(self, wanted: str) -> ConfigError:
         if self._next < len(self._tokens):
             _, text, position = self._tokens[self._next]
-            return ConfigError(f"{self._text!r}: expected {wanted} at character {position + 1}, found {text!r}")
-        return ConfigError(f"{self._text!r}: expected {wanted} at the end")
+            problem = f"must have {wanted} at character {position + 1}, not {text!r}"
+            return ConfigError(problem, param="expression", value=self._text)
+        return ConfigError(f"must have {wanted} at the end", param="expression", value=self._text)
 
     def _peek(self, mark: str) -> bool:
         return self._next < len(self._tokens) and self._tokens[self._next][:2] == ("mark", mark)
@@ -100,7 +102,8 @@ class _Parser:
         if value is None:
             return Call("none")
         if not isinstance(value, Call):
-            raise ConfigError(f"{self._text!r} is neither a name nor a name with settings in parentheses")
+            text = "is neither a name nor a name with settings in parentheses"
+            raise ConfigError(text, param="expression", value=self._text)
         return value
 
     def _value(self) -> Any:
@@ -157,7 +160,7 @@ def _read(word: str) -> Any:
 def parse(text: str) -> Call:
     """Parse an expression. Raises ConfigError naming the position of a syntax error."""
     if not text.strip():
-        raise ConfigError("the expression is empty; give a name, such as suffix or suffix(keep=true)")
+        raise ConfigError("is empty; give a name, such as suffix or suffix(keep=true)", param="expression", value=text)
     return _Parser(text).whole()
 
 
@@ -179,30 +182,31 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
         if variadic and key not in names:
             positional.append((key, value))
         elif key is None and len(positional) >= len(free):
-            raise ConfigError(f"{call}: {kind} {call.name!r} takes at most {len(free)} values without a name")
+            raise ConfigError(f"takes at most {len(free)} values without a name", param=kind, value=str(call))
         elif key is None:
             positional.append(value)
         elif key not in names:
-            raise UnknownNameError(f"setting of {kind} {call.name!r}", key, names)
+            raise UnknownNameError("setting", key, names).about(f"{kind} {call.name!r}", owned=True)
         elif key in named:
-            raise ConfigError(f"{call}: {key} is given twice")
+            raise ConfigError(f"has {key} twice", param=kind, value=str(call))
         else:
             named[key] = value
     if twice := named.keys() & set(free[: len(positional)]):
-        raise ConfigError(f"{call}: {min(twice)} is given twice")
+        raise ConfigError(f"has {min(twice)} twice", param=kind, value=str(call))
     missing = [
         p.name
         for p in parameters.values()
         if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in {*named, *free[: len(positional)]}
     ]
     if missing:
-        raise ConfigError(f"{kind} {call.name!r} needs {', '.join(missing)}, for example {call.name}({missing[0]}=...)")
+        text = f"needs {', '.join(missing)}, for example {call.name}({missing[0]}=...)"
+        raise ConfigError(text, param=kind, value=call.name)
     try:
         return known[call.name](*positional, **named)
     except ConfigError as error:
         if error.subject is not None:  # the innermost expression is named
             raise
-        raise error.about(str(call)) from None
+        raise error.about(str(call), owned=True) from None
 
 
 def to_expression(value: object, known: Mapping[str, Callable[..., Any]]) -> str:

@@ -119,7 +119,8 @@ def _with_memory(make: Callable[..., Any], keep: bool, memory: str | None, max_t
     make(kept)
     if memory is not None:
         if check_flag("keep", keep):
-            raise ConfigError("keep=true and memory= are two ways to keep requests; give one of them")
+            text = "and {memory} are two ways to keep requests; give one of them"
+            raise ConfigError(text, param="keep", value=True, memory=memory)
         folder = check_path("memory", memory)
 
         def prepare(resources: Any) -> DrafterBuilder:

@@ -165,10 +165,8 @@ class Resources:
             )
         wanted = self.options.draft_device
         if wanted is not None and not _is_same(torch.device(wanted), target.device):
-            raise ConfigError(
-                f"draft_device={str(wanted)!r}: a head must be on the target's device, {target.device}; "
-                "remove draft_device, or draft with a model"
-            )
+            text = f": a head must be on the target's device, {target.device}; remove it, or draft with a model"
+            raise ConfigError(text, param="draft_device", value=str(wanted))
         return self.options.for_draft()
 
     def _rounds_heads(self, target: CausalModel) -> bool:

@@ -177,9 +177,8 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
     check_float("coverage", coverage, 0.01, 1.0)
     if vocabulary is None:
         if size is not None:
-            raise ConfigError(
-                f"vocabulary_size={size} needs vocabulary=, a table built with `foresay distill --kind ngram`"
-            )
+            text = "needs {vocabulary}, a table built with `foresay distill --kind ngram`"
+            raise ConfigError(text, param="vocabulary_size", value=size, vocabulary=...)
         return None
     path = check_path("vocabulary", vocabulary)
 
@@ -221,7 +220,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
 
 def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int | None = None) -> Recipe:
     if len(drafters) != 2:
-        raise ConfigError(f"a hybrid has two drafters, an n-gram drafter and another one, not {len(drafters)}")
+        raise ConfigError(f"has two drafters, an n-gram drafter and another one, not {len(drafters)}", param="hybrid")
     recipes = [_member(key, value, "min_match, k") for key, value in drafters]
     check_int("min_match", min_match, 1)
     k = max(1, recipes[1].num_draft_tokens) if k is None else check_int("k", k, 1, MAX_DRAFT_TOKENS)
@@ -257,7 +256,8 @@ def _all_files(recipes: Sequence[Recipe]) -> Callable[[], None]:
 def _made(builder: DrafterBuilder) -> Drafter:
     drafter = builder()
     if drafter is None:
-        raise ConfigError("'none' drafts nothing and cannot be a part of it; remove it")
+        text = "drafts nothing and cannot be a part of another one; remove it"
+        raise ConfigError(text, param="drafter", value="none")
     return drafter
 
 
@@ -271,9 +271,8 @@ def _member(key: str | None, value: Any, settings: str) -> Recipe:
     elif key in ("model", "head", "block", "self"):
         call = Call(key, ((None, value),))
     else:
-        raise ConfigError(
-            f"{key}={value} is neither a setting ({settings}) nor a drafter (model=NAME, head=NAME, block=NAME, self=LAYERS)"
-        )
+        text = f"is neither a setting ({settings}) nor a drafter (model=NAME, head=NAME, block=NAME, self=LAYERS)"
+        raise ConfigError(text, param=str(key), value=value)
     return apply("drafter", call, _makers(call.name))
 
 
@@ -377,9 +376,8 @@ def read_drafter(text: str) -> Recipe:
     """Return the recipe of the drafter that an expression names. Raises ConfigError or UnknownNameError for a wrong one."""
     call = parse(text)
     if call.name == PUBLISHED:
-        raise ConfigError(
-            f"{text!r} is a choice for one target; name the expression that `foresay drafts MODEL` prints"
-        )
+        problem = "is a choice for one target; name the expression that `foresay drafts MODEL` prints"
+        raise ConfigError(problem, param="drafter", value=text)
     return apply("drafter", call, _makers(call.name))
 
 

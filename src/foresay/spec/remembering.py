@@ -22,13 +22,15 @@ def remembering(drafter: str, folder: str, *, prompts: bool = True) -> str:
     settings = (("memory", folder), *(() if prompts else (("prompts", False),)))
     if call.name == "hybrid":
         if not call.values or call.values[0][0] is not None:
-            raise ConfigError("a memory needs a hybrid that begins with its n-gram drafter: hybrid(suffix, head=PATH)")
+            text = "needs a hybrid that begins with its n-gram drafter: hybrid(suffix, head=PATH)"
+            raise ConfigError(text, param="memory", value=folder)
         first, *rest = call.values
         return str(replace(call, values=((first[0], _with(_as_call(first[1]), settings)), *rest)))
     if call.name in _COPYING:
         return str(_with(call, settings))
     if call.name == "none" or call.name in named("lookup"):
-        raise ConfigError(f"a memory is for drafter suffix, or a model or head, not {call.name!r}")
+        text = "is for drafter suffix, or a model or head, not {drafter}"
+        raise ConfigError(text, param="memory", value=folder, drafter=call.name)
     return str(Call("hybrid", ((None, Call("suffix", settings)), (None, call))))
 
 
@@ -38,6 +40,6 @@ def _as_call(value: Any) -> Call:
 
 def _with(call: Call, settings: tuple[tuple[str | None, Any], ...]) -> Call:
     if call.name not in _COPYING:
-        raise ConfigError(f"a memory is for drafter suffix, not {call.name!r}")
+        raise ConfigError("keeps no memory; use suffix", param="drafter", value=call.name)
     names = {name for name, _ in settings} | {"keep"}
     return replace(call, values=(*(one for one in call.values if one[0] not in names), *settings))

@@ -17,7 +17,7 @@ from typing import Any
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.files import atomic_write
+from foresay.files import atomic_write, unreadable
 from foresay.json_files import read_limited
 
 FILE = "foresay.toml"
@@ -59,9 +59,8 @@ class Settings:
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError("must be a non-empty string", param=name, value=value)
         if isinstance(self.length, bool) or not isinstance(self.length, str | int | None):
-            raise ConfigError(
-                "must be an integer or an expression of a length policy", param="length", value=self.length
-            )
+            text = "must be an integer or an expression of a length policy"
+            raise ConfigError(text, param="length", value=self.length)
         if self.max_batch_size is not None:
             check_int("max_batch_size", self.max_batch_size, 1)
 
@@ -116,7 +115,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     with _naming(path):
         values = _values(path)
         if "models" in values:
-            raise ConfigError("it names several models, which only `foresay serve` loads; give a target by name")
+            raise ConfigError("are several, which only `foresay serve` loads; give a target by name", param="models")
         return _settings(values)
 
 
@@ -131,25 +130,24 @@ def read_models(path: str | os.PathLike[str]) -> Models | None:
             return None
         models, most = values.pop("models"), values.pop("max_loaded", 1)
         for key in values:
-            raise ConfigError(f"the key {key} belongs into the table of a model, such as [models.NAME]")
+            raise ConfigError("belongs into the table of a model, such as [models.NAME]", param=key, value=values[key])
         if not isinstance(models, dict) or not 1 <= len(models) <= MAX_MODELS:
-            raise ConfigError(f"models must be 1 to {MAX_MODELS} tables [models.NAME]")
+            raise ConfigError(f"must be 1 to {MAX_MODELS} tables [models.NAME]", param="models", value=models)
         found = {name: _model(name, one) for name, one in models.items()}
         return Models({name: replace(one, target=one.target_from(path)) for name, one in found.items()}, most)
 
 
 def _model(name: str, values: object) -> Settings:
     if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"the name of a model has 1 to 100 letters, digits and ._:/@-, the first a letter or digit, not {name!r}"
-        )
+        text = "must have 1 to 100 letters, digits and ._:/@-, the first a letter or digit, as the name of a model"
+        raise ConfigError(text, param="models", value=name)
     if not isinstance(values, dict):
-        raise ConfigError(f"models.{name} must be a table [models.{name}]")
+        raise ConfigError(f"must be a table [models.{name}]", param=f"models.{name}", value=values)
     values.pop("measured", None)
     try:
         return _settings(values)
     except ConfigError as error:
-        raise ConfigError(f"models.{name}: {error}") from None
+        raise error.about(f"models.{name}", owned=True) from None
 
 
 def _values(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def _settings(values: Mapping[str, Any]) -> Settings:
         if key not in known:
             raise UnknownNameError("setting", key, known)
     if "target" not in values:
-        raise ConfigError("the key target is missing; it must name a model")
+        raise ConfigError("is missing; it must name a model", param="target")
     return Settings(**values)
 
 
@@ -175,11 +173,11 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None  # not an UnknownNameError, which names an argument
+        raise error.about(name, owned=True) from None  # not an UnknownNameError, which names an argument
     except (ValueError, RecursionError) as error:  # too long numbers and invalid UTF-8 are ValueErrors
-        raise ConfigError(f"{name}: not valid TOML ({error})") from None
+        raise ConfigError(f"is not valid TOML ({error})", param="path", value=path) from None
 
 
 def write_settings(path: str | os.PathLike[str], settings: Settings, measured: Mapping[str, Any]) -> None:

@@ -35,22 +35,19 @@ def recipe_maker(name: str) -> Callable[..., Recipe]:
         raise UnknownNameError("drafter", name, names())
     if len(found) != 1:
         packages = ", ".join(sorted(map(_package, found)))
-        raise ConfigError(f"drafter {name!r} is registered by {packages}; uninstall all but one")
+        raise ConfigError(f"is registered by {packages}; uninstall all but one", param="drafter", value=name)
     [point] = found
     try:
         maker: Any = point.load()
         signature = _signature(maker)
     except Exception as error:
-        raise ConfigError(
-            f"drafter {name!r} of {_package(point)} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+        text = f"of {_package(point)} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
+        raise ConfigError(text, param="drafter", value=name) from error
 
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(
-                f"drafter {name!r} of {_package(point)}: its parameter {str(parameter)!r} cannot be a setting; "
-                "settings have names"
-            )
+            text = f"of {_package(point)} has the parameter {str(parameter)!r}, which cannot be a setting; settings have names"
+            raise ConfigError(text, param="drafter", value=name)
 
     def make(*values: Any, **settings: Any) -> Recipe:
         def build() -> Drafter:
@@ -82,12 +79,11 @@ def _build(point: EntryPoint, make: Callable[[], Any]) -> Drafter:
     except ForesayError:
         raise
     except Exception as error:
-        raise ConfigError(f"drafter {point.name!r} of {_package(point)}: {type(error).__name__}: {error}") from error
+        text = f"of {_package(point)} raises {type(error).__name__}: {error}"
+        raise ConfigError(text, param="drafter", value=point.name) from error
     if not hasattr(drafter, "propose"):
-        raise ConfigError(
-            f"drafter {point.name!r} of {_package(point)} makes a {type(drafter).__name__}, which has no propose(); "
-            "it must make a foresay.Drafter"
-        )
+        text = f"of {_package(point)} makes a {type(drafter).__name__}, which has no propose(); it must make a foresay.Drafter"
+        raise ConfigError(text, param="drafter", value=point.name)
     return cast(Drafter, drafter)
 
 

@@ -47,7 +47,8 @@ def fitted(messages: Sequence[Message], render: Render) -> list[Message]:
             break
     texts = [json.dumps(one, ensure_ascii=False) for one in _arguments(given) if isinstance(one, str)]
     if best is not None and _has(best, texts):
-        raise PromptError(f"{unread_arguments(given)} is no JSON object, and the chat template writes it as a string")
+        text = f"{unread_arguments(given)} is no JSON object, and the chat template writes it as a string"
+        raise PromptError(text, param="messages")
     return given if best is None else best[0]
 
 

@@ -54,9 +54,9 @@ def of_schema(text: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the schema is not JSON: {one_line(error)}") from None
+        raise ConfigError(f"is not JSON: {one_line(error)}", param="schema") from None
     if not isinstance(found, dict):
-        raise ConfigError("the schema is not an object")
+        raise ConfigError("is not an object", param="schema", value=found)
     return found
 
 
@@ -67,9 +67,9 @@ def of_regex(pattern: str) -> str:
     support, but for a backslash at the end, which it would drop.
     """
     if not pattern:
-        raise ConfigError("the regular expression is empty")
+        raise ConfigError("is empty", param="regex", value=pattern)
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        raise ConfigError("the regular expression ends with a backslash that escapes nothing")
+        raise ConfigError("ends with a backslash that escapes nothing", param="regex", value=pattern)
     sets, parts = 0, []
     for part in re.findall(r"\\.|\[\^?\]?|.", pattern, re.DOTALL):  # a bracket that begins a set does not end it
         sets += part.startswith("[") - (part == "]" and sets > 0)
@@ -86,7 +86,7 @@ def _in_slashes(part: str, *, in_set: bool) -> str:
 def of_choices(choices: Sequence[str]) -> str:
     """Return the grammar of one of several texts. Raises ConfigError without any."""
     if not choices:
-        raise ConfigError("there is nothing to choose from")
+        raise ConfigError("are none; give at least one", param="choices", value=())
     texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
     return f"start: CHOICE\nCHOICE: {texts}\n"
 
@@ -99,11 +99,12 @@ def of_grammar(text: str) -> str:
     if _IS_GBNF.search(text):
         return _from_gbnf(text)
     if not text.strip():
-        raise ConfigError("the grammar is empty")
+        raise ConfigError("is empty", param="grammar", value=text)
     if found := _LARK_REFUSED.search(_LARK_TEXTS.sub('""', text)):
         raise ConfigError(
-            f"the grammar's {found[0].strip()!r} is not supported: rules have no attributes, no tokens and no statements "
-            "but %import and %ignore"
+            f"has {found[0].strip()!r}, which is not supported: rules have no attributes, no tokens and no statements but "
+            "%import and %ignore",
+            param="grammar",
         )
     return text
 
@@ -115,7 +116,7 @@ def _from_gbnf(text: str) -> str:
     restricts it. Of those that would lose texts, the characters are the terminals.
     """
     if len(text) > MAX_GBNF_BYTES:
-        raise ConfigError(f"the grammar has {len(text)} bytes; at most {MAX_GBNF_BYTES} bytes are allowed")
+        raise ConfigError(f"has {len(text)} bytes; at most {MAX_GBNF_BYTES} bytes are allowed", param="grammar")
     gbnf = _Gbnf(text)
     try:
         fast = lark_of_gbnf(gbnf.source)
@@ -128,7 +129,7 @@ def _from_gbnf(text: str) -> str:
     except ConfigError:
         raise
     except Exception as error:  # the reader raises errors of several kinds, RecursionError too
-        raise ConfigError(f"the grammar cannot be read: {one_line(error)}") from None
+        raise ConfigError(f"cannot be read: {one_line(error)}", param="grammar") from None
 
 
 class _Gbnf:
@@ -147,8 +148,8 @@ class _Gbnf:
     def split(self) -> str:
         """Return the form with a rule for each text, character and set. Raises ConfigError for too many of them."""
         if len(self._rules) > 2 * MAX_RULES:
-            text = f"the grammar has {len(self._rules)} different texts, characters and sets; at most {2 * MAX_RULES} are allowed"
-            raise ConfigError(text)
+            text = f"has {len(self._rules)} different texts, characters and sets; at most {2 * MAX_RULES} are allowed"
+            raise ConfigError(text, param="grammar")
         split = _GBNF_PARTS.sub(lambda found: self._part(found)[1], self._text)
         # first the rules that are terminals, which the reader then knows as such in its first turn
         return "\n".join([*(f"{name} ::= {rule}" for rule, name in self._rules.items()), "root ::= r0", split])
@@ -156,7 +157,7 @@ class _Gbnf:
     def _part(self, found: re.Match[str]) -> tuple[str, str]:
         """Return a part of the grammar in both forms."""
         if found["open"] is not None:
-            raise ConfigError(f"the grammar's {found[0][:20]!r} has no end")
+            raise ConfigError(f"has {found[0][:20]!r}, which has no end", param="grammar")
         if found["name"] is not None:
             (self._defined if found["rule"] else self._used).append(found["name"])
             name = self._names.setdefault(found["name"], f"r{len(self._names)}") + (found["rule"] or "")
@@ -177,11 +178,11 @@ class _Gbnf:
     def _check(self) -> None:
         defined = self._defined
         if len(defined) > MAX_RULES:
-            raise ConfigError(f"the grammar has {len(defined)} rules; at most {MAX_RULES} are allowed")
+            raise ConfigError(f"has {len(defined)} rules; at most {MAX_RULES} are allowed", param="grammar")
         if missing := next((name for name in dict.fromkeys(("root", *self._used)) if name not in defined), None):
-            raise ConfigError(f"the grammar has no rule {missing!r}")
+            raise ConfigError(f"has no rule {missing!r}", param="grammar")
         if twice := next((name for name in defined if defined.count(name) > 1), None):
-            raise ConfigError(f"the grammar defines {twice!r} twice")
+            raise ConfigError(f"defines {twice!r} twice", param="grammar")
 
 
 def _set(text: str) -> str:
@@ -194,7 +195,7 @@ def _set(text: str) -> str:
         ranges.append((ord(found[i]), ord(found[i + 2 * is_range])))
         i += 3 if is_range else 1
     if not ranges or any(low > high for low, high in ranges):
-        raise ConfigError(f"the grammar's set {text} has no characters")
+        raise ConfigError(f"has the set {text}, which has no characters", param="grammar")
     ends = (_in_set(chr(low)) + (f"-{_in_set(chr(high))}" if high > low else "") for low, high in ranges)
     return f"[{'^' if negated else ''}{''.join(ends)}]"
 
@@ -205,10 +206,10 @@ def _characters(text: str) -> list[str]:
     while end < len(text):
         found = _CHARACTER.match(text, end)
         if found is None:
-            raise ConfigError(f"the grammar's escape {text[end : end + 2]!r} is not known")
+            raise ConfigError(f"has the escape {text[end : end + 2]!r}, which is not known", param="grammar")
         code = found[1] or found[2] or found[3]
         if code and (int(code, 16) > 0x10FFFF or 0xD800 <= int(code, 16) < 0xE000):
-            raise ConfigError(f"the grammar's escape {found[0]!r} is not a character")
+            raise ConfigError(f"has the escape {found[0]!r}, which is not a character", param="grammar")
         out.append(chr(int(code, 16)) if code else _NAMED.get(found[4], found[4]) if found[4] else found[5])
         end = found.end()
     return out

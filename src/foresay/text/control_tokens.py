@@ -99,9 +99,8 @@ class ControlTokens:
         for name in found:
             if count := plain.count(name):
                 if text.count(name) != count:
-                    raise PromptError(
-                        f"a message contains the control token {name!r}; this chat template does not permit it"
-                    )
+                    problem = f"a message contains the control token {name!r}; this chat template does not permit it"
+                    raise PromptError(problem, param="messages", value=name)
                 text = text.replace(name, self._private[name])
         return text
 

@@ -47,9 +47,8 @@ class Limits:
     def check(self, tokenizer: Any, text: str) -> None:
         """Raise ContextLengthError for a text that certainly has more than `most` tokens, and what `reserve` raises."""
         if self.most is not None and tokenizer is not None and (count := lower_bound(tokenizer, text, self.most)):
-            raise ContextLengthError(
-                f"the prompt has at least {count} tokens, and the model's context is {self.most + 1}"
-            )
+            problem = f"the prompt has at least {count} tokens, and the model's context is {self.most + 1}"
+            raise ContextLengthError(problem)
         self.reserve(TOKENIZING_BYTES * len(text.encode("utf-8", "replace")))
 
 

@@ -103,7 +103,7 @@ def _overlapping(lost: str, names: Sequence[str], budget: list[int], cost: int) 
 
     budget[0] -= cost
     if budget[0] < 0:
-        raise ConfigError("the grammar is too large to be examined")
+        raise ConfigError("is too large to be examined", param="grammar")
     try:
         compiled(LLTokenizer("byte"), f"{lost} ({' | '.join(names)})\n", is_lark=True)
     except ConfigError as error:

@@ -136,13 +136,11 @@ class JsonMask:
         """Mask scores [1, V] after token_ids [1, L]. Unchanged if the tokens (draft tokens) violate the grammar."""
         with self._counted() as is_free:
             if not is_free:
-                raise ConfigError(
-                    f"the schema or grammar takes too long: others have waited more than {BURST_S:g} s for what it "
-                    "permits next; give a simpler one"
-                )
+                text = f"takes too long: others have waited more than {BURST_S:g} s for what it permits next; give a simpler one"
+                raise ConfigError(text, param="schema or grammar")
             found = self._mask(token_ids[0, self._prompt_length :].tolist())
         if isinstance(found, str):
-            raise ConfigError(f"the output can no longer follow the schema or grammar: {found}")
+            raise ConfigError(f"can no longer be followed by the output: {found}", param="schema or grammar")
         if found is None:
             return scores
         bits = np.frombuffer(found, dtype=np.uint8)
@@ -194,22 +192,21 @@ def checked(source: Source) -> str:
     """
     if isinstance(source, str):
         if len(source) > MAX_GRAMMAR_BYTES:
-            raise ConfigError(
-                f"the schemas or the grammar have {len(source)} bytes; at most {MAX_GRAMMAR_BYTES} bytes are allowed"
-            )
+            problem = f"has {len(source)} bytes; at most {MAX_GRAMMAR_BYTES} bytes are allowed"
+            raise ConfigError(problem, param="schema or grammar")
         return source
     schema = source
     text = json.dumps(schema)
     depth = _depth(schema)
     if len(text) > MAX_BYTES or depth > MAX_DEPTH:
-        raise ConfigError(
-            f"the schema has {len(text)} bytes and depth {depth}; at most {MAX_BYTES} bytes and depth {MAX_DEPTH} are allowed"
+        problem = (
+            f"has {len(text)} bytes and depth {depth}; at most {MAX_BYTES} bytes and depth {MAX_DEPTH} are allowed"
         )
+        raise ConfigError(problem, param="schema")
     for path, value in _multiples(schema):
         if _significant_digits(value) > MAX_MULTIPLE:
-            raise ConfigError(
-                f"the schema's {path}={value} has too many remainders; use at most {MAX_MULTIPLE}, times any power of ten"
-            )
+            problem = f"has too many remainders; use at most {MAX_MULTIPLE}, times any power of ten"
+            raise ConfigError(problem, param=f"schema {path}", value=value)
     return text
 
 
@@ -217,9 +214,8 @@ def tokenizer_json(tokenizer: Any) -> str:
     """Return the text of tokenizer.json, without padding and truncation. Raises ConfigError for a tokenizer written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ConfigError(
-            f"this tokenizer ({type(tokenizer).__name__}) cannot be used for structured output; use a fast tokenizer"
-        )
+        text = "cannot be used for structured output; use a fast tokenizer"
+        raise ConfigError(text, param="tokenizer", value=type(tokenizer).__name__)
     backend = copy(backend)
     backend.no_padding()
     backend.no_truncation()

@@ -28,11 +28,11 @@ def vocabulary(tokenizer_json: str, vocab_size: int, eos: Sequence[int]) -> Any:
     try:
         from llguidance import LLTokenizer
     except ImportError:
-        raise ConfigError("structured output needs llguidance: pip install 'foresay[server]'") from None
+        raise ConfigError("needs llguidance: pip install 'foresay[server]'", param="structured output") from None
     try:
         return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos) or None)
     except ValueError as error:
-        raise ConfigError(f"this tokenizer cannot be used for structured output: {one_line(error)}") from None
+        raise ConfigError(f"cannot be used for structured output: {one_line(error)}", param="tokenizer") from None
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -76,12 +76,12 @@ def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
         grammar = make(text)
         matcher = LLMatcher(tokenizer, grammar, limits=limits)
     except ValueError as error:
-        raise ConfigError(f"the {noun} is not supported: {one_line(error)}") from None
+        raise ConfigError(f"is not supported: {one_line(error)}", param=noun) from None
     if matcher.is_error():
-        raise ConfigError(f"the {noun} is not supported: {one_line(matcher.get_error())}")
+        raise ConfigError(f"is not supported: {one_line(matcher.get_error())}", param=noun)
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise ConfigError(f"the {noun} matches no text ({one_line(matcher.get_error())})")
+        raise ConfigError(f"matches no text ({one_line(matcher.get_error())})", param=noun)
     return matcher
 
 

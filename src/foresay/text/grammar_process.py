@@ -82,13 +82,13 @@ def _lower(which: int, limit: int) -> None:
 
 def _limit_reached(by: int | None, job: Mapping[str, Any]) -> str:
     """Describe the limit that ended a process. by: the signal; None if Python itself ran out of memory."""
-    noun = "chat template" if "template" in job else "schema or grammar"
+    noun = "the chat template" if "template" in job else "schema or grammar"
     if by == signal.SIGXCPU:
-        return f"the {noun} needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
+        return f"{noun} needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
     if by == signal.SIGALRM:
-        return f"the {noun} needs more than {job['wall_s']:g} s to compile; give a simpler one"
+        return f"{noun} needs more than {job['wall_s']:g} s to compile; give a simpler one"
     limit_mib = job["memory_bytes"] >> 20
-    return f"the {noun} needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
+    return f"{noun} needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
 
 
 def main() -> None:

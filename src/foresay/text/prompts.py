@@ -60,9 +60,8 @@ def is_batch(prompt: Any) -> bool:
     if isinstance(prompt, torch.Tensor | np.ndarray):
         return prompt.ndim > 1
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise PromptError(
-            f"a prompt of type {type(prompt).__name__} is not supported; give a text, messages, token ids or a list of these"
-        )
+        text = f"a prompt of type {type(prompt).__name__} is not supported; give a text, messages, token ids or a list of these"
+        raise PromptError(text, value=prompt)
     if not prompt:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
     return isinstance(prompt[0], str | Sequence | torch.Tensor | np.ndarray)
@@ -119,9 +118,8 @@ def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None, limi
         return ids
     if isinstance(prompt, torch.Tensor | np.ndarray):
         if prompt.ndim != 1 or "int" not in str(prompt.dtype):
-            raise PromptError(
-                f"token ids of shape {tuple(prompt.shape)} and dtype {prompt.dtype}; give one row of integers"
-            )
+            text = f"token ids of shape {tuple(prompt.shape)} and dtype {prompt.dtype}; give one row of integers"
+            raise PromptError(text, value=prompt)
         prompt = prompt.tolist()
     if isinstance(prompt, bytes | bytearray):
         raise PromptError("the prompt is bytes; decode it to a text first")
@@ -132,7 +130,8 @@ def encode(prompt: Any, tokenizer: Any, options: ChatOptions | None = None, limi
         return _chat(items, _require(tokenizer, "chat messages"), options or ChatOptions(), limits)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
-            raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
+            text = f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message"
+            raise PromptError(text, value=item)
     return [int(item) for item in items]
 
 
@@ -157,9 +156,11 @@ def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
 def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, limits: Limits) -> list[int]:
     for i, message in enumerate(messages):
         if "role" not in message or "content" not in message:
-            raise PromptError(f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'")
+            problem = f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'"
+            raise PromptError(problem, param="messages", value=message)
         if message["role"] not in _ROLES:
-            raise PromptError(f"message {i} has role={message['role']!r}; known roles: {', '.join(_ROLES)}")
+            problem = f"message {i} has role={message['role']!r}; known roles: {', '.join(_ROLES)}"
+            raise PromptError(problem, param="messages", value=message["role"])
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this tokenizer has no chat template; pass a text instead of messages")
     more: dict[str, Any] = dict(options.variables)
@@ -178,9 +179,8 @@ def _chat(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, lim
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise PromptError(
-            f"the chat template wrote a lone surrogate at character {error.start}, which is no text"
-        ) from None
+        problem = f"the chat template wrote a lone surrogate at character {error.start}, which is no text"
+        raise PromptError(problem) from None
     shown = tokens.shown(text)
     limits.check(tokenizer, shown)
     if tokens.are_in(text):
@@ -233,7 +233,8 @@ def _require(tokenizer: Any, purpose: str) -> Any:
     if tokenizer is None:
         raise PromptError(
             f"{purpose} needs a tokenizer, and this model was loaded without one (tokenizer.json, tokenizer.model, ...); "
-            "pass token ids, or tokenizer="
+            "pass token ids, or tokenizer=",
+            param="tokenizer",
         )
     return tokenizer
 

@@ -99,8 +99,7 @@ class SchemaCompiler:
                 _end(child)
             else:
                 self._idle.append(child)
-        if "refused" in reply:
-            raise ConfigError(str(reply["refused"]))
+        _raise(reply.get("refused"))
         return reply
 
     def _start_process(self, cancelled: threading.Event) -> subprocess.Popen[bytes]:
@@ -115,7 +114,7 @@ class SchemaCompiler:
         reply = self._request(child, setup, _START_S, cancelled)
         if "error" in reply:
             _end(child)
-            raise ConfigError(str(reply["error"]))
+            _raise(reply["error"])
         return child
 
     def _request(
@@ -148,6 +147,13 @@ class SchemaCompiler:
         code = _end(child)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise ForesayError(f"the schema was not compiled: {reason or f'the process that tries schemas {how}'}")
+
+
+def _raise(message: str | None) -> None:
+    """Raise the ConfigError of a process, whose message begins with its parameter."""
+    if message is not None:
+        param, _, problem = message.partition(" ")
+        raise ConfigError(problem, param=param)
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:

@@ -57,7 +57,7 @@ def reading(label: str) -> Iterator[None]:
         raise
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: not a valid file name
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot read {label!r}: {reason}") from error
+        raise ConfigError(f"cannot be read: {reason}", param="path", value=label) from error
 
 
 @contextmanager
@@ -81,9 +81,8 @@ def read_bytes(name: str) -> bytes:
         while block := stream.read(BLOCK_BYTES):
             data += block
             if len(data) > limit:
-                raise ConfigError(
-                    f"{name!r} unpacks to more than {limit} bytes, far more than its size; unpack it first"
-                )
+                text = f"unpacks to more than {limit} bytes, far more than its size; unpack it first"
+                raise ConfigError(text, param="path", value=name)
     return bytes(data)
 
 
@@ -93,7 +92,7 @@ def decode(raw: bytes, name: str) -> str:
         return _without_bom(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{name}, line {line}: not UTF-8 text: byte {raw[error.start]:#04x}") from None
+        raise ConfigError(f": not UTF-8 text: byte {raw[error.start]:#04x}", param=f"{name}, line {line}") from None
 
 
 def read_blocks(stream: BinaryIO, label: str) -> Iterator[str]:
@@ -117,7 +116,8 @@ def read_lines(stream: BinaryIO, label: str) -> Iterator[str]:
     offset = 0
     while raw := stream.readline(MAX_RECORD_BYTES + 1):
         if len(raw) > MAX_RECORD_BYTES:
-            raise ConfigError(f"{label} has a line of more than {MAX_RECORD_BYTES} bytes at offset {offset}")
+            text = f"has a line of more than {MAX_RECORD_BYTES} bytes at offset {offset}"
+            raise ConfigError(text, param="path", value=label)
         yield _decoded(raw, label, offset).removesuffix("\n")
         offset += len(raw)
 
@@ -134,13 +134,13 @@ def parse_json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from None
+        raise ConfigError(f": not JSON: {error}", param=place) from None
 
 
 def check_object(value: Any, place: str, expected: str = "a JSON object") -> dict[str, Any]:
     """Return the fields of a JSON object. Raises ConfigError for any other value."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {type(value).__name__} instead of {expected}")
+        raise ConfigError(f": {type(value).__name__} instead of {expected}", param=place, value=value)
     return value
 
 
@@ -149,7 +149,8 @@ def check_encodable(text: str, place: str, field: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: the field {field!r} has a lone surrogate at character {error.start}") from None
+        problem = f"has a lone surrogate at character {error.start}"
+        raise ConfigError(problem, param=f"{place}: the field {field!r}") from None
 
 
 def _without_bom(text: str) -> str:
@@ -162,4 +163,4 @@ def _decoded(raw: bytes, label: str, offset: int) -> str:
         return raw.decode("utf-8") if offset else _without_bom(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         byte, at = raw[error.start], offset + error.start
-        raise ConfigError(f"{label} is not UTF-8 text: byte {byte:#04x} at offset {at}") from None
+        raise ConfigError(f"is not UTF-8 text: byte {byte:#04x} at offset {at}", param="path", value=label) from None

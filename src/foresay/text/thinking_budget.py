@@ -38,9 +38,7 @@ class ThinkingBudget:
         begin, self.end = ([int(i) for i in tokenizer(one, add_special_tokens=False).input_ids] for one in both)
         self._hidden = special_ids(tokenizer).difference(visible, begin, self.end)
         if reasoning.end not in self.text(self.end):
-            raise ConfigError(
-                f"this model's tokenizer cannot write {reasoning.end}, so that its reasoning cannot be limited"
-            )
+            raise ConfigError(f"needs {reasoning.end}, which the tokenizer cannot write", param="thinking budget")
 
     def after(self, prompt: list[int]) -> BudgetProcessor:
         """Return the processor for one output. prompt: token ids, which may end inside reasoning or after it."""

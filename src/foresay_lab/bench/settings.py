@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foresay.checks import check_int
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
@@ -30,22 +31,20 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         if not self.datasets or any(not requests for requests in self.datasets.values()):
-            raise ConfigError("there are no prompts to run; every data set needs at least one")
+            raise ConfigError("need at least one prompt each", param="datasets")
         for name, value in (
             ("repeats", self.repeats),
             ("between", self.between),
             *(("batch_size", b) for b in self.batch_sizes),
         ):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+            check_int(name, value, 1)
         if any(params.processors for params in self.params):
-            raise ConfigError("processors cannot be stored in a results file; run without them")
+            raise ConfigError("cannot be stored in a results file; run without them", param="processors")
         names = [sampling_name(params) for params in self.params]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(
-                    f"two of the params have the name {name!r} in the results; write each to a separate file"
-                )
+                text = "is in the results the name of two params; write each to a separate file"
+                raise ConfigError(text, param="params", value=name)
 
     def blocks(self) -> Iterator[PromptBlock]:
         """Yield a block for every combination of sampling, data set and batch size."""

@@ -44,7 +44,8 @@ def specdec_records(
     one_row = generator.with_settings(max_batch_size=1)
     plain, draft = one_row.plain(), draft_alone(one_row)
     if generator.tokenizer is None:
-        raise ConfigError("the record contains texts, and this model was loaded without a tokenizer; load it with one")
+        text = "is needed for the texts of the record, and the model was loaded without one"
+        raise ConfigError(text, param="tokenizer")
     for run in (one_row, plain, draft):
         run_live(run, requests[:1], params)
     for number, request in enumerate(requests):
@@ -80,10 +81,11 @@ def draft_alone(generator: Generator) -> Generator:
     """Return a generator that decodes with the draft model alone. Raises ConfigError for a drafter that is not a draft model."""
     drafter, target = generator.make_drafter(), generator.target
     if not isinstance(drafter, ModelDrafter) or isinstance(drafter, ModelTreeDrafter) or drafter.hidden_layers:
-        raise ConfigError(
-            f"SpecDec++'s record times a draft model alone, and {generator.drafter_name!r} is not one with the target's tokens; "
-            "give --drafter 'model(NAME)' or 'self(LAYERS)'"
+        text = (
+            "is no draft model with the target's tokens, which SpecDec++'s record times alone; give --drafter 'model(NAME)' or "
+            "'self(LAYERS)'"
         )
+        raise ConfigError(text, param="drafter", value=generator.drafter_name)
     loaded = LoadedModel(generator.drafter_name, drafter.context.model.inner, target.tokenizer, target.eos_token_ids)
     return Generator(loaded, lambda: None, Speculative(), ConstantLength(0), max_batch_size=1)
 

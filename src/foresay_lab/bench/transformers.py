@@ -37,9 +37,8 @@ def check_params(name: str, params: SamplingParams) -> None:
     for one in fields(SamplingParams):
         value = getattr(params, one.name)
         if one.name not in PASSED_ON and value != getattr(default, one.name):
-            raise ConfigError(
-                f"{name} does not support {one.name}={value!r}, only {', '.join(PASSED_ON)}; leave it out"
-            )
+            text = f"is not supported by {name}, only {', '.join(PASSED_ON)}; leave it out"
+            raise ConfigError(text, param=one.name, value=value)
 
 
 class TransformersRunner:
@@ -66,7 +65,8 @@ class TransformersRunner:
         """Raise ConfigError for a batch or sampling parameters that transformers does not support."""
         check_params(self.name, block.params)
         if self._single and block.batch_size > 1:
-            raise ConfigError(f"{self.name} decodes one prompt at a time, not {block.batch_size}; use batch size 1")
+            text = f"must be 1: {self.name} decodes one prompt at a time"
+            raise ConfigError(text, param="batch_size", value=block.batch_size)
 
     def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode the requests batch by batch. The seed is set temporarily; None leaves the random generator unchanged."""
@@ -116,7 +116,7 @@ def _settings(cache: str | None = None, assistant: str | None = None, lookup: in
     given = {"cache_implementation": cache, "assistant_model": assistant, "prompt_lookup_num_tokens": lookup}
     out = {name: value for name, value in given.items() if value is not None}
     if len(out) > 1:
-        raise ConfigError("transformers cannot combine cache, assistant and lookup; give one of them")
+        raise ConfigError("cannot be combined by transformers; give one of them", param=" and ".join(out))
     return out
 
 

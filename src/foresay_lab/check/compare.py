@@ -83,14 +83,13 @@ def check_comparable(settings: Mapping[str, str], was: CheckResult) -> None:
     for name in ("model", "drafter", "length", "rule"):
         ours, theirs = settings[name], getattr(was, name)
         if ours != theirs:
-            raise ConfigError(
-                f"the earlier result has {name} {theirs!r}, and this run has {ours!r}; use the same, or save a new result"
-            )
+            text = f"differs from {theirs!r} of the earlier result; use the same, or save a new result"
+            raise ConfigError(text, param=name, value=ours)
     if settings["prompts"] != was.prompts:
-        raise ConfigError(
-            f"the earlier result is of other prompts (digest {was.prompts!r}, and this run has {settings['prompts']!r}); "
-            "use the same recording and --limit, or save a result for these prompts"
+        text = (
+            f"are not those of the earlier result ({was.prompts!r}); use the same --limit, or save a result for these"
         )
+        raise ConfigError(text, param="prompts", value=settings["prompts"])
 
 
 def changes(now: CheckResult, was: CheckResult, tolerance: float = TOLERANCE) -> tuple[Change, ...]:

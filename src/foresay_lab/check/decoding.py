@@ -36,26 +36,22 @@ def read_recording(path: str | os.PathLike[str], limit: int | None = None) -> Re
     """
     recording = Recording.load(path)
     if "read_from" in recording.settings:
-        raise ConfigError(
-            f"{os.fspath(path)!r} is a {recording.settings['read_from']}, which lacks the sampling parameters; "
-            "make a recording with foresay record"
-        )
+        text = f"is a {recording.settings['read_from']}, which lacks sampling parameters; make a recording with foresay record"
+        raise ConfigError(text, param="path", value=path)
     return recording if limit is None else replace(recording, records=recording.records[: check_int("limit", limit, 1)])
 
 
 def check_settings(drafter: str, length: str | None) -> None:
     """Raise ConfigError for a drafter or length whose tokens per pass depend on time or on earlier runs."""
     if _has_memory(parse(drafter)):
-        raise ConfigError(
-            "keeps texts in a folder, so a second check has other drafts; drop memory=", param="drafter", value=drafter
-        )
+        text = "keeps texts in a folder, so a second check has other drafts; drop memory="
+        raise ConfigError(text, param="drafter", value=drafter)
     if length is not None and _is_adaptive(read_length(length)):
-        raise ConfigError(
+        text = (
             "adapts to measured time or to other requests, so a second check has other drafts; give a number, or a policy "
-            "of the row alone such as heuristic",
-            param="length",
-            value=length,
+            "of the row alone such as heuristic"
         )
+        raise ConfigError(text, param="length", value=length)
 
 
 def repeatable(generator: Generator) -> Generator:
@@ -80,12 +76,13 @@ def _has_memory(call: Call) -> bool:
 def check_vocabulary(recording: Recording, generator: Generator) -> None:
     """Raise ConfigError, naming both models, if token ids of the recording mean other tokens to the target."""
     target = generator.target
-    models = f"the recording is of {recording.model!r}, and the target is {target.name!r}"
     if recording.vocab_size != target.model.vocab_size:
-        raise ConfigError(f"{models}: they have {recording.vocab_size} and {target.model.vocab_size} tokens")
+        text = f"has {recording.vocab_size} tokens, and {{target}} has {target.model.vocab_size}"
+        raise ConfigError(text, param="recording", value=recording.model, target=target.name)
     own = None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer)
     if None not in (recording.tokenizer, own) and recording.tokenizer != own:
-        raise ConfigError(f"{models}: their tokenizers differ")
+        text = "and {target} have different tokenizers"
+        raise ConfigError(text, param="recording", value=recording.model, target=target.name)
 
 
 def why_not_compared(recording: Recording, generator: Generator) -> str | None:

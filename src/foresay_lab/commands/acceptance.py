@@ -27,7 +27,7 @@ def make(given: Given) -> Iterator[str]:
     """
     folder = given.output
     if given.drafter is None:
-        raise ConfigError("--kind acceptance needs --drafter, the drafter that the head is for")
+        raise ConfigError("needs --drafter, the drafter that the head is for", param="kind", value=given.kind)
     plan = AcceptancePlan(
         rejection_weight=given.rejection_weight,
         epochs=3 if given.epochs is None else _whole(given.epochs),
@@ -58,7 +58,7 @@ def make(given: Given) -> Iterator[str]:
 def _whole(epochs: float) -> int:
     """The number of passes over the data of an acceptance head, which knows no parts of one."""
     if not epochs.is_integer():
-        raise ConfigError(f"--epochs {epochs:g} must be an integer for --kind acceptance")
+        raise ConfigError("must be an integer for --kind acceptance", param="epochs", value=epochs)
     return int(epochs)
 
 
@@ -66,7 +66,7 @@ def _collect(given: Given, folder: Path) -> int:
     """Make the missing files of data. Return the number of files that existed."""
     recordings = [Recording.load(path) for path in given.outputs]
     if any(one.params != recordings[0].params for one in recordings):
-        raise ConfigError("--outputs: the recordings have different sampling parameters; give those of one run")
+        raise ConfigError("have different sampling parameters; give recordings of one run", param="outputs")
     generator = load_generator(given)
     prompts = [list(record.prompt) for one in recordings for record in one.records]
     with advancing("Drafting") as advance:

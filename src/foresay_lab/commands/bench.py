@@ -64,7 +64,7 @@ def run(given: Given) -> int:
         _check_specdec(named, sets, every, sizes, shared=shared)
     if shared:
         if given.against:
-            raise ConfigError("--against and --workers contradict: another engine needs the whole machine; drop one")
+            raise ConfigError("and --workers contradict: an engine needs the whole machine; drop one", param="against")
         check_draft_weights(given, named)
         load = load_arguments(given, **PLAIN, max_batch_size=max(sizes))
         runs = {"params": every, "methods": named, "batch_sizes": sizes, "repeats": given.repeats}
@@ -95,10 +95,8 @@ def _finish(results: Results, given: Given) -> int:
 def _check_specdec(named: Sized, sets: Sized, params: Sized, sizes: Sequence[int], *, shared: bool) -> None:
     """Raise ConfigError unless one method runs one prompt at a time, in this process."""
     if shared or list(sizes) != [1] or {len(named), len(sets), len(params)} != {1}:
-        raise ConfigError(
-            "--specdec records one method on one set of prompts at batch size 1: give one --drafter and one --length, at most "
-            "one --prompts and --temperature, and neither --batch-size nor --workers"
-        )
+        text = "takes one --drafter and --length, at most one --prompts and --temperature, and no --batch-size or --workers"
+        raise ConfigError(text, param="specdec")
 
 
 def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
@@ -116,9 +114,7 @@ def _opened(target: Generator, given: Given) -> list[TransformersRunner]:
     """Load other engines with the target's weights."""
     own = target.target.generation.described().get("generation config")
     if given.against and own:
-        raise ConfigError(
-            f"--against: other engines do not apply the model's generation config ({own}); remove it there"
-        )
+        raise ConfigError(f": other engines lack the model's generation config ({own}); remove it", param="against")
     native = ("", str(Hardware(target.target.model.device).native_dtype).removeprefix("torch."))
     chosen_by_us = (given.dtype, given.weights, target.target.weights) == ("auto", "auto", "")
     if given.against and chosen_by_us and target.target.dtype not in native:

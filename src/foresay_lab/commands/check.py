@@ -24,7 +24,7 @@ from foresay_lab.check.result import CheckResult, Counts
 def run(given: Given) -> int:
     """Run the command."""
     if given.tolerance is not None and given.against is None:
-        raise ConfigError(f"--tolerance {given.tolerance:g} is for --against, which is not given; drop it")
+        raise ConfigError("is for --against, which is not given; drop it", param="tolerance", value=given.tolerance)
     allowed = check_float("tolerance", compare.TOLERANCE if given.tolerance is None else given.tolerance, 0, 1)
     _check_save(given.save, given.against)
     recorded = decoding.read_recording(given.recording, given.limit)
@@ -33,7 +33,8 @@ def run(given: Given) -> int:
     generator = _loaded(given, recorded)
     reason = decoding.why_not_compared(recorded, generator)
     if reason is not None and given.save is None and was is None:
-        raise ConfigError(f"there is nothing to compare: {reason}; add --against or --save")
+        text = f"cannot be compared: {reason}; add --against, --save"
+        raise ConfigError(text, param="recording", value=given.recording)
     if was is not None:
         compare.check_comparable(decoding.settings_of(generator, recorded), was)
     total = len(recorded.records)
@@ -64,18 +65,18 @@ def _check_save(save: Path | None, against: Path | None) -> None:
     if save is None:
         return
     if save.is_dir():
-        raise ConfigError(f"--save {str(save)!r} is a folder; name a file")
+        raise ConfigError("is a folder; name a file", param="save", value=save)
     if not save.parent.is_dir():
-        raise ConfigError(f"--save {str(save)!r}: the folder {str(save.parent)!r} does not exist")
+        raise ConfigError(f"is in the folder {str(save.parent)!r}, which does not exist", param="save", value=save)
     if against is not None and save.resolve() == against.resolve():
-        raise ConfigError(f"--save and --against name the same file, {str(save)!r}; name another one")
+        raise ConfigError("is the file of --against, too; name another one", param="save", value=save)
 
 
 def _loaded(given: Given, recorded: Recording) -> Generator:
     """Return the target with a drafter whose draft length does not depend on time."""
     given.model = given.model or recorded.model
     if not given.model:
-        raise ConfigError(f"{str(given.recording)!r} does not name the model that generated it; give --model")
+        raise ConfigError("does not name its model; give --model", param="recording", value=given.recording)
     loaded = load_generator(given, max_batch_size=given.batch_size)
     decoding.check_vocabulary(recorded, loaded)
     return decoding.repeatable(loaded)

@@ -76,9 +76,9 @@ def _check(given: Given) -> None:
     """Raise ConfigError for values out of range, for options of another kind of draft, and for missing data."""
     if given.kind not in KINDS:
         raise UnknownNameError("kind", given.kind, KINDS)
-    for name, flag in given.typed.items():
+    for name in given.typed:
         if given.kind not in (kinds := APPLIES.get(name, KINDS)):
-            raise ConfigError(f"{flag} applies to --kind {' and '.join(kinds)}; drop it, or --kind {given.kind}")
+            raise ConfigError(f"applies to --kind {' and '.join(kinds)}; drop it, or --kind {given.kind}", param=name)
     for name, (least, most) in _BOUNDS.items():
         if getattr(given, name) is not None and given.kind != "pruned":
             check_int(name, getattr(given, name), least, most)
@@ -88,13 +88,13 @@ def _check(given: Given) -> None:
             *(["vocabulary_size"] if given.kind in (BLOCK, DFLASH2) else []),
         )  # a head's weights do not depend on it
         if given_too := [given.typed[name] for name in fixed if name in given.typed]:
-            raise ConfigError(f"--from sets the shape; drop {given_too[0]}")
+            raise ConfigError(f"sets the shape; drop {given_too[0]}", param="--from")
     if given.kind == MODEL and given.draft is None:
-        raise ConfigError("--kind model needs --draft, the model to train")
+        raise ConfigError("needs --draft, the model to train", param="kind", value=given.kind)
     if given.kind == MODEL and (given.vocabulary is None) != (given.vocabulary_size is None):
-        raise ConfigError("--vocabulary, a table (foresay distill --kind ngram), and --vocabulary-size need each other")
+        raise ConfigError(", a table of --kind ngram, and --vocabulary-size need each other", param="vocabulary")
     if not given.outputs and not given.text and given.kind != "pruned":
-        raise ConfigError("no data: give --outputs, recordings of the target (foresay record), or --text")
+        raise ConfigError("are missing: give recordings of the target (foresay record), or --text", param="outputs")
     check_int("sequence_length", given.sequence_length, 2)
     check_float("held_out", given.held_out, 0.0, 1.0)
 
@@ -108,7 +108,7 @@ def _trained(given: Given) -> Iterator[str]:
         given.loss or ("forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss)
     )
     if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
-        raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
+        raise ConfigError("needs tensorboard: pip install 'foresay[train]'", param="tensorboard")
     layers = _layers(given.hidden_layers)
     check_folder(given.output, (NOTE, LOG, CHECKPOINT))
     with loading("Loading") if is_first() else nullcontext():
@@ -162,7 +162,7 @@ def _started(name: str, kind: str) -> StoredDraft:
     """Return the draft to start from. Raises ConfigError for one of another kind."""
     draft = load_draft(name)
     if (found := kind_of(draft.config)) != kind:
-        raise ConfigError(f"--from {name!r} is of --kind {found}, not {kind}")
+        raise ConfigError(f"is of --kind {found}, not {kind}", param="--from", value=name)
     return draft
 
 
@@ -187,7 +187,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(one) for one in text.split(","))
     except ValueError:
-        raise ConfigError(f"--hidden-layers {text!r} must be numbers of layers, such as 2,15,27") from None
+        raise ConfigError("must be numbers of layers, such as 2,15,27", param="hidden_layers", value=text) from None
 
 
 def _texts(target: LoadedModel, given: Given) -> list[Text]:
@@ -197,7 +197,8 @@ def _texts(target: LoadedModel, given: Given) -> list[Text]:
     out = [one for path in given.outputs for one in read_outputs(path, size, fingerprint, length)]
     if given.text:
         if tokenizer is None:
-            raise ConfigError("the model has no tokenizer, so --text cannot be read; give --outputs")
+            text = "needs a tokenizer, which the model lacks; give --outputs"
+            raise ConfigError(text, param="text", value=given.text)
         out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(list(given.text)).pieces()), length)
     return out
 

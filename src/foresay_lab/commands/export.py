@@ -11,6 +11,7 @@ from typing import Any
 import click
 import torch
 
+from foresay.checks import check_choice
 from foresay.cli.command import Given
 from foresay.cli.common import load_options, target_name
 from foresay.cli.progress import loading
@@ -39,10 +40,9 @@ CARD = "README.md"
 def run(given: Given) -> int:
     """Run the command."""
     layout, folder = given.layout, given.folder
-    if layout not in LAYOUTS:
-        raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")
+    check_choice("layout", layout, tuple(LAYOUTS))
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"{str(folder)!r} exists and is not empty; name another folder")
+        raise ConfigError("exists and is not empty; name another folder", param="folder", value=folder)
     card = _checked_card(given)
     with loading("Loading"):
         target = load_model(target_name(given.model), load_options(given))
@@ -52,9 +52,9 @@ def run(given: Given) -> int:
     layers = found.config.check_target(whole.vocab_size, width, whole.num_layers, target.name)
     is_block = isinstance(found.config, BlockConfig)
     if is_block and "layout" in given.typed:
-        raise ConfigError("--layout chooses the file format of a head, and this is a block drafter; drop it")
+        raise ConfigError("is the file format of a head, not of a block drafter; drop it", param="layout", value=layout)
     if given.verifier and (is_block or layout == "plain"):
-        raise ConfigError("--verifier is a field of the layout speculators of heads alone; drop it")
+        raise ConfigError("is for heads in the layout speculators; drop it", param="verifier", value=given.verifier)
     config = dataclasses.replace(
         found.config,
         hidden_layers=layers,
@@ -86,21 +86,19 @@ def _checked_card(given: Given) -> dict[str, Any] | None:
     """
     if given.push is None:
         if idle := [given.typed[name] for name in ("results", "license") if name in given.typed]:
-            raise ConfigError(f"{idle[0]} is for the card of --push; add it, or drop {idle[0]}")
+            raise ConfigError(f"is for the card of --push; add it, or drop {idle[0]}", param=idle[0])
         return None
     for flag, value, pattern, example in (
         ("--push", given.push, REPOSITORY, "org/name"),
         ("--license", given.license, LICENSE, "apache-2.0"),
     ):
         if value is not None and not re.fullmatch(pattern, value):
-            raise ConfigError(f"{flag} {value!r} must be a name such as {example}")
+            raise ConfigError(f"must be a name such as {example}", param=flag, value=value)
     if hub.is_offline():
-        raise ConfigError("--push needs the hub, and HF_HUB_OFFLINE is set; drop one")
+        raise ConfigError("needs the hub, and HF_HUB_OFFLINE is set; drop one", param="push", value=given.push)
     bases = hub_names(target_name(given.model))
     if not bases:
-        raise ConfigError(
-            f"--push needs the target's name on the hub, which {given.model!r} does not contain; give its hub id as --model"
-        )
+        raise ConfigError("needs the target's hub id, not {model}", param="push", value=given.push, model=given.model)
     source = packaged_head(given.head) or Path(given.head).expanduser()
     try:
         note = parse_object(read_limited(source / NOTE, 1 << 20), str(source / NOTE))
@@ -143,9 +141,8 @@ def _pushed(repo: str, folder: Path) -> str:
             commit_message="Add a draft made by foresay",
         )
     except Exception as error:  # any exception of the network library
-        raise ConfigError(
-            f"--push {repo!r}: the hub did not take it: {error}; the draft is in {str(folder)!r}"
-        ) from error
+        text = f"failed: the hub did not take it: {error}; the draft is in {str(folder)!r}"
+        raise ConfigError(text, param="push", value=repo) from error
     return f"https://huggingface.co/{repo}"
 
 

@@ -26,7 +26,7 @@ def build(given: Given) -> Iterator[str]:
     ngrams.check_counting(given.order, given.min_count, ngrams.MAX_ENTRIES, given.max_tokens)
     reader = CorpusReader(files, separator=given.separator, field=given.field)
     if output.suffix != ".safetensors":
-        raise ConfigError(f"OUTPUT {str(output)!r} must end in .safetensors")
+        raise ConfigError("must end in .safetensors", param="output", value=output)
     check_output(output, force=given.force, name="OUTPUT")
     names = tokenizer_of(target_name(given.model), given)
     counter = ngrams.NgramCounter(given.order, tokenizer_size(names), given.min_count, ngrams.MAX_ENTRIES)
@@ -38,7 +38,7 @@ def build(given: Given) -> Iterator[str]:
 
         ngrams.count_corpus(counter, reader, names, max_tokens=given.max_tokens, on_progress=show_speed)
         if not counter.num_tokens:
-            raise ConfigError(f"no text in {', '.join(files)}")
+            raise ConfigError("contain no text", param="files", value=list(files))
         table = counter.table(fingerprint=tokenizer_fingerprint(names), files=files)
         table.save(output)
     seconds = perf_counter() - began

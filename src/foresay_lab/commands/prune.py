@@ -105,12 +105,12 @@ def _numbers(keep: str) -> list[int] | None:
     try:
         return [int(one) for one in keep.split(",")]
     except ValueError:
-        raise ConfigError(f"--keep {keep!r} must be numbers of layers, such as 0,15,29") from None
+        raise ConfigError("must be numbers of layers, such as 0,15,29", param="keep", value=keep) from None
 
 
 def _measured(model: Any, tokenizer: Any, reader: CorpusReader | None, tokens: int) -> Importance:
     if tokenizer is None:
-        raise ConfigError("the model has no tokenizer, so its importance cannot be measured on text")
+        raise ConfigError("is missing, so the model's importance cannot be measured on text", param="tokenizer")
     with advancing("Measuring") as advance:
         return measure(model, _batches(_texts(reader), tokenizer, tokens), lambda done: advance(done, tokens))
 
@@ -142,14 +142,14 @@ def _batches(texts: Iterator[str], tokenizer: Any, tokens: int) -> Iterator[torc
 def _check_folder(folder: Path, *, force: bool) -> None:
     """Raise ConfigError for a folder that could not be written in the end."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
+        raise ConfigError("is a file; name a folder", param="folder", value=folder)
     if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise ConfigError(f"the folder {str(folder)!r} is not empty; add --force to replace it")
+        raise ConfigError("is not empty; add --force to replace it", param="folder", value=folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
-        raise ConfigError(f"the folder {str(folder)!r} was not made by foresay, and is not replaced; name another")
+        raise ConfigError("was not made by foresay, and is not replaced; name another", param="folder", value=folder)
     parent = folder.resolve().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"the folder {str(parent)!r} does not exist or is not writable")
+        raise ConfigError("does not exist or is not writable", param="folder", value=parent)
 
 
 def _write(folder: Path, model: Any, tokenizer: Any, note: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from foresay.cli.common import PLAIN, load_arguments, load_target, use_threads
 from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
+from foresay.files import unreadable
 from foresay.generation.method import Method, methods
 from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
@@ -37,7 +38,7 @@ def run(given: Given) -> int:
     """Run the command."""
     costs, _, target_cost = (given.costs or "").rpartition("=")
     if given.costs and not (costs and target_cost):
-        raise ConfigError(f"--costs {given.costs!r} must be TABLE=NAME, a cost table and the target's name in it")
+        raise ConfigError("must be TABLE=NAME, a cost table and the target's name", param="costs", value=given.costs)
     named = methods(given.drafter or COMPARED, given.length)
     check_used(given.recording, named, given)
     if given.profile is None:  # no length adapts without pass times
@@ -99,7 +100,7 @@ def _shared(
     """Compute the cells by workers. seen: list that gets the recordings."""
     for name in names:
         if is_printed(Path(name)):
-            raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; drop --workers")
+            raise ConfigError("is a log of tensors, without prompts for --workers; drop that", param="path", value=name)
         seen.append(Recording.load(name))  # a bad file fails here, not in a worker
     load = load_arguments(Given(**{**vars(given), "model": given.model or ""}), **PLAIN)
     if not given.model:
@@ -120,20 +121,18 @@ def is_printed(path: Path) -> bool:
         with open(path, "rb") as file:
             return file.read(64).lstrip().startswith(b"tensor(")
     except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def check_used(recordings: Sequence[Path], named: Sequence[Method], given: Given) -> None:
     """Raise ConfigError for options of the prompts without a log of tensors, and of the model if it is not loaded."""
     printed = any(map(is_printed, recordings))
     loaded = printed or any(read_drafter(method.drafter).reads_target for method in named)
-    for name, flag in given.typed.items():
+    for name in given.typed:
         if name in ("prompts", "raw") and not printed:
-            raise ConfigError(
-                f"{flag} applies to the prompts of a log of tensors, and a recording has its own; drop it"
-            )
+            raise ConfigError("is for a log of tensors, and a recording has its own prompts; drop it", param=name)
         if name in FORMATS and not loaded:
-            raise ConfigError(f"{flag} applies to the model, which these drafters do not need; drop it")
+            raise ConfigError("applies to the model, which these drafters do not need; drop it", param=name)
 
 
 def open_recording(path: Path, named: Sequence[Method], given: Given) -> tuple[Resources, Recording]:

@@ -19,7 +19,7 @@ from foresay_lab.workers.pool import Backend, Pool, check_workers, in_order
 def wanted(given: Given) -> bool:
     """Return True if --workers is given. Raises ConfigError for --ray without it."""
     if given.ray and given.workers is None:
-        raise ConfigError("--ray needs --workers, the number of actors")
+        raise ConfigError("needs --workers, the number of actors", param="ray")
     return given.workers is not None
 
 

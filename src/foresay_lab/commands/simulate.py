@@ -33,18 +33,18 @@ def run(given: Given) -> int:
     """Run the command."""
     targets = LatencyTargets(given.first_p99, given.gap_p99)
     if given.total_rate is not None and targets == LatencyTargets():
-        raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")
+        raise ConfigError("needs --first-p99, --gap-p99 or both", param="total_rate", value=given.total_rate)
     for name in ("rate", "burst", "requests", "seed", "first_p99", "gap_p99") if given.trace is not None else ():
         if name in given.typed:
-            raise ConfigError(f"--trace sets the arrival times; drop {given.typed[name]}")
+            raise ConfigError(f"sets the arrival times; drop {given.typed[name]}", param="trace", value=given.trace)
     check_int("requests", given.requests, 1)
     use_threads(given.threads)
     if given.length and given.drafter and set(given.drafter) == {"none"}:
-        raise ConfigError(f"--length {given.length} sets a draft length, and --drafter none drafts nothing; drop one")
+        raise ConfigError("is a draft length, and --drafter none drafts nothing", param="length", value=given.length)
     drafters = [one for one in given.drafter or ["suffix"] if one != "none"]
     named = [Method("none"), *(Method(one, given.length or "") for one in drafters)]
     if is_printed(given.recording):
-        raise ConfigError(f"{str(given.recording)!r} is a log of tensors without prompts; name a recording")
+        raise ConfigError("is a log of tensors, not a recording", param="recording", value=given.recording)
     check_used([given.recording], named, given)
     times, loads = Profile.load(given.profile), _loads(given)
     resources, recorded = open_recording(given.recording, named, given)
@@ -72,7 +72,7 @@ def _loads(given: Given) -> list[tuple[str, Sequence[float]]]:
     try:
         rates = [float(part) for part in given.rate.split(",")]
     except ValueError:
-        raise ConfigError(f"--rate {given.rate!r} must be numbers separated by commas, such as 0.5,1,2") from None
+        raise ConfigError("must be numbers and commas, such as 0.5,1,2", param="rate", value=given.rate) from None
     return [(f"{one:g}/s", _at(one, given)) for one in rates]
 
 
@@ -92,7 +92,7 @@ def _server(recorded: Recording, profile: Profile, resources: Resources, batch_s
     def simulated(method: Method, times: Sequence[float]) -> SimulatedLoad:
         recipe, known = read_drafter(method.drafter), method.drafter in profile.drafts
         if recipe.loads_model and not known:
-            raise ConfigError(f"the profile does not contain the drafting times of --drafter {method.drafter!r}")
+            raise ConfigError("has no drafting times in the profile", param="drafter", value=method.drafter)
         drafter = recipe.prepare(resources)()
         length = read_length(method.own_length if drafter is not None else 0)
         drafting = partial(profile.draft_seconds, method.drafter) if known else None

@@ -51,7 +51,7 @@ def run(given: Given) -> int:
     """Run the command."""
     sizes, latency, draft = numbers(given.batch_size, "--batch-size"), given.latency, given.draft
     if len(sizes) > 1 and latency is None:
-        raise ConfigError(f"--batch-size {given.batch_size} has several sizes, and without --latency it takes one")
+        raise ConfigError("without --latency must be one number", param="batch_size", value=given.batch_size)
     if latency is not None:
         check_float("latency", latency, 0.0, math.inf, open_low=True)
     params = SamplingParams(max_new_tokens=given.max_new_tokens)
@@ -63,9 +63,8 @@ def run(given: Given) -> int:
     of_prompts = [given.typed[one.name] for one in DATA if one.name in given.typed]
     of_prompts += [given.typed["max_new_tokens"]] if "max_new_tokens" in given.typed else []
     if given.recording is not None and of_prompts:
-        raise ConfigError(
-            f"--recording and {of_prompts[0]} contradict: a recording has its own prompts and outputs; drop one"
-        )
+        text = f"and {of_prompts[0]} contradict: a recording has its own prompts and outputs; drop one"
+        raise ConfigError(text, param="recording", value=given.recording)
     recorded = None if given.recording is None else Recording.load(given.recording)
     kept: Path | None = None
     prompts, chat = items(given) if recorded is None else [], not given.raw
@@ -148,9 +147,8 @@ def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]
     best, plain = pick(tuner.tuning.candidates, count=FINALISTS, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
         fastest = min((one.expected or one.plain).latency_s for one in tuner.tuning.candidates)
-        raise ConfigError(
-            f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
-        )
+        text = f"cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
+        raise ConfigError(text, param="latency", value=latency)
     predicted = [f"{one.method.name} {one.speed_up:.2f}x" for one in best if one.speed_up]
     note(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}")
     interrupted = False

@@ -44,15 +44,12 @@ def load_items(
     if format is not None and format not in FORMATS:
         raise UnknownNameError("format", format, FORMATS)
     if format is not None and field is not None:
-        raise ConfigError(
-            f"cannot be combined with format={format!r}, which defines its fields; give one of them",
-            param="field",
-            value=field,
-        )
+        text = f"cannot be combined with format={format!r}, which defines its fields; give one of them"
+        raise ConfigError(text, param="field", value=field)
     records = _records(source, format, field, split)
     items = _items(records, format, field, stem(source))
     if not items:
-        raise ConfigError(f"{source!r} contains no prompts")
+        raise ConfigError("contains no prompts", param="path", value=source)
     if category is not None:
         items = _of_category(items, category, source)
     return items if count is None else subset(items, count, seed)
@@ -66,7 +63,7 @@ def subset(items: Sequence[PromptItem], count: int, seed: int = 0) -> list[Promp
     """
     checks.check_int("count", count, 1)
     if count > len(items):
-        raise ConfigError(f"count={count} must be at most {len(items)}, the number of prompts")
+        raise ConfigError(f"must be at most {len(items)}, the number of prompts", param="count", value=count)
     ranked = [(rank, _digest(items[i], seed), i) for group in _shuffled(items, seed) for rank, i in enumerate(group)]
     return [items[i] for i in sorted(i for _, _, i in sorted(ranked)[:count])]
 
@@ -78,7 +75,7 @@ def halves(items: Sequence[PromptItem], seed: int = 0) -> tuple[list[PromptItem]
     two items of each consecutive pair go to different halves. Raises ConfigError for fewer than two items.
     """
     if len(items) < 2:
-        raise ConfigError(f"two halves need at least 2 prompts, not {len(items)}")
+        raise ConfigError(f"must be at least 2 for two halves, not {len(items)}", param="prompts")
     parts: tuple[list[int], list[int]] = ([], [])
     for group in _shuffled(items, seed):
         by_length = sorted(group, key=lambda i: _length(items[i]))
@@ -112,7 +109,8 @@ def _digest(item: PromptItem, seed: int) -> bytes:
 def _of_category(items: Sequence[PromptItem], category: str, source: str) -> list[PromptItem]:
     known = {item.category for item in items} - {""}
     if not known:
-        raise ConfigError(f"category={category!r}: the prompts of {source!r} have no categories; leave it out")
+        text = f"does not apply: the prompts of {source!r} have no categories; leave it out"
+        raise ConfigError(text, param="category", value=category)
     if category not in known:
         raise UnknownNameError("category", category, known)
     return [item for item in items if item.category == category]
@@ -121,21 +119,19 @@ def _of_category(items: Sequence[PromptItem], category: str, source: str) -> lis
 def _records(source: str, format: str | None, field: str | None, split: str | None) -> Iterator[DataRecord]:
     """Read the records of a source. Raises ConfigError for options that do not apply to this kind of source."""
     options = {"format": format, "field": field, "split": split}
-    given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    given = next(((name, value) for name, value in options.items() if value is not None), None)
     if source == SHIPPED:
         if given:
-            raise ConfigError(f"{given[0]} does not apply to the shipped data set; leave it out")
+            raise ConfigError("does not apply to the shipped data set; leave it out", param=given[0], value=given[1])
         return file_records(_SHIPPED_FILE)
     if not is_file(source):
         return hub_records(source, split)
     if split is not None:
-        raise ConfigError(
-            f"applies to data sets of the Hugging Face hub, and {source!r} is a file; leave it out",
-            param="split",
-            value=split,
-        )
+        text = f"applies to data sets of the Hugging Face hub, and {source!r} is a file; leave it out"
+        raise ConfigError(text, param="split", value=split)
     if given and source.lower().removesuffix(".gz").endswith(".txt"):
-        raise ConfigError(f"{given[0]} does not apply to {source!r}: lines of text have no fields; leave it out")
+        problem = f"does not apply to {source!r}: lines of text have no fields; leave it out"
+        raise ConfigError(problem, param=given[0], value=given[1])
     return file_records(source, _MMLU_COLUMNS if format == "mmlu" else ())
 
 
@@ -147,7 +143,7 @@ def _items(records: Iterable[DataRecord], format: str | None, field: str | None,
         default_id = f"{format or name}-{record.number}"
         item = _generic(record, default_id, field) if format is None else FORMATS[format](record, default_id)
         if item.id in positions:
-            raise ConfigError(f"{record.place}: the id {item.id!r} is already used in {positions[item.id]}")
+            raise ConfigError(f"is already used in {positions[item.id]}", param=f"{record.place}: id", value=item.id)
         positions[item.id] = record.place
         items.append(item)
     return items

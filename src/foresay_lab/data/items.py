@@ -48,11 +48,12 @@ def next_turn(item: PromptItem, turn: int, answers: Sequence[str]) -> tuple[Mapp
     item does not have, a missing answer and a raw item, which has no messages.
     """
     if item.raw:
-        raise ConfigError(f"item {item.id!r} is raw: a text to be continued has no chat messages")
+        raise ConfigError("is raw: a text to be continued has no chat messages", param="item", value=item.id)
     if not 0 <= turn <= len(item.followups):
-        raise ConfigError(f"turn={turn} of item {item.id!r} must be in [0, {len(item.followups)}]")
+        raise ConfigError(f"of item {item.id!r} must be in [0, {len(item.followups)}]", param="turn", value=turn)
     if len(answers) < turn:
-        raise ConfigError(f"turn {turn} of item {item.id!r} needs {turn} earlier answers, not {len(answers)}")
+        text = f"of item {item.id!r} needs as many earlier answers, not {len(answers)}"
+        raise ConfigError(text, param="turn", value=turn)
     messages = [_user(item.prompt)] if isinstance(item.prompt, str) else list(item.prompt)
     for answer, followup in zip(answers[:turn], item.followups, strict=False):
         messages += [{"role": "assistant", "content": answer}, _user(followup)]

@@ -47,7 +47,7 @@ class DataRecord(NamedTuple):
 
     def error(self, problem: str) -> ConfigError:
         """Return an error that names the record."""
-        return ConfigError(f"{self.place}: {problem}")
+        return ConfigError(f": {problem}", param=self.place)
 
     @property
     def names(self) -> str:
@@ -116,12 +116,11 @@ def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecor
     row. If empty, the first row is the header row.
     """
     if source.lower().endswith(ARCHIVES):
-        raise ConfigError(f"{source!r} is an archive; unpack it first and name one of its files")
+        raise ConfigError("is an archive; unpack it first and name one of its files", param="path", value=source)
     raw, kind = read_bytes(source), ending(source)
     if kind not in ENDINGS:
-        raise ConfigError(
-            f"{source!r} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, each with or without .gz"
-        )
+        problem = f"must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, each with or without .gz"
+        raise ConfigError(problem, param="path", value=source)
     text = decode(raw, source)
     if kind == ".csv":
         return _csv(text, source, columns)
@@ -133,9 +132,8 @@ def hub_records(source: str, split: str | None) -> Iterator[DataRecord]:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
-        raise ConfigError(
-            f"{source!r} is not a file; to read it from the Hugging Face hub: pip install 'foresay[lab]'"
-        ) from None
+        text = "is not a file; to read it from the Hugging Face hub: pip install 'foresay[lab]'"
+        raise ConfigError(text, param="path", value=source) from None
     name, _, config = source.partition(":")
     try:
         data = datasets.load_dataset(name, config or None)
@@ -144,7 +142,7 @@ def hub_records(source: str, split: str | None) -> Iterator[DataRecord]:
     chosen = split if split is not None else next((known for known in SPLITS if known in data), None)
     if chosen not in data:
         missing = f"no split {split!r}" if split is not None else f"none of the splits {', '.join(SPLITS)}"
-        raise ConfigError(f"{source!r} has {missing}; it has: {', '.join(map(str, data))}")
+        raise ConfigError(f"has {missing}; it has: {', '.join(map(str, data))}", param="path", value=source)
     return _rows(data[chosen], source, f"{source} ({chosen})")
 
 
@@ -158,7 +156,8 @@ def _rows(rows: Any, source: str, label: str) -> Iterator[DataRecord]:
 
 def _unread(source: str, error: Exception) -> ConfigError:
     reason = textwrap.shorten(str(error), 300) or type(error).__name__
-    return ConfigError(f"{source!r} is not a file and cannot be read from the Hugging Face hub: {reason}")
+    text = f"is not a file and cannot be read from the Hugging Face hub: {reason}"
+    return ConfigError(text, param="path", value=source)
 
 
 def _text(text: str, source: str) -> Iterator[DataRecord]:
@@ -180,9 +179,10 @@ def _json(text: str, source: str) -> Iterator[DataRecord]:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{source}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+        problem = f": not JSON: {error.msg} at column {error.colno}"
+        raise ConfigError(problem, param=f"{source}, line {error.lineno}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: not JSON: {error}") from None
+        raise ConfigError(f": not JSON: {error}", param=source) from None
     for number, value in enumerate(values, 1):
         position = f"{source}, record {number}"
         yield DataRecord(position, number, check_object(value, position))
@@ -195,11 +195,12 @@ def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[DataRecord]
             has_header = not columns or columns[0] in row
             names = row if has_header else columns
             if (repeated := next((name for name, times in Counter(names).items() if times > 1), None)) is not None:
-                raise ConfigError(f"{position}: the header row has the column {repeated!r} twice")
+                raise ConfigError(f": the header row has the column {repeated!r} twice", param=position, value=repeated)
             if has_header:
                 continue
         if len(row) != len(names):
-            raise ConfigError(f"{position}: {len(row)} columns instead of {len(names)}: {', '.join(names)}")
+            problem = f": {len(row)} columns instead of {len(names)}: {', '.join(names)}"
+            raise ConfigError(problem, param=position, value=len(row))
         yield DataRecord(position, number, dict(zip(names, row, strict=True)))
 
 
@@ -213,4 +214,4 @@ def _csv_rows(text: str, source: str) -> Iterator[tuple[int, str, list[str]]]:
                 yield begin, f"{source}, line {begin}", row
             begin = reader.line_num + 1
     except csv.Error as error:
-        raise ConfigError(f"{source}, line {begin}: not CSV: {error}") from None
+        raise ConfigError(f": not CSV: {error}", param=f"{source}, line {begin}") from None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import foresay_lab.measure.roofline as floors
+from foresay.checks import check_int
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.capabilities import PREFILL_CHUNK
 from foresay.decoding.prefill import prefill_chunk
@@ -157,13 +158,11 @@ def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[in
     for name, values, low in (("batch", batches, 1), ("columns", columns, 1), ("context", contexts, 2)):
         if not values or any(v < low for v in values):
             raise ConfigError(f"must be numbers of at least {low}", param=name, value=list(values))
-    if repeats < 1:
-        raise ConfigError(f"repeats={repeats} must be at least 1")
+    check_int("repeats", repeats, 1)
     needed = max(contexts) + (repeats + _WARM_UP) * len(columns) * 2
     if needed > longest:
-        raise ConfigError(
-            f"context={max(contexts)} and the timed steps need {needed} tokens, and the model's context has {longest}; use less"
-        )
+        text = f"and the timed steps need {needed} tokens, and the model's context has {longest}; use less"
+        raise ConfigError(text, param="context", value=max(contexts))
 
 
 def _time_widths(target: Any, batch: int, widths: Sequence[int], context: int, repeats: int) -> list[Timing]:
@@ -223,7 +222,7 @@ def measure_drafting(
     for batch in batches:
         drafter = generator.make_drafter()
         if drafter is None:
-            raise ConfigError("drafter='none' drafts nothing that can be timed; give a drafter")
+            raise ConfigError("drafts nothing that can be timed; give another", param="drafter", value="none")
         bench = _Bench(target, drafter, batch, context, (repeats + 1) * len(lengths))
         first, _ = bench.step(min(lengths))
         seconds: dict[int, list[float]] = {count: [] for count in lengths}
@@ -231,7 +230,7 @@ def measure_drafting(
             for count in lengths:
                 seconds[count].append(bench.step(count)[0])
         if bench.engine.draft_failures:
-            raise ConfigError(f"the drafter failed: {bench.engine.drafter and bench.engine.drafter.last_error}")
+            raise ConfigError(f"failed: {bench.engine.drafter and bench.engine.drafter.last_error}", param="drafter")
         out += [(batch, count, statistics.median(found)) for count, found in seconds.items()]
         fill = max(0.0, first - statistics.median(seconds[min(lengths)])) / (batch * context)
     return out, fill

@@ -12,6 +12,7 @@ from typing import Any
 
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
+from foresay.files import unreadable
 from foresay.json_files import Schema
 
 
@@ -45,11 +46,11 @@ def from_trace(path: str | os.PathLike[str]) -> list[float]:
                 if line.strip():
                     out.append(_time(line, f"{name}:{number}"))
     except OSError as error:
-        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        raise unreadable(name, error) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{name} is not UTF-8 text") from None
+        raise ConfigError("is not UTF-8 text", param="path", value=name) from None
     if not out:
-        raise ConfigError(f"{name}: the file contains no arrivals")
+        raise ConfigError("contains no arrivals", param="path", value=name)
     first = min(out)
     return sorted(time - first for time in out)
 
@@ -63,4 +64,4 @@ def _time(line: str, where: str) -> float:
         value = found["timestamp"] if isinstance(found, dict) else found
         return check_float("timestamp", value, -1e15, 1e15)
     except (ConfigError, KeyError):
-        raise ConfigError(f"{where}: neither seconds nor an object with a timestamp in seconds") from None
+        raise ConfigError(": neither seconds nor an object with a timestamp in seconds", param=where) from None

@@ -42,11 +42,10 @@ class CostModel:
             return 0.0
         found = [name] if name in self.costs else [one for one in self.costs if _last_part(one) == _last_part(name)]
         if not found:
-            raise UnknownNameError("model in this cost table", name, {*self.costs, *NO_COST})
+            raise UnknownNameError("model", name, {*self.costs, *NO_COST})
         if len({float(self.costs[one]) for one in found}) > 1:
-            raise ConfigError(
-                f"{name!r} may be {' or '.join(map(repr, found))} of this cost table, whose costs differ; give the full name"
-            )
+            text = f"may be {' or '.join(map(repr, found))} of this cost table, whose costs differ; give the full name"
+            raise ConfigError(text, param="model", value=name)
         return float(self.costs[found[0]])
 
     def swi(self, target: str, num_tokens: int, passes: Mapping[str, int]) -> float:
@@ -58,9 +57,8 @@ class CostModel:
         check_int("num_tokens", num_tokens, 1)
         spent = math.fsum(check_int(f"passes of {name!r}", n, 0) * self.cost(name) for name, n in passes.items())
         if target not in passes or spent <= 0:
-            raise ConfigError(
-                f"passes={dict(passes)} must include passes of the target {target!r}, with a positive total cost"
-            )
+            text = f"must include passes of the target {target!r}, with a positive total cost"
+            raise ConfigError(text, param="passes", value=dict(passes))
         return num_tokens * self.cost(target) / spent
 
 
@@ -100,9 +98,8 @@ def read_costs(name: str) -> CostModel:
         return CostModel(_COSTS.read(read_limited(name), repr(name)))
     except OSError as error:
         known = ", ".join(COST_TABLES)
-        raise ConfigError(
-            f"cost table {name!r} is not one of {known}, and cannot be read as a file: {error.strerror}"
-        ) from None
+        text = f"is not one of {known}, and cannot be read as a file: {error.strerror}"
+        raise ConfigError(text, param="costs", value=name) from None
 
 
 def drafter_names(drafter: str) -> list[str]:
@@ -137,9 +134,8 @@ class PassCounter:
             if isinstance(member, ModelDrafter):
                 self._counted.append((name, member, member.context.model.row_passes))
             elif name not in NO_COST:
-                raise ConfigError(
-                    f"the passes of {name!r} cannot be counted; SWI supports n-gram drafters and draft models"
-                )
+                text = "has passes that cannot be counted; SWI supports n-gram drafters and draft models"
+                raise ConfigError(text, param="drafter", value=name)
 
     @property
     def passes(self) -> Counter[str]:

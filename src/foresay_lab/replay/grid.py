@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from foresay.errors import ConfigError
+from foresay.files import unreadable
 from foresay.generation.load import load
 from foresay.generation.method import Method
 from foresay.json_files import Schema
@@ -49,7 +50,7 @@ def digest_of(path: str | os.PathLike[str]) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError as error:
-        raise ConfigError(f"cannot read {os.fspath(path)!r}: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,8 @@ class Grid:
         arguments = {"target": recorded.model, **self.loading}
         name = str(arguments["target"] or "")
         if not name:
-            raise ConfigError(f"{self.paths[number]!r} does not name the model that generated it; give --model")
+            text = "does not name the model that generated it; give --model"
+            raise ConfigError(text, param="path", value=self.paths[number])
         if name not in self._resources:
             found = load(**arguments).resources
             assert found is not None

@@ -170,10 +170,10 @@ def write_recording(
 def check_unique(ids: Sequence[str]) -> None:
     """Raise ConfigError if there are no prompts or their ids are not unique."""
     if not ids:
-        raise ConfigError("there are no prompts to record; give at least one")
+        raise ConfigError("are none; give at least one", param="prompts", value=())
     repeated = [name for name, times in Counter(ids).items() if times > 1]
     if repeated:
-        raise ConfigError(f"prompt id {min(repeated)!r} is not unique; rename one of the prompts")
+        raise ConfigError("is not unique; rename one of the prompts", param="id", value=min(repeated))
 
 
 def header(
@@ -181,9 +181,11 @@ def header(
 ) -> Mapping[str, Any]:
     """Return the header of a recording. Raises ConfigError for params that it cannot contain."""
     if params.processors:
-        raise ConfigError("processors cannot be stored in a recording; record without them")
+        text = "cannot be stored in a recording; record without them"
+        raise ConfigError(text, param="processors", value=params.processors)
     if generator.target.tokenizer is None and params.stop:
-        raise ConfigError("stop strings need a tokenizer, and this model was loaded without one; leave them out")
+        text = "needs a tokenizer, and this model was loaded without one; leave it out"
+        raise ConfigError(text, param="stop", value=params.stop)
     tokenizer = generator.tokenizer
     changed = {k: v for k, v in changed_params(params).items() if k != "seed"}
     return {

@@ -163,9 +163,8 @@ def replay(
     check_method(recording, drafter, rule, has_states=target is not None)
     if isinstance(policy, ThroughputLength):
         if profile is None:
-            raise ConfigError(
-                "length 'throughput' needs the times of target passes; replay it with a profile of the target"
-            )
+            text = "needs the times of target passes; replay it with a profile of the target"
+            raise ConfigError(text, param="length", value="throughput")
         policy = Timed(policy, profile.clock())
     if drafter is not None and not recording.greedy:
         replay_sampled(drafter, recording)
@@ -195,17 +194,17 @@ def check_method(recording: Recording, drafter: Drafter | None, rule: Rule, *, h
     has_states: True if hidden states are available.
     """
     if not rule.exact:
-        raise ConfigError(
-            "needs the target's logits, which a recording lacks; run it live", param="rule", value=rule.name
-        )
+        text = "needs the target's logits, which a recording lacks; run it live"
+        raise ConfigError(text, param="rule", value=rule.name)
     if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
-        raise ConfigError("filler_top_k above 1 learns from the target's logits, which a recording lacks; run it live")
+        text = "above 1 learns from the target's logits, which a recording lacks; run it live"
+        raise ConfigError(text, param="filler_top_k")
     if drafter is not None and drafter.hidden_layers and not (has_states and recording.greedy):
-        raise ConfigError("a draft head reads the target's hidden states, which a recording lacks; run it live")
+        text = "reads the target's hidden states, which a recording lacks; run it live"
+        raise ConfigError(text, param="drafter", value=type(drafter).__name__)
     if not recording.greedy and rule.name != "speculative":
-        raise ConfigError(
-            f"a sampled recording can replay rule='speculative' only, not rule={rule.name!r}; run it live"
-        )
+        text = "cannot be replayed on a sampled recording, only speculative; run it live"
+        raise ConfigError(text, param="rule", value=rule.name)
 
 
 def submit(engine: Engine, record: Record, recording: Recording) -> None:
@@ -233,7 +232,8 @@ def check_drafter(engine: Engine) -> None:
     """Raise ConfigError if the drafter failed, because the replay then does not describe it."""
     if engine.draft_failures and engine.drafter is not None:
         error = engine.drafter.last_error
-        raise ConfigError(f"the drafter failed in the replay: {type(error).__name__}: {error}")
+        text = f"failed in the replay: {type(error).__name__}: {error}"
+        raise ConfigError(text, param="drafter", value=type(engine.drafter).__name__)
 
 
 class _StopAfter:
@@ -269,8 +269,8 @@ def _run(engine: Engine, recording: Recording) -> Replay:
     for record, record_steps in zip(recording.records, steps, strict=True):
         output = [token for step in record_steps for token in step.token_ids]
         if output != list(record.output):
-            raise ConfigError(
-                f"{record.id} was not replayed as recorded: its output does not end where the recording's end tokens, "
-                "stop tokens and context length require; record it again"
+            text = (
+                ": its output does not end as the recording's stop tokens and context length require; record it again"
             )
+            raise ConfigError(text, param=record.id)
     return Replay(tuple(map(tuple, steps)), tuple(passes), seconds, recording.greedy)

@@ -59,9 +59,8 @@ class SampledReplayModel(VocabularyAdapter):
 
     def __init__(self, inner: LanguageModel, recording: Recording, *, seed: int = 0) -> None:
         if any(record.token_probs is None for record in recording.records):
-            raise ConfigError(
-                "the recording lacks token probabilities, which the replay of a draft model needs; record it again"
-            )
+            text = "lacks token probabilities, which the replay of a draft model needs; record it again"
+            raise ConfigError(text, param="recording")
         super().__init__(inner, inner.vocab_size)
         self._records, self._seed = recording.records, seed
         known = {k: v for k, v in recording.params.items() if k in PROBABILITY_FIELDS}
@@ -137,14 +136,12 @@ def replay_sampled(drafter: Drafter, recording: Recording) -> None:
     }
     for one in members(drafter):
         if isinstance(one, CrossTokenizerDrafter):
-            raise ConfigError(
-                "a draft model with another tokenizer cannot be replayed on a sampled recording; run it live"
-            )
+            text = "with another tokenizer cannot be replayed on a sampled recording; run it live"
+            raise ConfigError(text, param="draft")
         if isinstance(one, ModelDrafter):
             if others:
-                raise ConfigError(
-                    f"a draft model cannot be replayed on a recording sampled with {min(others)}; run it live"
-                )
+                text = f"cannot be replayed on a recording sampled with {min(others)}; run it live"
+                raise ConfigError(text, param="draft")
             _wrap(one, recording)
 
 

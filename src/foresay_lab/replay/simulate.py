@@ -182,9 +182,8 @@ def simulate(
     """
     rule = rule or Speculative()
     if not recording.greedy:
-        raise ConfigError(
-            "load is simulated over a greedy recording, and this one was sampled; record with temperature 0"
-        )
+        text = "was sampled, and load is simulated over a greedy one; record with temperature 0"
+        raise ConfigError(text, param="recording")
     check_method(recording, drafter, rule)
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
     model = _Clocked(records, recording, profile)

@@ -223,7 +223,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'") from None
+        raise ConfigError("of a report need matplotlib: pip install 'foresay[lab]'", param="figures") from None
 
 
 def _grid(among: set[Any], height: float, sharex: bool = False) -> tuple[Figure, list[tuple[Axes, Any]], str]:

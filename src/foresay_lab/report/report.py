@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, shown
 from foresay.files import atomic_write
 from foresay.generation.method import PLAIN
-from foresay.json_files import short
 from foresay.records.lines import differences
 from foresay.records.results import Cell, Results
 from foresay_lab.report.figures import pictures
@@ -33,12 +32,12 @@ def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report
     Raises ConfigError if they differ, and for a file without runs.
     """
     if not results:
-        raise ConfigError("a report needs at least one results file")
+        raise ConfigError("must name at least one file", param="results", value=())
     whole, sources, owners = Results({}, {}), list[Source](), dict[Cell, Source]()
     seen: dict[str, Path_] = {}
     for path in results:
         if seen.setdefault(os.path.realpath(path), path) is not path:
-            raise ConfigError(f"{os.fspath(path)!r} is given twice; its runs would count double")
+            raise ConfigError("is given twice; its runs would count double", param="path", value=path)
         one = _loaded(path)
         source = Source(os.fspath(path), one.settings, one.provenance)
         for cell in one.by_cell():
@@ -58,22 +57,21 @@ def _loaded(path: Path_) -> Results:
     if not results.runs:
         failed = [f"{one.cell}: {one.error}" for one in results.failures]
         reason = f"; {len(failed)} failed, the first with: {failed[0]}" if failed else ""
-        raise ConfigError(f"{os.fspath(path)!r} contains no run{reason}; a report needs at least one finished run")
+        text = f"contains no run{reason}; a report needs at least one finished run"
+        raise ConfigError(text, param="path", value=path)
     return results
 
 
 def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
     if differing := _disagreeing(first.settings, second.settings):
-        raise ConfigError(
-            f"{cell} is in {first.name!r} and in {second.name!r}, whose settings differ ({differing}); "
-            "report them separately, or rename the method in one of them"
-        )
+        text = f"has {cell} with other settings than {second.name!r} ({differing}); report them separately, or rename the method"
+        raise ConfigError(text, param="path", value=first.name)
 
 
 def _disagreeing(first: Any, second: Any) -> str:
     """Return the settings in which two files differ, as text; empty if they agree."""
-    shown = [f"{name}={short(one)} and {short(other)}" for name, one, other in differences(first, second)]
-    return "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
+    pairs = [f"{name}={shown(one)} and {shown(other)}" for name, one, other in differences(first, second)]
+    return "; ".join(pairs[:4]) + ("; ..." if len(pairs) > 4 else "")
 
 
 def _source_differences(sources: Sequence[Source]) -> list[str]:

@@ -129,7 +129,7 @@ def wilson(hits: int, tries: int) -> tuple[float, float]:
     try:
         from scipy.stats import binomtest
     except ImportError:
-        raise ConfigError("intervals need scipy: pip install 'foresay[lab]'") from None
+        raise ConfigError("need scipy: pip install 'foresay[lab]'", param="intervals") from None
     check_int("tries", tries, 1)
     low, high = binomtest(check_int("hits", hits, 0, tries), tries).proportion_ci(method="wilson")
     return float(low), float(high)

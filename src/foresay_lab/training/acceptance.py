@@ -72,7 +72,8 @@ def train_acceptance(
     """Train a head that predicts the labels of `examples`. Raises ConfigError for empty examples."""
     count = len(examples)
     if count == 0:
-        raise ConfigError("no drafted tokens to train on; collect data with another draft or more prompts")
+        text = "has no drafted tokens to train on; collect data with another draft or more prompts"
+        raise ConfigError(text, param="examples")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         head = AcceptanceHead(int(examples.hidden.shape[1]), plan.blocks)
@@ -115,9 +116,8 @@ def evaluate_acceptance(head: AcceptanceHead, examples: Examples, rejection_weig
     rejection_weight: the weight used in training, whose shift is first removed from the predictions; 1 leaves them unchanged.
     """
     if examples.hidden.shape[1] != head.hidden_size:
-        raise ConfigError(
-            f"the head takes hidden states of size {head.hidden_size}, and the data has size {examples.hidden.shape[1]}"
-        )
+        text = f"takes hidden states of size {head.hidden_size}, and the data has size {examples.hidden.shape[1]}"
+        raise ConfigError(text, param="head")
     labels = examples.labels.double()
     predicted = torch.cat([head.accepted(part.float()) for part in examples.hidden.split(4096)]).double()  # type: ignore[no-untyped-call]
     predicted = unshifted(predicted, rejection_weight)

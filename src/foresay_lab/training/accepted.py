@@ -27,7 +27,7 @@ from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.stopping import DraftStep, Reads, Stopping, StoppingRule
 from foresay.errors import ConfigError, ModelLoadError
-from foresay.files import atomic_write
+from foresay.files import atomic_write, unreadable
 from foresay.generation.generator import Generator
 from foresay.json_files import parse_object, read_limited
 from foresay.lengths import ConstantLength
@@ -54,9 +54,10 @@ class Examples:
     def joined(parts: Sequence[Examples]) -> Examples:
         """Concatenate examples. Raises ConfigError for an empty list and for different hidden sizes."""
         if not parts:
-            raise ConfigError("no drafted tokens to train on; collect data with another draft or more prompts")
+            text = "has no drafted tokens to train on; collect data with another draft or more prompts"
+            raise ConfigError(text, param="examples")
         if len({part.hidden.shape[1] for part in parts}) > 1:
-            raise ConfigError("the files contain hidden states of different drafts")
+            raise ConfigError("contain hidden states of different drafts", param="examples")
         return Examples(*(torch.cat([getattr(part, name) for part in parts]) for name in Examples.__slots__))
 
     def __len__(self) -> int:
@@ -176,9 +177,8 @@ def _check_settings(
     }
     if path.is_file() and (existing := _read_settings(path)) != settings:
         name = next((key for key in settings if existing.get(key) != settings[key]), "settings")
-        raise ConfigError(
-            f"the folder {str(folder)!r} contains data for another value of {name}; use the same or another folder"
-        )
+        text = f"contains data for another value of {name}; use the same or another folder"
+        raise ConfigError(text, param="folder", value=folder)
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
@@ -187,7 +187,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         return parse_object(read_limited(path), str(path))
     except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def _collect_chunk(generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int) -> Examples:
@@ -199,7 +199,7 @@ def _collect_chunk(generator: Generator, prompts: Sequence[Any], params: Samplin
     while session.has_work:
         session.step()
     if not labels.parts:
-        raise ConfigError("the drafter proposed no chains with hidden states; use a draft model or a head")
+        raise ConfigError("proposed no chains with hidden states; use a draft model or a head", param="drafter")
     return Examples.joined(labels.parts)
 
 
@@ -216,9 +216,8 @@ def split_examples(parts: Sequence[Examples], share: float = 0.1) -> tuple[Examp
     """
     total = sum(map(len, parts))
     if total < 2:
-        raise ConfigError(
-            f"{total} drafted tokens cannot be split into training and held-out data; at least 2 are needed"
-        )
+        text = "drafted tokens cannot be split into training and held-out data; at least 2 are needed"
+        raise ConfigError(text, param="total", value=total)
     target_tokens = max(1, round(share * total))
     training, held_out = list(parts), list[Examples]()
     num_held_out = 0
@@ -237,9 +236,8 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
     """Load the files written by `collect`. Raises ConfigError for a folder without any, and for invalid files."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ConfigError(
-            f"the folder {os.fspath(folder)!r} has no data for an acceptance head; foresay distill --kind acceptance makes it"
-        )
+        text = "has no data for an acceptance head; foresay distill --kind acceptance makes it"
+        raise ConfigError(text, param="folder", value=folder)
     out = []
     for file in files:
         try:
@@ -254,5 +252,5 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
                 raise ModelLoadError(f"drafted must have {rows[0]} integers")
             out.append(Examples(**load_tensors(stored)))
         except ModelLoadError as error:
-            raise ConfigError(f"{str(file)!r} has no valid data for an acceptance head: {error}") from None
+            raise ConfigError(f"has no valid data for an acceptance head: {error}", param="path", value=file) from None
     return out

@@ -119,10 +119,8 @@ def load_checkpoint(
     ours = json.loads(json.dumps(dict(plan)))
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
-            raise ConfigError(
-                f"{str(folder)!r} was started with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; "
-                "use the same value, or remove the folder to start again"
-            )
+            text = f"was started with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; use the same, or remove it"
+            raise ConfigError(text, param="folder", value=folder)
     try:
         shapes = {name: tuple(weight.shape) for name, weight in trainable_parameters(model).items()}
         check_shapes(weights, shapes, _WEIGHTS, "the draft has")
@@ -139,7 +137,8 @@ def load_checkpoint(
 
 
 def _unreadable(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot read the checkpoint {str(folder)!r}: {error}; remove it to start again")
+    text = f"has a checkpoint that cannot be read: {error}; remove it to start again"
+    return ConfigError(text, param="folder", value=folder)
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -58,11 +58,12 @@ class CorpusReader:
             name for name in files if ending(name) == ".jsonl" or (name == STDIN and field is not None)
         )
         if not files:
-            raise ConfigError("no files to read; name files, or '-' for standard input")
+            raise ConfigError("must be names of files, or '-' for standard input", param="files", value=files)
         if field is not None and (text := [name for name in files if name not in self._records]):
             raise ConfigError(f"applies to .jsonl files only, and {text[0]!r} is not one", param="field", value=field)
         if self.files.count(STDIN) > 1:
-            raise ConfigError("standard input can be read only once")
+            problem = "contain '-', standard input, twice; it can be read only once"
+            raise ConfigError(problem, param="files", value=self.files)
         self.position = 0
         """Bytes read so far; compressed bytes for gzip files."""
         sizes = [_size(name) for name in files]
@@ -134,7 +135,7 @@ def _size(name: str) -> int | None:
     """Return the bytes of a readable file, or None for a pipe."""
     if name == STDIN:
         if sys.stdin is None:
-            raise ConfigError("standard input is closed")
+            raise ConfigError("is closed", param="standard input")
         return None
     with reading(_label(name)):
         status = os.stat(name)
@@ -165,6 +166,7 @@ def _records(stream: BinaryIO, label: str, field: str) -> Iterator[str]:
         text = fields.get(field)
         if not isinstance(text, str):
             known = ", ".join(sorted(key for key, value in fields.items() if isinstance(value, str))) or "none"
-            raise ConfigError(f"{line.place}: no text in the field {field!r} (fields with text: {known}); see --field")
+            problem = f"is in no text of {line.place} (fields with text: {known}); choose another"
+            raise ConfigError(problem, param="field", value=field)
         check_encodable(text, line.place, field)
         yield text

@@ -104,9 +104,7 @@ def distil_model(
     model = causal(target)
     config = draft.config.get_text_config(decoder=True)
     if int(config.vocab_size) < model.vocab_size:
-        raise ConfigError(
-            f"the draft's vocabulary has {config.vocab_size} tokens, fewer than the target's {model.vocab_size}"
-        )
+        raise ConfigError(f"has {config.vocab_size} tokens, fewer than the target's {model.vocab_size}", param="draft")
     draft = draft.float().to(model.device)
     if freeze_embeddings:
         _freeze_embeddings(draft)

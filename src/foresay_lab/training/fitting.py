@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from foresay.checks import check_float, check_int
+from foresay.checks import check_choice, check_float, check_int
 from foresay.errors import ConfigError
 from foresay.records.lines import LineWriter
 from foresay_lab.training.batches import batch_of, epoch_batches
@@ -83,10 +83,8 @@ class Plan:
         check_float("weight_decay", self.weight_decay, 0.0, 1.0)
         check_int("seed", self.seed, 0)
         check_float("evaluate_minutes", self.evaluate_minutes, 0.0, 1e6)
-        if self.optimiser not in OPTIMISERS:
-            raise ConfigError(f"must be one of {', '.join(OPTIMISERS)}", param="optimiser", value=self.optimiser)
-        if self.precision not in _PRECISIONS:
-            raise ConfigError("must be 'fp32' or 'bf16'", param="precision", value=self.precision)
+        check_choice("optimiser", self.optimiser, OPTIMISERS)
+        check_choice("precision", self.precision, tuple(_PRECISIONS))
 
     def resume_settings(self) -> dict[str, Any]:
         """Return the settings that must not change on resumption: all but the budget."""
@@ -272,7 +270,8 @@ class Fitting:
     def _batches_of_epoch(self) -> int:
         count = len(self._order(self.state.epoch)) // self.processes.count
         if not count:
-            raise ConfigError(f"there are fewer batches than the {self.processes.count} processes; reduce batch_tokens")
+            text = f"leaves fewer batches than the {self.processes.count} processes; reduce it"
+            raise ConfigError(text, param="batch_tokens")
         return count
 
     def _order(self, epoch: int) -> list[list[int]]:

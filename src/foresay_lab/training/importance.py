@@ -67,7 +67,7 @@ def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int
             handle.remove()
         model.train(training)
     if not sums.tokens:
-        raise ConfigError("there is no text to measure importance on")
+        raise ConfigError("is missing: importance is measured on it", param="text")
     return Importance(
         sums.layers / sums.tokens,
         sums.hidden / sums.tokens,

@@ -107,12 +107,14 @@ class Objective:
             try:
                 share = float(value) if mark else 1.0
             except ValueError:
-                raise ConfigError(f"the share of {name} must be a number, not {value!r}") from None
+                problem = f"has the share {value!r} of {name}, which must be a number"
+                raise ConfigError(problem, param="loss", value=text) from None
             if not 0 < share < float("inf"):
-                raise ConfigError(f"the share of {name} must be positive and finite, not {value}")
+                problem = f"has the share {value} of {name}, which must be positive and finite"
+                raise ConfigError(problem, param="loss", value=text)
             shares.append((name, share))
         if len({name for name, _ in shares}) < len(shares):
-            raise ConfigError(f"{text!r} names a loss twice; name each once")
+            raise ConfigError("names a loss twice; name each once", param="loss", value=text)
         return Objective(tuple(shares))
 
     def __call__(self, p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,9 +129,8 @@ class Objective:
                 parts.append(share * LOSSES[name](p, q))
                 continue
             if labels is None:
-                raise ConfigError(
-                    f"loss {CROSS_ENTROPY!r} applies to block drafters; choose one of {', '.join(LOSSES)}"
-                )
+                text = f"applies to block drafters; choose one of {', '.join(LOSSES)}"
+                raise ConfigError(text, param="loss", value=CROSS_ENTROPY)
             found = q.gather(1, labels[:, None])[:, 0].clamp(min=_MIN_PROB).log()
             parts.append(-share * torch.where(labels < q.shape[1] - 1, found, 0.0))
         return torch.stack(parts).sum(0)

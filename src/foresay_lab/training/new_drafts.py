@@ -143,9 +143,8 @@ def new_draft(kind: str, target: LoadedModel, texts: Sequence[Text], shape: Draf
     ids = _draft_tokens(target, texts, size)
     layers = shape.hidden_layers or KINDS[kind].usual_layers(model.num_layers)
     if not all(0 <= layer <= model.num_layers for layer in layers):
-        raise ConfigError(
-            f"must be 0 to {model.num_layers}, the layers of the target", param="hidden_layers", value=list(layers)
-        )
+        text = f"must be 0 to {model.num_layers}, the layers of the target"
+        raise ConfigError(text, param="hidden_layers", value=list(layers))
     layer = layer_fields(model, shape.feed_forward)
     if shape.heads is not None:
         layer |= dict(zip(("num_attention_heads", "num_key_value_heads"), shape.heads, strict=True))
@@ -206,7 +205,8 @@ def resumed_draft(
     if tokens is None:
         return StoredDraft(draft.config, draft.module.float(), draft.token_ids)
     if draft.module.lm_head is not None or isinstance(draft.module, BlockModule):
-        raise ConfigError("this draft has an output layer for the tokens that it drafts; drop --vocabulary-size")
+        text = "does not apply: this draft has an output layer for the tokens that it drafts; drop it"
+        raise ConfigError(text, param="vocabulary_size")
     ids = _draft_tokens(target, *tokens)
     size = model.vocab_size if ids is None else len(ids)
     return StoredDraft(replace(draft.config, draft_vocab_size=size), draft.module.float(), ids)

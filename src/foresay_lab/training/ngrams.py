@@ -132,13 +132,13 @@ class NgramCounter:
         """
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
-            raise ConfigError(f"token_ids must be a list of integers, not {tokens.dtype} of shape {tokens.shape}")
+            text = f"must be a list of integers, not {tokens.dtype} of shape {tokens.shape}"
+            raise ConfigError(text, param="token_ids")
         if len(tokens):
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.vocab_size:
-                raise ConfigError(
-                    f"token {low if low < 0 else high} is not in the vocabulary of {self.vocab_size} tokens"
-                )
+                text = f"must be in the vocabulary of {self.vocab_size} tokens"
+                raise ConfigError(text, param="token_ids", value=low if low < 0 else high)
             self.num_tokens += len(tokens)
             self.num_documents += not self._open
             self._open = True

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.errors import ConfigError
+from foresay.checks import check_choice
 
 OPTIMISERS = ("muon", "adamw")
 _BETAS = (0.9, 0.95)
@@ -68,8 +68,7 @@ def make_optimisers(
     name: str, model: nn.Module, trainable: Mapping[str, nn.Parameter], rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
     """Return the optimisers of the parameters `learned`; each parameter has one. Raises ConfigError for an unknown name."""
-    if name not in OPTIMISERS:
-        raise ConfigError(f"must be one of {', '.join(OPTIMISERS)}", param="optimiser", value=name)
+    check_choice("optimiser", name, OPTIMISERS)
     hidden = _between_hidden_states(model) if name == "muon" else frozenset()
     matrices = [weight for weight in trainable.values() if id(weight) in hidden]
     others = [weight for weight in trainable.values() if id(weight) not in hidden]

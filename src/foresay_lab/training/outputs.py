@@ -44,15 +44,15 @@ def read_outputs(path: str, vocab_size: int, tokenizer: str | None, length: int)
         return _kept(Path(path), vocab_size, tokenizer, length)
     recording = Recording.load(path)
     if recording.vocab_size > vocab_size:
-        raise ConfigError(f"{path!r} was recorded with {recording.vocab_size} tokens, and the target has {vocab_size}")
+        text = f"was recorded with {recording.vocab_size} tokens, and the target has {vocab_size}"
+        raise ConfigError(text, param="path", value=path)
     if None not in (recording.tokenizer, tokenizer) and recording.tokenizer != tokenizer:
-        raise ConfigError(f"{path!r} was recorded with a tokenizer that differs from the target's")
+        raise ConfigError("was recorded with a tokenizer that differs from the target's", param="path", value=path)
     out = []
     for record in recording.records:
         if record.source is not None:
-            raise ConfigError(
-                f"{path!r} was recorded with an encoder-decoder; drafts are trained for decoder-only models"
-            )
+            text = "was recorded with an encoder-decoder; drafts are trained for decoder-only models"
+            raise ConfigError(text, param="path", value=path)
         prompt = record.prompt[-max(1, length - len(record.output)) :]
         tokens = np.array([*prompt, *record.output][:length], dtype=np.int64)
         if len(tokens) > len(prompt):
@@ -68,7 +68,7 @@ def _kept(folder: Path, vocab_size: int, tokenizer: str | None, length: int) -> 
     finally:
         memory.close()
     if any(int(one.max(initial=0)) >= vocab_size for one in texts):
-        raise ConfigError(f"the memory {str(folder)!r} has tokens outside the target's vocabulary of {vocab_size}")
+        raise ConfigError(f"has tokens outside the target's vocabulary of {vocab_size}", param="folder", value=folder)
     return texts_of(texts, length)
 
 
@@ -91,7 +91,7 @@ def split(texts: Sequence[Text], share: float) -> tuple[list[Text], list[Text]]:
     """
     keyed = {sha256(b"0" + text.tokens.tobytes()).digest(): text for text in texts}
     if len(keyed) < 2:
-        raise ConfigError("there are fewer than two different texts; record more outputs")
+        raise ConfigError("have fewer than two different texts; record more", param="outputs")
     order = sorted(keyed)
     num_below = sum(int.from_bytes(key[:8], "big") < share * 2**64 for key in order)
     count = min(max(1, num_below), len(order) - 1)

@@ -51,14 +51,15 @@ class Shape:
         for field in fields(self):
             new, full = getattr(out, field.name), getattr(self, field.name)
             if not 1 <= new <= full:
-                raise ConfigError(f"{field.name}={new} must be 1 to {full}, the size of the model")
+                raise ConfigError(f"must be 1 to {full}, the size of the model", param=field.name, value=new)
         if out.heads % out.kv_heads:
-            raise ConfigError(f"heads={out.heads} must be a multiple of kv_heads={out.kv_heads}")
+            raise ConfigError("must be a multiple of {kv_heads}", param="heads", value=out.heads, kv_heads=out.kv_heads)
         if out.heads // out.kv_heads > self.heads // self.kv_heads:
-            raise ConfigError(
-                f"heads={out.heads} with kv_heads={out.kv_heads} needs {out.heads // out.kv_heads} heads per group, and "
-                f"the model has {self.heads // self.kv_heads}; keep more kv_heads"
+            text = (
+                f"with {{kv_heads}} leaves {out.heads // out.kv_heads} heads per group, and the model has "
+                f"{self.heads // self.kv_heads}; keep more"
             )
+            raise ConfigError(text, param="heads", value=out.heads, kv_heads=out.kv_heads)
         return out
 
 
@@ -82,16 +83,16 @@ def layers_to_keep(keep: str | Sequence[int], count: int, total: int, importance
     if not isinstance(keep, str):
         chosen = tuple(sorted(set(keep)))
         if len(chosen) != count or chosen[0] < 0 or chosen[-1] >= total:
-            raise ConfigError(f"layers {list(keep)} must be {count} different ones of 0 to {total - 1}")
+            raise ConfigError(f"must be {count} different ones of 0 to {total - 1}", param="layers", value=list(keep))
         return chosen
     if keep not in LAYER_CHOICES:
-        raise UnknownNameError("choice of layers", keep, LAYER_CHOICES)
+        raise UnknownNameError("keep", keep, LAYER_CHOICES)
     if keep == "first":
         return tuple(range(count))
     if keep == "even":
         return tuple(round(i * (total - 1) / max(1, count - 1)) for i in range(count))
     if importance is None:
-        raise ConfigError("keep='important' needs text to measure the layers' importance on")
+        raise ConfigError("needs text to measure the layers' importance on", param="keep", value=keep)
     return tuple(sorted(torch.topk(importance.layers, count).indices.tolist()))
 
 
@@ -102,9 +103,8 @@ def choose_kept(full: Shape, shape: Shape, layers: Sequence[int], importance: Im
     """
     if importance is None:
         if replace(shape, layers=full.layers) != full:
-            raise ConfigError(
-                "a narrower model needs text to measure the importance of dimensions, heads and neurons on"
-            )
+            text = "is needed for a narrower model, to measure the importance of dimensions, heads and neurons on"
+            raise ConfigError(text, param="text")
         return Kept(
             tuple(layers),
             torch.arange(full.hidden),

@@ -79,7 +79,7 @@ class CachedPasses:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot create the folder {str(self._folder)!r}: {error.strerror}") from None
+            raise ConfigError(f"cannot be created: {error.strerror}", param="folder", value=self._folder) from None
 
     def prepare(self, text: Text) -> None:
         """Make a text's file, unless it exists and has all requested hidden states."""
@@ -116,7 +116,8 @@ class CachedPasses:
             with safe_open(path, "pt") as file:
                 return read(file)
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"cannot read {str(path)!r}: {error}; remove it to compute it again") from None
+            problem = f"cannot be read: {error}; remove it to compute it again"
+            raise ConfigError(problem, param="path", value=path) from None
 
     def _write(self, text: Text, tensors: dict[str, torch.Tensor]) -> None:
         with atomic_write(self._path(text), parents=True) as temporary:

@@ -82,10 +82,10 @@ class Pool:
         self.described = self.described or described
         settings, expected = described.get("settings"), self.described.get("settings")
         if settings != expected:
-            raise ConfigError(
-                f"the settings of {worker.name} differ from those of the first worker: {settings} instead of {expected}; "
-                "set --dtype, and give all workers the same files"
+            text = (
+                f"of {worker.name} differ from the first worker's {expected}; set --dtype, and give all the same files"
             )
+            raise ConfigError(text, param="settings", value=settings)
 
     def run(self, tasks: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
         """Yield (number, result) of each task once, in order of completion.

@@ -29,7 +29,7 @@ class Actors:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError(f"--ray needs Ray ({error}): pip install 'foresay[ray]'") from None
+            raise ConfigError(f"needs Ray ({error}): pip install 'foresay[ray]'", param="ray") from None
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=False)
         resources = ray.cluster_resources()
@@ -38,11 +38,11 @@ class Actors:
         device = setup["load"].get("device") if "load" in setup else "cpu"
         on_gpu = device is None or str(device).startswith("cuda")
         if count * each > cores:
-            raise ConfigError(
-                f"{count} workers with {each} cores each need more than the cluster's {cores} cores; use fewer"
-            )
+            text = f"with {each} cores each need more than the cluster's {cores} cores; use fewer"
+            raise ConfigError(text, param="workers", value=count)
         if device is not None and on_gpu and gpus < count:
-            raise ConfigError(f"{count} workers with a GPU each need more than the cluster's {gpus} GPUs; use fewer")
+            text = f"with a GPU each need more than the cluster's {gpus} GPUs; use fewer"
+            raise ConfigError(text, param="workers", value=count)
         if takes_gpu := on_gpu and gpus >= count:  # Ray makes only its own GPU visible to each actor
             setup = {**setup, "load": {**setup["load"], "device": "cuda"}}
         self._setup, self._kill = {**setup, "threads": each}, ray.kill

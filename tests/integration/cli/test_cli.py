@@ -17,6 +17,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import foresay
 from foresay.cli import main
+from foresay.cli.typed_errors import typed
 from foresay.models.cpu import build
 from helpers import fuzz_gguf, tiny
 from helpers.families import make
@@ -70,8 +71,8 @@ def test_a_chat_template_is_used_unless_raw(shell: tiny.Shell, chat_folder: Path
         ([], b" \n\t", "the prompt is empty"),
         ([], b"caf\xe9 au lait", "standard input is not UTF-8 text: byte 0xe9 at offset 3"),
         (["--file", "latin1.txt"], b"", "latin1.txt is not UTF-8 text: byte 0xe9 at offset 0"),
-        (["--file", "no.txt"], b"", "cannot read 'no.txt': No such file or directory"),
-        (["--file", "."], b"", "cannot read '.': Is a directory"),
+        (["--file", "no.txt"], b"", "--file no.txt"),
+        (["--file", "."], b"", "--file ."),
         (["x" * 5000], b"", "the prompt has 5000 tokens; the model's context is 4096"),
         (["org/model", "x"], b"", "'org/model' looks like a model: the argument is the prompt, and -m org/model names"),
     ],
@@ -160,7 +161,7 @@ def test_a_draft_model(shell: tiny.Shell, base: list[str], folder: Path, written
 
 def test_unknown_model(shell: tiny.Shell) -> None:
     message = shell.refused("generate", "--model", "smolm2-135m", "x")
-    assert message.startswith("unknown model 'smolm2-135m'. Did you mean 'smollm2-135m'?")
+    assert message.startswith("model='smolm2-135m' ") and "Did you mean 'smollm2-135m'?" in message
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/no-such-model-folder", "nowhere.gguf"])
@@ -169,66 +170,65 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "start"),
     [
-        (["--drafter", "prompt_lokup"], "unknown drafter 'prompt_lokup'. Did you mean 'prompt_lookup'?"),
-        (["--rule", "blok"], "unknown rule 'blok'. Did you mean 'block'?"),
-        (["--dtype", "bf61"], "unknown dtype 'bf61'. Did you mean 'bf16'?"),
-        (["--weights", "int5"], "unknown weights 'int5'. Did you mean 'int"),
-        (["--weights", "int8"], "--weights 'int8' computes in bf16, but --dtype 'fp32' was given; drop one"),
-        (["--draft-weights", "int8"], "--draft-weights 'int8' is for a draft model that is loaded by name"),
-        (["--draft", "smollm2-135"], "unknown model 'smollm2-135'. Did you mean 'smollm2-135m'?"),
-        (["-n", "0"], "--max-new-tokens 0 must be an integer at least 1"),
-        (["-n", "-3"], "--max-new-tokens -3 must be an integer at least 1"),
-        (["--min-new-tokens", "-1"], "--min-new-tokens -1 must be an integer at least 0"),
+        (["--drafter", "prompt_lokup"], "--drafter prompt_lokup"),
+        (["--rule", "blok"], "--rule blok"),
+        (["--dtype", "bf61"], "--dtype bf61"),
+        (["--weights", "int5"], "--weights int5"),
+        (["--weights", "int8"], "--weights int8 computes in bf16, and --dtype fp32"),
+        (["--draft-weights", "int8"], "--draft-weights int8"),
+        (["--draft", "smollm2-135"], "model='smollm2-135'"),
+        (["-n", "0"], "--max-new-tokens 0"),
+        (["-n", "-3"], "--max-new-tokens -3"),
+        (["--min-new-tokens", "-1"], "--min-new-tokens -1"),
         (["--min-new-tokens", "13"], "--min-new-tokens 13 exceeds --max-new-tokens 12"),
-        (["-t", "-1"], "--temperature -1.0 must be a finite number"),
-        (["-t", "nan"], "--temperature nan must be a finite number"),
-        (["-t", "inf"], "--temperature inf must be a finite number"),
-        (["--top-k", "-1"], "--top-k -1 must be an integer at least 0"),
-        (["--top-p", "0"], "--top-p 0.0 must be a finite number in (0, 1]"),
-        (["--top-p", "1.5"], "--top-p 1.5 must be a finite number in (0, 1]"),
-        (["--min-p", "2"], "--min-p 2.0 must be a finite number in [0, 1]"),
-        (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must be a finite number"),
-        (["--presence-penalty", "nan"], "--presence-penalty nan must be a finite number"),
-        (["--frequency-penalty", "1e9"], "--frequency-penalty 1000000000.0 must be a finite number"),
-        (["--seed", "-1"], "--seed -1 must be an integer in [0,"),
-        (["--seed", str(2**64)], "must be an integer in [0,"),
+        (["-t", "-1"], "--temperature -1"),
+        (["-t", "nan"], "--temperature nan"),
+        (["-t", "inf"], "--temperature inf"),
+        (["--top-k", "-1"], "--top-k -1"),
+        (["--top-p", "0"], "--top-p 0"),
+        (["--top-p", "1.5"], "--top-p 1.5"),
+        (["--min-p", "2"], "--min-p 2"),
+        (["--repetition-penalty", "0"], "--repetition-penalty 0"),
+        (["--presence-penalty", "nan"], "--presence-penalty nan"),
+        (["--frequency-penalty", "1e9"], "--frequency-penalty 1e+09"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--seed", str(2**64)], f"--seed {2**64}"),
         (["--length", "-1"], "--length -1"),
-        (["--stop", ""], "--stop '' must be a non-empty string"),
-        (["--json", "--logprobs", "-1"], "--logprobs -1 must be an integer in [0, 1000]"),
-        (["--logprobs", "2"], "--logprobs needs --json"),
-        (["--trace", "--json"], "--trace and --json contradict"),
+        (["--stop", ""], "--stop ''"),
+        (["--json", "--logprobs", "-1"], "--logprobs -1"),
+        (["--logprobs", "2"], "--logprobs 2 needs --json"),
+        (["--trace", "--json"], "--trace and --json"),
         (["--repeats", "2"], "--repeats needs --compare"),
-        (["--compare", "--repeats", "0"], "--repeats 0 must be an integer"),
-        (["--drafter", "suffix", "--drafter", "max_gram"], "--drafter is given 2 times; add --compare"),
-        (["--drafter", "model"], "--drafter 'model' needs a draft model"),
-        (["--device", "gpu0"], "--device 'gpu0' is not a device"),
-        (["two", "arguments"], "the prompt is one argument, and 3 are given; put it in quotes"),
-        (["--lines", "--compare"], "--lines decodes a batch, and --compare shows one prompt; drop one"),
-        (["--lines", "--trace"], "--lines decodes a batch, and --trace shows one prompt; drop one"),
+        (["--compare", "--repeats", "0"], "--repeats 0"),
+        (["--drafter", "suffix", "--drafter", "max_gram"], "--drafter is given 2 times"),
+        (["--drafter", "model"], "--drafter model"),
+        (["--device", "gpu0"], "--device gpu0"),
+        (["two", "arguments"], "the prompt is one argument, and 3 are given"),
+        (["--lines", "--compare"], "--lines decodes a batch, and --compare"),
+        (["--lines", "--trace"], "--lines decodes a batch, and --trace"),
         (["--batch-size", "4"], "--batch-size needs --lines"),
-        (["--max-memory", "all"], "--max-memory 'all' must be DEVICE=SIZE"),
-        (["--max-memory", "cpu=1GB"], "--max-memory only has an effect with --device-map"),
-        (["--threads", "0"], "--threads 0 must be between 1 and 1024"),
-        (["--workers", "2"], "--workers needs --lines; add it, or drop --workers"),
-        (["--ray"], "--ray needs --workers; add it, or drop --ray"),
+        (["--max-memory", "all"], "--max-memory all"),
+        (["--max-memory", "cpu=1GB"], "--max-memory {'cpu': '1GB'} only has an effect with --device-map"),
+        (["--threads", "0"], "--threads 0"),
+        (["--workers", "2"], "--workers needs --lines"),
+        (["--ray"], "--ray needs --workers"),
     ],
 )
-def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], message: str) -> None:
-    assert message.lower() in shell.refused(*base, PROMPT, *args).lower()
+def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], start: str) -> None:
+    assert shell.refused(*base, PROMPT, *args).startswith(start)
 
 
 @pytest.mark.parametrize("args", [["generate", "--drafter", "none", "x"], ["bench", "x.jsonl"]])
 def test_draft_weights_without_a_draft_model(shell: tiny.Shell, folder: Path, args: list[str]) -> None:
-    message = shell.refused(*args, "--model", str(folder), "--draft-weights", "int8")
-    assert message == "--draft-weights 'int8' applies to a draft model, and no method loads one; drop it"
+    assert shell.refused(*args, "--model", str(folder), "--draft-weights", "int8").startswith("--draft-weights int8 ")
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "none"])
 def test_a_draft_that_is_not_used(shell: tiny.Shell, base: list[str], folder: Path, drafter: str) -> None:
     message = shell.refused(*base, "--draft", str(folder), "--drafter", drafter, PROMPT)
-    assert f"--drafter {drafter!r} does not use a draft model" in message
+    assert message.startswith(f"--drafter {drafter} ") and f"--draft {folder} " in message
 
 
 def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, base: list[str], written: str) -> None:
@@ -239,7 +239,7 @@ def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, ba
 def test_draft_tokens_without_a_drafter_contradict(shell: tiny.Shell, base: list[str]) -> None:
     """Nothing is ignored: `--drafter none --length 5` contradict each other."""
     message = shell.refused(*base, "--drafter", "none", "--length", "5", PROMPT)
-    assert message == "--drafter 'none' drafts nothing, but --length '5' was given; drop one"
+    assert message.startswith("--drafter none ") and "--length 5 " in message
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_the_model_is_an_argument_or_an_option(shell: tiny.Shell, folder: Path) 
     assert [fields[0][name] for name in same] == [fields[1][name] for name in same]
     for command in ("info", "chat", "serve", "tune", "profile", "demo", "prepare", "vllm-config"):
         message = shell.refused(command, "a/b", "--model", "c/d")
-        assert message == "the model is given twice, as the argument 'a/b' and with --model 'c/d'; drop one"
+        assert "a/b and --model c/d are two models" in message
 
 
 def test_the_argument_goes_before_the_environment(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_the_argument_goes_before_the_environment(shell: tiny.Shell, monkeypatch
 
 @pytest.mark.parametrize("origin", ["x", "example.org", "https://example.org/page", "*."])
 def test_an_origin_that_is_none(shell: tiny.Shell, origin: str) -> None:
-    assert shell.refused("serve", "--cors", origin).startswith(f"--cors {origin!r} must be an origin such as https://")
+    assert shell.refused("serve", "--cors", origin).startswith(f"--cors {typed(origin)} ")
 
 
 @pytest.mark.parametrize("drafter", ["head(x)", "model(x)", "head(./x)"])
@@ -485,7 +485,7 @@ def test_info_of_nothing(shell: tiny.Shell) -> None:
     for given in (["--dtype", "fp32"], ["--methods", "--context", "9"], ["a.safetensors", "--batch-size", "2"]):
         assert f"{given[-2]} has no effect on" in shell.refused("info", *given)
     assert shell.refused("info", "./nowhere") == "no such file or folder: './nowhere'"
-    assert "unknown dtype 'fp33'" in shell.refused("info", "smollm2-135m", "--dtype", "fp33")
+    assert "--dtype fp33" in shell.refused("info", "smollm2-135m", "--dtype", "fp33")
 
 
 def test_info_and_prepare_use_a_settings_file(

@@ -44,8 +44,8 @@ def turn(role: str, *content: Any, **more: Any) -> dict[str, Any]:
 
 
 CHAT: list[tuple[dict[str, Any], str, str]] = [
-    ({"functions": [{"name": "f"}]}, "functions", "'functions' is not supported"),
-    ({"foresay": {"gama": 3}}, "foresay.gama", "'foresay.gama' is not supported"),
+    ({"functions": [{"name": "f"}]}, "functions", "functions is not supported"),
+    ({"foresay": {"gama": 3}}, "foresay.gama", "foresay.gama is not supported"),
     ({"temperature": "1"}, "temperature", "temperature='1'"),
     ({"top_p": True}, "top_p", "top_p"),
     ({"temperature": -1}, "temperature", "temperature=-1.0 must be"),
@@ -55,7 +55,7 @@ CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"user": 7}, "user", "user=7"),
     ({"top_logprobs": 2}, "top_logprobs", "requires logprobs"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "101"),
     ({"logit_bias": {"5": -101}}, "logit_bias", "-101"),
     ({"logit_bias": {"999999": 1}}, "logit_bias", "999999"),
@@ -76,7 +76,7 @@ CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema and type"),
-    ({"response_format": schema({"type": "nothing"})}, "response_format", "the schema is not supported"),
+    ({"response_format": schema({"type": "nothing"})}, "response_format", "schema is not supported"),
     ({"response_format": schema(nested(40))}, "response_format", "depth 40"),
     ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens", "cannot be combined"),
     ({"messages": []}, "messages", "messages"),
@@ -102,7 +102,7 @@ CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [function(parameters={"a": {"multipleOf": 12345677}})]}, "tools", "multipleOf"),
     ({"tools": [function(parameters={"properties": {"a": {"pattern": "("}}})], "tool_choice": "required"}, "tools", "schema"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tool_choice": function(name="g"), "tools": [function()]}, "tool_choice", "no tool is named 'g'"),
+    ({"tool_choice": function(name="g"), "tools": [function()]}, "tool_choice", "'g'"),
     ({"tools": [function()], "tool_choice": "required", "min_tokens": 2}, "min_tokens", "schema"),
     ({"prediction": {"type": "text", "content": "x"}}, "prediction.type", "content"),
     ({"xtc_probability": 0.1, "xtc_threshold": 0.2}, "xtc_probability", "not supported"),
@@ -194,7 +194,7 @@ def test_requests_before_they_are_changed(route: str, server: Running) -> None:
 
 def test_a_reason_of_the_model(serve: Any, chain: Running) -> None:
     """A template without tools; reasoning that cannot be turned off."""
-    assert_refused(serve().chat(tools=[TIME]), "tools", "does not describe tools")
+    assert_refused(serve().chat(tools=[TIME]), "tools", "chat template")
     assert_refused(chain.post("/v1/messages", messages=TALK, max_tokens=3, thinking={"type": "disabled"}), "thinking")
 
 

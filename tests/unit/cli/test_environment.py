@@ -79,9 +79,9 @@ def test_a_command_prints_the_line_once(monkeypatch: pytest.MonkeyPatch, capsys:
     ("name", "value", "line"),
     [
         ("FORESAY_SERVE_PORT", "abc", "FORESAY_SERVE_PORT 'abc' is not a valid integer."),
-        ("FORESAY_SERVE_PORT", "99999", "FORESAY_SERVE_PORT 99999 must be an integer in [0, 65535]"),
+        ("FORESAY_SERVE_PORT", "99999", "FORESAY_SERVE_PORT=99999 must be an integer in [0, 65535]"),
         ("FORESAY_SERVE_WARMUP", "maybe", "FORESAY_SERVE_WARMUP 'maybe' is not a valid boolean."),
-        ("FORESAY_SERVE_SHARE_PREFIXES", "x", "FORESAY_SERVE_SHARE_PREFIXES 'x' must be one of"),
+        ("FORESAY_SERVE_SHARE_PREFIXES", "x", "FORESAY_SERVE_SHARE_PREFIXES=x must be one of"),
     ],
 )
 def test_a_wrong_value_names_the_variable(

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from foresay.cli.typed_errors import as_typed
+from foresay.errors import ConfigError
 
-FLAGS = {
-    name: "--" + name.replace("_", "-")
-    for name in ("top_k", "length", "dtype", "device_map", "draft", "batch_size", "model")
-}
+NAMES = ("top_k", "length", "device_map", "draft", "batch_size", "greedy", "output", "texts")
+FLAGS = {name: "--" + name.replace("_", "-") for name in NAMES} | {"model": "MODEL", "port": "FORESAY_SERVE_PORT"}
+GIVEN = {"output": Path("a.json"), "texts": ("b.txt", "c d.txt"), "length": 3, "draft": None}
 
 
 @pytest.mark.parametrize(
-    ("message", "wanted"),
+    ("param", "value", "wanted"),
     [
-        ("top_k=-1 must be an integer at least 0", "--top-k -1 must be an integer at least 0"),
-        ("length='x' and dtype='fp32' contradict", "--length 'x' and --dtype 'fp32' contradict"),
-        ("needs a draft model; pass draft=", "needs a draft model; pass --draft"),
-        (
-            "max_memory needs a device_map; add device_map='auto'",
-            "max_memory needs a --device-map; add --device-map 'auto'",
-        ),
-        ("max_batch_size=0 must be at least 1", "--batch-size 0 must be at least 1"),
-        ("'f(top_k=3)': unknown setting", "'f(top_k=3)': unknown setting"),
-        ("'cascade(model=A, length=3)' ends", "'cascade(model=A, length=3)' ends"),
-        ("was begun with params.top_k=4, and this run has 5", "was begun with params.top_k=4, and this run has 5"),
-        ("foresay.toml: dtype='x' must be a text", "foresay.toml: dtype='x' must be a text"),
-        ("the length of it, and a model", "the length of it, and a model"),
-        ("cannot read '/a/top_k'", "cannot read '/a/top_k'"),
+        ("top_k", -1, "--top-k -1"),
+        ("length", "confidence(x=0.5)", "--length 'confidence(x=0.5)'"),
+        ("draft", "a/b", "--draft a/b"),
+        ("draft", "\x1b[2J", "--draft '\\x1b[2J'"),
+        ("draft", "x" * 300, f"--draft '{'x' * 199}..."),
+        ("max_batch_size", 0, "--batch-size 0"),
+        ("--output", Path("a b"), "--output 'a b'"),
+        ("greedy", False, "--greedy"),
+        ("model", "gpt2", "MODEL gpt2"),
+        ("port", 0, "FORESAY_SERVE_PORT=0"),
+        ("path", "a.json", "--output a.json"),
+        ("folder", Path("c d.txt"), "--texts 'c d.txt'"),
+        ("path", "other.json", "other.json"),
+        ("foresay.toml: length", 0, "foresay.toml: length=0"),
+        ("scale", 1.5, "scale=1.5"),
     ],
 )
-def test_names_of_python_arguments_become_flags(message: str, wanted: str) -> None:
-    assert as_typed(message, FLAGS) == wanted
+def test_parameters_are_named_as_they_are_typed(param: str, value: Any, wanted: str) -> None:
+    assert ConfigError("is wrong", param=param, value=value).worded(as_typed(FLAGS, GIVEN)) == f"{wanted} is wrong"
+
+
+def test_other_parameters_are_named_as_they_are_typed() -> None:
+    error = ConfigError(
+        "and {device_map} contradict; drop {draft}", param="top_k", value=3, device_map="auto", draft=...
+    )
+    assert error.worded(as_typed(FLAGS, {})) == "--top-k 3 and --device-map auto contradict; drop --draft"
+    assert str(error) == "top_k=3 and device_map='auto' contradict; drop draft"
+
+
+def test_settings_of_an_expression_keep_their_names() -> None:
+    error = ConfigError("is wrong", param="top_k", value=3)
+    assert error.about("f(top_k=3)", owned=True).worded(as_typed(FLAGS, {})) == "f(top_k=3): top_k=3 is wrong"
+    assert error.about("prompt 'a'").worded(as_typed(FLAGS, {})) == "prompt 'a': --top-k 3 is wrong"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import FrozenInstanceError
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -13,68 +14,59 @@ from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import MAX_SEED, SamplingChanges, SamplingParams
 from foresay.errors import ConfigError, UnknownNameError
 from helpers.making import make_row
+from helpers.refusals import refused
 
 INF, NAN = float("inf"), float("nan")
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer at least 1"),
-    ({"max_new_tokens": 2.0}, "max_new_tokens=2.0 must be an integer at least 1"),
-    ({"max_new_tokens": True}, "max_new_tokens=True must be an integer at least 1"),
-    ({"min_new_tokens": -1}, "min_new_tokens=-1 must be an integer at least 0"),
-    (
-        {"min_new_tokens": 9, "max_new_tokens": 8},
-        "min_new_tokens=9 exceeds max_new_tokens=8; raise max_new_tokens or lower min_new_tokens",
-    ),
-    ({"temperature": -0.1}, "temperature=-0.1 must be a finite number in [0, inf)"),
-    ({"temperature": NAN}, "temperature=nan must be a finite number in [0, inf)"),
-    ({"temperature": INF}, "temperature=inf must be a finite number in [0, inf)"),
-    ({"temperature": "hot"}, "temperature='hot' must be a finite number in [0, inf)"),
-    ({"temperature": True}, "temperature=True must be a finite number in [0, inf)"),
-    ({"top_k": -1}, "top_k=-1 must be an integer at least 0"),
-    ({"top_k": 1.5}, "top_k=1.5 must be an integer at least 0"),
-    ({"top_p": 0.0}, "top_p=0.0 must be a finite number in (0, 1]"),
-    ({"top_p": 1.01}, "top_p=1.01 must be a finite number in (0, 1]"),
-    ({"top_p": None}, "top_p=None must be a finite number in (0, 1]"),
-    ({"min_p": -0.5}, "min_p=-0.5 must be a finite number in [0, 1]"),
-    ({"min_p": 1.5}, "min_p=1.5 must be a finite number in [0, 1]"),
-    ({"repetition_penalty": 0}, "repetition_penalty=0 must be a finite number in (0, inf)"),
-    ({"repetition_penalty": INF}, "repetition_penalty=inf must be a finite number in (0, inf)"),
-    ({"presence_penalty": 101}, "presence_penalty=101 must be a finite number in [-100, 100]"),
-    ({"frequency_penalty": -101}, "frequency_penalty=-101 must be a finite number in [-100, 100]"),
-    ({"seed": -1}, "seed=-1 must be an integer in [0, 9223372036854775807]"),
-    ({"seed": MAX_SEED + 1}, f"seed={MAX_SEED + 1} must be an integer in [0, 9223372036854775807]"),
-    ({"logprobs": 1001}, "logprobs=1001 must be an integer in [0, 1000]"),
-    ({"logprobs": True}, "logprobs=True must be an integer in [0, 1000]"),
-    ({"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
-    ({"stop": ""}, "stop='' must be a non-empty string"),
-    ({"stop": ("a", "")}, "stop='' must be a non-empty string"),
-    ({"stop": (1,)}, "stop=1 must be a non-empty string"),
-    ({"stop": b"x"}, "stop=b'x' must be a list or a tuple"),
-    ({"stop_token_ids": 3}, "stop_token_ids=3 must be a sequence of token ids"),
-    ({"stop_token_ids": "12"}, "stop_token_ids='12' must be a sequence of token ids"),
-    ({"stop_token_ids": (-1,)}, "stop_token_ids=-1 must be an integer at least 0"),
-    ({"banned_token_ids": (1.5,)}, "banned_token_ids=1.5 must be an integer at least 0"),
-    ({"allowed_token_ids": 7}, "allowed_token_ids=7 must be a sequence of token ids"),
-    (
-        {"allowed_token_ids": ()},
-        "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated",
-    ),
-    (
-        {"allowed_token_ids": (1, 2), "banned_token_ids": (2, 1, 3)},
-        "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated",
-    ),
-    ({"logit_bias": {-1: 0.5}}, "logit_bias key=-1 must be an integer at least 0"),
-    ({"logit_bias": {"1": 0.5}}, "logit_bias key='1' must be an integer at least 0"),
-    ({"logit_bias": {1: INF}}, "logit_bias[1]=inf must be a finite number in [-10000, 10000]"),
-    ({"logit_bias": {1: 2e4}}, "logit_bias[1]=20000.0 must be a finite number in [-10000, 10000]"),
+    ({"max_new_tokens": 0}, "max_new_tokens", 0),
+    ({"max_new_tokens": 2.0}, "max_new_tokens", 2.0),
+    ({"max_new_tokens": True}, "max_new_tokens", True),
+    ({"min_new_tokens": -1}, "min_new_tokens", -1),
+    ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens", 9),
+    ({"temperature": -0.1}, "temperature", -0.1),
+    ({"temperature": NAN}, "temperature", ANY),
+    ({"temperature": INF}, "temperature", ANY),
+    ({"temperature": "hot"}, "temperature", "hot"),
+    ({"temperature": True}, "temperature", True),
+    ({"top_k": -1}, "top_k", -1),
+    ({"top_k": 1.5}, "top_k", 1.5),
+    ({"top_p": 0.0}, "top_p", 0.0),
+    ({"top_p": 1.01}, "top_p", 1.01),
+    ({"top_p": None}, "top_p", None),
+    ({"min_p": -0.5}, "min_p", -0.5),
+    ({"min_p": 1.5}, "min_p", 1.5),
+    ({"repetition_penalty": 0}, "repetition_penalty", 0),
+    ({"repetition_penalty": INF}, "repetition_penalty", ANY),
+    ({"presence_penalty": 101}, "presence_penalty", 101),
+    ({"frequency_penalty": -101}, "frequency_penalty", -101),
+    ({"seed": -1}, "seed", -1),
+    ({"seed": MAX_SEED + 1}, "seed", 9223372036854775808),
+    ({"logprobs": 1001}, "logprobs", 1001),
+    ({"logprobs": True}, "logprobs", True),
+    ({"ignore_eos": 1}, "ignore_eos", 1),
+    ({"stop": ""}, "stop", ""),
+    ({"stop": ("a", "")}, "stop", ""),
+    ({"stop": (1,)}, "stop", 1),
+    ({"stop": b"x"}, "stop", b"x"),
+    ({"stop_token_ids": 3}, "stop_token_ids", 3),
+    ({"stop_token_ids": "12"}, "stop_token_ids", "12"),
+    ({"stop_token_ids": (-1,)}, "stop_token_ids", -1),
+    ({"banned_token_ids": (1.5,)}, "banned_token_ids", 1.5),
+    ({"allowed_token_ids": 7}, "allowed_token_ids", 7),
+    ({"allowed_token_ids": ()}, "allowed_token_ids", ()),
+    ({"allowed_token_ids": (1, 2), "banned_token_ids": (2, 1, 3)}, "allowed_token_ids", (1, 2)),
+    ({"logit_bias": {-1: 0.5}}, "logit_bias key", -1),
+    ({"logit_bias": {"1": 0.5}}, "logit_bias key", "1"),
+    ({"logit_bias": {1: INF}}, "logit_bias[1]", ANY),
+    ({"logit_bias": {1: 2e4}}, "logit_bias[1]", 20000.0),
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), REFUSED, ids=lambda v: str(v)[:50])
-def test_a_bad_value_is_named_with_its_bound(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("values", "param", "value"), REFUSED, ids=lambda v: str(v)[:50])
+def test_a_bad_value_is_named_with_its_bound(values: dict[str, Any], param: str, value: Any) -> None:
+    with refused(param, value) as caught:
         SamplingParams(**values)
-    assert str(caught.value) == message
     assert isinstance(caught.value, ValueError)
 
 
@@ -168,17 +160,15 @@ def test_of_changes_only_what_is_named() -> None:
 
 
 def test_of_validates_the_combination() -> None:
-    with pytest.raises(ConfigError, match="min_new_tokens=20 exceeds max_new_tokens=10"):
+    with refused("min_new_tokens", 20):
         SamplingParams.of(SamplingParams(min_new_tokens=20), max_new_tokens=10)
 
 
 @pytest.mark.parametrize(("name", "near"), [("temprature", "temperature"), ("max_new_token", "max_new_tokens")])
 def test_an_unknown_parameter_gets_the_nearest_name(name: str, near: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
+    with refused("parameter", name, UnknownNameError) as caught:
         SamplingParams.of(None, **{name: 1})
-    assert str(caught.value).startswith(
-        f"unknown parameter {name!r}. Did you mean {near!r}? Known: allowed_token_ids, "
-    )
+    assert f"Did you mean {near!r}?" in str(caught.value)
 
 
 def test_a_row_grows_and_counts() -> None:
@@ -227,7 +217,7 @@ def test_keyword_arguments_are_typed_as_the_fields_are_named() -> None:
 def test_max_tokens_is_another_name() -> None:
     assert SamplingParams.of(max_tokens=7).max_new_tokens == 7
     assert SamplingParams.of(SamplingParams(max_new_tokens=9), max_tokens=7).max_new_tokens == 7
-    with pytest.raises(ConfigError, match="max_tokens=7 and max_new_tokens are the same; give one of them"):
+    with refused("max_tokens", 7):
         SamplingParams.of(max_tokens=7, max_new_tokens=8)
-    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+    with refused("max_new_tokens", 0):
         SamplingParams.of(max_tokens=0)

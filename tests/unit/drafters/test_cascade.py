@@ -14,11 +14,11 @@ from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import DraftStep, Stopping
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
 from foresay.drafters.cascade import drafted_at_most
-from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.table import TableModel
 from helpers.cascading import POLICY, SIZE, ZEROS, Counted, Whole, begun, lists, whole
 from helpers.making import By, make_row
+from helpers.refusals import refused
 
 
 def test_a_cascade_that_reviews_samples_whatever_its_models_say() -> None:
@@ -194,33 +194,29 @@ def test_no_shape_of_matrix_exceeds_a_budget(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "count", "message"),
+    ("k", "count", "param", "value"),
     [
-        ([[1]], 0, "a cascade needs at least one drafter"),
-        ("12", 1, "k='12' is not a matrix; 1 drafters need a matrix k of 1 rows of 1 numbers"),
-        ([1, 2], 2, "k=[1, 2] is not a matrix; 2 drafters need a matrix k of 2 rows of 2 numbers"),
-        ([[1, 2]], 2, "k has rows of [2] numbers; 2 drafters need a matrix k of 2 rows of 2 numbers"),
-        ([[1, 2], [0]], 2, "k has rows of [2, 1] numbers; 2 drafters need a matrix k of 2 rows of 2 numbers"),
-        ([[1, 65], [0, 0]], 2, "k[0][1]=65 must be an integer in [0, 64]"),
-        ([[1, 2], [0, True]], 2, "k[1][1]=True must be an integer in [0, 64]"),
-        ([[1, 2], [3, 1]], 2, "k[1][0]=3 must be 0: k is upper triangular, drafter 1 does not draft for drafter 1"),
-        ([[0, 0], [0, 1]], 2, "k[0] is all zeros: no drafter drafts for the target; set an entry above zero"),
+        ([[1]], 0, "drafters", ()),
+        ("12", 1, "k", "12"),
+        ([1, 2], 2, "k", [1, 2]),
+        ([[1, 2]], 2, "k", [[1, 2]]),
+        ([[1, 2], [0]], 2, "k", [[1, 2], [0]]),
+        ([[1, 65], [0, 0]], 2, "k[0][1]", 65),
+        ([[1, 2], [0, True]], 2, "k[1][1]", True),
+        ([[1, 2], [3, 1]], 2, "k[1][0]", 3),
+        ([[0, 0], [0, 1]], 2, "k[0]", [0, 0]),
     ],
     ids=str,
 )
-def test_bad_matrices_are_refused(k: Any, count: int, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_bad_matrices_are_refused(k: Any, count: int, param: str, value: Any) -> None:
+    with refused(param, value):
         Cascade([Counted() for _ in range(count)], k)
-    assert str(caught.value) == message
 
 
 def test_only_models_review() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused("k[1]", [0, 3]):
         Cascade([Counted(), Counted()], [[1, 2], [0, 3]])
-    assert str(caught.value) == (
-        "k[1]=[0, 3]: drafter 1 (Counted) cannot verify other drafters' tokens, which needs a draft model; set that row to zero"
-    )
-    with pytest.raises(ConfigError, match=r"lenience=0.5 must be a finite number in \[1, 1e\+06\]"):
+    with refused("lenience", 0.5):
         Cascade([Counted()], [[1]], lenience=0.5)
 
 

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from foresay.drafters.ngram_table import MAX_VOCAB_SIZE, TOKEN_BITS, NgramTable
-from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
+from foresay.errors import ModelLoadError, ModelNotFoundError, VocabularyMismatchError
+from helpers.refusals import refused
 from helpers.tables import MARK, UNKNOWN, level, small
 
 
@@ -62,7 +63,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_ending_names_the_format(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"table\.json' must end in \.safetensors"):
+    with refused("path"):
         small().save(tmp_path / "table.json")
 
 
@@ -172,11 +173,11 @@ def test_a_table_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_tables_too_large_to_pack() -> None:
-    with pytest.raises(ConfigError, match=r"vocab_size=2097153 must be in \[1, 2097152\]"):
+    with refused("vocab_size", 2097153):
         NgramTable(np.full(MAX_VOCAB_SIZE + 1, UNKNOWN))
-    with pytest.raises(ConfigError, match=r"vocab_size=0 must be in"):
+    with refused("vocab_size", 0):
         NgramTable(np.empty(0, dtype=np.int32))
-    with pytest.raises(ConfigError, match=r"order=6 must be in \[2, 5\]"):
+    with refused("order", 6):
         small(levels=(level({}, 6),) * 4)
 
 
@@ -198,16 +199,16 @@ def test_a_bigram_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "not JSON: "),
-        ("[1, 2", "not JSON: "),
-        ("\udcff", "not JSON: "),
-        ("[" * 100_000, "not JSON: "),
+        ("", "it is not JSON: "),
+        ("[1, 2", "it is not JSON: "),
+        ("\udcff", "it is not JSON: "),
+        ("[" * 100_000, "it is not JSON: "),
         ("{}", "it must be a JSON list of token ids, with the id of the token after token i at entry i"),
         ("[]", "it must be a JSON list of token ids"),
         ("3", "it must be a JSON list of token ids"),
         ("[0, 1.0]", "entry 1 is 1.0, neither a token id nor null"),
-        ("[0, true]", "entry 1 is true, neither a token id nor null"),
-        ('["0"]', 'entry 0 is "0", neither a token id nor null'),
+        ("[0, true]", "entry 1 is True, neither a token id nor null"),
+        ('["0"]', "entry 0 is '0', neither a token id nor null"),
         ("[[0]]", "entry 0 is [0], neither a token id nor null"),
         ("[0, 2]", "entry 1 is 2, which is not in [-1, 1]"),
         ("[-2]", "entry 0 is -2, which is not in [-1, 0]"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
 from foresay.drafters.ngram_table import MAX_VOCAB_SIZE, NgramTable
-from foresay.errors import ConfigError, VocabularyMismatchError
+from foresay.errors import VocabularyMismatchError
+from helpers.refusals import refused
 from helpers.tables import MARK, OTHER, UNKNOWN, level, small
 
 # -- lookup ----------------------------------------------------------------------------------------------------------
@@ -117,32 +119,29 @@ def test_coverage_is_not_rounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "param", "value"),
     [
-        ({}, "count=None, coverage=None: give exactly one of them"),
-        ({"count": 1, "coverage": 0.5}, "count=1, coverage=0.5: give exactly one of them"),
-        ({"count": 0}, "count=0 must be an integer in [1, 6]"),
-        ({"count": 7}, "count=7 must be an integer in [1, 6]"),
-        ({"count": 2.0}, "count=2.0 must be an integer in [1, 6]"),
-        ({"count": True}, "count=True must be an integer in [1, 6]"),
-        ({"coverage": 0.0}, "coverage=0.0 must be a finite number in (0, 1]"),
-        ({"coverage": 1.1}, "coverage=1.1 must be a finite number in (0, 1]"),
-        ({"coverage": float("nan")}, "coverage=nan must be a finite number in (0, 1]"),
-        ({"coverage": "half"}, "coverage='half' must be a finite number in (0, 1]"),
-        ({"coverage": True}, "coverage=True must be a finite number in (0, 1]"),
+        ({}, "count", None),
+        ({"count": 1, "coverage": 0.5}, "count", 1),
+        ({"count": 0}, "count", 0),
+        ({"count": 7}, "count", 7),
+        ({"count": 2.0}, "count", 2.0),
+        ({"count": True}, "count", True),
+        ({"coverage": 0.0}, "coverage", 0.0),
+        ({"coverage": 1.1}, "coverage", 1.1),
+        ({"coverage": float("nan")}, "coverage", ANY),
+        ({"coverage": "half"}, "coverage", "half"),
+        ({"coverage": True}, "coverage", True),
     ],
 )
-def test_frequent_refuses(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_frequent_refuses(arguments: dict[str, Any], param: str, value: Any) -> None:
+    with refused(param, value):
         small().frequent(**arguments)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("counts", [None, np.zeros(6, dtype=np.int64)])
 def test_frequent_needs_counts(counts: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="the table has no token counts; build one with `foresay distill --kind ngram`"
-    ):
+    with refused("counts"):
         small(counts=counts).frequent(2)
 
 

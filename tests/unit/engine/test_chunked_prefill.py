@@ -13,9 +13,9 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
-from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableCache, TableModel
+from helpers.refusals import refused
 
 VOCAB, LONG = 7, [1, 2, 3, 4, 5] * 600
 SHORT = [[6, i % VOCAB, 3] for i in range(8)]
@@ -244,7 +244,7 @@ def test_a_cache_whose_rows_stay_fills_them_in_order(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wait_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prefill_wait_s=0"):
+    with refused("prefill_wait_s", 0.0):
         engine(timed(), 0.0)
 
 

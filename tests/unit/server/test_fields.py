@@ -110,7 +110,7 @@ def test_pairs_of_surrogates_are_characters() -> None:
     "body", [b"", b"{", b"[" * 9000, b"\xff", b'{"prompt": "\xff"}', b"[1] x", b'"\\ud800', b'{"max_tokens": 1e', b"1" * 9000]
 )  # fmt: skip
 def test_what_is_not_json(body: bytes) -> None:
-    with pytest.raises(ApiError, match="the body is not JSON") as refused:
+    with pytest.raises(ApiError, match="body is not JSON") as refused:
         read(CompletionRequest, body)
     assert refused.value.status == 400 and refused.value.param == "body"
 
@@ -127,15 +127,15 @@ def test_what_is_no_object(body: bytes) -> None:
     [
         ({}, "prompt", "Field required"),
         ({"prompt": None}, "prompt", "Field required"),
-        ({"prompt": 7}, "prompt", "prompt=7: Input should be a valid string / Input should be a valid list"),
-        ({"prompt": ["x", 5]}, "prompt.1", "prompt.1=5: Input should be a valid string"),
-        ({"prompt": [5, "x"]}, "prompt.1", "prompt.1='x': Input should be a valid integer"),
+        ({"prompt": 7}, "prompt", "prompt=7 should be a valid string / should be a valid list"),
+        ({"prompt": ["x", 5]}, "prompt.1", "prompt.1=5 should be a valid string"),
+        ({"prompt": [5, "x"]}, "prompt.1", "prompt.1='x' should be a valid integer"),
         ({"prompt": [[5], ["x"]]}, "prompt.1.0", "valid integer"),
         ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature='hot'"),
-        ({"prompt": "x", "temperature": "h" * 10**6}, "temperature", "temperature: Input"),
+        ({"prompt": "x", "temperature": "h" * 10**6}, "temperature", "... should be"),
         ({"prompt": "x", "stop": {}}, "stop", "valid string"),
         ({"prompt": "x", "y" * 10**6: 1}, "y" * 10**6, "is not supported"),
-        ({"prompt": "x", "stream_options": {"usage": True}}, "stream_options.usage", "'stream_options.usage' is not"),
+        ({"prompt": "x", "stream_options": {"usage": True}}, "stream_options.usage", "stream_options.usage is not"),
         ({"prompt": "x", "logit_bias": {"5": "x"}}, "logit_bias.5", "logit_bias.5='x'"),
     ],
 )  # fmt: skip

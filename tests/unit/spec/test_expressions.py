@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.spec.expressions import Call, apply, parse
+from helpers.refusals import refused
 
 
 def call(name: str, *values: Any, **named: Any) -> Call:
@@ -90,32 +91,31 @@ def test_any_text_is_a_call_or_a_config_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "param", "value"),
     [
-        ("", "the expression is empty; give a name, such as suffix or suffix(keep=true)"),
-        ("   ", "the expression is empty; give a name, such as suffix or suffix(keep=true)"),
-        ("3", "'3' is neither a name nor a name with settings in parentheses"),
-        ("[a]", "'[a]' is neither a name nor a name with settings in parentheses"),
-        ("true", "'true' is neither a name nor a name with settings in parentheses"),
-        ("a b", "'a b': expected the end at character 3, found 'b'"),
-        ("a)", "'a)': expected the end at character 2, found ')'"),
-        ("f(", "'f(': expected a value at the end"),
-        ("f(1", "'f(1': expected ',' or ')' at the end"),
-        ("f(1 2)", "'f(1 2)': expected ',' or ')' at character 5, found '2'"),
-        ("f(,)", "'f(,)': expected a value at character 3, found ','"),
-        ("f(a,,b)", "'f(a,,b)': expected a value at character 5, found ','"),
-        ("f(a=)", "'f(a=)': expected a value at character 5, found ')'"),
-        ("f(3=4)", "'f(3=4)': expected ',' or ')' at character 4, found '='"),
-        ("f([1)", "'f([1)': expected ',' or ']' at character 5, found ')'"),
-        ("f([1", "'f([1': expected ',' or ']' at the end"),
-        ("f(  'a)", '"f(  \'a)" has an unterminated quote at character 5'),
-        ("it's", '"it\'s" has an unterminated quote at character 3'),
+        ("", "expression", ""),
+        ("   ", "expression", "   "),
+        ("3", "expression", "3"),
+        ("[a]", "expression", "[a]"),
+        ("true", "expression", "true"),
+        ("a b", "expression", "a b"),
+        ("a)", "expression", "a)"),
+        ("f(", "expression", "f("),
+        ("f(1", "expression", "f(1"),
+        ("f(1 2)", "expression", "f(1 2)"),
+        ("f(,)", "expression", "f(,)"),
+        ("f(a,,b)", "expression", "f(a,,b)"),
+        ("f(a=)", "expression", "f(a=)"),
+        ("f(3=4)", "expression", "f(3=4)"),
+        ("f([1)", "expression", "f([1)"),
+        ("f([1", "expression", "f([1"),
+        ("f(  'a)", "expression", "f(  'a)"),
+        ("it's", "expression", "it's"),
     ],
 )
-def test_where_an_expression_goes_wrong(text: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_where_an_expression_goes_wrong(text: str, param: str, value: Any) -> None:
+    with refused(param, value):
         parse(text)
-    assert str(caught.value) == message
 
 
 def _two(first: int, second: int = 2) -> tuple[int, int]:
@@ -144,24 +144,19 @@ def test_a_calls_values_meet_parameters(text: str, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "message"),
+    ("text", "kind", "param", "value"),
     [
-        ("tow(5)", UnknownNameError, "unknown thing 'tow'. Did you mean 'two'? Known: many, two."),
-        ("two(1, 2, 3)", ConfigError, "two(1, 2, 3): thing 'two' takes at most 2 values without a name"),
-        ("two(1, first=2)", ConfigError, "two(1, first=2): first is given twice"),
-        ("two(first=1, 2)", ConfigError, "two(first=1, 2): first is given twice"),
-        ("two(first=1, first=2)", ConfigError, "two(first=1, first=2): first is given twice"),
-        ("many(k=1, k=2)", ConfigError, "many(k=1, k=2): k is given twice"),
-        ("two", ConfigError, "thing 'two' needs first, for example two(first=...)"),
-        ("many(a)", ConfigError, "thing 'many' needs k, for example many(k=...)"),
-        (
-            "two(1, secnd=2)",
-            UnknownNameError,
-            "unknown setting of thing 'two' 'secnd'. Did you mean 'second'? Known: first, second.",
-        ),
+        ("tow(5)", UnknownNameError, "thing", "tow"),
+        ("two(1, 2, 3)", ConfigError, "thing", "two(1, 2, 3)"),
+        ("two(1, first=2)", ConfigError, "thing", "two(1, first=2)"),
+        ("two(first=1, 2)", ConfigError, "thing", "two(first=1, 2)"),
+        ("two(first=1, first=2)", ConfigError, "thing", "two(first=1, first=2)"),
+        ("many(k=1, k=2)", ConfigError, "thing", "many(k=1, k=2)"),
+        ("two", ConfigError, "thing", "two"),
+        ("many(a)", ConfigError, "thing", "many"),
+        ("two(1, secnd=2)", UnknownNameError, "setting", "secnd"),
     ],
 )
-def test_what_does_not_meet_them(text: str, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as caught:
+def test_what_does_not_meet_them(text: str, kind: type[Exception], param: str, value: Any) -> None:
+    with refused(param, value, kind):
         apply("thing", parse(text), KNOWN)
-    assert str(caught.value) == message

@@ -54,6 +54,7 @@ from helpers.blocks import random_block
 from helpers.families import make_seq2seq
 from helpers.heads import random_head
 from helpers.making import byte_level
+from helpers.refusals import refused
 
 VOCAB = len(tiny.tokenizer())
 PROMPT = "hello hello hello hell"
@@ -284,9 +285,9 @@ def test_a_changed_drafter_takes_its_own_length(generator: Generator) -> None:
     assert isinstance(chosen.policy, HeuristicLength), "what was chosen stays"
     timed = change(generator, drafter="self(1)", length="confidence(0.7)")
     assert isinstance(timed.policy, ConfidenceLength) and timed.policy.threshold == 0.7
-    with pytest.raises(ConfigError, match="num_draft_tokens=3 and length='heuristic' contradict; give one of them"):
+    with refused("num_draft_tokens", 3):
         change(generator, num_draft_tokens=3, length="heuristic")
-    with pytest.raises(ConfigError, match="drafter='none' drafts nothing, but num_draft_tokens=3 was given; drop one"):
+    with refused("drafter", "none"):
         change(plain, num_draft_tokens=3)
 
 
@@ -310,12 +311,9 @@ def test_missing_files_are_named_before_the_target_is_loaded(drafter: str, probl
 @pytest.mark.parametrize("drafter", ["suffix", "suffix_tree", "hybrid(suffix, max_gram)"])
 @pytest.mark.parametrize("length", ["confidence(threshold=0.5)", "entropy"])
 def test_lengths_that_read_probabilities_need_them(generator: Generator, drafter: str, length: str) -> None:
-    problem = re.escape(
-        f"{length}' ends drafts by a draft model's probabilities, which drafter='{drafter}' does not have"
-    )
-    with pytest.raises(ConfigError, match=problem):
+    with refused("length"):
         change(generator, drafter=drafter, length=length)
-    with pytest.raises(ConfigError, match=problem):
+    with refused("length"):
         change(change(generator, drafter=drafter), length=length)
     assert change(generator, drafter="hybrid(suffix, self(1))", length=length).policy.needs_probabilities
 
@@ -332,59 +330,55 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "message"),
+    ("text", "error", "param", "value"),
     [
-        ("sufix", UnknownNameError, "unknown drafter 'sufix'. Did you mean 'suffix'?"),
-        ("none(1)", ConfigError, "none(1): drafter 'none' takes at most 0 values without a name"),
-        ("prompt_lookup(max_ngram=1)", ConfigError, "min_ngram=2, max_ngram=1 must satisfy"),
-        ("max_gram(table=3)", ConfigError, "table=3 must be a name or a path"),
-        ("ngram_store(n=1)", ConfigError, "n=1 must be an integer in [2, 32]"),
-        ("ngram_store(n=1, keep=true)", ConfigError, "n=1 must be an integer in [2, 32]"),
-        ("ngram_store(levels=two)", ConfigError, "levels='two' must be one of one, all"),
-        ("ngram_store(keep=1)", ConfigError, "keep=1 must be true or false"),
-        ("ngram_store(filler_top_k=65)", ConfigError, "filler_top_k=65 must be an integer in [1, 64]"),
-        ("ngram_store(stop_unknown=no)", ConfigError, "stop_unknown='no' must be true or false"),
-        ("ngram_store(max_contexts=1)", ConfigError, "max_contexts=1 must be an integer in [16, 268435456]"),
-        ("suffix(scale=0)", ConfigError, "scale=0 must be a finite number in [0.1, 64]"),
-        ("suffix(min_match=0)", ConfigError, "min_match=0 must be an integer in [1, 1024]"),
-        ("suffix(keep=yes)", ConfigError, "keep='yes' must be true or false"),
-        ("suffix(keep=true, max_tokens=-1)", ConfigError, "max_tokens=-1 must be an integer in [0, 1073741824]"),
-        ("model", ConfigError, "drafter 'model' needs name, for example model(name=...)"),
-        ("model(7)", ConfigError, "name=7 must be a name or a path"),
-        ("model(A, vocabulary=7)", ConfigError, "vocabulary=7 must be a name or a path"),
-        ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size=7 needs vocabulary=, a table built"),
-        ("self(0)", ConfigError, "layers=0 must be an integer in [1, 10000]"),
-        ("self(1, T, vocabulary_size=0)", ConfigError, "vocabulary_size=0 must be an integer in [1, 16777216]"),
-        ("self(1, coverage=0)", ConfigError, "coverage=0 must be a finite number in [0.01, 1]"),
-        ("cascade(max_gram)", ConfigError, "drafter 'cascade' needs k, for example cascade(k=...)"),
-        ("cascade(k=[[1]])", ConfigError, "a cascade needs at least one drafter"),
-        ("cascade(max_gram; k=[[1, 2]])", ConfigError, "k has rows of [2] numbers; 1 drafters need a matrix k"),
-        ("cascade(max_gram; k=[[1]], lenience=0)", ConfigError, "lenience=0 must be a finite number in [1, 1e+06]"),
-        ("cascade(maxgram; k=[[1]])", UnknownNameError, "unknown drafter 'maxgram'. Did you mean 'max_gram'?"),
-        ("cascade(suffix(scale=0); k=[[1]])", ConfigError, "scale=0 must be a finite number in [0.1, 64]"),
-        ("cascade(lenient=2, max_gram; k=[[1]])", ConfigError, "lenient=2 is neither a setting (k, lenience)"),
-        ("hybrid(lenient=2, max_gram)", ConfigError, "lenient=2 is neither a setting (min_match, k)"),
+        ("sufix", UnknownNameError, "drafter", "sufix"),
+        ("none(1)", ConfigError, "drafter", "none(1)"),
+        ("prompt_lookup(max_ngram=1)", ConfigError, "min_ngram", 2),
+        ("max_gram(table=3)", ConfigError, "table", 3),
+        ("ngram_store(n=1)", ConfigError, "n", 1),
+        ("ngram_store(n=1, keep=true)", ConfigError, "n", 1),
+        ("ngram_store(levels=two)", ConfigError, "levels", "two"),
+        ("ngram_store(keep=1)", ConfigError, "keep", 1),
+        ("ngram_store(filler_top_k=65)", ConfigError, "filler_top_k", 65),
+        ("ngram_store(stop_unknown=no)", ConfigError, "stop_unknown", "no"),
+        ("ngram_store(max_contexts=1)", ConfigError, "max_contexts", 1),
+        ("suffix(scale=0)", ConfigError, "scale", 0),
+        ("suffix(min_match=0)", ConfigError, "min_match", 0),
+        ("suffix(keep=yes)", ConfigError, "keep", "yes"),
+        ("suffix(keep=true, max_tokens=-1)", ConfigError, "max_tokens", -1),
+        ("model", ConfigError, "drafter", "model"),
+        ("model(7)", ConfigError, "name", 7),
+        ("model(A, vocabulary=7)", ConfigError, "vocabulary", 7),
+        ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size", 7),
+        ("self(0)", ConfigError, "layers", 0),
+        ("self(1, T, vocabulary_size=0)", ConfigError, "vocabulary_size", 0),
+        ("self(1, coverage=0)", ConfigError, "coverage", 0),
+        ("cascade(max_gram)", ConfigError, "drafter", "cascade"),
+        ("cascade(k=[[1]])", ConfigError, "drafters", ()),
+        ("cascade(max_gram; k=[[1, 2]])", ConfigError, "k", [[1, 2]]),
+        ("cascade(max_gram; k=[[1]], lenience=0)", ConfigError, "lenience", 0),
+        ("cascade(maxgram; k=[[1]])", UnknownNameError, "drafter", "maxgram"),
+        ("cascade(suffix(scale=0); k=[[1]])", ConfigError, "scale", 0),
+        ("cascade(lenient=2, max_gram; k=[[1]])", ConfigError, "lenient", 2),
+        ("hybrid(lenient=2, max_gram)", ConfigError, "lenient", 2),
     ],
 )
-def test_settings_are_checked_before_anything_is_loaded(text: str, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
+def test_settings_are_checked_before_anything_is_loaded(
+    text: str, error: type[Exception], param: str, value: Any
+) -> None:
+    with refused(param, value, error):
         read_drafter(text)
-    assert message in str(caught.value)
 
 
 def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_path: Path) -> None:
-    for text, error, message in (
-        ("self(3)", ConfigError, "layers=3 must be an integer in [1, 2]: the target has 3 layers"),
-        ("cascade(max_gram, suffix; k=[[1,1],[0,1]])", ConfigError, "which needs a draft model; set that row to zero"),
-        (
-            "cascade(none, max_gram; k=[[1,1],[0,0]])",
-            ConfigError,
-            "'none' drafts nothing and cannot be a part of it",
-        ),
+    for text, param, value in (
+        ("self(3)", "layers", 3),
+        ("cascade(max_gram, suffix; k=[[1,1],[0,1]])", "k[1]", [0, 1]),
+        ("cascade(none, max_gram; k=[[1,1],[0,0]])", "drafter", "none"),
     ):
-        with pytest.raises(error) as caught:
+        with refused(param, value):
             built(resources, text)
-        assert message in str(caught.value)
     NgramTable(np.arange(VOCAB), fingerprint="f" * 64).save(tmp_path / "foreign.safetensors")
     with pytest.raises(VocabularyMismatchError, match="built with another tokenizer"):
         built(resources, f"max_gram({tmp_path}/foreign.safetensors)")
@@ -426,9 +420,9 @@ def test_rules_and_lengths_by_expression() -> None:
     assert read_rule(one) is one
     typical: Any = read_rule("typical(0.5, delta=0.2)")
     assert (typical.eps, typical.delta, typical.exact) == (0.5, 0.2, False)
-    with pytest.raises(ConfigError, match=r"lenience=0.5 must be a finite number in \[1, 1e\+06\]"):
+    with refused("lenience", 0.5):
         read_rule("lenience(0.5)")
-    with pytest.raises(UnknownNameError, match="unknown rule 'blok'"):
+    with refused("rule", "blok", UnknownNameError):
         read_rule("blok")
     for length, wanted in ((5, 5), ("5", 5), (" 0 ", 0), ("constant(3)", 3)):
         policy = read_length(length)
@@ -437,18 +431,17 @@ def test_rules_and_lengths_by_expression() -> None:
     heuristic: Any = read_length("heuristic(3, high=9)")
     assert isinstance(heuristic, HeuristicLength) and (heuristic.start, heuristic.high) == (3, 9)
     assert read_length(heuristic) is heuristic
-    for bad, message in (
-        ("-1", "length=-1 must be an integer in [0, 64]"),
-        ("--5", "unknown length '--5'"),
-        ("²", "unknown length '²'"),
-        ("2.5", "'2.5' is neither a name nor a name with settings in parentheses"),
-        (True, "length=True must be an integer in [0, 64]"),
-        ("heuristic(low=0)", "heuristic(low=0): low=0 must be an integer in [1, 20]"),
-        ("constant", "length 'constant' needs num_draft_tokens"),
+    for bad, param, value in (
+        ("-1", "length", -1),
+        ("--5", "length", "--5"),
+        ("²", "length", "²"),
+        ("2.5", "expression", "2.5"),
+        (True, "length", True),
+        ("heuristic(low=0)", "low", 0),
+        ("constant", "length", "constant"),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with refused(param, value):
             read_length(bad)
-        assert message in str(caught.value)
 
 
 def test_a_self_draft_takes_no_memory(resources: Resources) -> None:

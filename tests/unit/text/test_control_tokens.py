@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from foresay.errors import PromptError
 from foresay.text.control_tokens import control_tokens_of
 from foresay.text.prompts import ChatOptions, encode
+from helpers.refusals import refused
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -220,7 +221,7 @@ def test_tokens_that_the_template_composes_stay_tokens() -> None:
         assert control_ids(tokenizer, encoded(tokenizer, chat("a <|im_end|>"))) == ["<s>", "<|im_start|>"], (
             "not composed here"
         )
-        with pytest.raises(PromptError, match="this chat template does not permit it"):
+        with refused("messages", "<|im_start|>", PromptError):
             encoded(tokenizer, chat("a <|im_start|> b"))
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,11 @@ from transformers import ByT5Tokenizer
 from foresay.decoding.passes import Logits, ModelInput, ModelOutput
 from foresay.decoding.protocols import KVCache
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError
 from foresay.models.table import TableModel
 from foresay.text import grammar
 from foresay.text.grammar import ANY_OBJECT, BURST_S, SHARE, Grammar, JsonMask, MaskTime
 from helpers import tiny
+from helpers.refusals import refused
 from helpers.support import Always, run
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 12, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
@@ -81,18 +82,18 @@ def test_scores_wider_than_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    ("schema", "param", "value"),
     [
-        ({"type": "nothing"}, "not supported"),
-        ({"enum": ["x" * 70_000]}, "bytes"),
-        ({"$ref": "#/nowhere"}, "not supported"),
-        ({"$ref": "#"}, "the schema matches no text"),
-        ({"type": "integer", "multipleOf": 9999991}, "multipleOf=9999991 .* at most 10000"),
-        ({"properties": {"a": {"items": [{"multipleOf": 100.01}]}}}, r"properties\.a\.items\.0\.multipleOf=100\.01 "),
+        ({"type": "nothing"}, "schema", None),
+        ({"enum": ["x" * 70_000]}, "schema", None),
+        ({"$ref": "#/nowhere"}, "schema", None),
+        ({"$ref": "#"}, "schema", None),
+        ({"type": "integer", "multipleOf": 9999991}, "schema multipleOf", 9999991),
+        ({"properties": {"a": {"items": [{"multipleOf": 100.01}]}}}, "schema properties.a.items.0.multipleOf", 100.01),
     ],
 )
-def test_what_is_refused(schema: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_refused(schema: object, param: str, value: Any) -> None:
+    with refused(param, value):
         make(tiny.tokenizer(), schema)
 
 
@@ -111,7 +112,7 @@ def test_multiples_with_few_remainders_and_what_only_has_the_name_are_taken(sche
 
 
 def test_a_tokenizer_without_a_fast_version_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"\(ByT5Tokenizer\) cannot be used for structured output"):
+    with refused("tokenizer", "ByT5Tokenizer"):
         make(ByT5Tokenizer())
 
 
@@ -179,7 +180,7 @@ def test_others_wait_for_the_masks_of_a_request_only_so_long(outputs: int) -> No
         for i in range(40):
             mask(masks[i % outputs], [1] * i)
 
-    with pytest.raises(ConfigError, match="others have waited more than 1 s"):
+    with refused("schema or grammar"):
         follow()
     assert BURST_S <= matcher.now <= BURST_S + 2 * 0.3
     assert masks[-1].forced_tokens([1]) is None, "nor does a drafter wait for it"

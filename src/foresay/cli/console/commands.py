@@ -100,18 +100,18 @@ def _number(name: str, text: str, kind: type) -> Any:
         value = kind(text)
     except ValueError:
         allowed = ("an integer" if kind is int else "a number") + " or random" * (name == "seed")
-        raise ConfigError(f"/{name} {text!r} must be {allowed}") from None
+        raise ConfigError(f"must be {allowed}", param=name, value=text) from None
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"/{name} {text!r} must be a finite number")
+        raise ConfigError("must be a finite number", param=name, value=text)
     return value
 
 
 def _switch(name: str, purpose: str) -> Command:
     def run(session: ChatSession, value: str) -> None:
         if value not in ("on", "off"):
-            raise ConfigError(f"/{name} {value!r} must be on or off")
+            raise ConfigError("must be on or off", param=name, value=value)
         if (name, value) == ("template", "on") and not session.has_template:
-            raise ConfigError("this model has no chat template")
+            raise ConfigError("does not apply: this model has no chat template", param=name, value=value)
         setattr(session, name, value == "on")
 
     return Command("on|off", purpose, run, lambda: ("on", "off"), lambda one: "on" if getattr(one, name) else "off")
@@ -195,10 +195,10 @@ def _compare(session: ChatSession, value: str) -> None:
 def _save(*, replace: bool) -> Action:
     def run(session: ChatSession, value: str) -> None:
         if not value:
-            raise ConfigError("/save needs a file name")
+            raise ConfigError("needs a file name", param="save")
         path = Path(value).expanduser()
         if path.exists() and not replace:
-            raise ConfigError(f"{str(path)!r} exists; /save! {value} replaces it")
+            raise ConfigError(f"exists; /save! {value} replaces it", param="save", value=path)
         saving.save(session, path)
         session.screen.line(f"saved to {path}")
 
@@ -281,10 +281,10 @@ def resolve(name: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"/{name} is ambiguous: {', '.join('/' + one for one in found[:-1])} or /{found[-1]}")
+        raise ConfigError(f"is ambiguous: {', '.join(f'/{one}' for one in found)}", param=f"/{name}")
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f" Did you mean /{near[0]}?" if near else ""
-    raise ConfigError(f"unknown command /{name}.{hint} /help lists the commands; //{name} sends it as text")
+    raise ConfigError(f"is unknown.{hint} /help lists the commands; //{name} sends it as text", param=f"/{name}")
 
 
 def handle(session: ChatSession, entered: Entry) -> None:
@@ -296,7 +296,7 @@ def handle(session: ChatSession, entered: Entry) -> None:
     word, _, value = text[1:].partition(" ")
     name, value = resolve(word.strip()), value.strip()
     if value and not COMMANDS[name].value:
-        raise ConfigError(f"/{name} takes no value; drop {value!r}")
+        raise ConfigError(f"takes no value; drop {value!r}", param=name)
     if value or COMMANDS[name].show is None:
         COMMANDS[name].run(session, value)
     _show(session, name, *(["length"] if name == "drafter" else []))

@@ -154,5 +154,5 @@ class ChatSession:
     def last(self) -> Exchange:
         """The latest exchange."""
         if not self.exchanges:
-            raise ConfigError("there is no answer yet; enter a message first")
+            raise ConfigError("does not exist yet; enter a message first", param="an answer")
         return self.exchanges[-1]

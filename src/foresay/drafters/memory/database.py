@@ -49,16 +49,15 @@ class Database:
         """False if texts cannot be added."""
         self.fingerprint = fingerprint
         """Fingerprint of the tokenizer, or the size of a vocabulary without one."""
-        problem = f"cannot use the memory {str(folder)!r}"
         if (folder / "memory.json").exists():
-            raise ConfigError(f"{problem}: it has the format 1, and this version reads {_FORMAT}; move it away")
+            problem = f"has the format 1, and this version reads {_FORMAT}; move it away"
+            raise ConfigError(problem, param="memory", value=folder)
         try:
             self._db = self._opened()
         except (OSError, sqlite3.Error, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"{problem}: {str(self._path)!r}: {reason}; move it away or choose another folder"
-            ) from None
+            problem = f"cannot be used: {str(self._path)!r}: {reason}; move it away or choose another folder"
+            raise ConfigError(problem, param="memory", value=folder) from None
         if fingerprint and self.fingerprint and self.fingerprint != fingerprint:
             self.close()
             text = f"the memory {str(folder)!r} has texts of another vocabulary; choose another folder for this model"
@@ -70,7 +69,7 @@ class Database:
             with self._lock:
                 return [name for (name,) in self._db.execute("SELECT DISTINCT owner FROM segments ORDER BY owner")]
         except sqlite3.Error as error:
-            raise ConfigError(f"cannot read {str(self._path)!r}: {error}") from None
+            raise ConfigError(f"cannot be read: {error}", param="path", value=self._path) from None
 
     def update(self, owner: str, known: dict[int | None, Segment], new: Sequence[Segment], grown: Any) -> list[Stored]:
         """Return an owner's segments after `grown(segments, new)`, which is written in one transaction.

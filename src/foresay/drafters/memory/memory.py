@@ -160,7 +160,7 @@ class Memory:
                     self._update(name, text.astype(np.int64))
                     count += 1
                 if self.problem is not None:
-                    raise ConfigError(f"cannot write the memory {str(self.folder)!r}: {self.problem}")
+                    raise ConfigError(f"cannot be written: {self.problem}", param="memory", value=self.folder)
         return count
 
     def _start(self) -> None:

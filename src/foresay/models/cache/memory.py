@@ -49,9 +49,8 @@ def limit_memory(limit: int | None) -> None:
     """
     global _limit
     if limit is not None and limit <= (used := resident_bytes()):
-        raise ConfigError(
-            f"the memory limit of {limit / 1e6:,.0f} MB leaves nothing for requests: {used / 1e6:,.0f} MB are in use"
-        )
+        text = f"leaves nothing for requests: {used / 1e6:,.0f} MB are in use"
+        raise ConfigError(text, param="memory_limit", value=f"{limit / 1e6:,.0f} MB")
     _limit = limit
 
 

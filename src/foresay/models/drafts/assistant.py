@@ -158,14 +158,12 @@ class Assistant(OnLastStates):
             ("vocabulary", int(own.vocab_size), target.vocab_size),
         ):
             if expected != actual:
-                raise ConfigError(
-                    f"the assistant was made for a target with a {quantity} of {expected}, but {name!r} has {actual}"
-                )
+                text = f"must be {actual}, as in {name!r}"
+                raise ConfigError(text, param=f"the assistant's {quantity} of its target", value=expected)
         self._layers = _stored_layers(config)
         if missing := {FULL, SLIDING} - set(self._layers):
-            raise ConfigError(
-                f"the assistant reads keys of layers of the kind {min(missing)!r}, which {name!r} does not have"
-            )
+            text = f"is read by the assistant, and {name!r} has no such layers"
+            raise ConfigError(text, param="layer_types", value=min(missing))
         self._check_heads(own, config, name)
         self.device, self.dtype = target.device, target.model.dtype
         self.num_parameters = sum(weight.numel() for weight in module.parameters())
@@ -184,10 +182,8 @@ class Assistant(OnLastStates):
             theirs = config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
             for field in ("num_key_value_heads", "head_dim"):
                 if mine is not None and getattr(mine, field) != getattr(theirs, field):
-                    raise ConfigError(
-                        f"the assistant reads keys with a {field} of {getattr(mine, field)} in layers of the kind {kind!r}, but "
-                        f"{name!r} has {getattr(theirs, field)}"
-                    )
+                    text = f"differs from {getattr(theirs, field)} in layers of the kind {kind!r} of {name!r}"
+                    raise ConfigError(text, param=field, value=getattr(mine, field))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -107,10 +107,8 @@ class DraftModel(SlotCacheRows):
         """Layers of the target whose hidden states it reads."""
         num_states = module.fc.in_features // width
         if len(self.hidden_layers) != num_states:
-            raise ConfigError(
-                f"the {config.NOUN}'s fc.weight reads {num_states} hidden states, but {len(self.hidden_layers)} layers are "
-                "configured; the layers in its config.json must be one for each"
-            )
+            text = f"must be as many as the {num_states} hidden states that fc.weight reads"
+            raise ConfigError(text, param="hidden_layers", value=self.hidden_layers)
         self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
         self.dtype, self._make, self.width = target.model.dtype, make, config.hidden_size
         self.subset = None if token_ids is None else VocabularySubset.of(token_ids.to(self.device), self.vocab_size)

@@ -56,9 +56,8 @@ class BlockModel(DraftModel):
         assert isinstance(module, BlockModule) and isinstance(config, BlockConfig)
         self.config, self._feature_norm = config, self._norm_of(module.hidden_norm)
         if (found := self._head.out_features) != config.draft_vocab_size:
-            raise ConfigError(
-                f"the block drafter drafts {config.draft_vocab_size} tokens, but the output layer of {name!r} has {found} rows"
-            )
+            text = f"differs from the {found} rows of the output layer of {name!r}"
+            raise ConfigError(text, param="draft_vocab_size", value=config.draft_vocab_size)
         layers = module.block_layers
         self._layers = [self._block_layer(one) for one in layers]
         attentions = [layer.self_attn for layer in layers]

@@ -149,15 +149,16 @@ class BlockConfig(DraftConfig):
         check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
         check_flag("from_anchor", self.from_anchor)
         if not self.hidden_layers:
-            raise ConfigError("the block drafter's config.json lists no layers of the target (target_layer_ids)")
+            problem = "is missing: a block drafter reads layers of its target"
+            raise ConfigError(problem, param="target_layer_ids")
         if self.path is not None:
             check_int("rank", self.path.rank, 1)
         if self.confidence_reads_markov and (self.path is None or self.path.kind not in MARKOV):
-            raise ConfigError("confidence_head_with_markov=true needs a Markov head, but markov_rank is 0")
+            problem = "needs a Markov head, but markov_rank is 0"
+            raise ConfigError(problem, param="confidence_head_with_markov", value=True)
         if self.convolution is not None and self.hidden_size % self.convolution[1]:
-            raise ConfigError(
-                f"must divide hidden_size={self.hidden_size}", param="conv_group_size", value=self.convolution[1]
-            )
+            text = f"must divide hidden_size={self.hidden_size}"
+            raise ConfigError(text, param="conv_group_size", value=self.convolution[1])
 
     @property
     def num_layers(self) -> int:
@@ -274,9 +275,8 @@ def _path_of(fields: Fields) -> PathShape | None:
         parts = {part: _needed(fields, name) for part, name in PATHS[kind].items() if part != "free"}
         found.append(PathShape(kind, free=free if kind == DOMINO else 0, **parts))
     if len(found) > 1:
-        raise ConfigError(
-            f"the draft has two parts that read the tokens before ({' and '.join(kinds)}); one is supported"
-        )
+        text = f"has two parts that read the tokens before ({' and '.join(kinds)}); one is supported"
+        raise ConfigError(text, param="config.json")
     return found[0] if found else None
 
 

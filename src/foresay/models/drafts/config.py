@@ -136,7 +136,7 @@ class DraftConfig(ABC):
 
     def as_speculators(self) -> dict[str, Any]:
         """Return the config.json of vLLM's speculators layout. Raises ConfigError for a kind that is not written in it."""
-        raise ConfigError(f"a {self.NOUN} is written in the plain layout alone")
+        raise ConfigError(f"is written in the plain layout alone, as a {self.NOUN}", param="draft")
 
     def check_target(self, vocab_size: int, hidden_size: int, num_layers: int, name: str) -> tuple[int, ...]:
         """Return the layers of a target whose hidden states are read. Raises ConfigError if the draft does not fit the target."""
@@ -145,14 +145,12 @@ class DraftConfig(ABC):
             ("hidden size", self.target_width, hidden_size),
         ):
             if expected != actual:
-                raise ConfigError(
-                    f"the {self.NOUN} was made for a target with a {quantity} of {expected}, but {name!r} has {actual}"
-                )
+                text = f"must be {actual}, as in {name!r}"
+                raise ConfigError(text, param=f"the {self.NOUN}'s {quantity} of its target", value=expected)
         layers = self.hidden_layers or usual_layers(num_layers)
         if max(layers) > num_layers:
-            raise ConfigError(
-                f"the {self.NOUN} reads layer {max(layers)} of its target, but {name!r} has only {num_layers}"
-            )
+            text = f"must be at most {num_layers}, the layers of {name!r}"
+            raise ConfigError(text, param="hidden_layers", value=max(layers))
         return layers
 
 

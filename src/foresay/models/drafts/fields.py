@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 
-from foresay.errors import ConfigError
-from foresay.json_files import Schema, short
+from foresay.errors import ConfigError, shown
+from foresay.json_files import Schema
 
 logger = logging.getLogger("foresay")
 
@@ -164,14 +164,13 @@ class Fields(BaseModel):
         """
         kinds = self.layer_types or [SLIDING if self.use_sliding_window else FULL] * count
         if unknown := [one for one in kinds if one not in (FULL, SLIDING)]:
-            raise ConfigError(
-                f"layer_types has {short(unknown[0])}: drafts with such layers are not supported; "
-                f"they must be {FULL!r} or {SLIDING!r}"
-            )
+            raise ConfigError(f"must be {FULL!r} or {SLIDING!r} in a draft", param="layer_types", value=unknown[0])
         if len(kinds) != count:
-            raise ConfigError(f"layer_types has {len(kinds)} layers, but num_hidden_layers={count}")
+            raise ConfigError(
+                f"has {len(kinds)} layers, but num_hidden_layers={count}", param="layer_types", value=kinds
+            )
         if SLIDING in kinds and self.sliding_window is None:
-            raise ConfigError("the draft has layers with a sliding window, but no sliding_window")
+            raise ConfigError("is missing for the layers with a sliding window", param="sliding_window")
         return [self.sliding_window if one == SLIDING else None for one in kinds]
 
 
@@ -182,7 +181,7 @@ def checked(found: Mapping[str, Any], source: str, needed: tuple[str, ...] = ())
     """Validate fields by our names. Raises ConfigError that names a missing or invalid one. needed: besides the required ones."""
     required = [name for name, one in Fields.model_fields.items() if one.is_required()]
     if missing := [name for name in (*required, *needed) if found.get(name) is None]:
-        raise ConfigError(f"{source} has no {missing[0]}")
+        raise ConfigError("is missing", param=f"{source}: {missing[0]}")
     fields = _SCHEMA.of({name: one for name, one in found.items() if one is not None}, source)
     parts = {name: getattr(fields, name) or {} for name in ("rope_parameters", "rope_scaling")}
     for part in parts.values():
@@ -203,8 +202,8 @@ def _agreed(statements: list[tuple[str, str, Any]]) -> Any:
     for place, other_name, other in others:
         if other != value or isinstance(other, bool) != isinstance(value, bool):
             near = (f" in {place}", f" in {first}") if name == other_name else ("", "")
-            text = f"{other_name}={short(other)}{near[0]} contradicts {name}={short(value)}{near[1]}"
-            raise ConfigError(text, param=other_name)
+            text = f"{near[0]} contradicts {name}={shown(value)}{near[1]}".strip()
+            raise ConfigError(text, param=other_name, value=other)
     return value
 
 
@@ -250,7 +249,7 @@ class Layout:
             found[ours] = _agreed([one for one in statements if one[0] != weaker or not is_decided])
         for name, allowed in self.allowed.items():
             if found.get(names[name]) not in allowed:
-                listed = " or ".join(map(short, allowed))
+                listed = " or ".join(map(shown, allowed))
                 raise ConfigError(
                     f"is not supported for {self.noun}; it must be {listed}", param=name, value=found.get(names[name])
                 )
@@ -269,7 +268,8 @@ class Layout:
         is_list = isinstance(layers, list) and bool(layers)
         if not is_list or any(type(one) is not int or one < self.embeddings for one in layers):
             name = next(table["hidden_layers"] for table in self.tables.values() if "hidden_layers" in table)
-            raise ConfigError(f"{source}: {name}={short(layers)} must be numbers of layers from {self.embeddings} on")
+            text = f"must be numbers of layers from {self.embeddings} on"
+            raise ConfigError(text, param=f"{source}: {name}", value=layers)
         return {**found, "hidden_layers": [one - self.embeddings for one in layers]}
 
     def _report(self, sections: Mapping[str, Mapping[str, Any]], known: set[str], source: str) -> None:
@@ -302,5 +302,5 @@ def object_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return an object inside a config.json; empty if it is missing. Raises ConfigError for another value."""
     found = values.get(name) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} of a draft's config.json must be an object, not {short(found)}")
+        raise ConfigError("must be an object in a draft's config.json", param=name, value=found)
     return found

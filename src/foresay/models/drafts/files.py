@@ -66,9 +66,8 @@ def assembled(
         raise ModelLoadError(f"{source} has no fc.weight [out, in] whose `in` is a multiple of {width}")
     is_tied = found.get("tie_word_embeddings") and "lm_head.weight" not in stored and "embed_tokens.weight" in stored
     if is_tied and config.draft_vocab_size != config.vocab_size:
-        raise ConfigError(
-            f"{source} ties its output layer to embeddings of {config.vocab_size} tokens, but drafts fewer"
-        )
+        text = f"is fewer than the {config.vocab_size} tokens of the tied embeddings of {source}"
+        raise ConfigError(text, param="draft_vocab_size", value=config.draft_vocab_size)
     with torch.device("meta"):
         module = new_module(config, joint.shape[1] // width)
         if "lm_head.weight" in stored or is_tied:

@@ -137,11 +137,11 @@ def rotary_embedding(layer: Mapping[str, Any]) -> LlamaRotaryEmbedding:
     try:
         rotary = LlamaRotaryEmbedding(shape)
     except Exception as error:  # transformers raises many classes for invalid parameters
-        raise ConfigError(f"the draft's rotary parameters are invalid: {_first_line(error)}") from error
+        text = f"of the draft are invalid: {_first_line(error)}"
+        raise ConfigError(text, param="rotary parameters", value=error) from error
     if 2 * rotary.inv_freq.numel() != dim:
-        raise ConfigError(
-            f"the draft's rotary embedding covers {2 * rotary.inv_freq.numel()} of head_dim={dim} dimensions; it must cover all"
-        )
+        text = f"must be covered by the rotary embedding, which has {2 * rotary.inv_freq.numel()} dimensions"
+        raise ConfigError(text, param="head_dim", value=dim)
     return rotary
 
 
@@ -150,7 +150,7 @@ def layer_shape(layer: Mapping[str, Any]) -> LlamaConfig:
     try:
         shape = LlamaConfig(**layer)
     except Exception as error:  # transformers' validation raises its own classes
-        raise ConfigError(f"the draft's layer is not a valid 'llama' layer: {_first_line(error)}") from error
+        raise ConfigError(f"is not a valid 'llama' layer: {_first_line(error)}", param="layer of the draft") from error
     if shape.hidden_act not in ACT2FN:
         raise UnknownNameError("activation", shape.hidden_act, ACT2FN)
     return shape

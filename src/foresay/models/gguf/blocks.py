@@ -50,7 +50,7 @@ def model_of_file(
     without compiled kernels.
     """
     if in_blocks:
-        CPU.check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
+        CPU.check_compiled("set dtype='float32', which dequantizes the file", param="model", value=header.path.name)
     model, name = empty_model(config, dtype), gguf_namer(header, config.num_hidden_layers)
     if (split := architecture_of(header.stated).split) is not None:
         split(model, header.tensors)

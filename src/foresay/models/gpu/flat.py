@@ -88,7 +88,7 @@ class _Trees:
         if width > NODES:  # waits for the device; smaller passes need no check
             most = int((to_device(counts, parents.device)[:, None] - trunk).max())
             if most > NODES:
-                raise ConfigError(f"a tree has {most} nodes in one row; allowed are {NODES}")
+                raise ConfigError(f"must be at most {NODES} in one row of a tree", param="nodes", value=most)
         above, is_node = ancestors_of(parents), columns >= trunk
         bits = (above & is_node[:, None]).long() << (columns - trunk).clamp(0, NODES - 1)[:, None]
         depths = above.sum(-1) - 1

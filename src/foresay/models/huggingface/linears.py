@@ -213,7 +213,7 @@ def quantizer(bits: int, hardware: Hardware = CPU) -> MakeProduct:
         return partial(_on_gpu, bits)
     if not hardware.on_cpu:
         raise ConfigError("is for CPUs, but the model is on a GPU", param="weights", value=f"int{bits}")
-    hardware.check_compiled(f"weights='int{bits}'", "leave the weights in bfloat16")
+    hardware.check_compiled("leave the weights in bfloat16", param="weights", value=f"int{bits}")
     return NativeProduct.int8 if bits == 8 else int4
 
 

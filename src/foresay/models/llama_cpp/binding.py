@@ -30,11 +30,10 @@ def library() -> Any:
     try:
         import llama_cpp.llama_cpp as found
     except (ImportError, OSError, RuntimeError) as error:  # it is missing, or its shared library cannot be opened
-        raise ConfigError(
-            f"backend='llama.cpp' needs llama-cpp-python, which cannot be loaded ({error}): {_INSTALL_HINT}"
-        ) from error
+        text = f"needs llama-cpp-python, which cannot be loaded ({error}): {_INSTALL_HINT}"
+        raise ConfigError(text, param="backend", value="llama.cpp") from error
     if not hasattr(found, _NEWEST_FUNCTION):
-        raise ConfigError(f"this llama-cpp-python is too old (it lacks {_NEWEST_FUNCTION}); {_INSTALL_HINT}")
+        raise ConfigError(f"is too old (it lacks {_NEWEST_FUNCTION}); {_INSTALL_HINT}", param="llama-cpp-python")
     _callbacks.append(found.llama_log_callback(_log))
     found.llama_log_set(_callbacks[-1], ctypes.c_void_p(0))
     found.llama_backend_init()

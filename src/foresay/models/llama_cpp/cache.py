@@ -144,7 +144,7 @@ class LlamaCache(KVCache):
         """Append empty rows. Raises ConfigError if there would be more than llama.cpp supports."""
         rows = len(self.lengths) + count
         if rows > MAX_SEQUENCES:
-            raise ConfigError(f"llama.cpp supports {MAX_SEQUENCES} rows at most; set max_batch_size to at most that")
+            raise ConfigError(f"must be at most {MAX_SEQUENCES} in llama.cpp", param="max_batch_size", value=rows)
         if self._context is None or rows > self._context.sequences:
             self._grow(sequences=rows)
         self.lengths += [0] * count

@@ -134,7 +134,7 @@ class _ToolChoice(Fields):
     def chat(self) -> dict[str, Any]:
         """Return the fields of a chat request."""
         if (self.type == "tool") != (self.name is not None):
-            raise FieldError("tool_choice", "tool_choice: a name and type=tool require each other")
+            raise FieldError("tool_choice", ": a name and type=tool require each other")
         named = {"type": "function", "function": {"name": self.name or ""}}
         is_single = self.disable_parallel_tool_use
         return {
@@ -198,7 +198,7 @@ class CountRequest(Labelled):
                 turn.add_to(history)
         messages = history.messages()
         if not messages:
-            raise FieldError("messages", "messages: at least one needs a text, a call or a result")
+            raise FieldError("messages", ": at least one needs a text, a call or a result")
         return messages
 
     def chat(self, **more: Any) -> ChatRequest:

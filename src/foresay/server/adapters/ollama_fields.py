@@ -175,16 +175,15 @@ class OllamaRequest(Fields):
         """
         given = self.keep_alive is not None
         if self.is_empty and given and not re.search("[1-9]", str(self.keep_alive)):
-            raise FieldError(
-                "keep_alive", "keep_alive=0 without a prompt unloads a model, which this server does not do"
-            )
+            text = "without a prompt unloads a model, which this server does not do"
+            raise FieldError("keep_alive", text, value=self.keep_alive)
         if given and not str(self.keep_alive).startswith("-"):
             ignore("keep_alive")
         return self.is_empty
 
     def _chat(self, **own: Any) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise FieldError("top_logprobs", "top_logprobs requires logprobs=true")
+            raise FieldError("top_logprobs", "requires logprobs=true")
         schema = {"type": "json_schema", "json_schema": {"schema": self.format}}
         response_format = {"type": "json_object"} if self.format == "json" else self.format and schema
         is_switch = isinstance(self.think, bool)
@@ -261,7 +260,7 @@ class OllamaGenerateRequest(OllamaRequest):
         mode = "raw" if self.raw else "suffix"
         for name in ("system", "format", "think"):
             if getattr(self, name):
-                raise FieldError(name, f"{name} cannot be combined with {mode}, which bypasses the chat template")
+                raise FieldError(name, f"cannot be combined with {mode}, which bypasses the chat template")
         chat = self._chat(messages=[{"role": "user", "content": self.prompt}])
         same = CompletionRequest.model_fields.keys() & ChatRequest.model_fields.keys() - {"logprobs"}
         fields = chat.model_dump(include=same, exclude_none=True)

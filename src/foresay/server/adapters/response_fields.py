@@ -145,7 +145,7 @@ class _Format(Fields):
     def chat(self) -> dict[str, Any]:
         """Return the response format of a chat request. Raises ApiError for a schema without json_schema, and the reverse."""
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise FieldError("text.format", "schema and type=json_schema require each other")
+            raise FieldError("text.format", ": schema and type=json_schema require each other")
         schema = {} if self.schema_ is None else {"json_schema": {"name": self.name, "schema": self.schema_}}
         return {"type": self.type, **schema}
 
@@ -224,10 +224,9 @@ class ResponsesRequest(OpenAIFields):
         """Return the chat request. Raises ApiError for contradicting fields."""
         choice, has_logprobs = self.tool_choice, LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
-            raise FieldError("top_logprobs", f"top_logprobs requires include=[{LOGPROBS!r}]")
+            raise FieldError("top_logprobs", f"requires include=[{LOGPROBS!r}]")
         if self.structured_outputs and self.text and self.text.format and self.text.format.type != "text":
-            text = "structured_outputs cannot be combined with text.format: an output follows one of them"
-            raise FieldError("structured_outputs", text)
+            raise FieldError("structured_outputs", "cannot be combined with text.format: an output follows one of them")
         return as_chat(
             self,
             messages=self.messages(),

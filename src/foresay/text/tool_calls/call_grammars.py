@@ -97,9 +97,8 @@ def _keywords(rule: str, tool: Tool) -> list[str]:
     names, count = ordered(tool)
     for name in (*tool.name.split("."), *names):
         if not name.isidentifier() or iskeyword(name):
-            raise ConfigError(
-                f"this model writes Python calls, in which {name!r} cannot be a name; use tool_choice='auto'"
-            )
+            text = "cannot be a name in the Python calls that this model writes; use tool_choice='auto'"
+            raise ConfigError(text, param="tool", value=name)
     shared, schemas = definitions(tool), [tool.parameters["properties"][name] for name in names]
     rules = [
         f"{rule}_{i}: {json.dumps(name + '=')} {json_rule({**shared, **(one if isinstance(one, Mapping) else {})})}"
@@ -137,7 +136,5 @@ def _marked_value(
         return [f'{rule}: "[" ({item} ("," {item})*)? "]"', *_marked_value(item, schema["items"], *more)]
     if allowed.is_scalar:
         return [f"{rule}: {json_rule({**shared, **schema})}"]
-    raise ConfigError(
-        f"{tool!r} has a value of any type, or of several, which a required call of this model does not express; "
-        "use tool_choice='auto'"
-    )
+    text = "has a value of any type, or of several, which a required call of this model does not express; use tool_choice='auto'"
+    raise ConfigError(text, param="tool", value=tool)

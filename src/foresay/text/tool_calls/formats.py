@@ -51,11 +51,12 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
     Raises ConfigError for a model without a chat template for tools, or with an unknown format.
     """
     if not describes_tools(tokenizer):
-        raise ConfigError("the chat template of this model does not describe tools")
+        raise ConfigError("are not described by the chat template of this model", param="tools")
     found = _found(tokenizer) if name == "auto" else FORMATS[name]
     if found is None:
         names = ", ".join(FORMATS)
-        raise ConfigError(f"the format of this model's tool calls is not known; choose it by --tool-format: {names}")
+        text = f"of this model is not known; choose it by --tool-format: {names}"
+        raise ConfigError(text, param="tool_format", value=name)
     return found
 
 

@@ -312,7 +312,7 @@ def ordered(tool: Tool) -> tuple[list[str], int]:
     """
     properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise ConfigError(f"the parameters of {tool.name!r} are no JSON schema of an object")
+        raise ConfigError("has parameters that are no JSON schema of an object", param="tool", value=tool.name)
     return sorted(properties, key=lambda name: name not in required), sum(name in required for name in properties)
 
 
@@ -328,9 +328,8 @@ def value_rules(
         whole = {**shared, **schema} if isinstance(schema, Mapping) else {}
         return [f"{rule}: {rule}_json {terminals(ending)}", f"{rule}_json: {json_rule(whole)}"]
     if bounds := sorted(_BOUNDS & allowed.keywords):
-        raise ConfigError(
-            f"{tool!r} has a string with {bounds[0]!r}, which calls of this model do not express; use tool_choice='auto'"
-        )
+        text = f"has a string with {bounds[0]!r}, which calls of this model do not express; use tool_choice='auto'"
+        raise ConfigError(text, param="tool", value=tool)
     if allowed.texts is not None:
         return [f"{rule}: ({' | '.join(map(json.dumps, allowed.texts))}) {terminals(ending)}"]
     return [f"{rule}: {rule}_text", terminals.up_to(f"{rule}_text", ending)]

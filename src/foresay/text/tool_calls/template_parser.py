@@ -32,7 +32,8 @@ class TemplateParser:
             self._parser = tokenizer.get_response_parser(prefix=prefix, tools=list(tools) or None)
         except Exception as error:
             reason = f"{error}; choose a format by --tool-format"
-            raise ConfigError(f"the response template of this model's tokenizer cannot be used: {reason}") from error
+            text = f"of this model's tokenizer cannot be used: {reason}"
+            raise ConfigError(text, param="response template") from error
         self._num_calls, self._is_broken = 0, False
 
     def push(self, text: str) -> Pieces:

@@ -14,7 +14,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.stateless import Stateless
-from foresay.errors import ConfigError, ContextLengthError
+from foresay.errors import ContextLengthError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength, HeuristicLength, ThroughputLength
 from foresay.records.recording import Recording
@@ -36,6 +36,7 @@ from foresay_lab.replay.record import record
 from helpers import tiny
 from helpers.families import make, make_seq2seq
 from helpers.recordings import SAMPLED, Numbers, loaded, numbered
+from helpers.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,7 @@ def test_the_settings_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", ["throughput", "throughput(sampled=4)", "throughput(high=8)"])
 def test_a_length_that_adapts_to_time_is_refused(length: str) -> None:
-    with pytest.raises(ConfigError, match="adapts to measured time"):
+    with refused("length"):
         check_settings("suffix", length)
 
 
@@ -162,7 +163,7 @@ def test_a_length_of_the_row_alone_is_accepted(length: str | None) -> None:
 
 @pytest.mark.parametrize("drafter", ["suffix(memory=texts)", "hybrid(suffix(memory=texts), model=A)"])
 def test_a_memory_is_refused(drafter: str) -> None:
-    with pytest.raises(ConfigError, match="keeps texts in a folder"):
+    with refused("drafter"):
         check_settings(drafter, None)
 
 
@@ -171,19 +172,19 @@ def test_a_recording_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     check_vocabulary(recording, generator)
     check_vocabulary(replace(recording, tokenizer=None), generator)
     size = generator.target.model.vocab_size
-    for changed, message in (
-        ({"vocab_size": size + 1}, f"they have {size + 1} and {size} tokens"),
-        ({"tokenizer": "0"}, "their tokenizers differ"),
+    for changed in (
+        replace(recording, model="other", vocab_size=size + 1),
+        replace(recording, model="other", tokenizer="0"),
     ):
-        with pytest.raises(ConfigError, match=f"the recording is of 'other', and the target is '.+': {message}"):
-            check_vocabulary(replace(recording, model="other", **changed), generator)
+        with refused("recording", "other"):
+            check_vocabulary(changed, generator)
     check_vocabulary(recording, loaded(tokenizer=Numbers()))
 
 
 def test_a_log_of_another_project_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_text('{"1_2": "1_2_3"}')
-    with pytest.raises(ConfigError, match="is a CS-Drafting cache, which lacks the sampling parameters"):
+    with refused("path"):
         read_recording(path)
 
 
@@ -192,7 +193,7 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
     assert read_recording(tmp_path / "r.jsonl", 2).records == whole.records[:2]
     assert read_recording(tmp_path / "r.jsonl", 99).records == whole.records
     assert digest(whole.records) != digest(whole.records[:2])
-    with pytest.raises(ConfigError, match="limit=0"):
+    with refused("limit", 0):
         read_recording(tmp_path / "r.jsonl", 0)
 
 

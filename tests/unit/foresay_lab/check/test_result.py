@@ -12,6 +12,7 @@ from foresay.errors import ConfigError
 from foresay_lab.check.compare import changes
 from foresay_lab.check.result import CheckResult, Counts
 from helpers.fuzz_mutators import mutate_bytes, mutate_json
+from helpers.refusals import refused
 
 RESULT = CheckResult(
     *("tiny", "hybrid(suffix, model(draft))", "heuristic", "block", "float32", "0.1.0", "0123456789abcdef"),
@@ -30,27 +31,24 @@ def test_a_result_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        ({"format": "foresay-profile"}, "not a foresay-check of version 1"),
-        ({"version": 2}, "not a foresay-check of version 1"),
-        ({"categories": {}}, "categories should have at least 1 item"),
-        ({"categories": {"a": {"prompts": 1, "tokens": 5, "passes": 0}}}, "categories.a.passes should be greater than"),
-        (
-            {"categories": {"a": {"prompts": 1, "tokens": 2.5, "passes": 1}}},
-            "categories.a.tokens should be a valid int",
-        ),
-        ({"rule": None}, "rule should be a valid string, not null"),
+        ({"format": "foresay-profile"}, "version 1"),
+        ({"version": 2}, "version 1"),
+        ({"categories": {}}, "categories"),
+        ({"categories": {"a": {"prompts": 1, "tokens": 5, "passes": 0}}}, "categories.a.passes=0"),
+        ({"categories": {"a": {"prompts": 1, "tokens": 2.5, "passes": 1}}}, "categories.a.tokens=2.5"),
+        ({"rule": None}, "rule=None"),
         ({"more": 1}, "more: "),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, object], field: str) -> None:
     path = tmp_path / "c.json"
     RESULT.save(path)
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change))
-    with pytest.raises(ConfigError) as error:
+    with refused("path", path) as caught:
         CheckResult.load(path)
-    assert str(error.value).startswith(repr(str(path))) and message in str(error.value) and "\n" not in str(error.value)
+    assert field in str(caught.value)
 
 
 def test_a_missing_field_is_named(tmp_path: Path) -> None:
@@ -59,7 +57,7 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     del values["drafter"]
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match="drafter: field required"):
+    with refused("path"):
         CheckResult.load(path)
 
 
@@ -80,7 +78,7 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read '.*none\.json': No such file or directory"):
+    with refused("path"):
         CheckResult.load(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="cannot write"):
+    with refused("path"):
         RESULT.save(tmp_path / "none" / "c.json")

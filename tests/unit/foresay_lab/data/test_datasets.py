@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from foresay.errors import ConfigError, UnknownNameError
 from foresay_lab.data.datasets import FORMATS, load_items, subset
 from foresay_lab.data.items import PromptItem
+from helpers.refusals import refused, refuses
 
 MMLU = {"question": "Which?", "A": "one", "B": "two", "C": "three", "D": "four"}
 MMLU_PROMPT = (
@@ -218,56 +220,46 @@ def test_fields_that_are_wrong(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "param"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt"', "a.jsonl, line 3: not JSON: "),
-        ("a.jsonl", '{"prompt": "a"}\n["b"]', "a.jsonl, line 2: list instead of a JSON object"),
-        ("a.jsonl", "[" * 100_000, "a.jsonl, line 1: not JSON: "),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n\n', "a.jsonl, line 2: not UTF-8 text: byte 0xff"),
-        ("a.jsonl.gz", b"\n\xe9", "a.jsonl.gz, line 2: not UTF-8 text: byte 0xe9"),
-        (
-            "a.json",
-            '[{"prompt": "a"},\n {"prompt" "b"}]',
-            "a.json, line 2: not JSON: Expecting ':' delimiter at column 12",
-        ),
-        ("a.json", "[" * 100_000, "a.json: not JSON: "),
-        ("a.json", '[{"prompt": "a"}, 3]', "a.json, record 2: int instead of a JSON object"),
-        ("a.json", '[{"prompt": "a"}, {"prompt": 3}]', "a.json, record 2: the field 'prompt' must be a text, not 3"),
-        ("a.json", '{\n "prompt": "a"\n}', "a.json, line 1: not JSON: "),
-        ("a.csv", 'prompt\na\n"b', "a.csv, line 3: not CSV: "),
-        ("a.csv", "prompt,id\na,1\n\nb\n", "a.csv, line 4: 1 columns instead of 2: prompt, id"),
-        ("a.csv", "prompt,id,prompt\na,1,b\n", "a.csv, line 1: the header row has the column 'prompt' twice"),
-        ("a.csv", "a\nb\n", "a.csv, line 2: no field 'prompt', 'messages' or 'instruction'; the record has: a; see"),
-        ("a.csv", 'id,prompt\n1,"a\nb"\n1,c\n', "a.csv, line 4: the id '1' is already used in "),
-        ("a.csv", "prompt\n", "'{}' contains no prompts"),
-        ("a.txt", " \n\n", "'{}' contains no prompts"),
-        ("a.json", "", "'{}' contains no prompts"),
-        ("a.md", "a", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
-        ("a.parquet", b"\xff", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
-        ("a", "a", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
-        ("a.tar.gz", "a", "'{}' is an archive; unpack it first and name one of its files"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt"', ", line 3"),
+        ("a.jsonl", '{"prompt": "a"}\n["b"]', ", line 2"),
+        ("a.jsonl", "[" * 100_000, ", line 1"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n\n', ", line 2"),
+        ("a.jsonl.gz", b"\n\xe9", ", line 2"),
+        ("a.json", '[{"prompt": "a"},\n {"prompt" "b"}]', ", line 2"),
+        ("a.json", "[" * 100_000, ""),
+        ("a.json", '[{"prompt": "a"}, 3]', ", record 2"),
+        ("a.json", '[{"prompt": "a"}, {"prompt": 3}]', ", record 2"),
+        ("a.json", '{\n "prompt": "a"\n}', ", line 1"),
+        ("a.csv", 'prompt\na\n"b', ", line 3"),
+        ("a.csv", "prompt,id\na,1\n\nb\n", ", line 4"),
+        ("a.csv", "prompt,id,prompt\na,1,b\n", ", line 1"),
+        ("a.csv", "a\nb\n", ", line 2"),
+        ("a.csv", 'id,prompt\n1,"a\nb"\n1,c\n', ", line 4: id"),
+        ("a.csv", "prompt\n", None),
+        ("a.txt", " \n\n", None),
+        ("a.json", "", None),
+        ("a.md", "a", None),
+        ("a.parquet", b"\xff", None),
+        ("a", "a", None),
+        ("a.tar.gz", "a", None),
     ],
 )
-def test_files_that_are_wrong(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_files_that_are_wrong(tmp_path: Path, name: str, content: str | bytes, param: str | None) -> None:
     source = written(tmp_path, name, content)
-    where = message.format(source) if "{}" in message else str(tmp_path / message)
-    assert refusal(source).startswith(where)
+    refuses(lambda: load_items(source), "path" if param is None else source + param, source if param is None else ANY)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for name in ("none.jsonl", "none/x.md", "./none"):
-        assert refusal(str(tmp_path / name)) == f"cannot read {str(tmp_path / name)!r}: No such file or directory"
-    assert refusal("none.csv") == "cannot read 'none.csv': No such file or directory"
-    assert refusal("-") == "cannot read '-': No such file or directory"
-    assert refusal(str(tmp_path)) == f"cannot read {str(tmp_path)!r}: Is a directory"
-    assert refusal("a\0.txt") == "cannot read 'a\\x00.txt': embedded null byte"
     (tmp_path / "plain.txt.gz").write_bytes(b"plain")
-    assert refusal(str(tmp_path / "plain.txt.gz")).endswith("plain.txt.gz': Not a gzipped file (b'pl')")
     packed = gzip.compress(b"a text that is long enough to be cut " * 9)
     (tmp_path / "cut.txt.gz").write_bytes(packed[:30])
-    assert "cut.txt.gz': Compressed file ended" in refusal(str(tmp_path / "cut.txt.gz"))
     (tmp_path / "bad.txt.gz").write_bytes(packed[:12] + b"\xff" * 9 + packed[21:])
-    assert refusal(str(tmp_path / "bad.txt.gz")).startswith("cannot read ")
+    names = ("none.jsonl", "none/x.md", "./none", "", "plain.txt.gz", "cut.txt.gz", "bad.txt.gz")
+    for name in (*(str(tmp_path / one) for one in names), "none.csv", "-", "a\0.txt"):
+        with refused("path", name):
+            load_items(name)
 
 
 def test_mmlu_rows_of_another_length(tmp_path: Path) -> None:
@@ -278,12 +270,12 @@ def test_mmlu_rows_of_another_length(tmp_path: Path) -> None:
 
 def test_ids_that_clash(tmp_path: Path) -> None:
     source = written(tmp_path, "a.jsonl", jsonl({"prompt": "x", "id": "a-3"}, {"prompt": "y"}, {"prompt": "z"}))
-    assert refusal(source) == f"{source}, line 3: the id 'a-3' is already used in {source}, line 1"
+    refuses(lambda: load_items(source), f"{source}, line 3: id", "a-3")
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     text, lines = written(tmp_path, "a.txt", "a"), written(tmp_path, "a.jsonl", jsonl({"prompt": "a"}))
-    with pytest.raises(UnknownNameError, match=r"unknown format 'gsm8'\. Did you mean 'gsm8k'\? Known: alpaca, gsm8k,"):
+    with refused("format", "gsm8", UnknownNameError):
         load_items(lines, format="gsm8")
     assert (
         refusal(lines, format="gsm8k", field="x")
@@ -304,10 +296,10 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
 def test_categories(tmp_path: Path) -> None:
     source = written(tmp_path, "a.jsonl", jsonl(*({"prompt": "a", "category": name} for name in ("x", "y", "", "x"))))
     assert [item.id for item in load_items(source, category="x")] == ["a-1", "a-4"]
-    with pytest.raises(UnknownNameError, match=r"unknown category 'z'\. Known: x, y\."):
+    with refused("category", "z", UnknownNameError):
         load_items(source, category="z")
     plain = written(tmp_path, "b.txt", "a")
-    assert refusal(plain, category="x") == f"category='x': the prompts of {plain!r} have no categories; leave it out"
+    refuses(lambda: load_items(plain, category="x"), "category", "x")
 
 
 # The Hugging Face hub
@@ -340,32 +332,32 @@ def test_a_set_of_the_hub(hub: Any) -> None:
     assert load_items("set", split="train") == [PromptItem("set-1", "a")]
     assert asked == [("owner/my-set", "main"), ("set", None)]
     assert refusal("o/set", split="dev").startswith("o/set (dev), row 2: no field 'prompt', ")
-    assert refusal("o/set", split="none") == "'o/set' has no split 'none'; it has: train, validation, dev"
-    assert refusal("o/set", split="") == "'o/set' has no split ''; it has: train, validation, dev"
+    for split in ("none", ""):
+        with refused("path", "o/set"):
+            load_items("o/set", split=split)
 
 
 def test_a_set_of_the_hub_without_a_usual_split(hub: Any) -> None:
     hub({"dev": []})
-    assert refusal("o/set") == "'o/set' has none of the splits test, validation, train; it has: dev"
-    assert refusal("o/set", split="dev") == "'o/set' contains no prompts"
+    for split in (None, "dev"):
+        with refused("path", "o/set"):
+            load_items("o/set", split=split)
 
 
 def test_a_hub_that_cannot_be_reached(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub(ConnectionError("no route\n to host"))
-    assert refusal("o/set") == "'o/set' is not a file and cannot be read from the Hugging Face hub: no route to host"
+    assert "no route to host" in refusal("o/set")
     hub(RuntimeError())
-    assert refusal("o/set").endswith("the Hugging Face hub: RuntimeError")
+    assert "RuntimeError" in refusal("o/set")
 
     def rows() -> Any:
         yield {"prompt": "a"}
         raise OSError("gone")
 
     hub({"test": rows()})
-    assert refusal("o/set") == "'o/set' is not a file and cannot be read from the Hugging Face hub: gone"
+    assert "gone" in refusal("o/set")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert refusal("o/set") == (
-        "'o/set' is not a file; to read it from the Hugging Face hub: pip install 'foresay[lab]'"
-    )
+    assert "pip install 'foresay[lab]'" in refusal("o/set")
 
 
 def test_a_subset_of_a_file(tmp_path: Path) -> None:
@@ -375,6 +367,7 @@ def test_a_subset_of_a_file(tmp_path: Path) -> None:
         item.id for item in subset(load_items(source), 5, seed=1)
     ]
     assert len(load_items(source, category="b", count=6)) == 6
-    assert refusal(source, category="b", count=7) == "count=7 must be at most 6, the number of prompts"
-    assert refusal(source, count=0) == "count=0 must be an integer at least 1"
-    assert refusal(source, count=1, seed=-1) == "seed=-1 must be an integer at least 0"
+    for options, param, value in (({"category": "b", "count": 7}, "count", 7), ({"count": 0}, "count", 0)):
+        with refused(param, value):
+            load_items(source, **options)
+    refuses(lambda: load_items(source, count=1, seed=-1), "seed", -1)

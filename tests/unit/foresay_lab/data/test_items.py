@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foresay.errors import ConfigError
 from foresay.text.prompts import encode
 from foresay_lab.data.datasets import ROLES, halves, load_items, subset
 from foresay_lab.data.items import PromptItem, as_prompt, next_turn, transcript
+from helpers.refusals import refused
 
 SAID = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
 
@@ -81,12 +81,12 @@ def test_turns() -> None:
     ],
 )
 def test_turns_that_are_not_there(turn: int, answers: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with refused("turn"):
         next_turn(PromptItem("a", "One?", followups=("Two?",)), turn, answers)
 
 
 def test_a_raw_item_is_no_chat() -> None:
-    with pytest.raises(ConfigError, match="item 'a' is raw"):
+    with refused("item", "a"):
         next_turn(PromptItem("a", "def f(", raw=True), 0, [])
 
 
@@ -161,7 +161,7 @@ def test_halves_are_of_like_lengths(seed: int) -> None:
 
 
 def test_one_item_has_no_halves() -> None:
-    with pytest.raises(ConfigError, match="two halves need at least 2 prompts, not 1"):
+    with refused("prompts"):
         halves(MANY[:1])
 
 

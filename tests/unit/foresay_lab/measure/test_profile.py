@@ -16,7 +16,6 @@ from torch import nn
 import foresay
 from foresay.decoding.outcome import Origin, Step
 from foresay.engine import Engine
-from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.models.cache.memory import kv_bytes
 from foresay.models.huggingface.linears import freeze_linears, weight_bytes
@@ -37,6 +36,7 @@ from foresay_lab.replay.predict import expect
 from foresay_lab.replay.replay import PassCost, Replay
 from helpers import tiny
 from helpers.families import VOCAB, make
+from helpers.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_one_timing_is_the_answer_to_everything() -> None:
 
 
 def test_a_profile_without_timings_has_no_clock() -> None:
-    with pytest.raises(ConfigError, match="the profile contains no timings; make one with foresay profile"):
+    with refused("profile"):
         made(timings=()).clock()
 
 
@@ -183,7 +183,7 @@ def test_malformed_profiles(tmp_path: Path, change: dict[str, Any]) -> None:
     made().save(path)
     values = {**json.loads(path.read_text()), **change}
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
-    with pytest.raises(ConfigError, match=r"p.json' is not a profile \(.*\); make one with foresay profile"):
+    with refused("path"):
         Profile.load(path)
 
 
@@ -191,9 +191,9 @@ def test_malformed_profiles(tmp_path: Path, change: dict[str, Any]) -> None:
 def test_files_that_are_no_profiles(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match="is not a profile"):
+    with refused("path"):
         Profile.load(path)
-    with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
+    with refused("path"):
         Profile.load(tmp_path / "none.json")
 
 
@@ -318,18 +318,18 @@ def test_passes_have_the_columns_they_are_timed_for(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "param", "value"),
     [
-        ({"batches": ()}, r"batch=\[\] must be numbers of at least 1"),
-        ({"batches": (0,)}, r"batch=\[0\]"),
-        ({"columns": (0, 1)}, "columns="),
-        ({"contexts": (1,)}, r"context=\[1\] must be numbers of at least 2"),
-        ({"repeats": 0}, "repeats=0 must be at least 1"),
-        ({"contexts": (252,)}, "context=252 and the timed steps need"),
+        ({"batches": ()}, "batch", []),
+        ({"batches": (0,)}, "batch", [0]),
+        ({"columns": (0, 1)}, "columns", [0, 1]),
+        ({"contexts": (1,)}, "context", [1]),
+        ({"repeats": 0}, "repeats", 0),
+        ({"contexts": (252,)}, "context", 252),
     ],
 )
-def test_what_cannot_be_measured(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_measured(settings: dict[str, Any], param: str, value: Any) -> None:
+    with refused(param, value):
         measure(loaded(), **{"batches": (1,), "columns": (1,), "contexts": (8,), "repeats": 1, **settings})
 
 
@@ -338,7 +338,7 @@ def test_measuring_a_drafter() -> None:
     assert [(b, n) for b, n, _ in times] == [(1, 1), (1, 4), (2, 1), (2, 4)] and fill >= 0
     assert all(seconds > 0 for _, _, seconds in times)
     assert times[1][2] > times[0][2], "four tokens take longer than one"
-    with pytest.raises(ConfigError, match="drafter='none' drafts nothing"):
+    with refused("drafter", "none"):
         measure_drafting(loaded())
 
 

@@ -10,9 +10,10 @@ import torch
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram
 from foresay.engine import Stats
-from foresay.errors import ConfigError, UnknownNameError
+from foresay.errors import UnknownNameError
 from foresay.models.table import TableModel
 from foresay_lab.replay.cost_tables import COST_TABLES, NO_COST, CostModel, PassCounter, drafter_names, read_costs
+from helpers.refusals import refused
 from helpers.support import ModelDrafter, run
 
 P = [0.4, 0.3, 0.2, 0.05, 0.03, 0.02]
@@ -44,19 +45,19 @@ def test_swi_of_the_published_setting() -> None:
 
 def test_unknown_names_and_bad_values() -> None:
     model = CostModel({"big": 10, "free": 0})
-    with pytest.raises(UnknownNameError, match=r"unknown model in this cost table 'bgi'\. Did you mean 'big'"):
+    with refused("model", "bgi", UnknownNameError):
         model.swi("big", 10, {"big": 1, "bgi": 3})
-    with pytest.raises(ConfigError, match=r"passes=\{'free': 3\} must include passes of the target 'big'"):
+    with refused("passes", {"free": 3}):
         model.swi("big", 10, {"free": 3})
-    with pytest.raises(ConfigError, match="with a positive total cost"):
+    with refused("passes", {"free": 3}):
         model.swi("free", 10, {"free": 3})
-    with pytest.raises(ConfigError, match="num_tokens=0 must be an integer at least 1"):
+    with refused("num_tokens", 0):
         model.swi("big", 0, {"big": 3})
-    with pytest.raises(ConfigError, match="passes of 'big'=-1"):
+    with refused("passes of 'big'", -1):
         model.swi("big", 10, {"big": -1})
-    with pytest.raises(ConfigError, match="cost of 'big'=-1"):
+    with refused("cost of 'big'", -1):
         CostModel({"big": -1})
-    with pytest.raises(ConfigError, match="cost of 'big'='10'"):
+    with refused("cost of 'big'", "10"):
         CostModel({"big": "10"})  # type: ignore[dict-item]
 
 
@@ -81,9 +82,9 @@ def test_a_last_part_that_is_there_twice_must_cost_the_same() -> None:
     table = CostModel({"a/m": 3, "b/m": 3, "a/n": 3, "b/n": 4, "small": 1})
     assert table.cost("m") == table.cost("c/m") == 3
     assert table.cost("a/n") == 3 and table.cost("b/n") == 4, "a whole name is that entry"
-    with pytest.raises(ConfigError, match=r"'c/n' may be 'a/n' or 'b/n' of this cost table, whose costs differ; give"):
+    with refused("model", "c/n"):
         table.cost("c/n")
-    with pytest.raises(UnknownNameError, match=r"unknown model in this cost table 'x/smal'\. Did you mean 'small'"):
+    with refused("model", "x/smal", UnknownNameError):
         table.cost("x/smal")
 
 
@@ -110,15 +111,11 @@ def test_reading_cost_tables(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"me": 3, "you": 1.5}')
     assert dict(read_costs(str(path)).costs) == {"me": 3, "you": 1.5}
-    for text, message in (
-        ("[1]", "not an object of model name -> cost of a pass: it should be an object, not"),
-        ("{", "not JSON"),
-        ('{"me": null}', "me should be a valid number, not null"),
-    ):
+    for text, param, value in (("[1]", "", [1]), ("{", "", None), ('{"me": null}', "me", None)):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=message):
+        with refused(param, value, at=repr(str(path))):
             read_costs(str(path))
-    with pytest.raises(ConfigError, match="'model_parmeters' is not one of model_parameters, previous_work"):
+    with refused("costs", "model_parmeters"):
         read_costs("model_parmeters")
 
 
@@ -148,5 +145,5 @@ def test_passes_of_a_cascade() -> None:
     run(constant([0.8, *[0.04] * 5]), [[1, 0, 0]], SamplingParams(max_new_tokens=60), drafter=cascade, gamma=4)
     assert set(counter.passes) == {"small"} and 0 < counter.passes["small"] < 40
     assert dict(PassCounter(MaxGram(), ["max_gram"]).passes) == dict(PassCounter(None, []).passes) == {}
-    with pytest.raises(ConfigError, match="the passes of 'mine' cannot be counted"):
+    with refused("drafter", "mine"):
         PassCounter(MaxGram(), ["mine"])

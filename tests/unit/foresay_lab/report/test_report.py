@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from foresay.cli.app import app
-from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.records.results import Cell, Run, results_writer
 from foresay_lab.report import figures, report
@@ -19,6 +18,7 @@ from foresay_lab.report.card import escaped
 from foresay_lab.report.page import COLUMNS, Source, html
 from foresay_lab.report.report import read_report
 from foresay_lab.report.table import shortened, wilson
+from helpers.refusals import refused
 
 CAME = {"machine": {"processor": "abacus"}, "commit": "cafe", "time": "2026-01-01T00:00:00+00:00"}
 
@@ -160,7 +160,7 @@ def test_wilson_on_known_values():
     low, high = wilson(8, 10)  # as scipy.stats.binomtest(8, 10).proportion_ci(method="wilson") has it
     assert low == pytest.approx(0.490162, abs=1e-6) and high == pytest.approx(0.943318, abs=1e-6)
     assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == pytest.approx(1)
-    with pytest.raises(ConfigError, match="hits=3 must be an integer in"):
+    with refused("hits", 3):
         wilson(3, 2)
 
 
@@ -352,9 +352,7 @@ def test_files_are_merged_and_a_cell_of_both_is_pooled(tmp_path):
 def test_a_cell_of_two_files_with_other_settings_is_refused(tmp_path):
     a = write(tmp_path / "a", suffix())
     b = write(tmp_path / "b", suffix(), settings={"model": "n"})
-    with pytest.raises(
-        ConfigError, match=r'suffix, 4 on chat.* settings differ \(model="m" and "n"\); report them separately'
-    ):
+    with refused("path"):
         read_report([a, b])
 
 
@@ -362,26 +360,24 @@ def test_other_settings_and_machines_of_other_cells_are_told(tmp_path):
     a = write(tmp_path / "a", suffix())
     b = write(tmp_path / "b", plain(), settings={"model": "n"}, came={"machine": {"processor": "slate"}})
     told = read_report([a, b]).warnings
-    assert 'settings (model="m" and "n")' in told[0] and 'machines (processor="abacus" and "slate")' in told[1]
+    assert "settings (model='m' and 'n')" in told[0] and "machines (processor='abacus' and 'slate')" in told[1]
 
 
 def test_the_same_file_twice_is_refused(tmp_path):
     a = write(tmp_path / "a", suffix())
-    with pytest.raises(ConfigError, match="given twice"):
+    with refused("path"):
         read_report([a, tmp_path / "." / "a"])
 
 
 def test_files_without_runs_are_refused(tmp_path):
     (tmp_path / "empty").touch()
-    with pytest.raises(ConfigError, match="empty"):
+    with refused("path"):
         read_report([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="contains no run; a report needs"):
+    with refused("path"):
         read_report([write(tmp_path / "header")])
-    with pytest.raises(
-        ConfigError, match="contains no run; 2 failed, the first with: a on chat, batch 1, greedy: boom"
-    ):
+    with refused("path"):
         read_report([write(tmp_path / "failed", failed("a", "boom"), failed("b", "bang"))])
-    with pytest.raises(ConfigError, match="at least one results file"):
+    with refused("results", ()):
         read_report([])
 
 
@@ -397,25 +393,19 @@ def test_a_failure_that_was_made_good_is_not_listed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "param", "value"),
     [
-        ({"seconds": 0.0}, r"line 2: not a result: run.seconds should be greater than or equal to .*, not 0\.0"),
-        ({"plain_seconds": -1}, "run.plain_seconds should be greater"),
-        ({"tokens": 1.5}, "run.tokens should be a valid integer, not 1.5"),
-        ({"exact": "yes"}, 'run.exact should be a valid boolean, not "yes"'),
-        ({"stats": {"num_tokens": 1}}, "run.stats.num_passes: field required"),
-        (
-            {"cell": {"method": 4, "dataset": "chat", "batch_size": 1}},
-            "run.cell.method should be a valid string, not 4",
-        ),
-        (
-            {"cell": {"method": "x", "dataset": "chat", "batch_size": "1"}},
-            'run.cell.batch_size should be a valid integer, not "1"',
-        ),
+        ({"seconds": 0.0}, "run.seconds", 0.0),
+        ({"plain_seconds": -1}, "run.plain_seconds", -1),
+        ({"tokens": 1.5}, "run.tokens", 1.5),
+        ({"exact": "yes"}, "run.exact", "yes"),
+        ({"stats": {"num_tokens": 1}}, "run.stats.num_passes", {"num_tokens": 1}),
+        ({"cell": {"method": 4, "dataset": "chat", "batch_size": 1}}, "run.cell.method", 4),
+        ({"cell": {"method": "x", "dataset": "chat", "batch_size": "1"}}, "run.cell.batch_size", "1"),
     ],
 )
-def test_numbers_that_are_none_are_refused(tmp_path, change, message):
-    with pytest.raises(ConfigError, match=message):
+def test_numbers_that_are_none_are_refused(tmp_path, change, param, value):
+    with refused(param, value, at=f"{tmp_path / 'r'}, line 2"):
         read_report([write(tmp_path / "r", suffix() | change)])
 
 
@@ -435,20 +425,20 @@ def test_markdown_shows_text_as_it_is():
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'foresay\[lab\]'"):
+    with refused("figures"):
         write_report([write(tmp_path / "r", suffix())], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    with pytest.raises(ConfigError, match=r"pip install 'foresay\[lab\]'"):
+    with refused("intervals"):
         wilson(1, 2)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "out").touch()
-    with pytest.raises(ConfigError, match=r"cannot write .*out/report.html"):
+    with refused("path"):
         write_report([write(tmp_path / "r", run("vllm", 1.0))], tmp_path / "out")
 
 

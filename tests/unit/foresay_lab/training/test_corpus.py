@@ -7,13 +7,15 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from foresay.errors import ConfigError, UnknownNameError
+from foresay.errors import UnknownNameError
 from foresay.text.text_files import BLOCK_BYTES, MAX_LINE_BYTES
 from foresay_lab.training.corpus import CorpusReader
+from helpers.refusals import refused
 
 
 def joined(reader: CorpusReader) -> list[str]:
@@ -86,10 +88,10 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     gives(b'{"body": "a"}\n')
     assert joined(CorpusReader(["-"], field="body")) == ["a"]
     gives(b"a\xff")
-    with pytest.raises(ConfigError, match="standard input is not UTF-8 text: byte 0xff at offset 1"):
+    with refused("path", "standard input"):
         joined(CorpusReader(["-"]))
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ConfigError, match="standard input is closed"):
+    with refused("standard input"):
         CorpusReader(["-"])
 
 
@@ -100,53 +102,53 @@ def test_a_byte_that_is_not_utf8_is_named(tmp_path: Path, offset: int, packed: b
     raw[offset] = 0xE9
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
     path.write_bytes(gzip.compress(raw) if packed else raw)
-    with pytest.raises(ConfigError) as caught:
+    with refused("path", str(path)) as caught:
         joined(CorpusReader([str(path)]))
-    assert str(caught.value) == f"{path} is not UTF-8 text: byte 0xe9 at offset {offset}"
+    assert f"byte 0xe9 at offset {offset}" in str(caught.value)
 
 
 def test_a_character_cut_off_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"a\n" + "東".encode()[:2])
-    with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 text: byte 0xe6 at offset 2"):
+    with refused("path"):
         joined(CorpusReader([str(path)]))
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "param", "value"),
     [
-        ("{", "line 3: not JSON: "),
-        ("[1]", "line 3: list instead of a JSON object with the field 'text'"),
-        ('{"body": "x", "n": 3}', "line 3: no text in the field 'text' (fields with text: body); see --field"),
-        ('{"text": 3}', "line 3: no text in the field 'text' (fields with text: none); see --field"),
-        ('{"text": "a\\ud800"}', "line 3: the field 'text' has a lone surrogate at character 1"),
+        ("{", "{}, line 3", None),
+        ("[1]", "{}, line 3", [1]),
+        ('{"body": "x", "n": 3}', "field", "text"),
+        ('{"text": 3}', "field", "text"),
+        ('{"text": "a\\ud800"}', "{}, line 3: the field 'text'", None),
     ],
 )
-def test_records_that_are_wrong(tmp_path: Path, line: str, message: str) -> None:
+def test_records_that_are_wrong(tmp_path: Path, line: str, param: str, value: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n\n' + line + "\n")
-    with pytest.raises(ConfigError) as caught:
+    with refused(param.format(path), value) as caught:
         joined(CorpusReader([str(path)]))
-    assert str(caught.value).startswith(f"{path}, {message}")
+    assert f"{path}, line 3" in str(caught.value)
     path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
-    with pytest.raises(ConfigError, match=r"a\.jsonl is not UTF-8 text: byte 0xff at offset 24"):
+    with refused("path"):
         joined(CorpusReader([str(path)]))
 
 
 def test_readers_that_cannot_be(tmp_path: Path) -> None:
     text = str(tmp_path / "a.txt")
     Path(text).write_text("a")
-    with pytest.raises(UnknownNameError, match=r"unknown separator 'lines'\. Did you mean 'line'\?"):
+    with refused("separator", "lines", UnknownNameError):
         CorpusReader([text], separator="lines")
-    with pytest.raises(ConfigError, match="no files to read"):
+    with refused("files", []):
         CorpusReader([])
-    with pytest.raises(ConfigError, match=r"field='text' applies to \.jsonl files only, and '.*a\.txt' is not one"):
+    with refused("field", "text"):
         CorpusReader([text], field="text")
-    with pytest.raises(ConfigError, match="standard input can be read only once"):
+    with refused("files", ("-", "-")):
         CorpusReader(["-", "-"])
-    with pytest.raises(ConfigError, match=r"cannot read '.*nothing': No such file or directory"):
+    with refused("path"):
         CorpusReader([text, str(tmp_path / "nothing")])
-    with pytest.raises(ConfigError, match=r"cannot read '.*': Is a directory"):
+    with refused("path"):
         CorpusReader([str(tmp_path)])
 
 
@@ -157,5 +159,5 @@ def test_gzip_files_that_are_damaged(tmp_path: Path, damage: str) -> None:
     content = {"no gzip": b"plain text", "cut": gzip.compress(b"abc " * 99)[:-9], "flipped": bytes(raw)}[damage]
     path = tmp_path / "a.txt.gz"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot read '.*a\.txt\.gz': "):
+    with refused("path"):
         joined(CorpusReader([str(path)]))
