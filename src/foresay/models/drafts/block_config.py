@@ -365,7 +365,7 @@ def _both(block: BlockFields, first: str, second: str) -> tuple[int, int]:
     values = {name: getattr(block, name) for name in (first, second)}
     for name, value in values.items():
         if not value:
-            raise ConfigError("is missing", param=f"{_SOURCE}: {name}", value=value)
+            raise ConfigError("is missing", param=f"{_SOURCE}: {name}")
     return values[first], values[second]
 
 

@@ -214,7 +214,7 @@ def check_compiled(what: str, instead: str) -> None:
     """Raise ConfigError if there are no compiled kernels. what: the setting that needs them. instead: what to do without."""
     if library() is None:
         reason = f"and there are none ({failure_reason()}); install a C++ compiler, or {instead}"
-        raise ConfigError(f"{what} needs the compiled CPU kernels, {reason}")
+        raise ConfigError(f"needs the compiled CPU kernels, {reason}", param=what)
 
 
 def unquantized(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

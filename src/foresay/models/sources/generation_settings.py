@@ -172,9 +172,8 @@ class GenerationSettings:
         """Raise ConfigError for a field that changes outputs and cannot be honoured."""
         for field, value in fields_set(self.config, Kind.UNSUPPORTED).items():
             neutral = next(iter(TREATMENTS[field].neutral), None)
-            raise ConfigError(
-                f"the model's generation config has {field}={value!r}, which is not supported; set it to {neutral!r}"
-            )
+            text = f"in the model's generation config is not supported; set it to {neutral!r}"
+            raise ConfigError(text, param=field, value=value)
 
     def described(self) -> dict[str, str]:
         """Return the fields that matter as text, by heading; the tokens that end the output are shown elsewhere."""
