@@ -159,8 +159,7 @@ class Tuner:
             text = "was sampled, and tuning needs a greedy one; record with temperature 0"
             raise ConfigError(text, param="recording")
         if recording.model != target.target.name:
-            text = "and {target} are different models"
-            raise ConfigError(text, param="recording", value=recording.model, target=target.target.name)
+            raise ConfigError(f"is of {recording.model!r}, not of {target.target.name!r}", param="recording")
         self.target, self.recording = target, replace(recording, records=tuple(_in_turns(recording)[:count]))
         self._profile, self._rounds = profile, rounds
         self._precomputed: dict[str, PrecomputedDrafter] = {}

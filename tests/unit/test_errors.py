@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import numpy as np
@@ -85,3 +86,17 @@ def test_a_wrong_value_is_kept_with_its_parameter() -> None:
 def test_a_value_is_shown_on_one_line_and_cut() -> None:
     assert shown(Path("a")) == "'a'" and shown("a\nb") == r"'a\nb'" and "\n" not in shown(np.zeros((3, 3)))
     assert [len(shown(value)) for value in ("x" * 1000, b"x" * 1000, ["x"] * 1000)] == [MAX_SHOWN + 3] * 3
+
+
+def without_param(source: str) -> list[int]:
+    """Lines on which a ConfigError is made without a parameter."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "ConfigError"]
+    return [call.lineno for call in made if not any(keyword.arg == "param" for keyword in call.keywords)]
+
+
+def test_every_config_error_has_its_parameter() -> None:
+    root = Path(errors.__file__).parent
+    found = {str(file.relative_to(root)): without_param(file.read_text("utf-8")) for file in root.rglob("*.py")}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+    assert without_param('ConfigError("k is wrong")\nConfigError("is wrong", param="k", value=1)') == [1]

@@ -50,8 +50,8 @@ def _models(given: Given, source: str | None) -> Models | None:
     found = read_models(source) if source is not None and is_settings(source) else None
     for flag, value in (("--name", given.name), ("--draft", given.draft)):
         if found and value:
-            text = f"{flag} is for one model, and {source} has a table of models; set name and drafter of each there"
-            raise ConfigError(text, param=flag, value=value)
+            text = f"is for one model, and {source} has a table of models; set name and drafter of each there"
+            raise ConfigError(text, param=flag)
     return found
 
 
@@ -66,7 +66,7 @@ def _entry(given: Given, source: str, name: str, settings: Settings, kept: Mappi
     try:
         batch_size, num_bytes = check_model(settings, arguments)
     except ForesayError as error:
-        raise error.about(f"{source}: models.{name}") from None
+        raise error.about(f"{source}: models.{name}", owned=True) from None
     return Entry([name], lambda: load(settings, **arguments), batch_size, num_bytes)
 
 

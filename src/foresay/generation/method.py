@@ -64,7 +64,7 @@ def methods(drafters: Sequence[str], lengths: Sequence[str] = (), rule: str = "s
     """Return every drafter with every length, or with its default if no lengths are given, without duplicates."""
     out = distinct(Method(d, length, rule) for d, length in product(drafters, lengths or [""]) if d != "none")
     if not out:
-        raise ConfigError("contain none to compare: name at least one besides none", param="drafter")
+        raise ConfigError("names nothing to compare; give at least one besides none", param="drafter")
     return out
 
 

@@ -175,7 +175,7 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise unreadable(path, error) from None
     except ConfigError as error:
-        raise error.about(name, owned=True) from None  # not an UnknownNameError, which names an argument
+        raise error.about(name, owned=True) from None
     except (ValueError, RecursionError) as error:  # too long numbers and invalid UTF-8 are ValueErrors
         raise ConfigError(f"is not valid TOML ({error})", param="path", value=path) from None
 

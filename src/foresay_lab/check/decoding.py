@@ -77,12 +77,11 @@ def check_vocabulary(recording: Recording, generator: Generator) -> None:
     """Raise ConfigError, naming both models, if token ids of the recording mean other tokens to the target."""
     target = generator.target
     if recording.vocab_size != target.model.vocab_size:
-        text = f"has {recording.vocab_size} tokens, and {{target}} has {target.model.vocab_size}"
-        raise ConfigError(text, param="recording", value=recording.model, target=target.name)
+        text = f"of {recording.model!r} has {recording.vocab_size} tokens, and {target.name!r} has {target.model.vocab_size}"
+        raise ConfigError(text, param="recording")
     own = None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer)
     if None not in (recording.tokenizer, own) and recording.tokenizer != own:
-        text = "and {target} have different tokenizers"
-        raise ConfigError(text, param="recording", value=recording.model, target=target.name)
+        raise ConfigError(f"of {recording.model!r} has another tokenizer than {target.name!r}", param="recording")
 
 
 def why_not_compared(recording: Recording, generator: Generator) -> str | None:

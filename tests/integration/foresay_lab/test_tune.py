@@ -15,7 +15,7 @@ import torch
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError, UnknownNameError
+from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, methods
 from foresay.lengths import ThroughputLength
@@ -36,6 +36,7 @@ from foresay_lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
 from helpers import tiny
 from helpers.families import make
 from helpers.recordings import Numbers, loaded, numbered
+from helpers.refusals import refused, refuses
 
 SIZE = 12
 
@@ -209,9 +210,9 @@ def test_what_cannot_be_replayed_is_left_out_and_named() -> None:
 
 def test_tuning_refuses_other_recordings() -> None:
     one = recording(repeats=True)
-    with pytest.raises(ConfigError, match="tuning needs a greedy recording, and this one was sampled"):
+    with refused("recording"):
         Tuner(repeating(), dataclasses.replace(one, params={"temperature": 1.0}))
-    with pytest.raises(ConfigError, match="the recording is of 'other', and the target is 'TableModel'"):
+    with refused("recording"):
         Tuner(repeating(), dataclasses.replace(one, model="other"))
 
 
@@ -329,9 +330,7 @@ def test_confirming_refuses_a_method_that_writes_something_else(monkeypatch: pyt
         return honest(self, loaded(cycle(7), tokenizer=Numbers(SIZE)), size)
 
     monkeypatch.setattr(Method, "generator", other)
-    with pytest.raises(
-        ConfigError, match="suffix, 4 generated different output than plain decoding; please report this"
-    ):
+    with refused("method", "suffix, 4"):
         tuner.confirm(tuner.tuning.candidates)
 
 
@@ -392,7 +391,7 @@ def test_settings_round_trip(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert "missing" not in path.read_text() and "speed_up = 1.5" in path.read_text()
-    with pytest.raises(ConfigError, match=r"cannot write .*No such file"):
+    with refused("path"):
         write_settings(tmp_path / "no" / "such", Settings(target="a"), {})
 
 
@@ -425,34 +424,31 @@ def test_a_length_without_a_drafter_is_honoured(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "param", "value"),
     [
-        ('target = "a"\ndraftre = "x"', "unknown setting 'draftre'. Did you mean 'drafter'"),
-        ('drafter = "x"', "the key target is missing; it must name a model"),
-        ("target = 3", "target=3 must be a non-empty string"),
-        ('target = ""', "target='' must be a non-empty string"),
-        ('target = "a"\nlength = true', "length=True must be an integer or an expression of a length policy"),
-        ('target = "a"\nlength = 1.5', "length=1.5"),
-        ('target = "a"\nmax_batch_size = 0', "max_batch_size=0 must be an integer at least 1"),
-        ('target = "a', "not valid TOML"),
-        ('target = "a"\n[measured]\nx = 1\n[other]\ny = 2', "unknown setting 'other'"),
+        ('target = "a"\ndraftre = "x"', "setting", "draftre"),
+        ('drafter = "x"', "target", None),
+        ("target = 3", "target", 3),
+        ('target = ""', "target", ""),
+        ('target = "a"\nlength = true', "length", True),
+        ('target = "a"\nlength = 1.5', "length", 1.5),
+        ('target = "a"\nmax_batch_size = 0', "max_batch_size", 0),
+        ('target = "a"\n[measured]\nx = 1\n[other]\ny = 2', "setting", "other"),
     ],
 )
-def test_bad_settings_files(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_settings_files(tmp_path: Path, text: str, param: str, value: Any) -> None:
     path = tmp_path / "foresay.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        foresay.load(path)
-    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
-    assert not isinstance(caught.value, UnknownNameError)
+    refuses(lambda: foresay.load(path), param, value, at=f"{path}: ")
+    path.write_text('target = "a')
+    refuses(lambda: foresay.load(path), "path", path)
 
 
 def test_settings_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
-        foresay.load(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b'target = "\xff"')
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        foresay.load(tmp_path / "x.toml")
+    for path in (tmp_path / "none.toml", tmp_path / "x.toml"):
+        with refused("path", path):
+            foresay.load(path)
 
 
 # -- methods -------------------------------------------------------------------------------------------------------------
@@ -467,9 +463,9 @@ def test_methods_by_name() -> None:
         "suffix, throughput",
     ]
     assert methods(["suffix"], ["12"], "block")[0].name == "suffix, 12, block" and Method("none").name == PLAIN
-    with pytest.raises(ConfigError, match="no methods to compare"):
+    with refused("drafter"):
         methods(["none"])
-    with pytest.raises(ConfigError, match="drafter='none' drafts nothing, but length='4' was given"):
+    with refused("drafter", "none"):
         Method("none", "4")
     for bad in (("sufix",), ("suffix", "thruput"), ("suffix", "4", "blok"), ("suffix", "-1")):
         with pytest.raises(ConfigError):
@@ -670,18 +666,15 @@ def test_stop_strings_stop_every_run(tmp_path: Path) -> None:
 
 def test_bad_benchmarks(tmp_path: Path) -> None:
     generator = repeating()
-    for changes, message in [
-        ({"datasets": {}}, "no prompts to run"),
-        ({"datasets": {"d": []}}, "no prompts to run"),
-        ({"repeats": 0}, "repeats=0 must be at least 1"),
-        ({"batch_sizes": (1, 0)}, "batch_size=0 must be at least 1"),
-        (
-            {"params": (GREEDY, SamplingParams(max_new_tokens=3))},
-            "two of the params have the name 'greedy' in the results",
-        ),
-        ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors cannot be stored"),
+    for changes, param, value in [
+        ({"datasets": {}}, "datasets", None),
+        ({"datasets": {"d": []}}, "datasets", None),
+        ({"repeats": 0}, "repeats", 0),
+        ({"batch_sizes": (1, 0)}, "batch_size", 0),
+        ({"params": (GREEDY, SamplingParams(max_new_tokens=3))}, "params", "greedy"),
+        ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors", None),
     ]:
-        with pytest.raises(ConfigError, match=message):
+        with refused(param, value):
             settings(generator, **changes)
     path = tmp_path / "r.jsonl"
     bench(generator, settings(generator, repeats=1), path)

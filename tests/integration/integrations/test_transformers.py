@@ -25,6 +25,7 @@ import foresay
 from foresay import ConfigError
 from foresay.models.huggingface.attention import NAME
 from helpers import tiny
+from helpers.refusals import refused
 
 TEXTS = ["hello world, hello", "a b c a b c a b", "x"]
 
@@ -88,7 +89,7 @@ def test_greedy_batch_of_left_padded_prompts(model: PreTrainedModel) -> None:
 
 
 def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
-    with pytest.raises(ConfigError, match="contradict"):
+    with refused("num_draft_tokens", 3):
         model.generate(**_one(), custom_generate=foresay.generate, length="heuristic", num_draft_tokens=3)
 
 
@@ -312,7 +313,7 @@ def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> Non
     embeddings = model.get_input_embeddings()(_one()["input_ids"])
     for given, error, message in (
         ({**_one(), "num_draft_token": 3}, (ValueError, ConfigError), "num_draft_token"),
-        ({**_one(), "drafter": "lookup"}, foresay.errors.UnknownNameError, "unknown drafter 'lookup'"),
+        ({**_one(), "drafter": "lookup"}, foresay.errors.UnknownNameError, "drafter='lookup'"),
         (padded, ConfigError, "pad on the left"),
         ({"inputs_embeds": embeddings}, ConfigError, "inputs_embeds|empty"),
     ):

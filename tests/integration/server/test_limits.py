@@ -26,6 +26,7 @@ from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
 from helpers import families, tiny
+from helpers.refusals import refused
 from helpers.serving import TALK, TEXT, Running, events_of, sent
 from helpers.waiting import wait_until
 
@@ -59,7 +60,7 @@ class TestTime:
         assert streamed.status_code == 200 and streamed.text.count("data: ") > 2
         assert last_event(streamed)["error"]["code"] == "timeout"
         wait_until(lambda: not running.count("num_requests_running"), "its row is free")
-        with pytest.raises(foresay.ConfigError, match="timeout_s=0"):
+        with refused("timeout_s", 0):
             ServerSettings(timeout_s=0)
 
     def test_a_server_that_ends_says_so_in_a_stream_and_in_an_answer(self, serve: Any) -> None:
@@ -376,10 +377,10 @@ class TestWho:
         ):  # fmt: skip
             assert httpx.get(f"{running.url}/v1/models", headers={"Host": name}).status_code == status, name
         for wrong in ("https://x", "x:80", ""):
-            with pytest.raises(foresay.ConfigError, match="is not a host name"):
+            with refused("hosts"):
                 ServerSettings(hosts=(wrong,))
         for settings in ({"keys": frozenset({"k"})}, {"host": "0.0.0.0", "open_to_all": True}):
-            with pytest.raises(foresay.ConfigError, match="drop --allow-host"):
+            with refused("hosts", ("proxy.example",)):
                 ServerSettings(hosts=("proxy.example",), **settings)
         with_keys = serve(keys=frozenset({"k"}))
         headers = {"Host": "any.example", "Authorization": "Bearer k"}
@@ -405,7 +406,7 @@ class TestWho:
         path.write_text("# mine\nthree\n\n")
         assert read_keys(path) == {"one", "two", "three"} and read_keys(None) == {"one", "two"}
         path.write_text("# none\n\n")
-        with pytest.raises(foresay.ConfigError, match="contains no keys"):
+        with refused("keys_file"):
             read_keys(path)
 
 

@@ -158,8 +158,8 @@ class Assistant(OnLastStates):
             ("vocabulary", int(own.vocab_size), target.vocab_size),
         ):
             if expected != actual:
-                text = f"must be {actual}, as in {name!r}"
-                raise ConfigError(text, param=f"the assistant's {quantity} of its target", value=expected)
+                text = f"of the assistant differs from {actual} of {name!r}"
+                raise ConfigError(text, param=quantity, value=expected)
         self._layers = _stored_layers(config)
         if missing := {FULL, SLIDING} - set(self._layers):
             text = f"is read by the assistant, and {name!r} has no such layers"

@@ -289,7 +289,7 @@ def _convolution_of(fields: Fields) -> tuple[int, int] | None:
 def _needed(fields: Fields, name: str) -> int:
     """Return a field that goes together with others. Raises ConfigError without it."""
     if not (value := getattr(fields, name)):
-        raise ConfigError(f"the block drafter's config.json has no {name}", param=name)
+        raise ConfigError("is missing", param=name)
     return int(value)
 
 

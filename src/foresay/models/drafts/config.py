@@ -145,8 +145,8 @@ class DraftConfig(ABC):
             ("hidden size", self.target_width, hidden_size),
         ):
             if expected != actual:
-                text = f"must be {actual}, as in {name!r}"
-                raise ConfigError(text, param=f"the {self.NOUN}'s {quantity} of its target", value=expected)
+                text = f"of the {self.NOUN} differs from {actual} of {name!r}"
+                raise ConfigError(text, param=quantity, value=expected)
         layers = self.hidden_layers or usual_layers(num_layers)
         if max(layers) > num_layers:
             text = f"must be at most {num_layers}, the layers of {name!r}"

@@ -64,9 +64,8 @@ def _shorten(model: nn.Module, count: int) -> tuple[Any, str]:
     layers = list(model.get_submodule(path).children())
     total = len(layers)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
-        raise ConfigError(
-            f"must be an integer in [1, {total - 1}]: the target has {total} layers", param="layers", value=count
-        )
+        text = f"must be an integer in [1, {total - 1}]: the target has {total} layers"
+        raise ConfigError(text, param="layers", value=count)
     short = _copy_path(model, path.split(".")[:-1])
     _replace(short, path, nn.ModuleList(layers[:count]))
     return short, path
@@ -88,15 +87,14 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
     wanted = torch.as_tensor(ids, dtype=torch.int64)
     width = int(weight.shape[0]) if model.subset is None else model.vocab_size
     if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 0 or int(wanted.max()) >= width:
-        raise ConfigError(f"the draft vocabulary must be a non-empty list of token ids in [0, {width - 1}]")
+        raise ConfigError(f"must be a non-empty list of token ids in [0, {width - 1}]", param="vocabulary")
     kept = columns = torch.unique(wanted).to(weight.device)
     if model.subset is not None:  # tokens that were trimmed before have no row
         columns = torch.nonzero(torch.isin(model.subset.token_ids, kept))[:, 0]
         kept = model.subset.token_ids[columns]
         if not len(kept):
-            raise ConfigError(
-                "the head was trimmed before and has none of the draft vocabulary's tokens; choose ids that it scores"
-            )
+            text = "has no tokens that the head kept when it was trimmed before; choose ids that it scores"
+            raise ConfigError(text, param="vocabulary")
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copy_path(model.model, path.split(".")[:-1])
     rows = weight[columns].to(model.model.dtype)

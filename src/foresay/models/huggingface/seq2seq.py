@@ -147,7 +147,9 @@ class Seq2SeqModel(TransformersModel):
     def _source(self, row: Row) -> torch.Tensor:
         """Return a row's source, [1, S], truncated to the limit of this model's encoder: a draft model's may be shorter."""
         if row.source is None:
-            raise PromptError("an encoder-decoder model needs a source, and this request has none; pass source=")
+            raise PromptError(
+                "an encoder-decoder model needs a source, and this request has none; pass source=", param="source"
+            )
         source = row.source[: self.max_source_length]
         return torch.from_numpy(np.minimum(source, self.vocab_size - 1))[None].to(self.device)
 

@@ -143,7 +143,7 @@ def _empty(values: Mapping[str, Any], source: str) -> Any:
                 check_int("centroid_intermediate_top_k", values.get("centroid_intermediate_top_k", 32), 1, groups),
             )
             if int(text.get("vocab_size") or 0) % groups:
-                raise ConfigError(f"num_centroids is {groups}, which does not divide the vocabulary")
+                raise ConfigError("does not divide the vocabulary", param="num_centroids", value=groups)
     except ConfigError as error:
         raise ModelLoadError(f"{source} cannot be read: {error}") from None
     with torch.device("meta"):

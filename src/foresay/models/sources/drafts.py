@@ -46,7 +46,8 @@ def load_draft(
     draft = replace(read(path), learned=fingerprint(path))
     found: Kind = "block" if isinstance(draft.config, BlockConfig) else "head"
     if kind not in (None, found):
-        raise ConfigError(f"{text!r} is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})")
+        problem = f"is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})"
+        raise ConfigError(problem, param="path", value=text)
     return draft
 
 

@@ -107,8 +107,8 @@ class GenerationSettings:
     def refuse(self) -> None:
         """Raise ConfigError for a field that changes outputs and cannot be honoured."""
         for field, value in fields_set(self.config, Kind.UNSUPPORTED).items():
-            text = f"the model's generation config has {field}={value!r}, which is not supported"
-            raise ConfigError(f"{text}; set it to {1.0 if field in _OFF_AT_1 else None}")
+            text = "in the model's generation config is not supported; set it to "
+            raise ConfigError(f"{text}{1.0 if field in _OFF_AT_1 else None}", param=field, value=value)
 
     def described(self) -> dict[str, str]:
         """Return the fields that matter as text, by heading; the tokens that end the output are shown elsewhere."""

@@ -100,18 +100,15 @@ class LoadOptions:
         if isinstance(self.dtype, str) and self.dtype != "auto" and self.dtype not in DTYPES:
             raise UnknownNameError("dtype", self.dtype, ["auto", *DTYPES])
         if self.device is not None and self.device_map is not None:
-            raise ConfigError(
-                f"and device_map={self.device_map!r} contradict; give one of them",
-                param="device",
-                value=str(self.device),
-            )
+            text = "and {device_map} contradict; give one of them"
+            raise ConfigError(text, param="device", value=str(self.device), device_map=self.device_map)
         for name in ("max_memory", "offload_folder"):
             if getattr(self, name) is not None and self.device_map is None:
-                raise ConfigError(f"{name} only has an effect with device_map; add device_map='auto'")
+                text = "only has an effect with {device_map}; add that"
+                raise ConfigError(text, param=name, value=getattr(self, name), device_map="auto")
         if not isinstance(self.dtype, str) and self.dtype not in DTYPES.values():
-            raise ConfigError(
-                f"must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype", param="dtype", value=self.dtype
-            )
+            text = f"must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
+            raise ConfigError(text, param="dtype", value=self.dtype)
         for name in ("device", "draft_device"):
             if getattr(self, name) is not None:
                 check_device(getattr(self, name), name)
@@ -121,11 +118,8 @@ class LoadOptions:
             raise ConfigError("must be True or False", param="reproducible", value=self.reproducible)
         if not self.reproducible and (self.device_map is not None or not self.hardware.gpu_kernels):
             where = self.device_map or self.computes_on
-            raise ConfigError(
-                f"applies to foresay's kernels for GPUs, and the model would be on {str(where)!r}; drop it",
-                param="reproducible",
-                value=False,
-            )
+            text = f"applies to foresay's kernels for GPUs, and the model would be on {str(where)!r}; drop it"
+            raise ConfigError(text, param="reproducible", value=False)
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise UnknownNameError("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._check_plan()
@@ -140,36 +134,32 @@ class LoadOptions:
             return
         for name in ("device", "device_map", "quantization_config"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"and {name} contradict; give one of them", param="tp_plan", value=self.tp_plan)
+                text = f"and {{{name}}} contradict; give one of them"
+                raise ConfigError(text, param="tp_plan", value=self.tp_plan, **{name: ...})
         if self.bits is not None:
-            raise ConfigError(
-                f"and weights={self.weights!r} contradict; give one of them", param="tp_plan", value=self.tp_plan
-            )
+            text = "and {weights} contradict; give one of them"
+            raise ConfigError(text, param="tp_plan", value=self.tp_plan, weights=self.weights)
         for name in ("activations", "kv_cache_dtype"):
             if getattr(self, name) != "auto":
-                raise ConfigError(
-                    f"and {name}={getattr(self, name)!r} contradict; give one of them",
-                    param="tp_plan",
-                    value=self.tp_plan,
-                )
+                text = f"and {{{name}}} contradict; give one of them"
+                raise ConfigError(text, param="tp_plan", value=self.tp_plan, **{name: getattr(self, name)})
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-            raise ConfigError(
-                "needs several processes, and there is only this one; start them with: torchrun --nproc-per-node N",
-                param="tp_plan",
-                value=self.tp_plan,
-            )
+            text = "needs several processes, and there is only this one; start them with: torchrun --nproc-per-node N"
+            raise ConfigError(text, param="tp_plan", value=self.tp_plan)
 
     def _check_backend(self) -> None:
         if self.backend not in BACKENDS:
             raise UnknownNameError("backend", self.backend, BACKENDS)
         if self.backend == TRANSFORMERS:
             if self.gpu_layers is not None:
-                raise ConfigError(f"gpu_layers={self.gpu_layers} is for backend='llama.cpp'; drop it, or give that")
+                text = "is for {backend}; drop it, or give that"
+                raise ConfigError(text, param="gpu_layers", value=self.gpu_layers, backend=LLAMA_CPP)
             return
         if self.gpu_layers is not None:
             check_int("gpu_layers", self.gpu_layers, 0)
         if self.gpu_layers and self.device is not None and torch.device(self.device).type == "cpu":
-            raise ConfigError(f"gpu_layers={self.gpu_layers} and device={str(self.device)!r} contradict; drop one")
+            text = "and {device} contradict; drop one"
+            raise ConfigError(text, param="gpu_layers", value=self.gpu_layers, device=str(self.device))
         for name in (
             "dtype",
             "weights",
@@ -182,9 +172,8 @@ class LoadOptions:
         ):
             value = getattr(self, name)
             if value not in (None, "auto", True) or (name == "device_map" and value is not None):
-                raise ConfigError(
-                    "has no effect with llama.cpp, which follows the file; drop it", param=name, value=value
-                )
+                text = "has no effect with llama.cpp, which follows the file; drop it"
+                raise ConfigError(text, param=name, value=value)
 
     def _check_weights(self, name: str, weights: str) -> None:
         if weights not in WEIGHTS:
@@ -192,24 +181,23 @@ class LoadOptions:
         if weights == "auto":
             return
         if name == "weights" and self.dtype not in ("auto", "bf16", "bfloat16", torch.bfloat16):
-            raise ConfigError(
-                f"computes in bf16, but dtype={str(self.dtype)!r} was given; drop one", param=name, value=weights
-            )
+            text = "computes in bf16, and {dtype} was given; drop one"
+            raise ConfigError(text, param=name, value=weights, dtype=str(self.dtype))
         if WEIGHTS[weights] is None:
             return
         if self.quantization_config is not None:
-            raise ConfigError("and quantization_config contradict; give one of them", param=name, value=weights)
+            text = "and {quantization_config} contradict; give one of them"
+            raise ConfigError(text, param=name, value=weights, quantization_config=...)
         elsewhere = str(self.computes_on if self.device_map is None else self.device_map)
         if name == "draft_weights":  # without a device a draft is where its target is, which may be an object
             elsewhere = str(self.draft_device or self.device or self.device_map or "cpu")
         is_gpu = self.device_map is None and Hardware(torch.device(elsewhere)).gpu_kernels
         if elsewhere.partition(":")[0] != "cpu" and not is_gpu:
-            raise ConfigError(
-                f"is for CPUs, but the model would be on {elsewhere!r}; give device='cpu', load a checkpoint quantized by "
-                "AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config",
-                param=name,
-                value=weights,
+            text = (
+                f"is for CPUs, but the model would be on {elsewhere!r}; give {{device}}, load a checkpoint quantized by "
+                "AWQ, GPTQ, bitsandbytes or torchao, or give {quantization_config}"
             )
+            raise ConfigError(text, param=name, value=weights, device="cpu", quantization_config=...)
 
     def changed(self) -> str:
         """Return the names of the options that differ from their defaults."""
@@ -297,7 +285,7 @@ def check_device(device: str | torch.device, name: str = "device") -> None:
     of_kind: Any = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}[found.type]
     if not of_kind.is_available():
         what = "GPU" if found.type == "cuda" else f"device of the kind {found.type}"
-        raise ConfigError(f"was requested, but PyTorch sees no {what}; use {name}='cpu'", param=name, value=str(device))
+        raise ConfigError(f"was requested, but PyTorch sees no {what}; use 'cpu'", param=name, value=str(device))
     if found.index is not None and found.index >= of_kind.device_count():
         known = ", ".join(f"{found.type}:{number}" for number in range(of_kind.device_count()))
         raise ConfigError(f"was requested, but PyTorch sees only {known}", param=name, value=str(device))

@@ -42,7 +42,7 @@ def resolve(
     """
     is_name = isinstance(source, str | os.PathLike)
     if not is_name and (given := options.changed()):
-        raise ConfigError(f"{given} apply to a model that is loaded by name, not to a {type(source).__name__}")
+        raise ConfigError(f"is for a model that is loaded by name, not for a {type(source).__name__}", param=given)
     loaded = load_model(source, options) if is_name else _loaded(source, tokenizer)
     changes: dict[str, Any] = {} if tokenizer is None else {"tokenizer": tokenizer}
     if eos_token_ids is not None:
@@ -64,7 +64,7 @@ def _loaded(source: Any, tokenizer: Tokenizer | None) -> LoadedModel:
         return LoadedModel(type(source).__name__, source, tokenizer, ends)
     if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
         return wrap(type(source).__name__, source, tokenizer, optimise=False)
-    raise ConfigError(f"a model of type {type(source).__name__} is neither a name nor a transformers model")
+    raise ConfigError("is neither a name nor a transformers model", param="source", value=type(source).__name__)
 
 
 def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None) -> LoadedModel:
@@ -77,9 +77,8 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     options = options or LoadOptions()
     if options.backend == LLAMA_CPP and not is_gguf(name):
         given = os.fspath(name)
-        raise ConfigError(
-            f"backend='llama.cpp' reads GGUF files, and {given!r} is not one; drop it, or give such a file"
-        )
+        text = "reads GGUF files, and {model} is not one; drop it, or give such a file"
+        raise ConfigError(text, param="backend", value=LLAMA_CPP, model=given)
     location = locate(name, options)
     if options.backend == LLAMA_CPP:
         return _load_llama_cpp(location, options)

@@ -91,22 +91,15 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
         if not optimise:
             model.watch_for_changes()
     if not options.reproducible and (not isinstance(model, CausalModel) or model.paged is None):
-        raise ConfigError(
-            "applies to foresay's kernels for GPUs, which do not run this model", param="reproducible", value=False
-        )
+        text = "applies to foresay's kernels for GPUs, which do not run this model"
+        raise ConfigError(text, param="reproducible", value=False)
     if not options.reproducible and any(isinstance(part, FrozenLinear) for part in weights.modules()):
-        raise ConfigError(
-            "has no effect on quantized weights, which no library multiplies; drop it",
-            param="reproducible",
-            value=False,
-        )
+        text = "has no effect on quantized weights, which no library multiplies; drop it"
+        raise ConfigError(text, param="reproducible", value=False)
     if options.kv_cache_dtype != "auto":
         if not isinstance(model, CausalModel) or not model.batch_invariant:
-            raise ConfigError(
-                "applies to the compiled CPU kernels, which do not run this model",
-                param="kv_cache_dtype",
-                value=options.kv_cache_dtype,
-            )
+            text = "applies to the compiled CPU kernels, which do not run this model"
+            raise ConfigError(text, param="kv_cache_dtype", value=options.kv_cache_dtype)
         model.use_fused(torch.int8)
     return loaded
 

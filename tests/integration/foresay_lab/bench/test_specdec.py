@@ -12,13 +12,13 @@ import torch
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay_lab.bench.specdec import specdec_records
 from foresay_lab.data.requests import RequestBuilder
 from helpers import tiny
 from helpers.families import make
 from helpers.recordings import Numbers, loaded, numbered
+from helpers.refusals import refused
 
 PARAMS = SamplingParams(max_new_tokens=24, logit_bias={0: 3.0})
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.9, seed=5, logit_bias={0: 3.0})
@@ -108,7 +108,7 @@ def test_the_acceptance_probabilities_of_a_sampled_record() -> None:
 @pytest.mark.parametrize("drafter", ["suffix", "none"])
 def test_a_drafter_that_cannot_decode_alone_is_refused(drafter: str) -> None:
     generator = loaded(drafter=drafter)
-    with pytest.raises(ConfigError, match=f"times a draft model alone, and '{drafter}' is not one"):
+    with refused("drafter"):
         next(specdec_records(generator, RequestBuilder(generator).first(ITEMS), PARAMS))
 
 
@@ -123,4 +123,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [len(one["p_acc"]) for one in records] == [8, 8]
     assert [one["prompt"] for one in records] == ["hello world", "one two"]
     for more in (["--length", "2", "--length", "3"], ["--length", "3", "--batch-size", "2"]):
-        assert "--specdec records one method on one set of prompts" in shell.refused(*command, *more)
+        assert shell.refused(*command, *more).startswith("--specdec ")

@@ -23,6 +23,7 @@ from foresay.models.sources.packaged import ALIASES, damage, packaged_file
 from helpers import tiny
 from helpers.families import make
 from helpers.gguf_files import write_gguf
+from helpers.refusals import refused
 
 ALIAS = "smollm2-135m"
 
@@ -362,8 +363,8 @@ def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": "bf61"}, UnknownNameError, "unknown dtype 'bf61'. Did you mean 'bf16'"),
-        ({"dtype": "int8"}, UnknownNameError, "unknown dtype 'int8'"),
+        ({"dtype": "bf61"}, UnknownNameError, "dtype='bf61'"),
+        ({"dtype": "int8"}, UnknownNameError, "dtype='int8'"),
         ({"dtype": torch.int8}, ConfigError, "dtype"),
         ({"dtype": 16}, ConfigError, "dtype"),
         ({"device": "gpu"}, ConfigError, "device='gpu' is not a device"),
@@ -371,8 +372,8 @@ def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
         ({"device": 3.5}, ConfigError, "device=3.5"),
         ({"device": "meta"}, ConfigError, "device='meta'"),
         ({"device": "cpu", "device_map": "auto"}, ConfigError, "contradict; give one of them"),
-        ({"max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory only has an effect with device_map"),
-        ({"offload_folder": "x"}, ConfigError, "offload_folder only has an effect with device_map"),
+        ({"max_memory": {"cpu": "1GB"}}, ConfigError, "device_map"),
+        ({"offload_folder": "x"}, ConfigError, "device_map"),
         ({"draft_device": "nowhere"}, ConfigError, "is not a device"),
         ({"tp_plan": "auto"}, ConfigError, "torchrun"),
         ({"tp_plan": "auto", "device_map": "auto"}, ConfigError, "contradict"),
@@ -380,7 +381,7 @@ def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
         *[({name: 3.5}, ConfigError, f"{name}=3.5 must be") for name in ("length", "rule", "memory", "tokenizer")],
         *[({name: 3.5}, ConfigError, f"{name}=3.5 must be") for name in ("eos_token_ids", "progress")],
         ({"trust_remote_code": "no"}, ConfigError, "trust_remote_code='no' must be true or false"),
-        ({"devise": "cpu"}, UnknownNameError, "unknown option 'devise'. Did you mean 'device'"),
+        ({"devise": "cpu"}, UnknownNameError, "option='devise' is unknown. Did you mean 'device'"),
     ],
     ids=str,
 )
@@ -392,7 +393,7 @@ def test_wrong_options(folder: Path, options: dict[str, Any], error: type[Except
 
 def test_a_gpu_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device='cuda' was requested, but PyTorch sees no GPU; use device='cpu'"):
+    with refused("device", "cuda"):
         foresay.load(folder, device="cuda")
 
 

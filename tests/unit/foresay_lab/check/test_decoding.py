@@ -176,7 +176,7 @@ def test_a_recording_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
         replace(recording, model="other", vocab_size=size + 1),
         replace(recording, model="other", tokenizer="0"),
     ):
-        with refused("recording", "other"):
+        with refused("recording", None):
             check_vocabulary(changed, generator)
     check_vocabulary(recording, loaded(tokenizer=Numbers()))
 
