@@ -5,7 +5,7 @@ Owns the two foreign formats. Knows nothing about our own recordings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError
@@ -44,15 +44,15 @@ def _tensors(name: str) -> Iterator[tuple[int, ...]]:
         inner, position = text[begin + len(_BEGIN) : end], f"{name}, line {line}"
         if "..." in inner:
             raise ConfigError(": the tensor was printed without some tokens ('...'); print it whole", param=position)
-        yield _tokens(filter(str.strip, inner.split(",")), position, "not a list of token ids")
+        yield _tokens(inner, filter(str.strip, inner.split(",")), position, "not a list of token ids")
 
 
-def _tokens(parts: Iterator[str] | list[str], position: str, problem: str) -> tuple[int, ...]:
-    """Parse token ids. position: file and line, for errors."""
+def _tokens(text: str, parts: Iterable[str], position: str, problem: str) -> tuple[int, ...]:
+    """Parse the token ids of a text, by its parts. position: file and line, for errors."""
     try:
         tokens = tuple(check_int("token", int(part), 0, MAX_VOCAB_SIZE - 1) for part in parts)
     except ValueError as error:
-        raise ConfigError(f": {problem} ({error})", param=position) from None
+        raise ConfigError(f": {problem} ({error})", param=position, value=text) from None
     if not tokens:
         raise ConfigError(": the output is empty", param=position)
     return tokens
@@ -67,7 +67,7 @@ def read_cs_drafting_cache(name: str) -> list[RecordedText]:
     texts = []
     for number, pair in enumerate(_PAIRS.read(read_limited(name, MAX_BYTES), repr(name)).items(), 1):
         position = f"{name}, entry {number}"
-        prompt, whole = (_tokens(ids.split("_"), position, "must be token ids joined by '_'") for ids in pair)
+        prompt, whole = (_tokens(ids, ids.split("_"), position, "must be token ids joined by '_'") for ids in pair)
         has_prompt = whole[: len(prompt)] == prompt
         start, source = (prompt, None) if has_prompt else (whole[:1], prompt)
         if len(whole) <= len(start):

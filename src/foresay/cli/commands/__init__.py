@@ -56,7 +56,7 @@ def feature(name: str) -> Any:
     """Return the module of a feature. Raises ConfigError if no package has it, and if it cannot be imported."""
     for point in entry_points(group="foresay.features", name=name):
         return _loaded(point, "feature")
-    raise ConfigError(f"feature {name!r} is in no installed package; install foresay again")
+    raise ConfigError("is in no installed package; install foresay again", param="feature", value=name)
 
 
 def _added(point: EntryPoint, known: dict[str, Command]) -> tuple[Command, ...]:
@@ -65,7 +65,7 @@ def _added(point: EntryPoint, known: dict[str, Command]) -> tuple[Command, ...]:
     for one in added:
         if not isinstance(one, Command) or one.name in known:
             why = f"{one.name!r} exists" if isinstance(one, Command) else f"{one!r} is no foresay.cli.command.Command"
-            raise ConfigError(f"commands {_described(point)} are left out: {why}")
+            raise ConfigError(f": left out, {why}", param=f"commands {_described(point)}")
     return added
 
 
@@ -73,7 +73,8 @@ def _loaded(point: EntryPoint, kind: str) -> Any:
     try:
         return point.load()
     except Exception as error:
-        raise ConfigError(f"{kind} {_described(point)} cannot be loaded: {type(error).__name__}: {error}") from error
+        problem = f"cannot be loaded: {type(error).__name__}: {error}"
+        raise ConfigError(problem, param=f"{kind} {_described(point)}") from error
 
 
 def _described(point: EntryPoint) -> str:
