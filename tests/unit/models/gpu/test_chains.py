@@ -76,8 +76,8 @@ def test_a_block_that_does_not_see_its_later_positions_is_found(monkeypatch: pyt
     """Control."""
     known = flat.Buffers.__init__
 
-    def init(self: Any, *given: Any) -> None:
-        known(self, *given)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        known(self, *given, **named)
         self.whole = self.visible
 
     monkeypatch.setattr(flat.Buffers, "__init__", init)
@@ -90,8 +90,8 @@ def test_convolutions_that_reach_another_row_are_found(monkeypatch: pytest.Monke
     """Control."""
     known = flat.Buffers.__init__
 
-    def init(self: Any, *given: Any) -> None:
-        known(self, *given)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        known(self, *given, **named)
         self.indices = torch.full_like(self.indices, 9)
 
     monkeypatch.setattr(flat.Buffers, "__init__", init)
