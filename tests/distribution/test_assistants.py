@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,9 @@ from foresay.models.huggingface.causal import CausalModel
 from helpers.assistants import assistant_model, read
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
-from helpers.reference import enumerated, joint, p_value
-from helpers.support import run
+from helpers.reference import enumerated, joint
+from helpers.sequential import value_of
+from helpers.support import Loop
 
 SIZE, LENGTH, SAMPLES, PROMPT = 5, 3, 1200, [1, 2, 1]
 
@@ -49,27 +49,14 @@ def value(
     gain: float = 2.0,
 ) -> float:
     assistant = Assistant(read(assistant_model(vocab_size=SIZE, gain=gain, ordered=ordered)), target)
-    params = [
-        SamplingParams(temperature=1.5, max_new_tokens=LENGTH + nodes, ignore_eos=True, seed=seed)
-        for seed in range(SAMPLES)
-    ]
+    params = SamplingParams(temperature=1.5, max_new_tokens=LENGTH + nodes, ignore_eos=True)
     drafter = made(assistant, SIZE, nodes=nodes)
-    outputs, steps, engine = run(
-        target,
-        [PROMPT] * SAMPLES,
-        params,
-        drafter=drafter,
-        rule=rule,
-        gamma=nodes or 2,
-        max_batch_size=64,
-        enough=LENGTH,
-    )
-    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert sum(step.num_accepted for step in steps) > SAMPLES / 4
-    assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 8
-    written = [output[:LENGTH] for output in outputs]
-    found: Any = joint(enumerated(target), params[0], PROMPT, LENGTH)
-    return p_value(written, found, SIZE)
+    loop = Loop(target, drafter=drafter, rule=rule, gamma=nodes or 2, max_batch_size=100)
+    found = value_of(loop, PROMPT, params, joint(enumerated(target), params, PROMPT, LENGTH), SAMPLES, enough=LENGTH)
+    requests = len({step.request_id for step in loop.steps})
+    assert sum(step.num_accepted for step in loop.steps) > requests / 4
+    assert sum(step.num_accepted < step.num_drafted for step in loop.steps) > requests / 8
+    return found
 
 
 @pytest.mark.parametrize(

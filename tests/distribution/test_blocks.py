@@ -25,8 +25,9 @@ from helpers.distribution_cells import ALPHA
 from helpers.families import make
 from helpers.heads import random_head
 from helpers.mtp import save_with_mtp
-from helpers.reference import enumerated, joint, p_value
-from helpers.support import run
+from helpers.reference import enumerated, joint
+from helpers.sequential import value_of
+from helpers.support import Loop
 
 SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1500, [1, 2, 1]
 PARAMS = SamplingParams(temperature=2.0, max_new_tokens=LENGTH, ignore_eos=True)
@@ -122,23 +123,15 @@ def value(target: CausalModel, drafter: str, rule: str, *, nodes: int = 0, path:
     made |= {name: changes.pop(name) for name in ("from_anchor",) if name in changes}
     block = BlockModel(random_block(target, gain=4.0 if path else 2.0, **made), target)
     new = LENGTH + nodes
-    params = [SamplingParams.of(PARAMS, seed=seed, max_new_tokens=new, **changes) for seed in range(SAMPLES)]
-    outputs, steps, engine = run(
-        target,
-        [PROMPT] * SAMPLES,
-        params,
-        drafter=DRAFTERS[drafter](block),
-        rule=rule,
-        gamma=nodes or 3,
-        max_batch_size=64,
-        enough=LENGTH,
-    )
-    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert sum(step.num_accepted for step in steps) > SAMPLES / 4
-    assert sum(step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 4
-    assert not nodes or max(step.num_accepted for step in steps) > 1, "trees of one level"
-    written = [output[:LENGTH] for output in outputs]
-    return p_value(written, joint(enumerated(target), params[0], PROMPT, LENGTH), SIZE)
+    params = SamplingParams.of(PARAMS, max_new_tokens=new, **changes)
+    loop = Loop(target, drafter=DRAFTERS[drafter](block), rule=rule, gamma=nodes or 3, max_batch_size=125)
+    probs = joint(enumerated(target), params, PROMPT, LENGTH)
+    found = value_of(loop, PROMPT, params, probs, SAMPLES, enough=LENGTH)
+    requests = len({step.request_id for step in loop.steps})
+    assert sum(step.num_accepted for step in loop.steps) > requests / 4
+    assert sum(step.num_accepted < step.num_drafted for step in loop.steps) > requests / 4
+    assert not nodes or max(step.num_accepted for step in loop.steps) > 1, "trees of one level"
+    return found
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])

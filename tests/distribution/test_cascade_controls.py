@@ -20,8 +20,9 @@ from foresay.drafters import Cascade, MaxGram, cascade
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.engine import guard
 from helpers.distribution_cells import ALPHA, DRAFT, PARAMS, PROMPT, SIZE, SMALL, TARGET, model
-from helpers.reference import joint, p_value
-from helpers.support import Renumbered, run
+from helpers.reference import joint
+from helpers.sequential import value_of
+from helpers.support import Loop, Renumbered
 
 LENGTH, SAMPLES = 4, 1200
 Patch = pytest.MonkeyPatch
@@ -30,12 +31,8 @@ Patch = pytest.MonkeyPatch
 def value(drafter: Drafter, rule: str | Rule = "speculative", gamma: int = 5) -> float:
     """The p-value of what a drafter makes the loop write."""
     params = SamplingParams.of(PARAMS["plain"], max_new_tokens=LENGTH)
-    each = [SamplingParams.of(params, seed=seed) for seed in range(SAMPLES)]
-    outputs, _, engine = run(
-        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=500
-    )
-    assert engine.draft_failures == 0
-    return p_value(outputs, joint(TARGET, params, PROMPT, LENGTH), SIZE)
+    loop = Loop(TARGET, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=500)
+    return value_of(loop, PROMPT, params, joint(TARGET, params, PROMPT, LENGTH), SAMPLES)
 
 
 def two(lenience: float = 1.0) -> Cascade:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from foresay.models.table import TableModel
 from foresay_lab.training.ngrams import NgramCounter
 from helpers.distribution_cells import ALPHA
 from helpers.reference import joint, p_value
+from helpers.sequential import decided
 
 SEEDS, LENGTH, SIZE = 1200, 2, 40
 TARGET = TableModel(torch.tensor([0.5, 0.5] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
@@ -92,7 +93,23 @@ def params(seed: int, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4, **changes)
 
 
-FIRST = [(prompt(seed), params(seed)) for seed in range(SEEDS)]
+class Part(NamedTuple):
+    """Some of the seeds, and a folder of theirs."""
+
+    seeds: range
+    folder: Path
+
+    @property
+    def first(self) -> list[Request]:
+        return [(prompt(seed), params(seed)) for seed in self.seeds]
+
+    def following(
+        self, first: Drafter, second: Drafter, make: Any, rule: str, prefixes: PrefixStore | None = None
+    ) -> list[list[int]]:
+        """Outputs of second requests, by another process unless the drafter is the same."""
+        one = Run(first, rule, 1, prefixes)
+        requests = [make(seed, answer) for seed, answer in zip(self.seeds, one.outputs(self.first), strict=True)]
+        return (one if second is first else Run(second, rule, 2)).outputs(requests)
 
 
 def hybrid(lookup: SuffixDrafter | NgramStoreDrafter | None = None) -> Drafter:
@@ -108,80 +125,74 @@ def after(seed: int, answer: list[int]) -> Request:
     return [*prompt(seed)[1:], answer[0]], params(seed)
 
 
-def following(first: Drafter, second: Drafter, make: Any, rule: str, prefixes: PrefixStore | None = None) -> Any:
-    """Outputs of second requests, by another process unless the drafter is the same."""
-    one = Run(first, rule, 1, prefixes)
-    requests = [make(seed, answer) for seed, answer in enumerate(one.outputs(FIRST))]
-    return (one if second is first else Run(second, rule, 2)).outputs(requests)
-
-
-def of_memory(rule: str, folder: Path) -> list[list[int]]:
+def of_memory(rule: str, part: Part) -> list[list[int]]:
     """A memory of this process."""
     kept = hybrid(SuffixDrafter(Memory()))
-    return following(kept, kept, after, rule)  # type: ignore[no-any-return]
+    return part.following(kept, kept, after, rule)
 
 
-def of_folder(rule: str, folder: Path) -> list[list[int]]:
+def of_folder(rule: str, part: Part) -> list[list[int]]:
     """A memory that another process wrote."""
-    memory = Memory(folder)
+    memory = Memory(part.folder)
     one = Run(hybrid(SuffixDrafter(memory)), rule, 1)
-    answers = one.outputs(FIRST)
+    answers = one.outputs(part.first)
     memory.flush(60)
     memory.close()
-    requests = [after(seed, answer) for seed, answer in enumerate(answers)]
-    return Run(hybrid(SuffixDrafter(Memory(folder, reads_only=True))), rule, 2).outputs(requests)
+    requests = [after(seed, answer) for seed, answer in zip(part.seeds, answers, strict=True)]
+    return Run(hybrid(SuffixDrafter(Memory(part.folder, reads_only=True))), rule, 2).outputs(requests)
 
 
-def of_batch(rule: str, folder: Path) -> list[list[int]]:
+def of_batch(rule: str, part: Part) -> list[list[int]]:
     """Rows of one batch: a seed's second request joins when the first has ended."""
     engine = Run(hybrid(SuffixDrafter(Memory())), rule, 1).engine
-    texts = {engine.submit(tokens, each): list[int]() for tokens, each in FIRST}
+    texts = {engine.submit(tokens, each): list[int]() for tokens, each in part.first}
     second: dict[int, int] = {}
     while engine.has_work:
         for step in engine.step():
             texts[step.request_id] += step.token_ids
-            if step.finish_reason is not None and step.request_id < SEEDS:
-                second[step.request_id] = engine.submit(*after(step.request_id, texts[step.request_id]))
-                texts[second[step.request_id]] = []
-    return [texts[second[seed]] for seed in range(SEEDS)]
+            if step.finish_reason is not None and step.request_id < len(part.seeds):
+                seed = part.seeds[step.request_id]
+                second[seed] = engine.submit(*after(seed, texts[step.request_id]))
+                texts[second[seed]] = []
+    return [texts[second[seed]] for seed in part.seeds]
 
 
-def of_counts(rule: str, folder: Path) -> list[list[int]]:
+def of_counts(rule: str, part: Part) -> list[list[int]]:
     """Counts of n-grams that a drafter keeps."""
     kept = hybrid(NgramStoreDrafter(5, store=NgramStore(5)))
-    return following(kept, kept, after, rule)  # type: ignore[no-any-return]
+    return part.following(kept, kept, after, rule)
 
 
-def of_prediction(rule: str, folder: Path, drafter: Any = hybrid) -> list[list[int]]:
+def of_prediction(rule: str, part: Part, drafter: Any = hybrid) -> list[list[int]]:
     """A prediction made from the answer."""
     make = lambda seed, answer: (prompt(seed), params(seed, prediction=(answer[1],)))  # noqa: E731
-    return following(drafter(), drafter(), make, rule)  # type: ignore[no-any-return]
+    return part.following(drafter(), drafter(), make, rule)
 
 
-def of_history(rule: str, folder: Path) -> list[list[int]]:
+def of_history(rule: str, part: Part) -> list[list[int]]:
     """A prompt with the answer in it, as long as the first one."""
 
     def make(seed: int, answer: list[int]) -> Request:
         text = prompt(seed)[-3:]
         return [*text, *answer[:2], *text, answer[0]], params(seed)
 
-    return following(hybrid(), hybrid(), make, rule)  # type: ignore[no-any-return]
+    return part.following(hybrid(), hybrid(), make, rule)
 
 
-def of_forced(rule: str, folder: Path) -> list[list[int]]:
+def of_forced(rule: str, part: Part) -> list[list[int]]:
     """A grammar made from the answer."""
     make = lambda seed, answer: (prompt(seed), params(seed, processors=(Forced([answer[1]]),)))  # noqa: E731
-    return following(hybrid(), hybrid(), make, rule)  # type: ignore[no-any-return]
+    return part.following(hybrid(), hybrid(), make, rule)
 
 
-def of_prefixes(rule: str, folder: Path) -> list[list[int]]:
+def of_prefixes(rule: str, part: Part) -> list[list[int]]:
     """Prefixes of ended rows, answers included."""
     make = lambda seed, answer: ([*prompt(seed), *answer], params(seed))  # noqa: E731
     kept = hybrid()
-    return following(kept, kept, make, rule, PrefixStore(1 << 20))  # type: ignore[no-any-return]
+    return part.following(kept, kept, make, rule, PrefixStore(1 << 20))
 
 
-def of_table(rule: str, folder: Path) -> list[list[int]]:
+def of_table(rule: str, part: Part) -> list[list[int]]:
     """An n-gram table that another run made of the answers."""
 
     def drafter(texts: Iterable[Sequence[int]]) -> Drafter:
@@ -190,12 +201,12 @@ def of_table(rule: str, folder: Path) -> list[list[int]]:
             counter.add(text)
         return Cascade([ModelDrafter(TARGET, SIZE), MaxGram(counter.table())], [[1, 0], [0, 3]])
 
-    answers = Run(drafter([[1, 0]]), rule, 1).outputs(FIRST)
-    made = drafter([*prompt(seed), answer[1]] for seed, answer in enumerate(answers))
-    return Run(made, rule, 2).outputs(FIRST)
+    answers = Run(drafter([[1, 0]]), rule, 1).outputs(part.first)
+    made = drafter([*prompt(seed), answer[1]] for seed, answer in zip(part.seeds, answers, strict=True))
+    return Run(made, rule, 2).outputs(part.first)
 
 
-def of_weights(rule: str, folder: Path) -> list[list[int]]:
+def of_weights(rule: str, part: Part) -> list[list[int]]:
     """A draft model that was trained on the answers, loaded from its files."""
 
     def drafter(digest: bytes, table: torch.Tensor) -> Drafter:
@@ -203,13 +214,13 @@ def of_weights(rule: str, folder: Path) -> list[list[int]]:
         model.learned = digest
         return ModelDrafter(model, SIZE)
 
-    answers = Run(drafter(b"before", TARGET.table), rule, 1).outputs(FIRST)
+    answers = Run(drafter(b"before", TARGET.table), rule, 1).outputs(part.first)
     trained = TARGET.table.clone()
-    for seed, answer in enumerate(answers):
+    for seed, answer in zip(part.seeds, answers, strict=True):
         x, y = prompt(seed)[-2:]
         trained[x, y] = 0
         trained[x, y, answer[1]] = 1
-    return Run(drafter(b"after", trained), rule, 2).outputs(FIRST)
+    return Run(drafter(b"after", trained), rule, 2).outputs(part.first)
 
 
 SOURCES = {
@@ -220,7 +231,7 @@ SOURCES = {
     "batch": of_batch,
     "counts": of_counts,
     "prediction": of_prediction,
-    "prediction, cascade": lambda rule, folder: of_prediction(rule, folder, cascade),
+    "prediction, cascade": lambda rule, part: of_prediction(rule, part, cascade),
     "history": of_history,
     "forced": of_forced,
     "prefixes": of_prefixes,
@@ -228,8 +239,13 @@ SOURCES = {
 
 
 def value(source: str, rule: str, folder: Path) -> float:
-    outputs = [one[:LENGTH] for one in SOURCES[source](rule, folder)]
-    return p_value(outputs, joint(TARGET, params(0), prompt(0), LENGTH), SIZE)
+    probs, written = joint(TARGET, params(0), prompt(0), LENGTH), list[list[int]]()
+
+    def look(seeds: range) -> float:
+        written.extend(one[:LENGTH] for one in SOURCES[source](rule, Part(seeds, folder / str(seeds.start))))
+        return p_value(written, probs, SIZE)
+
+    return decided(look, SEEDS, probs)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -23,8 +25,10 @@ from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, PROMPT, RULES, SIZE, SMALL, TARGET
-from helpers.reference import distribution
-from helpers.support import run
+from helpers.reference import distribution, joint
+from helpers.reference import p_value as p_value_of
+from helpers.sequential import decided
+from helpers.support import Loop, run
 
 SAMPLES = 600
 SECONDS = 400
@@ -35,45 +39,48 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "suffix": lambda: SuffixDrafter(Memory(max_tokens=256)),
     "cascade": lambda: Cascade([ModelDrafter(DRAFT, SIZE), MaxGram()], [[3, 2], [0, 2]]),
 }
+EOS = frozenset({2})
 Outcome = tuple[tuple[int, ...], bool]
 
 
 def outcomes(
-    params: SamplingParams, eos: frozenset[int], drafter: str, rule: str, samples: int = SAMPLES
-) -> Counter[Outcome]:
-    """(tokens, whether the request failed) of many requests."""
+    params: SamplingParams, drafter: str, rule: str, probs: dict[Outcome, float]
+) -> tuple[float, Counter[Outcome]]:
+    """The p-value of (tokens, whether the request failed) of many requests, and how often each was seen."""
     engine = Engine(TARGET, DRAFTERS[drafter](), make_rule(rule), ConstantLength(4), max_batch_size=250)
-    written: dict[int, list[int]] = {}
-    failed: dict[int, bool] = {}
-    for seed in range(samples):
-        written[engine.submit(PROMPT, SamplingParams.of(params, seed=seed), eos=eos)] = []
-    while engine.has_work:
-        for step in engine.step():
-            written[step.request_id] += step.token_ids
-            if step.finish_reason is not None:
-                failed[step.request_id] = step.finish_reason is FinishReason.ERROR
+    seen = Counter[Outcome]()
+
+    def look(seeds: range) -> float:
+        written: dict[int, list[int]] = {}
+        for seed in seeds:
+            written[engine.submit(PROMPT, SamplingParams.of(params, seed=seed), eos=EOS)] = []
+        while engine.has_work:
+            for step in engine.step():
+                written[step.request_id] += step.token_ids
+                if step.finish_reason is not None:
+                    seen[tuple(written[step.request_id]), step.finish_reason is FinishReason.ERROR] += 1
+        return p_value(seen, probs)
+
+    found = decided(look, SAMPLES, np.array([*probs.values()]))
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    return Counter((tuple(written[i]), failed[i]) for i in written)
+    return found, seen
 
 
-def enumerated(
-    params: SamplingParams, eos: frozenset[int], fails: Callable[[tuple[int, ...]], bool]
-) -> dict[Outcome, float]:
-    """Every output with its probability, by the definitions; a request fails where its next token cannot be chosen."""
+@cache
+def enumerated(stops: str) -> dict[Outcome, float]:
+    """Every output with its probability, by the definitions."""
+    params = STOPS[stops]
     out: dict[Outcome, float] = {}
     going: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while going:
         output, prob = going.pop()
-        ended = bool(output) and output[-1] in eos and len(output) > params.min_new_tokens
+        ended = bool(output) and output[-1] in EOS and len(output) > params.min_new_tokens
         if ended or len(output) == params.max_new_tokens:
             out[output, False] = prob
             continue
-        if fails(output):
-            out[output, True] = prob
-            continue
         own = params
         if len(output) < params.min_new_tokens:
-            own = SamplingParams.of(params, banned_token_ids=(*params.banned_token_ids, *eos))
+            own = SamplingParams.of(params, banned_token_ids=(*params.banned_token_ids, *EOS))
         for token, p in enumerate(distribution(TARGET, own, PROMPT, list(output))):
             if p > 0:
                 going.append(((*output, token), prob * float(p)))
@@ -93,7 +100,6 @@ def p_value(seen: Counter[Outcome], probs: dict[Outcome, float]) -> float:
     return float(stats.chisquare(observed, [w * total / sum(wanted) for w in wanted]).pvalue)
 
 
-EOS = frozenset({2})
 STOPS = {
     "stop token": SamplingParams(temperature=1.0, max_new_tokens=5),
     "least length": SamplingParams(temperature=1.0, max_new_tokens=5, min_new_tokens=3),
@@ -117,8 +123,7 @@ def half(odd: int) -> list[Any]:
 
 @pytest.mark.parametrize(("params", "drafter", "rule"), [([*STOPS][i % 3], *pair) for i, pair in enumerate(PAIRS)])
 def test_outputs_that_end_by_themselves_have_the_targets_law(params: str, drafter: str, rule: str) -> None:
-    asked = STOPS[params]
-    assert p_value(outcomes(asked, EOS, drafter, rule), enumerated(asked, EOS, lambda output: False)) > ALPHA
+    assert outcomes(STOPS[params], drafter, rule, enumerated(params))[0] > ALPHA
 
 
 # -- processors that meet what would never be written -------------------------------------------------------------------
@@ -148,14 +153,16 @@ class Fails(Grammar):
         return super().__call__(ids, scores)
 
 
-def grammatical(fails: Callable[[tuple[int, ...]], bool], length: int) -> dict[Outcome, float]:
+@cache
+def grammatical(failure: tuple[int, ...], length: int = 5) -> dict[Outcome, float]:
+    """failure: the last two tokens after which a request fails."""
     out: dict[Outcome, float] = {}
     going: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while going:
         output, prob = going.pop()
         if (output and output[-1] in EOS) or len(output) == length:
             out[output, False] = prob
-        elif fails(output):
+        elif output[-2:] == failure:
             out[output, True] = prob
         else:
             banned = (output[-1],) if output else (1, 2)
@@ -168,18 +175,16 @@ def grammatical(fails: Callable[[tuple[int, ...]], bool], length: int) -> dict[O
 def test_a_grammar_under_drafts_fails_nobody(drafter: str, rule: str) -> None:
     """A processor that raises after a drafted end token: no request fails, and the distribution is that of plain decoding."""
     asked = SamplingParams(temperature=1.0, max_new_tokens=5, processors=(Grammar(),))
-    seen = outcomes(asked, EOS, drafter, rule, 600)
-    assert not any(failed for _, failed in seen)
-    assert p_value(seen, grammatical(lambda output: False, 5)) > ALPHA
+    found, seen = outcomes(asked, drafter, rule, grammatical((-1, -1)))
+    assert found > ALPHA and not any(failed for _, failed in seen)
 
 
 @pytest.mark.parametrize(("drafter", "rule"), half(1))
 def test_a_failure_belongs_to_its_place(drafter: str, rule: str) -> None:
     """Requests fail exactly if they would have failed in plain decoding, after the same tokens, and with the same odds."""
     asked = SamplingParams(temperature=1.0, max_new_tokens=5, processors=(Fails(),))
-    seen = outcomes(asked, EOS, drafter, rule, 600)
-    assert any(failed for _, failed in seen)
-    assert p_value(seen, grammatical(lambda output: output[-2:] == (3, 0), 5)) > ALPHA
+    found, seen = outcomes(asked, drafter, rule, grammatical((3, 0)))
+    assert found > ALPHA and any(failed for _, failed in seen)
 
 
 @pytest.mark.parametrize("drafter", ["model", "perfect", "suffix"])
@@ -249,13 +254,19 @@ class Poisoned(ModelDrafter):
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0, 0.7])
 def test_a_draft_law_that_is_none_is_the_drafters_failure(rule: str, place: int, poison: float) -> None:
-    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(600)]
-    drafter = Poisoned(place, poison)
-    outputs, _, engine = run(TARGET, [PROMPT] * 600, params, drafter=drafter, rule=rule, gamma=4, max_batch_size=64)
-    assert engine.draft_failures > 0 and "does not sum to 1" in str(engine.drafter and engine.drafter.last_error)
-    firsts = Counter(output[0] for output in outputs)
-    wanted = distribution(TARGET, params[0], PROMPT, [])
-    assert stats.chisquare([firsts[t] for t in range(SIZE)], wanted * 600).pvalue > ALPHA
+    params, firsts, failures = SamplingParams(temperature=1.0, max_new_tokens=3), list[list[int]](), 0
+    probs = distribution(TARGET, params, PROMPT, [])
+
+    def look(seeds: range) -> float:
+        nonlocal failures
+        each = [SamplingParams.of(params, seed=seed) for seed in seeds]
+        loop = Loop(TARGET, drafter=Poisoned(place, poison), rule=rule, max_batch_size=64)
+        firsts.extend(one[:1] for one in loop.outputs([PROMPT] * len(each), each))
+        assert "does not sum to 1" in str(loop.engine.drafter and loop.engine.drafter.last_error)
+        failures += loop.engine.draft_failures
+        return p_value_of(firsts, probs, SIZE)
+
+    assert decided(look, SAMPLES, probs) > ALPHA and failures > 0
 
 
 # -- a seed given twice ---------------------------------------------------------------------------------------------------
@@ -271,30 +282,26 @@ KEPT: dict[str, Callable[[], Callable[[], Drafter]]] = {
 }
 
 
-def second_requests(kept: str, rule: str, samples: int = SECONDS) -> Counter[tuple[int, ...]]:
-    """First tokens of a second request with the seed and prompt of a first one, over what the drafter has kept of it."""
-    out: Counter[tuple[int, ...]] = Counter()
-    for seed in range(samples):
-        make = KEPT[kept]()
-        for turn in range(2):
-            params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3)
-            outputs, _, _ = run(SHARP, [[1, 0]], params, drafter=make(), rule=rule, gamma=3)
-            if turn:
-                out[tuple(outputs[0][:2])] += 1
-    return out
+def second_requests(kept: str, rule: str) -> float:
+    """The p-value of the first tokens of second requests with the seed and prompt of a first one, over what the drafter kept."""
+    params, firsts = SamplingParams(temperature=1.0, max_new_tokens=3), list[list[int]]()
+    probs = joint(SHARP, params, [1, 0], 2)
 
+    def look(seeds: range) -> float:
+        for seed in seeds:
+            make, one = KEPT[kept](), SamplingParams.of(params, seed=seed)
+            _, second = (run(SHARP, [[1, 0]], one, drafter=make(), rule=rule, gamma=3)[0][0] for _ in range(2))
+            firsts.append(second[:2])
+        return p_value_of(firsts, probs, 3)
 
-def first_two() -> dict[tuple[int, ...], float]:
-    one = SHARP.distribution([1, 0]).tolist()
-    return {(a, b): one[a] * one[b] for a in range(3) for b in range(3)}
+    return decided(look, SECONDS, probs)
 
 
 @pytest.mark.parametrize(
     ("kept", "rule"), [(kept, ("speculative", "block")[i % 2]) for i, kept in enumerate(KEPT)] + [("cascade", "block")]
 )
 def test_a_second_request_of_one_seed_has_the_targets_law(kept: str, rule: str) -> None:
-    seen, probs = second_requests(kept, rule), first_two()
-    assert stats.chisquare([seen[k] for k in probs], [p * SECONDS for p in probs.values()]).pvalue > ALPHA
+    assert second_requests(kept, rule) > ALPHA
 
 
 def test_guesses_judged_by_the_numbers_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,8 +319,7 @@ def test_guesses_judged_by_the_numbers_they_were_made_of(monkeypatch: pytest.Mon
         return Verification(count, extra[batch], count)
 
     monkeypatch.setattr(acceptance.Speculative, "verify", verify)
-    seen, probs = second_requests("ngram_store", "speculative"), first_two()
-    assert stats.chisquare([seen[k] for k in probs], [p * SECONDS for p in probs.values()]).pvalue < ALPHA
+    assert second_requests("ngram_store", "speculative") < ALPHA
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from foresay.decoding import clock
 from foresay.decoding.acceptance import make_rule
@@ -32,14 +31,11 @@ from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA
 from helpers.failing import BUDGETS, CHAINS, EVEN, KINDS, PROMPT, SKEWED, TREES, VOCAB, FailingTable, Make, first_tokens
+from helpers.reference import p_value
+from helpers.sequential import decided
 
-SAMPLES = 450
+SAMPLES, EVENLY = 450, np.full(VOCAB, 1 / VOCAB)
 Patch = pytest.MonkeyPatch
-
-
-def p_value(seen: Counter[int]) -> float:
-    total = sum(seen.values())
-    return float(stats.chisquare([seen[t] for t in range(VOCAB)], [total / VOCAB] * VOCAB).pvalue)
 
 
 def cells() -> list[tuple[str, str, str]]:
@@ -57,9 +53,8 @@ DRAFTERS: dict[str, Make] = {**CHAINS, **TREES}
 @pytest.mark.parametrize(("drafter", "rule", "kind"), cells())
 def test_a_failure_after_a_token_keeps_that_token(drafter: str, rule: str, kind: str) -> None:
     make = lambda: DRAFTERS[drafter](FailingTable(0, kind))  # noqa: E731
-    seen, failures = first_tokens(make, rule, SAMPLES, budget=BUDGETS.get(drafter, 2))
-    assert failures > SAMPLES / 10
-    assert p_value(seen) > ALPHA
+    value, failures = first_tokens(make, rule, SAMPLES, budget=BUDGETS.get(drafter, 2))
+    assert failures > 0.1 and value > ALPHA
 
 
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.long] * (i > 5)) for i in range(60)])
@@ -68,8 +63,8 @@ def test_failures_at_any_pass_and_token(seed: int) -> None:
     drafter, kind = chosen.choice(list(DRAFTERS)), chosen.choice(KINDS)
     rule = "speculative" if drafter in TREES else chosen.choice(["speculative", "block"])
     token, sound = chosen.randrange(VOCAB), chosen.randrange(4)
-    seen, _ = first_tokens(lambda: DRAFTERS[drafter](FailingTable(token, kind, sound=sound)), rule, 250, budget=4)
-    assert p_value(seen) > ALPHA, (drafter, rule, kind, token, sound)
+    value, _ = first_tokens(lambda: DRAFTERS[drafter](FailingTable(token, kind, sound=sound)), rule, 250, budget=4)
+    assert value > ALPHA, (drafter, rule, kind, token, sound)
 
 
 @contextmanager
@@ -81,8 +76,8 @@ def _raises_on(self: Interruptible) -> Iterator[None]:
 def test_a_draft_lost_with_its_failure(drafter: str, rule: str, monkeypatch: Patch) -> None:
     """Control: an exception loses the tokens that were drawn before it."""
     monkeypatch.setattr(Interruptible, "keeping", _raises_on)
-    seen, failures = first_tokens(lambda: DRAFTERS[drafter](FailingTable(0, "raises")), rule, SAMPLES)
-    assert failures > SAMPLES / 10 and p_value(seen) < ALPHA
+    value, failures = first_tokens(lambda: DRAFTERS[drafter](FailingTable(0, "raises")), rule, SAMPLES)
+    assert failures > 0.1 and value < ALPHA
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
@@ -96,16 +91,16 @@ def test_a_draft_lost_with_a_bad_distribution(rule: str, monkeypatch: Patch) -> 
         return out if out.failure is None else dataclasses.replace(empty, failure=out.failure)
 
     monkeypatch.setattr(guard, "checked", whole)
-    seen, _ = first_tokens(lambda: DRAFTERS["model"](FailingTable(0, "nan")), rule, SAMPLES)
-    assert p_value(seen) < ALPHA
+    value, _ = first_tokens(lambda: DRAFTERS["model"](FailingTable(0, "nan")), rule, SAMPLES)
+    assert value < ALPHA
 
 
 def test_a_review_lost_with_its_pass(monkeypatch: Patch) -> None:
     """Control: a reviewer that fails on an inner draft token loses its review."""
     monkeypatch.setattr(Shortening, "forward", lambda self, model_input, cache: self.inner.forward(model_input, cache))
     make = lambda: DRAFTERS["reviewed by the failing one"](FailingTable(0, "raises"))  # noqa: E731
-    seen, failures = first_tokens(make, "speculative", SAMPLES)
-    assert failures > SAMPLES / 10 and p_value(seen) < ALPHA
+    value, failures = first_tokens(make, "speculative", SAMPLES)
+    assert failures > 0.1 and value < ALPHA
 
 
 # -- wide trees ----------------------------------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budge
         engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
     steps = engine.step()
     assert len(steps) == SAMPLES and all(step.num_drafted for step in steps)
-    assert engine.draft_failures == 0 and p_value(Counter(step.token_ids[0] for step in steps)) > ALPHA
+    assert engine.draft_failures == 0 and p_value([step.token_ids[:1] for step in steps], EVENLY, VOCAB) > ALPHA
 
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
@@ -145,8 +140,8 @@ def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(tree.Grower, "_expand", expand)
     monkeypatch.setattr(Interruptible, "keeping", _raises_on)
-    seen, failures = first_tokens(lambda: wide(2, 2), "speculative", SAMPLES, budget=4)
-    assert failures > SAMPLES / 10 and p_value(seen) < ALPHA
+    value, failures = first_tokens(lambda: wide(2, 2), "speculative", SAMPLES, budget=4)
+    assert failures > 0.1 and value < ALPHA
 
 
 # -- drafts that are slow after a token -----------------------------------------------------------------------------------
@@ -173,15 +168,19 @@ class Slow(TableModel):
 )
 def test_a_draft_that_is_slow_after_a_token(rule: str, policy: Callable[[], LengthPolicy], monkeypatch: Patch) -> None:
     """Lengths that follow measured time are learned from tokens that were drawn, over many requests."""
-    draft, shared, seen = Slow(), policy(), Counter[int]()
-    ticks = itertools.count()
+    draft, shared, ticks = Slow(), policy(), itertools.count()
+    firsts: list[list[int]] = []
     monkeypatch.setattr(clock, "perf_counter", lambda: draft.now + next(ticks) * 1e-4)
-    for seed in range(SAMPLES):
-        engine = Engine(EVEN, ModelDrafter(draft, VOCAB), make_rule(rule), shared)
-        engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
-        tokens: list[int] = []
-        while engine.has_work:
-            tokens += [token for step in engine.step() for token in step.token_ids]
-        seen[tokens[0]] += 1
-        assert engine.draft_failures == 0
-    assert p_value(seen) > ALPHA
+
+    def look(seeds: range) -> float:
+        for seed in seeds:
+            engine = Engine(EVEN, ModelDrafter(draft, VOCAB), make_rule(rule), shared)
+            engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
+            tokens: list[int] = []
+            while engine.has_work:
+                tokens += [token for step in engine.step() for token in step.token_ids]
+            firsts.append(tokens[:1])
+            assert engine.draft_failures == 0
+        return p_value(firsts, EVENLY, VOCAB)
+
+    assert decided(look, SAMPLES, EVENLY) > ALPHA

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from foresay.text.grammar import Grammar, JsonMask
 from helpers.distribution_cells import ALPHA, DRAFTERS, RULES
 from helpers.reference import p_value
-from helpers.support import Mixed, run
+from helpers.sequential import decided
+from helpers.support import Loop, Mixed
 
 TOKENS = ["<eos>", '"', "a", "b", "ab", "ba"]
 EOS, SIZE, LENGTH = 0, len(TOKENS), 5
@@ -73,16 +73,20 @@ JOINT = joint()
 
 
 def sample(drafter: Any, rule: str, mask: Any = SCHEMA.mask_after, samples: int = 500) -> float:
-    requests = [
-        SamplingParams(temperature=1.0, max_new_tokens=LENGTH, seed=seed, processors=(mask(len(PROMPT)),))
-        for seed in range(samples)
-    ]
-    outputs, _, engine = run(
-        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, policy=ConstantLength(3),
-        max_batch_size=64, eos=frozenset({EOS}),
-    )  # fmt: skip
-    assert engine.draft_failures == 0
-    return p_value([[*one, *[EOS] * (LENGTH - len(one))] for one in outputs], JOINT, SIZE)
+    loop, written = Loop(TARGET, drafter=drafter, rule=rule, gamma=3, max_batch_size=64), list[list[int]]()
+
+    def look(seeds: range) -> float:
+        requests = [
+            SamplingParams(temperature=1.0, max_new_tokens=LENGTH, seed=seed, processors=(mask(len(PROMPT)),))
+            for seed in seeds
+        ]
+        outputs = loop.outputs([PROMPT] * len(requests), requests, eos=frozenset({EOS}))
+        written.extend([*one, *[EOS] * (LENGTH - len(one))] for one in outputs)
+        return p_value(written, JOINT, SIZE)
+
+    found = decided(look, samples, JOINT)
+    assert loop.engine.draft_failures == 0
+    return found
 
 
 def test_the_reference_is_a_law() -> None:

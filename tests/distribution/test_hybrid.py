@@ -17,9 +17,11 @@ from foresay.lengths import ThroughputLength, measured_drafter
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
-from helpers.support import run
+from helpers.sequential import decided
+from helpers.support import Loop
 
 SAMPLES = 900
+JOINT = joint(TARGET, PARAMS["plain"], PROMPT, LENGTH)
 
 
 class Ragged(TableModel):
@@ -44,16 +46,20 @@ def _virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def value(lookup: str, rule: str, policy: LengthPolicy, *, greedy_too: bool = False) -> tuple[float, int]:
     target = Ragged(TARGET.table)
-    params = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(SAMPLES)]
-    if greedy_too:
-        params = [SamplingParams.of(one, temperature=0.0) if i % 4 == 3 else one for i, one in enumerate(params)]
     drafter = Hybrid(LOOKUPS[lookup](), ModelDrafter(DRAFT, SIZE), min_match=1, k=3)
-    outputs, steps, engine = run(
-        target, [PROMPT] * SAMPLES, params, drafter=drafter, rule=rule, policy=policy, max_batch_size=32
-    )
-    assert any(step.num_drafted for step in steps)
-    sampled = [out for out, one in zip(outputs, params, strict=True) if not one.greedy]
-    return p_value(sampled, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE), engine.draft_failures
+    loop, written = Loop(target, drafter=drafter, rule=rule, policy=policy, max_batch_size=32), list[list[int]]()
+
+    def look(seeds: range) -> float:
+        params = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in seeds]
+        if greedy_too:
+            params = [SamplingParams.of(one, temperature=0.0) if i % 4 == 3 else one for i, one in enumerate(params)]
+        outputs = loop.outputs([PROMPT] * len(params), params)
+        written.extend(out for out, one in zip(outputs, params, strict=True) if not one.greedy)
+        return p_value(written, JOINT, SIZE)
+
+    found = decided(look, SAMPLES, JOINT)
+    assert any(step.num_drafted for step in loop.steps)
+    return found, loop.engine.draft_failures
 
 
 @pytest.mark.parametrize("policy", DEFAULTS)

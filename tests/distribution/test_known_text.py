@@ -10,10 +10,10 @@ import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, ModelDrafter, SuffixDrafter
-from foresay.lengths import ConstantLength
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, RULES, SIZE, TARGET
 from helpers.reference import joint, p_value
-from helpers.support import run
+from helpers.sequential import decided
+from helpers.support import Loop
 
 SAMPLES = 900
 PREDICTIONS = [tuple(range(SIZE)), (0, 0, 0, 0), (1, 2), tuple(reversed(range(SIZE))) * 2]
@@ -31,16 +31,28 @@ class Claims:
         return [len(output) % SIZE, 1] if len(output) % 2 == 0 else []
 
 
-def outputs(drafter: Any, rule: str, **changes: Any) -> tuple[list[list[int]], int]:
-    params = [
-        SamplingParams.of(PARAMS["plain"], seed=seed, **{"prediction": PREDICTIONS[seed % 4], **changes})
-        for seed in range(SAMPLES)
-    ]
-    found, steps, engine = run(
-        TARGET, [PROMPT] * SAMPLES, params, drafter=drafter, rule=rule, policy=ConstantLength(3), max_batch_size=64
-    )
-    assert engine.draft_failures == 0
-    return found, sum(step.num_drafted for step in steps)
+JOINT = joint(TARGET, PARAMS["plain"], PROMPT, LENGTH)
+
+
+def value(drafter: Any, rule: str, *, believed: bool = False, **changes: Any) -> tuple[float, int]:
+    """The p-value, and the draft tokens of the first look. believed: outputs begin with their predictions."""
+    loop, written, drafted = Loop(TARGET, drafter=drafter, rule=rule, gamma=3, max_batch_size=64), list[list[int]](), []
+
+    def look(seeds: range) -> float:
+        params = [
+            SamplingParams.of(PARAMS["plain"], seed=seed, **{"prediction": PREDICTIONS[seed % 4], **changes})
+            for seed in seeds
+        ]
+        found = loop.outputs([PROMPT] * len(params), params)
+        written.extend(
+            [PREDICTIONS[seed % 4][0], *one[1:]] if believed else one for seed, one in zip(seeds, found, strict=True)
+        )
+        drafted.append(sum(step.num_drafted for step in loop.steps))
+        return p_value(written, JOINT, SIZE)
+
+    found = decided(look, SAMPLES, JOINT)
+    assert loop.engine.draft_failures == 0
+    return found, drafted[0]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -48,14 +60,11 @@ def outputs(drafter: Any, rule: str, **changes: Any) -> tuple[list[list[int]], i
 @pytest.mark.parametrize("claims", [False, True])
 def test_known_tokens_keep_the_distribution(rule: str, hybrid: bool, claims: bool) -> None:
     drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=2, k=3) if hybrid else SuffixDrafter()
-    found, drafted = outputs(drafter, rule, processors=(Claims(),) if claims else ())
-    _, without = outputs(SuffixDrafter(), rule, prediction=())
-    assert drafted > without, "they are drafted"
-    assert p_value(found, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
+    found, drafted = value(drafter, rule, processors=(Claims(),) if claims else ())
+    _, without = value(SuffixDrafter(), rule, prediction=())
+    assert found > ALPHA and drafted > without, "they are drafted"
 
 
-def test_the_comparison_sees_predictions_that_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: outputs that begin with their predictions."""
-    found, _ = outputs(SuffixDrafter(), "speculative")
-    believed = [[PREDICTIONS[i % 4][0], *one[1:]] for i, one in enumerate(found)]
-    assert p_value(believed, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
+def test_the_comparison_sees_predictions_that_are_believed() -> None:
+    """Control."""
+    assert value(SuffixDrafter(), "speculative", believed=True)[0] < ALPHA

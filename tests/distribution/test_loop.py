@@ -1,7 +1,8 @@
 """The whole loop over a table: the distribution of what is written equals the enumerated distribution of the target.
 
-Each cell compares 300 to 1,000 outputs of LENGTH tokens with their enumerated distribution by chi-squared. Seeds are fixed; with
-ALPHA = 1e-6 and 105 cells the odds that correct code would have failed when the seeds were chosen are 1e-4.
+Each cell compares up to 300 to 1,000 outputs of LENGTH tokens with their enumerated distribution by chi-squared, in looks (see
+helpers/sequential.py). Seeds are fixed; with ALPHA = 1e-6 and 105 cells the odds that correct code would have failed when the
+seeds were chosen are at most 1e-4.
 `pytest tests/distribution --long` runs the full product of 5,040 with 3,000 outputs each.
 """
 
@@ -20,14 +21,13 @@ from helpers.distribution_cells import (
     PARAMS,
     PROMPT,
     SAMPLES,
-    SIZE,
     TARGET,
     Cell,
     pairwise,
     product,
-    sample,
+    value,
 )
-from helpers.reference import joint, p_value
+from helpers.reference import joint
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,16 +38,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_output_has_the_targets_law(cell: Cell, request: pytest.FixtureRequest) -> None:
     samples = SAMPLES if request.config.getoption("--long") else COUNTS[cell[4]]
-    probs = joint(TARGET, PARAMS[cell[3]], PROMPT, LENGTH)
-    assert p_value(sample(cell, samples), probs, SIZE) > ALPHA
+    assert value(cell, joint(TARGET, PARAMS[cell[3]], PROMPT, LENGTH), samples) > ALPHA
 
 
 def test_the_comparison_sees_another_law() -> None:
     """The draft's own distribution, and a distribution one parameter away, differ from the target's at this sample size."""
-    outputs = sample(("none", "speculative", "0", "plain", "joining"))
-    assert p_value(outputs, joint(DRAFT, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
+    cell = ("none", "speculative", "0", "plain", "joining")
+    assert value(cell, joint(DRAFT, PARAMS["plain"], PROMPT, LENGTH)) < ALPHA
     warmer = SamplingParams.of(PARAMS["plain"], temperature=1.5)
-    assert p_value(outputs, joint(TARGET, warmer, PROMPT, LENGTH), SIZE) < ALPHA
+    assert value(cell, joint(TARGET, warmer, PROMPT, LENGTH)) < ALPHA
 
 
 def test_the_stored_cells_hold_every_pair() -> None:

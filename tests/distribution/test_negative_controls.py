@@ -18,26 +18,18 @@ from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
-from helpers.reference import joint, p_value
-from helpers.support import ModelDrafter, run
+from helpers.reference import joint
+from helpers.sequential import value_of
+from helpers.support import Loop, ModelDrafter, run
 
 Patch = pytest.MonkeyPatch
 
 
 def value(rule: object, *, drafter: ModelDrafter | None = None, gamma: int = 3) -> float:
     """The p-value of what a (broken) rule and drafter write."""
-    params = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(SAMPLES)]
-    outputs, _, engine = run(
-        TARGET,
-        [PROMPT] * SAMPLES,
-        params,
-        drafter=drafter or ModelDrafter(DRAFT, SIZE),
-        rule=rule,  # type: ignore[arg-type]
-        gamma=gamma,
-        max_batch_size=500,
-    )
-    assert engine.draft_failures == 0
-    return p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE)
+    drafter = drafter or ModelDrafter(DRAFT, SIZE)
+    loop = Loop(TARGET, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=500)  # type: ignore[arg-type]
+    return value_of(loop, PROMPT, PARAMS["plain"], joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SAMPLES)
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
@@ -48,7 +40,7 @@ def test_the_intact_rule_survives(rule: str) -> None:
 @pytest.mark.parametrize("rule", [Speculative, Block])
 def test_no_residual(rule: type, monkeypatch: Patch) -> None:
     """After a rejection the extra token is drawn from p instead of norm(max(0, p - q))."""
-    monkeypatch.setattr(acceptance, "_without_draft", lambda distribution, *rest: distribution)
+    monkeypatch.setattr(acceptance, "residual", lambda p, q: p / p.sum(-1, keepdim=True))
     assert value(rule()) < ALPHA
 
 
@@ -68,12 +60,9 @@ def _keyed_by_position(self: Streams, purpose: Purpose, offsets: torch.Tensor) -
 def _long_blocks() -> float:
     """Block verification over two tokens and six positions, where a step often re-tests the positions of the one before."""
     target, draft = (TableModel.random(2, seed=seed, concentration=0.7) for seed in (1, 2))
-    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=6) for seed in range(SAMPLES)]
-    drafter = ModelDrafter(draft, 2)
-    outputs, _, _ = run(
-        target, [[1, 0, 1]] * SAMPLES, params, drafter=drafter, rule="block", gamma=5, max_batch_size=500
-    )
-    return p_value(outputs, joint(target, params[0], [1, 0, 1], 6), 2)
+    params = SamplingParams(temperature=1.0, max_new_tokens=6)
+    loop = Loop(target, drafter=ModelDrafter(draft, 2), rule="block", gamma=5, max_batch_size=500)
+    return value_of(loop, [1, 0, 1], params, joint(target, params, [1, 0, 1], 6), SAMPLES)
 
 
 def test_uniforms_keyed_by_position(monkeypatch: Patch) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from scipy import stats
 
 from foresay.decoding import clock
 from foresay.decoding.acceptance import make_rule
@@ -22,6 +20,8 @@ from foresay.engine.request_keys import RequestKeys
 from foresay.lengths import ThroughputLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, LENGTHS
+from helpers.reference import p_value
+from helpers.sequential import decided
 
 Patch = pytest.MonkeyPatch
 SAMPLES = 300
@@ -61,28 +61,26 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def second_requests(policy: Callable[[], LengthPolicy], drafter: str, rule: str, monkeypatch: Patch) -> Counter[int]:
-    """First tokens of second requests with the seed and policy of a first one, on a virtual clock."""
+def second_requests(policy: Callable[[], LengthPolicy], drafter: str, rule: str, monkeypatch: Patch) -> float:
+    """The p-value of first tokens of second requests with the seed and policy of a first one, on a virtual clock."""
     ticks = itertools.count()
     monkeypatch.setattr(clock, "perf_counter", lambda: next(ticks) * 1e-3)
-    out: Counter[int] = Counter()
-    for seed in range(SAMPLES):
-        shared = policy()
-        for turn in range(2):
-            engine = Engine(SHARP, DRAFTERS[drafter](), make_rule(rule), shared)
-            engine.submit([1, 0], SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
-            tokens: list[int] = []
-            while engine.has_work and not (turn and tokens):  # of the second request the first token is counted
-                tokens += [token for step in engine.step() for token in step.token_ids]
-            assert engine.draft_failures == 0
-            if turn:
-                out[tokens[0]] += 1
-    return out
+    firsts, probs = list[list[int]](), SHARP.distribution([1, 0]).numpy()
 
+    def look(seeds: range) -> float:
+        for seed in seeds:
+            shared = policy()
+            for turn in range(2):
+                engine = Engine(SHARP, DRAFTERS[drafter](), make_rule(rule), shared)
+                engine.submit([1, 0], SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
+                tokens: list[int] = []
+                while engine.has_work and not (turn and tokens):  # of the second request the first token is counted
+                    tokens += [token for step in engine.step() for token in step.token_ids]
+                assert engine.draft_failures == 0
+            firsts.append(tokens[:1])
+        return p_value(firsts, probs, 3)
 
-def p_value(seen: Counter[int]) -> float:
-    wanted = SHARP.distribution([1, 0]).tolist()
-    return float(stats.chisquare([seen[t] for t in range(3)], [p * SAMPLES for p in wanted]).pvalue)
+    return decided(look, SAMPLES, probs)
 
 
 def cells() -> list[tuple[str, str, str]]:
@@ -99,15 +97,15 @@ def cells() -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("drafter", "rule", "policy"), cells())
 def test_a_seed_given_twice_keeps_the_distribution(drafter: str, rule: str, policy: str, monkeypatch: Patch) -> None:
-    assert p_value(second_requests(POLICIES[policy], drafter, rule, monkeypatch)) > ALPHA
+    assert second_requests(POLICIES[policy], drafter, rule, monkeypatch) > ALPHA
 
 
 def test_lengths_learned_from_a_seeds_own_numbers(monkeypatch: Patch) -> None:
     """Control: a policy that claims to remember nothing, and does."""
-    assert p_value(second_requests(Stateless, "model", "speculative", monkeypatch)) < ALPHA
+    assert second_requests(Stateless, "model", "speculative", monkeypatch) < ALPHA
 
 
 def test_a_seed_whose_policy_is_not_looked_at(monkeypatch: Patch) -> None:
     """Control: other random numbers for a seed given twice only where the drafter remembers."""
     monkeypatch.setattr(RequestKeys, "key_of", lambda keys, row: row.seed)
-    assert p_value(second_requests(Learning, "model", "block", monkeypatch)) < ALPHA
+    assert second_requests(Learning, "model", "block", monkeypatch) < ALPHA

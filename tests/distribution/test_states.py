@@ -17,8 +17,9 @@ from foresay.models.huggingface.self_check import use_fused_layers
 from helpers.broken_kernels import Broken
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
-from helpers.reference import enumerated, joint, p_value
-from helpers.support import Mixed, run
+from helpers.reference import enumerated, joint
+from helpers.sequential import value_of
+from helpers.support import Loop, Mixed
 
 SIZE, LENGTH, SAMPLES, PROMPT = 3, 4, 1500, [1, 2, 1, 0, 2]
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LENGTH)
@@ -42,14 +43,12 @@ def value(rule: str, drafter: str = "model", family: str = "qwen3_5") -> float:
     """The p-value of what the loop generates over states."""
     target = model(1, family)
     made = ModelDrafter(model(2, family), SIZE) if drafter == "model" else Mixed(SIZE)
-    params = [SamplingParams.of(PARAMS, seed=seed) for seed in range(SAMPLES)]
-    outputs, steps, engine = run(
-        target, [PROMPT] * SAMPLES, params, drafter=made, rule=rule, gamma=3, max_batch_size=250
-    )
-    assert engine.draft_failures == 0
-    assert sum(0 < step.num_accepted < step.num_drafted for step in steps) > SAMPLES / 20
-    assert sum(step.num_accepted == step.num_drafted > 0 for step in steps) > SAMPLES / 10
-    return p_value(outputs, joint(enumerated(target), params[0], PROMPT, LENGTH), SIZE)
+    loop = Loop(target, drafter=made, rule=rule, gamma=3, max_batch_size=250)
+    found = value_of(loop, PROMPT, PARAMS, joint(enumerated(target), PARAMS, PROMPT, LENGTH), SAMPLES)
+    requests = len({step.request_id for step in loop.steps})
+    assert sum(0 < step.num_accepted < step.num_drafted for step in loop.steps) > requests / 20
+    assert sum(step.num_accepted == step.num_drafted > 0 for step in loop.steps) > requests / 10
+    return found
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match"])

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from foresay.decoding import trees
-from foresay.decoding.acceptance import make_rule
+from foresay.decoding.acceptance import Speculative, make_rule
 from foresay.decoding.distributions import Distributions
-from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter
+from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.protocols import Drafter, Rule
+from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory, ModelTreeDrafter, SuffixTreeDrafter
@@ -22,7 +23,8 @@ from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
-from helpers.support import run
+from helpers.sequential import decided, value_of
+from helpers.support import Loop, run
 from helpers.trees import TableTree
 
 Patch = pytest.MonkeyPatch
@@ -37,15 +39,12 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 def value(
-    drafter: Drafter, rule: str = "speculative", params: str = "plain", *, batch: int = 300, gamma: int = 8
+    drafter: Drafter, rule: str | Rule = "speculative", params: str = "plain", *, batch: int = 300, gamma: int = 8
 ) -> float:
-    each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(SAMPLES)]
-    outputs, steps, engine = run(
-        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=batch
-    )
-    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert any(sum(step.tested) > len(step.tested) for step in steps), "siblings were tried"
-    return p_value(outputs, joint(TARGET, PARAMS[params], PROMPT, LENGTH), SIZE)
+    loop = Loop(TARGET, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=batch)
+    found = value_of(loop, PROMPT, PARAMS[params], joint(TARGET, PARAMS[params], PROMPT, LENGTH), SAMPLES)
+    assert any(sum(step.tested) > len(step.tested) for step in loop.steps), "siblings were tried"
+    return found
 
 
 def cells() -> list[Any]:
@@ -92,20 +91,17 @@ def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
     assert kept
 
 
-def test_a_path_one_position_off(monkeypatch: Patch) -> None:
-    """The distributions of the position before the one where the walk stands."""
-    intact = trees._dense
+class Off(Speculative):
+    """Verifies by the distributions of the position before."""
 
-    def off(target: object, walk: trees._Walk, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-        position = walk.position
-        walk.position = (position - 1).clamp(min=0)
-        try:
-            return intact(target, walk, vocab)  # type: ignore[arg-type]
-        finally:
-            walk.position = position
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
+        assert target.probs_row is not None
+        index = torch.cat([target.probs_row[:, :1], target.probs_row[:, :-1]], 1)
+        return super().verify(Distributions(target.greedy_ids, target.probs, index), proposal, streams)
 
-    monkeypatch.setattr(trees, "_dense", off)
-    assert value(TableTree(DRAFT)) < ALPHA
+
+def test_a_path_one_position_off() -> None:
+    assert value(TableTree(DRAFT), Off()) < ALPHA
 
 
 @pytest.mark.parametrize("rule", ["speculative", "match"])
@@ -163,15 +159,20 @@ def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
 @pytest.mark.parametrize("params", ["context", "nucleus"])
 def test_a_tree_beside_a_row_with_one_token_left(params: str, width: int) -> None:
     """Row 0 has no room for a draft: its neighbours' trees are processed along their own paths all the same."""
-    each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(SAMPLES)]
-    first = SamplingParams.of(PARAMS[params], seed=9, max_new_tokens=1)
-    drafter = ModelTreeDrafter(DRAFT, SIZE, branches=2, width=width)
-    outputs, steps, engine = run(
-        TARGET, [PROMPT] * (1 + SAMPLES), [first, *each], drafter=drafter, gamma=6, max_batch_size=1 + SAMPLES
+    first, probs = (
+        SamplingParams.of(PARAMS[params], seed=9, max_new_tokens=1),
+        joint(TARGET, PARAMS[params], PROMPT, LENGTH),
     )
-    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert any(step.num_drafted for step in steps)
-    assert p_value(outputs[1:], joint(TARGET, PARAMS[params], PROMPT, LENGTH), SIZE) > ALPHA
+    drafter, written = ModelTreeDrafter(DRAFT, SIZE, branches=2, width=width), list[list[int]]()
+    loop = Loop(TARGET, drafter=drafter, gamma=6, max_batch_size=1 + SAMPLES)
+
+    def look(seeds: range) -> float:
+        each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in seeds]
+        written.extend(loop.outputs([PROMPT] * (1 + len(each)), [first, *each])[1:])
+        return p_value(written, probs, SIZE)
+
+    assert decided(look, SAMPLES, probs) > ALPHA and any(step.num_drafted for step in loop.steps)
+    assert loop.engine.draft_failures == 0, drafter.last_error
 
 
 class Watches:

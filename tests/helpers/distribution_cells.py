@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
@@ -23,7 +25,8 @@ from foresay.drafters import (
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.table import TableModel
-from helpers.support import Mixed, Renumbered, run
+from helpers.sequential import value_of
+from helpers.support import Loop, Mixed, Renumbered
 
 SIZE, LENGTH, SAMPLES, ALPHA = 4, 3, 3000, 1e-6
 PROMPT = [1, 2, 1, 3, 1, 2]
@@ -95,23 +98,13 @@ def product() -> list[Cell]:
     return list(itertools.product(DRAFTERS, RULES, LENGTHS, PARAMS, BATCHES))
 
 
-def sample(cell: Cell, samples: int | None = None) -> list[list[int]]:
+def value(cell: Cell, probs: np.ndarray, samples: int | None = None) -> float:
+    """The p-value of what a cell writes against a distribution."""
     drafter, rule, length, params, batch = cell
-    samples = COUNTS[batch] if samples is None else samples
     size, late = BATCHES[batch]
-    requests = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(samples)]
-    outputs, _, engine = run(
-        TARGET,
-        [PROMPT] * samples,
-        requests,
-        drafter=DRAFTERS[drafter](),
-        rule=rule,
-        policy=LENGTHS[length](),
-        max_batch_size=size,
-        join_later=late,
-    )
-    assert engine.draft_failures == 0
-    return outputs
+    loop = Loop(TARGET, drafter=DRAFTERS[drafter](), rule=rule, policy=LENGTHS[length](), max_batch_size=size)
+    samples = COUNTS[batch] if samples is None else samples
+    return value_of(loop, PROMPT, PARAMS[params], probs, samples, join_later=late)
 
 
 def pairwise() -> list[Cell]:

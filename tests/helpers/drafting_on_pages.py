@@ -106,7 +106,8 @@ def drafts(
     outputs, _, engine = run(
         target, PROMPTS[: len(params)], params, drafter=drafter, policy=Recorded(3), max_batch_size=2, enough=enough
     )
-    assert engine.draft_failures == 0
+    if engine.draft_failures:  # which no control is about
+        raise RuntimeError(f"the drafter failed: {engine.drafter and engine.drafter.last_error}")
     return outputs, proposals
 
 

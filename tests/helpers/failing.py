@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from foresay.decoding.acceptance import make_rule
@@ -15,6 +15,8 @@ from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.engine import Engine
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
+from helpers.reference import p_value
+from helpers.sequential import decided
 from helpers.support import Renumbered
 
 VOCAB = 4
@@ -82,16 +84,17 @@ BUDGETS = {
 """Draft tokens of a step; 2 for the others, so that a failure depends on the first token alone."""
 
 
-def first_tokens(
-    make: Callable[[], Drafter], rule: str, samples: int, *, budget: int = 2, target: TableModel = EVEN
-) -> tuple[Counter[int], int]:
-    """The first token of each request, alone in an engine of its own, and how many drafters failed."""
-    out: Counter[int] = Counter()
-    failures = 0
-    for seed in range(samples):
-        engine = Engine(target, make(), make_rule(rule), ConstantLength(budget), max_batch_size=1)
-        engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
-        steps = engine.step()
-        out[steps[0].token_ids[0]] += 1
-        failures += engine.draft_failures
-    return out, failures
+def first_tokens(make: Callable[[], Drafter], rule: str, samples: int, *, budget: int = 2) -> tuple[float, float]:
+    """The p-value of the first token of requests, each alone in an engine of its own, and the share of drafters that failed."""
+    firsts, evenly, failures = list[list[int]](), np.full(VOCAB, 1 / VOCAB), 0
+
+    def look(seeds: range) -> float:
+        nonlocal failures
+        for seed in seeds:
+            engine = Engine(EVEN, make(), make_rule(rule), ConstantLength(budget), max_batch_size=1)
+            engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
+            firsts.append(list(engine.step()[0].token_ids[:1]))
+            failures += engine.draft_failures
+        return p_value(firsts, evenly, VOCAB)
+
+    return decided(look, samples, evenly), failures / len(firsts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +13,60 @@ import torch
 
 from foresay.decoding import sampling_kernels
 from foresay.decoding.protocols import ModelInput
-from foresay.models.gpu import attention, passes
+from foresay.models.gpu import attention, flat, pages, passes, rows, trees
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, PagedTokens
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import family_layers, fused
-from helpers.families import whole_product
+from foresay.models.sources import reading, wrapping
+from helpers.families import joint_of, whole_product
+
+PAGE = 16
+"""Slots of a page in the interpreter, where a longer prompt is more programs."""
 
 
 def few_programs(monkeypatch: pytest.MonkeyPatch, product: Any = whole_product) -> None:
-    """A program of the interpreter takes a millisecond. product: of layers that read the same input."""
+    """A program of the interpreter takes a millisecond, so that pages are small. product: of layers that read the same input."""
+    for module in (attention, flat, pages, passes, rows, trees):
+        monkeypatch.setattr(module, "PAGE", PAGE)
     monkeypatch.setattr(attention, "SPLITS", 1)
     monkeypatch.setattr(sampling_kernels, "SPAN", 128)
     monkeypatch.setattr(passes, "MAX_ROWS", 32)
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "product_of", product)
+
+
+def loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a GPU with kernels, which compute in float32, also where models are loaded."""
+    few_programs(monkeypatch, joint_of)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
+    monkeypatch.setattr(reading, "_keeps_blocks", lambda options: False)
+    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
+    monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
+
+
+def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Scores of one row's tokens [1, T], by a new cache."""
+    cache = model.new_cache()
+    cache.add_rows(1)
+    found: torch.Tensor = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()
+    return found
+
+
+@contextmanager
+def language_of_the_interpreter() -> Iterator[None]:
+    """Triton's language for the interpreter, which would otherwise replace its functions for each launch and each call."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    intact = interpreter._patch_lang
+    replaced = intact(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = intact
+        replaced.restore()
 
 
 def sum_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,15 @@ def folder_of(
     """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32."""
     values = (CASES | EXPANDED)[case][2]
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
-    model = make("qwen2", layers, vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    model = make(
+        "qwen2",
+        3,
+        num_hidden_layers=layers,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        **sizes,
+    )
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16).float()
     tiny.save(path, model)

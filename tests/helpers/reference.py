@@ -15,6 +15,9 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 
+LEAST = 5
+"""How often the chi-squared test must expect a cell."""
+
 
 class Enumerated:
     """A tiny model's distributions after all contexts, by its family's own code, without a cache of keys and values."""
@@ -70,28 +73,28 @@ def distribution(
 def joint(target: TableModel | Enumerated, params: SamplingParams, prompt: Sequence[int], length: int) -> np.ndarray:
     """The distribution of the first `length` output tokens, flattened, [V ** length]."""
     size = target.vocab_size
-    out = np.zeros(size**length)
-    for place, output in enumerate(itertools.product(range(size), repeat=length)):
-        prob = 1.0
-        for i, token in enumerate(output):
-            prob *= distribution(target, params, prompt, output[:i])[token]
-            if prob == 0:
-                break
-        out[place] = prob
+    out = np.ones(1)
+    for i in range(length):
+        before = itertools.product(range(size), repeat=i)
+        each = [
+            prob * distribution(target, params, prompt, one) if prob else np.zeros(size)
+            for prob, one in zip(out, before, strict=True)
+        ]
+        out = np.concatenate(each)
     return out
 
 
 def p_value(outputs: Sequence[Sequence[int]], probs: np.ndarray, size: int) -> float:
     """Chi-squared p-value of observed outputs against their distribution; 0 when something impossible was observed.
 
-    Cells expected less than five times are pooled.
+    Cells expected less than LEAST times are pooled.
     """
     places = [sum(token * size**k for k, token in enumerate(reversed(output))) for output in outputs]
     observed = np.bincount(places, minlength=len(probs)).astype(float)
     if observed[probs == 0].sum() > 0:
         return 0.0
     expected = probs * len(outputs)
-    rare = expected < 5
+    rare = expected < LEAST
     seen = np.append(observed[~rare], observed[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
     if wanted[-1] == 0:

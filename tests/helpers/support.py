@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -112,55 +113,82 @@ class Renumbered:
         return [self.size - 1 - token for token in drafted]
 
 
+class Loop:
+    """An engine whose requests come in parts; what its drafter remembers lasts.
+
+    Prefill has no clock, so that rows join at the same steps however busy the machine is.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        *,
+        drafter: Drafter | None = None,
+        rule: str | Rule = "speculative",
+        gamma: int = 4,
+        policy: LengthPolicy | None = None,
+        max_batch_size: int = 32,
+        prefixes: PrefixStore | None = None,
+    ) -> None:
+        self.engine = Engine(
+            target,
+            drafter,
+            make_rule(rule) if isinstance(rule, str) else rule,
+            policy or ConstantLength(gamma),
+            max_batch_size=max_batch_size,
+            prefixes=prefixes,
+            prefill_clock=None,
+        )
+        self.steps: list[Step] = []
+
+    def outputs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        eos: frozenset[int] = frozenset(),
+        join_later: int = 0,
+        sources: Sequence[Sequence[int]] | None = None,
+        enough: int | None = None,
+    ) -> list[list[int]]:
+        """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
+
+        sources: input of an encoder-decoder's encoder, for each prompt. enough: tokens after which a request is cancelled,
+        though its drafts may reach further.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        outputs: dict[int, list[int]] = {}
+        waiting = list(zip(prompts, each, sources or [None] * len(prompts), strict=True))
+        for prompt, one, source in waiting[: len(waiting) - join_later]:
+            outputs[self.engine.submit(prompt, one, eos=eos, source=source)] = []
+        late, begun = waiting[len(waiting) - join_later :], len(self.steps)
+        while self.engine.has_work or late:
+            if late and ((len(self.steps) - begun) % 3 == 0 or not self.engine.has_work):
+                prompt, one, source = late.pop(0)
+                outputs[self.engine.submit(prompt, one, eos=eos, source=source)] = []
+            for step in self.engine.step():
+                self.steps.append(step)
+                outputs[step.request_id] += step.token_ids
+                if enough is not None and len(outputs[step.request_id]) >= enough:
+                    self.engine.cancel(step.request_id)
+        return [outputs[i] for i in sorted(outputs)]
+
+
 def run(
     target: LanguageModel,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
-    drafter: Drafter | None = None,
-    rule: str | Rule = "speculative",
-    gamma: int = 4,
-    policy: LengthPolicy | None = None,
-    max_batch_size: int = 32,
     eos: frozenset[int] = frozenset(),
     join_later: int = 0,
     sources: Sequence[Sequence[int]] | None = None,
-    prefixes: PrefixStore | None = None,
     enough: int | None = None,
+    **options: Any,
 ) -> tuple[list[list[int]], list[Step], Engine]:
-    """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
-
-    sources: input of an encoder-decoder's encoder, for each prompt. enough: tokens after which a request is cancelled, though its
-    drafts may reach further. Prefill has no clock, so that rows join at the same steps
-    however busy the machine is.
-    """
-    chosen = make_rule(rule) if isinstance(rule, str) else rule
-    engine = Engine(
-        target,
-        drafter,
-        chosen,
-        policy or ConstantLength(gamma),
-        max_batch_size=max_batch_size,
-        prefixes=prefixes,
-        prefill_clock=None,
-    )
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    outputs: dict[int, list[int]] = {}
-    steps: list[Step] = []
-    waiting = list(zip(prompts, each, sources or [None] * len(prompts), strict=True))
-    for prompt, one, source in waiting[: len(waiting) - join_later]:
-        outputs[engine.submit(prompt, one, eos=eos, source=source)] = []
-    late = waiting[len(waiting) - join_later :]
-    while engine.has_work or late:
-        if late and (len(steps) % 3 == 0 or not engine.has_work):
-            prompt, one, source = late.pop(0)
-            outputs[engine.submit(prompt, one, eos=eos, source=source)] = []
-        for step in engine.step():
-            steps.append(step)
-            outputs[step.request_id] += step.token_ids
-            if enough is not None and len(outputs[step.request_id]) >= enough:
-                engine.cancel(step.request_id)
-    return [outputs[i] for i in sorted(outputs)], steps, engine
+    """Decode prompts by a Loop with these options. Returns the outputs, the steps and the engine."""
+    loop = Loop(target, **options)
+    outputs = loop.outputs(prompts, params, eos=eos, join_later=join_later, sources=sources, enough=enough)
+    return outputs, loop.steps, loop.engine
 
 
-__all__ = ["Always", "Fake", "Mixed", "ModelDrafter", "Never", "PromptLookup", "Sometimes", "run"]
+__all__ = ["Always", "Fake", "Loop", "Mixed", "ModelDrafter", "Never", "PromptLookup", "Sometimes", "run"]

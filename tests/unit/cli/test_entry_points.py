@@ -70,5 +70,5 @@ def test_a_broken_entry_point_is_one_line(
 
 def test_a_missing_feature_is_named() -> None:
     assert feature("compare").__name__ == "foresay_lab.commands.comparison"
-    with pytest.raises(ConfigError, match="feature 'swim' is in no installed package"):
+    with pytest.raises(ConfigError, match="feature='swim' is in no installed package"):
         feature("swim")

@@ -65,7 +65,7 @@ def _added(point: EntryPoint, known: dict[str, Command]) -> tuple[Command, ...]:
     for one in added:
         if not isinstance(one, Command) or one.name in known:
             why = f"{one.name!r} exists" if isinstance(one, Command) else f"{one!r} is no foresay.cli.command.Command"
-            raise ConfigError(f": left out, {why}", param=f"commands {_described(point)}")
+            raise ConfigError(f"are left out: {why}", param=f"commands {_described(point)}")
     return added
 
 

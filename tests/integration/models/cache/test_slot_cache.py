@@ -15,13 +15,13 @@ from foresay.engine import Engine
 from foresay.lengths import ConstantLength
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface.causal import CausalModel
-from helpers.families import FAMILIES, VOCAB, make
+from helpers.families import VOCAB, make
 from helpers.support import Sometimes, run
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13] * 9]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_cached_logits_equal_a_fresh_forward_after_every_step(family: str) -> None:
     reference = make(family)
     model = CausalModel(copy.deepcopy(reference))
@@ -83,19 +83,3 @@ def test_decoding_allocates_slots_only_when_the_width_is_full() -> None:
     slot = 2 * model.model.config.num_hidden_layers * heads * dim * 4  # keys and values in float32
     assert [size / slot for size, _ in itertools.groupby(sizes)] == [128, 256]
     assert sizes.index(256 * slot) in (125, 126), "the 126th step's token takes the last slot"
-
-
-def test_hidden_states_of_the_layers_asked_for() -> None:
-    """The input of a drafter on hidden states: the states of a cached, ragged pass equal the uncached ones."""
-    reference = make("llama")
-    model = CausalModel(copy.deepcopy(reference))
-    tokens = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]])
-    cache = model.new_cache()
-    cache.add_rows(2)
-    out = model.forward(ModelInput(tokens, [5, 3], hidden_layers=(1, 3)), cache)
-    assert set(out.hidden) == {1, 3}
-    for row, count in enumerate((5, 3)):
-        with torch.no_grad():
-            fresh = reference(tokens[row : row + 1, :count], output_hidden_states=True).hidden_states
-        for layer in (1, 3):
-            torch.testing.assert_close(out.hidden[layer][row, :count], fresh[layer][0], atol=1e-4, rtol=1e-4)

@@ -373,31 +373,6 @@ def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"])
-def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> None:
-    """Alone, in a ragged batch with pads, in a block, by any number of threads."""
-    model = compiled(family, dtype)
-    tokens = torch.randint(2, 90, (3, 70), generator=SEEDED)
-    cache = model.new_cache()
-    cache.add_rows(3)
-    filled = model.forward(ModelInput(tokens[:, :60], (60, 3, 37)), cache).scores()
-    together = model.forward(ModelInput(tokens[:, 60:], (10, 4, 1)), cache).scores()
-    before = torch.get_num_threads()
-    try:
-        for row, (length, block) in enumerate(((60, 10), (3, 4), (37, 1))):
-            torch.set_num_threads(1 + row)
-            own = model.new_cache()
-            own.add_rows(1)
-            first = model.forward(ModelInput(tokens[row : row + 1, :length], (length,)), own).scores()
-            assert torch.equal(first[0], filled[row, :length])
-            for t in range(block):
-                one = model.forward(ModelInput(tokens[row : row + 1, 60 + t : 61 + t], (1,)), own).scores()
-                assert torch.equal(one[0, 0], together[row, t])
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("logits", [Logits.LAST, Logits.ALL])
 def test_pads_are_zeros_and_the_last_is_each_rows_own(logits: Logits) -> None:
     model = compiled("llama")

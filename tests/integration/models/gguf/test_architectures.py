@@ -1,11 +1,10 @@
-"""Every architecture that is read from GGUF files: the scores and texts of transformers, from numbers and from blocks."""
+"""Every architecture that is read from GGUF files: every datum of its entry counts, and blocks score as their numbers do."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
@@ -24,143 +22,13 @@ from foresay.models.families.table import ARCHITECTURES
 from foresay.models.gguf.header import read_header
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
-from helpers import tiny
-from helpers.comparing import NEW, assert_same, plain, prompts
-from helpers.families import make
+from helpers.comparing import NEW, prompts
+from helpers.gguf_cases import MODELS, VOCAB, error, file_of, model_of, scores, scores_of
 from helpers.gguf_files import architecture_of, write_gguf
 from helpers.support import Sometimes, run
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 128,
-}
-OLMO3 = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {**YARN, "truncate": True, "factor": 8.0, "attention_factor": 1.2079441541679836},
-}
-GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 264}
-GRANITE = {
-    "mamba_n_heads": 16,
-    "mamba_d_conv": 3,
-    "mamba_n_groups": 2,
-    "shared_intermediate_size": 64,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.8,
-    "logits_scaling": 2.0,
-    "attention_multiplier": 0.3,
-}
-DENSE_GRANITE = {"num_local_experts": 0, "mamba_conv_bias": False, "position_embedding_type": "rope"}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
-    "mistral3": ("mistral", {"sliding_window": None}),
-    "ministral3": ("ministral3", {}),
-    "qwen2": ("qwen2", {"use_sliding_window": False}),
-    "qwen3": ("qwen3", {}),
-    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
-    "gemma": ("gemma", {"head_dim": 32}),
-    "gemma2": ("gemma2", {}),
-    "gemma3": ("gemma3", {"num_hidden_layers": 6}),
-    "gemma4": ("gemma4", GEMMA4),
-    "gemma4-equal": ("gemma4_equal", {**GEMMA4, "hidden_size_per_layer_input": 0}),
-    "gemma4-moe": ("gemma4_moe", {**GEMMA4, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 32}),
-    "phi3": ("phi3", {"sliding_window": None}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {"max_position_embeddings": 4096, "rope_parameters": OLMO3}),
-    "exaone4": ("exaone4", {"head_dim": 16}),
-    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    "granite": ("granite", {"embedding_multiplier": 3.0}),
-    "granitehybrid": ("granitemoehybrid", {**GRANITE, "num_experts_per_tok": 3}),
-    "granitehybrid-dense": ("granitemoehybrid", {**GRANITE, **DENSE_GRANITE}),
-    "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
-    "glm4moe": (
-        "glm4_moe",
-        {
-            "head_dim": 32,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 2,
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-        },
-    ),
-    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False, "norm_eps": 0.3, "conv_L_cache": 4}),
-    "qwen35": ("qwen3_5", {"head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
-    "lfm2moe": (
-        "lfm2_moe",
-        {
-            "moe_intermediate_size": 32,
-            "norm_eps": 0.3,
-            "conv_L_cache": 4,
-            "num_dense_layers": 1,
-            "num_experts_per_tok": 3,
-        },
-    ),
-    "qwen35moe": (
-        "qwen3_5_moe",
-        {
-            "head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
-    "qwen3next": (
-        "qwen3_next",
-        {
-            "head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
-    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
-}
-"""Families of helpers/families.py by the name of a case."""
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-VOCAB = len(tiny.tokenizer())
 PARAMS = SamplingParams(max_new_tokens=NEW)
-
-
-@cache
-def model_of(case: str) -> PreTrainedModel:
-    family, changes = MODELS[case]
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, **changes}
-    model = make(family, 3, **sizes)
-    for name, weight in model.named_parameters():
-        if name.endswith("norm.weight") or weight.dim() == 1:
-            weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
-            buffer.copy_(torch.linspace(1, -1, len(buffer)))
-    return model
-
-
-@cache
-def outputs_of(case: str) -> list[list[int]]:
-    return [plain(model_of(case), prompt) for prompt in prompts()]
-
-
-def file_of(case: str, folder: Path, kind: str | None = None) -> Path:
-    """kind: the type of all matrices."""
-    return write_gguf(folder / f"{case}.gguf", model_of(case), kind=kind)
-
-
-def scores(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        out: torch.Tensor = model.uncached(torch.tensor([prompts()[3]]))[0].float()
-    return out
-
-
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Root mean square of a token's differences as a share of the wanted scores' deviation; the median over the tokens."""
-    return float((found - wanted).square().mean(-1).sqrt().median() / wanted.std())
 
 
 def test_every_architecture_has_a_case() -> None:
@@ -169,34 +37,12 @@ def test_every_architecture_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """In float32, in ragged batches, with rejected and with accepted drafts."""
-    reference, wanted = model_of(case), outputs_of(case)
-    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
-    loaded: Any = load_model(file_of(case, tmp_path), LoadOptions(dtype="fp32"))
-    assert loaded.weights == "" and loaded.model.fused is not None and loaded.model.fused.compiled
-    drafter = Sometimes(wanted, VOCAB)
-    ours, steps, engine = run(loaded.model, prompts(), PARAMS, drafter=drafter, gamma=4, join_later=3)
-    assert engine.draft_failures == 0
-    assert any(step.num_accepted < step.num_drafted for step in steps)
-    assert any(step.num_accepted == step.num_drafted == 4 for step in steps)
-    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
-        assert_same(reference, prompt, one, theirs)
-
-
-@pytest.mark.parametrize("case", MODELS)
 def test_blocks_score_as_their_numbers_do(case: str, tmp_path: Path) -> None:
-    """On the kernels; a token's bits depend neither on drafts nor on the batch."""
     path = file_of(case, tmp_path, "Q8_0")
     kept: Any = load_model(path, LoadOptions(activations="float32"))
     assert kept.weights == "GGUF" and kept.model.fused.compiled
     numbers = scores(load_model(path, LoadOptions(dtype="fp32")).model)
     assert error(scores(kept.model), numbers) < 0.05
-    rounded = load_model(path).model
-    alone = [run(rounded, [prompt], PARAMS, gamma=0)[0][0] for prompt in prompts()]
-    for gamma, batch in ((1, 6), (4, 3)):
-        drafter = Sometimes(alone, VOCAB)
-        assert run(rounded, prompts(), PARAMS, drafter=drafter, gamma=gamma, max_batch_size=batch)[0] == alone
 
 
 def broken(case: str, path: Path) -> Iterator[tuple[str, Architecture]]:
@@ -330,9 +176,3 @@ def test_suppressed_tokens_are_never_generated(tmp_path: Path, monkeypatch: pyte
     options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
     wanted = reference.generate(ids, attention_mask=torch.ones_like(ids), suppress_tokens=banned, **options)
     assert list(found) == wanted[0, len(prompt) :].tolist() and not {*found} & {*banned}
-
-
-def scores_of(case: str) -> torch.Tensor:
-    with torch.no_grad():
-        out: torch.Tensor = model_of(case)(torch.tensor([prompts()[3]])).logits[0]
-    return out

@@ -66,10 +66,10 @@ def refusal(path: Path, parts: Image, **options: Any) -> str:
 # -- sound files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["auto", "fp32"])
-def test_a_sound_file_of_each_family_is_its_model(tmp_path: Path, family: str, dtype: str) -> None:
-    """Read in its blocks, and as transformers dequantises it; a head of Qwen3 here is of 8 numbers, not of 128."""
+def test_a_sound_file_is_its_model(tmp_path: Path, family: str, dtype: str) -> None:
+    """Files of numbers; a head of Qwen3 here is of 8, not of 128. Others are in test_guarantees.py."""
     model = fuzz_gguf.model(family)
     loaded = load_model(write_gguf(tmp_path / "tiny.gguf", model), LoadOptions(dtype=dtype))
     assert loaded.weights == ("GGUF" if dtype == "auto" else "")

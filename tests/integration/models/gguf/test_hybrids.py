@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.models.families.table import ARCHITECTURES
@@ -64,8 +63,7 @@ def scores(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
 IDS = [5, 9, 3, 17, 8, 11, 4, 6, 30, 2]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", OF_FAMILY)
+@pytest.mark.parametrize(("name", "tied"), [("lfm2", False), ("qwen3_5", True), ("qwen3_next", True)])
 def test_the_scores_of_an_unrounded_file_are_the_models(tmp_path: Path, name: str, tied: bool) -> None:
     """In float32, by transformers' code over what was read, and by the kernels."""
     model = hybrid(name, tie_word_embeddings=tied)
@@ -76,16 +74,9 @@ def test_the_scores_of_an_unrounded_file_are_the_models(tmp_path: Path, name: st
         wanted = model(torch.tensor([IDS])).logits[0]
     spread = float(wanted.max() - wanted.min())
     assert float((scores(loaded, IDS) - wanted).abs().max()) < 1e-5 * spread
-    ours = foresay.load(tmp_path / "tiny.gguf", dtype="fp32", drafter="none").generate(
-        IDS, max_new_tokens=12, ignore_eos=True
-    )
-    with torch.inference_mode():
-        theirs = model.generate(torch.tensor([IDS]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    assert ours.token_ids == theirs[0, len(IDS) :].tolist()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-@pytest.mark.parametrize("name", OF_FAMILY)
+@pytest.mark.parametrize(("name", "kind"), [(name, ("Q4_0", "Q4_1")[i % 2]) for i, name in enumerate(OF_FAMILY)])
 def test_blocks_score_what_the_dequantized_file_scores(tmp_path: Path, name: str, kind: str) -> None:
     """But for the rounding of other weights to bf16, and of inputs to 8 bits. Control: another model does not."""
     kinds = dict.fromkeys((*PRODUCTS, *OF_FAMILY[name]), kind) | {"token_embd": "Q8_0", "output": "Q8_0"}
@@ -104,20 +95,6 @@ def test_blocks_score_what_the_dequantized_file_scores(tmp_path: Path, name: str
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Root mean square of a token's differences as a share of the deviation; the median, as rounding may select other experts."""
     return float((found - wanted).square().mean(-1).sqrt().median() / wanted.std())
-
-
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "qwen3_next"])
-def test_any_draft_and_any_batch_write_the_same(tmp_path: Path, name: str) -> None:
-    kinds = dict.fromkeys((*PRODUCTS, *OF_FAMILY[name]), "Q4_0") | {"ffn_down": "Q8_0"}
-    path = write_gguf(tmp_path / "tiny.gguf", hybrid(name), kinds)
-    prompts = ["hello world", "you and I", "hello hello hello"]
-    plain = foresay.load(path, drafter="none")
-    alone = [plain.generate(p, max_new_tokens=24, ignore_eos=True).token_ids for p in prompts]
-    assert len(set(map(tuple, alone))) > 1
-    drafted = foresay.load(path, drafter="suffix", max_batch_size=2)
-    assert [r.token_ids for r in drafted.generate(prompts, max_new_tokens=24, ignore_eos=True)] == alone
-    again = foresay.load(path, drafter="none")  # from the packed file
-    assert again.generate(prompts[0], max_new_tokens=24, ignore_eos=True).token_ids == alone[0]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "qwen3_next"])

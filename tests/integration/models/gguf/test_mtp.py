@@ -79,7 +79,7 @@ def test_drafts_are_those_of_the_folder(family: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5"])
 def test_the_default_of_a_file_in_its_own_blocks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers stay in their blocks, next to the packed weights of the others, unless an option rounds drafts."""
-    monkeypatch.setattr(packed, "_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(packed, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setenv(packed.LIMIT, "1")
     path = str(file_of(family, tmp_path / "tiny.gguf", "Q8_0"))
     plain = foresay.load(path, drafter="none").generate(TEXT, max_new_tokens=16, ignore_eos=True).token_ids

@@ -30,7 +30,7 @@ PARTS = 19
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder for packed weights, which are kept as by default; compiled kernels stay where they are."""
     monkeypatch.delenv("FORESAY_PACKED_GB", raising=False)
-    monkeypatch.setattr(packed, "_root", lambda: tmp_path / "packed")
+    monkeypatch.setattr(packed, "cache_dir", lambda: tmp_path)
     return tmp_path / "packed"
 
 

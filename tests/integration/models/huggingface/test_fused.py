@@ -19,9 +19,9 @@ from foresay.models.huggingface.linears import freeze_linears, quantizer
 from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
 from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
-from helpers.support import Sometimes, run
+from helpers.guarantees import READ, without_kernels
+from helpers.support import run
 
-READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in table.FAMILIES)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 
@@ -32,23 +32,6 @@ def frozen(model: CausalModel) -> CausalModel:
     return model
 
 
-def test_these_families_are_read() -> None:
-    assert {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite"} <= set(READ)
-
-
-@pytest.mark.parametrize("family", READ)
-def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None:
-    """Past the window of those that slide, in a ragged batch, with drafts that are rejected."""
-    own = run(CausalModel(make(family)), PROMPTS, PARAMS, gamma=0)[0]
-    model = CausalModel(make(family))
-    assert use_fused_layers(frozen(model)) is None
-    assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
-    ours, steps, engine = run(model, PROMPTS, PARAMS, drafter=Sometimes(own, VOCAB), gamma=3, max_batch_size=2)
-    assert ours == own
-    assert engine.draft_failures == 0
-    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
-
-
 @pytest.mark.parametrize("family", ["bloom", "gpt2", "falcon", "deepseek_v3"])
 def test_other_families_keep_their_own_code(family: str) -> None:
     model = CausalModel(make(family))
@@ -56,15 +39,16 @@ def test_other_families_keep_their_own_code(family: str) -> None:
     assert model.fused is None
 
 
-@pytest.mark.parametrize("counts", [(5, 5), (3, 5)])
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("family", READ)
+@pytest.mark.parametrize(
+    ("family", "kernels", "counts"),
+    [*((family, kernels, (3, 5)) for family in READ for kernels in (True, False)), ("llama", True, (5, 5))],
+)
 def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     family: str, kernels: bool, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, other = CausalModel(make(family)), CausalModel(make(family))
     if not kernels:
-        monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+        without_kernels(monkeypatch)
         if table.FAMILIES[FAMILIES[family][0]].by_kernels and family != "granite4":  # which has attention alone
             assert "by the compiled kernels only" in str(use_fused_layers(frozen(model)))
             return
@@ -95,7 +79,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
 @pytest.mark.parametrize("kernels", [True, False])
 def test_attention_without_positions_in_any_layer(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
-        monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+        without_kernels(monkeypatch)
     own = run(CausalModel(make("granite4", position_embedding_type=None)), PROMPTS, PARAMS, gamma=0)[0]
     model = CausalModel(make("granite4", position_embedding_type=None))
     assert use_fused_layers(frozen(model)) is None
@@ -144,7 +128,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
 def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, instead = BROKEN[broken]
     monkeypatch.setattr(module, name, instead)
-    monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+    without_kernels(monkeypatch)
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
     assert model.fused is None
@@ -216,7 +200,7 @@ def test_padding_after_the_last_position_changes_no_rotation(
     counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frequencies depend on the highest position of a pass, which padding may raise above the model's limit."""
-    monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+    without_kernels(monkeypatch)
     model = CausalModel(make("phi3_longrope"))
     model.use_fused()
     assert max(differences_near_the_limit(model, counts)) < 1e-4

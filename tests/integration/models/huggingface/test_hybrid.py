@@ -15,24 +15,21 @@ import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelDrafter, PromptLookup
-from foresay.engine.prefixes import PrefixStore
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
-from foresay.models.cache.state_cache import SLOTS, RowStates, StateCache
-from foresay.models.huggingface.fused import FusedDecoder
+from foresay.models.cache.state_cache import RowStates, StateCache
 from foresay.models.huggingface.linears import freeze_linears, quantizer
 from foresay.models.huggingface.recurrent import RecurrentModel
 from foresay.models.huggingface.self_check import fused_difference, probe, use_fused_layers
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.wrapping import wrap
 from helpers.broken_kernels import Broken
-from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
+from helpers.comparing import NEW, prompts, reference_of
 from helpers.families import VOCAB, make
-from helpers.racing import race
-from helpers.support import Always, Never, Sometimes, run
+from helpers.guarantees import HYBRIDS as FAMILIES
+from helpers.guarantees import without_kernels
+from helpers.support import Sometimes, run
 
-FAMILIES = ("lfm2", "qwen3_5", "lfm2_moe", "qwen3_next", "qwen3_5_moe", "granitemoehybrid")
 DENSE = FAMILIES[:2]
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "one key head": ("qwen3_5", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
@@ -92,20 +89,6 @@ def scores(model: RecurrentModel, cache: StateCache, tokens: torch.Tensor) -> to
 # -- transformers' output ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gamma", [4, 8, SLOTS + 6])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_greedy_output_equals_transformers(family: str, gamma: int) -> None:
-    reference, wanted = reference_of(family)
-    params = SamplingParams(max_new_tokens=NEW)
-    drafter = Sometimes(wanted, VOCAB)
-    ours, steps, engine = run(target_of(family), prompts(), params, drafter=drafter, gamma=gamma, join_later=3)
-    assert engine.draft_failures == 0
-    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
-    assert any(step.num_accepted == step.num_drafted > 0 for step in steps)
-    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
-        assert_same(reference, prompt, one, theirs)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_equal_transformers(family: str) -> None:
     model = target_of(family)
@@ -124,107 +107,7 @@ def test_other_shapes(name: str) -> None:
     assert fused_difference(fused(make(family, **changes))) < 2e-5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format", ["", "packed", "int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_formats_of_weights(family: str, format: str, dtype: torch.dtype) -> None:
-    """Each is compared with the family's own code over the same weights when it is fused."""
-    model = fused(make(family, 1).to(dtype), format)
-    params = SamplingParams(max_new_tokens=12)
-    alone, _, _ = run(model, prompts(), params)
-    drafted, steps, _ = run(model, prompts(), params, drafter=Sometimes(alone, VOCAB), gamma=5, join_later=2)
-    assert drafted == alone
-    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
-
-
 # -- a token's bits ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("format", ["", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_token_has_its_bits_in_any_pass(family: str, format: str) -> None:
-    """Alone, in a ragged batch, in pieces of a prompt, by any number of threads."""
-    model = fused(make(family), format)
-    tokens = torch.randint(2, VOCAB, (3, 70), generator=torch.Generator().manual_seed(5))
-    cache = started(model, 3)
-    filled = model.forward(ModelInput(tokens[:, :60], (60, 3, 37)), cache).scores()
-    together = model.forward(ModelInput(tokens[:, 60:], (10, 4, 1)), cache).scores()
-    before = torch.get_num_threads()
-    try:
-        for row, (length, block) in enumerate(((60, 10), (3, 4), (37, 1))):
-            torch.set_num_threads(1 + row)
-            own = started(model)
-            parts = tokens[row, :length].split([1 + row, length - 1 - row])
-            assert torch.equal(torch.cat([scores(model, own, part) for part in parts]), filled[row, :length])
-            for t in range(block):
-                assert torch.equal(scores(model, own, tokens[row, 60 + t : 61 + t])[0], together[row, t])
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_after_each_step_the_cache_is_that_of_a_fresh_pass() -> None:
-    """Drafts of 0 to 9 tokens, rejected at each position."""
-    for family in FAMILIES:
-        model = target_of(family)
-        generator = torch.Generator().manual_seed(2)
-        text = torch.randint(2, VOCAB, (160,), generator=generator)
-        wanted = scores(model, started(model), text)
-        cache, at, turn = started(model), 0, 0
-        while at < 120:
-            drafted = turn % 10
-            accepted = (turn * 7) % (drafted + 1)
-            noise = torch.randint(2, VOCAB, (drafted - accepted,), generator=generator)
-            found = scores(model, cache, torch.cat([text[at : at + 1 + accepted], noise]))
-            assert torch.equal(found[: 1 + accepted], wanted[at : at + 1 + accepted])
-            at += 1 + accepted
-            cache.truncate([at])
-            assert cache.lengths == [at], "a rejection feeds no token again"
-            turn += 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_do_not_depend_on_drafts_or_batch(family: str) -> None:
-    """Bit for bit: the tokens of a model in bfloat16, where a rounding error would change some."""
-    model = fused(make(family).to(torch.bfloat16), "packed")
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
-    alone = [run(model, [prompt], params)[0][0] for prompt in prompts()]
-    drafters = [Always(alone), Never(alone, VOCAB), Sometimes(alone, VOCAB), PromptLookup()]
-    for gamma in (1, 3, 8, 11, SLOTS + 2):
-        for drafter in drafters[gamma % 2 :: 2]:
-            ours, _, engine = run(model, prompts(), params, drafter=drafter, gamma=gamma, join_later=2)
-            assert ours == alone and engine.draft_failures == 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_draft_model_of_the_family(family: str) -> None:
-    """It drafts token by token, and is rewound without feeding its context again."""
-    reference, wanted = reference_of(family)
-    draft, params, fed = fused(copy.deepcopy(reference)), SamplingParams(max_new_tokens=NEW), list[int]()
-    forward = draft.forward
-
-    def counted(model_input: ModelInput, cache: Any) -> Any:
-        fed.extend(model_input.num_tokens)
-        return forward(model_input, cache)
-
-    draft.forward = counted  # type: ignore[method-assign]
-    ours, steps, engine = run(target_of(family), prompts()[:3], params, drafter=ModelDrafter(draft, VOCAB), gamma=8)
-    assert engine.draft_failures == 0
-    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=False):
-        assert_same(reference, prompt, one, theirs)
-    assert sum(step.num_accepted for step in steps) > 0.9 * sum(step.num_tested for step in steps)
-    assert sum(fed) < 3 * sum(len(one) for one in ours) + sum(map(len, prompts()[:3]))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_seed_gives_its_text_in_any_batch(family: str) -> None:
-    target, draft = target_of(family), fused(make(family, 5))
-    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
-    drafter = [ModelDrafter(draft, VOCAB) for _ in range(5)]
-    alone = [
-        run(target, [prompt], one, drafter=own, gamma=4)[0][0]
-        for prompt, one, own in zip(prompts(), params, drafter, strict=False)
-    ]
-    assert run(target, prompts()[:4], params, drafter=drafter[4], gamma=4)[0] == alone
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -255,39 +138,7 @@ def test_keys_and_values_in_8_bits() -> None:
     assert 0 < float(difference.max()) < 0.1
 
 
-def test_two_threads_share_a_model() -> None:
-    target, params = target_of("qwen3_5"), SamplingParams(max_new_tokens=16)
-    wanted = [run(target, [prompt], params)[0][0] for prompt in prompts()[1:3]]
-    found: list[list[list[int]]] = [[], []]
-
-    def work(index: int) -> None:
-        for _ in range(3):
-            found[index - 1].append(run(target, [prompts()[index]], params)[0][0])
-
-    assert race(work, 2) == [] and found == [[one] * 3 for one in wanted]
-
-
 # -- prefixes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_share_prefixes(family: str) -> None:
-    """A prompt that continues an earlier text, and prompts with a common start that join together."""
-    reference, _ = reference_of(family)
-    target, params = target_of(family), SamplingParams(max_new_tokens=8)
-    first = torch.randint(2, VOCAB, (40,), generator=torch.Generator().manual_seed(8)).tolist()
-    (output,), _, engine = run(target, [first], params, prefixes=PrefixStore(1 << 24))
-    assert_same(reference, first, output, plain(reference, first, 8))
-    second = [*first, *output, 5, 6, 7]
-    engine.submit(second, params)
-    steps = []
-    while engine.has_work:
-        steps += engine.step()
-    assert steps[0].num_cached is not None and steps[0].num_cached >= len(first) + len(output) - 1
-    assert [token for step in steps for token in step.token_ids] == run(target, [second], params)[0][0]
-    joined = [[*first, 9, 4, *range(2, 30)], [*first, 4, 9, 8], [*first[:30], 7]]
-    alone = [run(target, [prompt], params)[0][0] for prompt in joined]
-    assert run(target, joined, params, prefixes=PrefixStore(), join_later=2)[0] == alone
 
 
 # -- which passes are fused --------------------------------------------------------------------------------------------
@@ -331,7 +182,7 @@ def test_a_model_that_was_changed_runs_its_own_code() -> None:
 
 
 def test_without_kernels_the_familys_own_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedDecoder, "_compiled", lambda self: None)
+    without_kernels(monkeypatch)
     loaded = wrap("lfm2", make("lfm2"), None, optimise=True, options=LoadOptions())
     assert isinstance(loaded.model, RecurrentModel)
     assert loaded.model.fused is None and isinstance(loaded.model.new_cache(), RecurrentCache)

@@ -16,43 +16,21 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelDrafter, PromptLookup
-from foresay.engine.prefixes import PrefixStore
+from foresay.drafters import PromptLookup
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
 from foresay.models.cache.snapshots import MAX_BACKLOG, Snapshot, Snapshots
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.recurrent import RecurrentModel
-from foresay.models.huggingface.self_check import probe
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.wrapping import wrap
 from helpers.comparing import NEW, assert_same, plain, prompts, reference_of
 from helpers.families import RECURRENT, VOCAB, make
-from helpers.racing import race
 from helpers.support import Never, Sometimes, run
 
 SOME = ("mamba", "qwen3_5", "jamba", "zamba2")
 """Families of different kinds, for tests that need no more."""
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-def test_ragged_greedy_output_equals_transformers(family: str) -> None:
-    reference, wanted = reference_of(family)
-    target = RecurrentModel(copy.deepcopy(reference))
-    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
-    params = SamplingParams(max_new_tokens=NEW)
-    ours, steps, engine = run(target, prompts(), params, drafter=Sometimes(wanted, VOCAB), gamma=4, join_later=3)
-    assert engine.draft_failures == 0
-    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
-    assert any(step.num_accepted == step.num_drafted == 4 for step in steps)
-    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
-        assert_same(reference, prompt, one, theirs)
-
-
-@pytest.mark.parametrize("family", RECURRENT)
-def test_the_self_check_passes(family: str) -> None:
-    assert probe(RecurrentModel(make(family))) < 1e-4
 
 
 @pytest.mark.parametrize("family", SOME)
@@ -65,50 +43,6 @@ def test_constant_rejection_ends_in_passes_without_a_draft(family: str) -> None:
     own = [step.num_drafted for step in steps if step.request_id == 0]
     assert own.count(0) >= 2, "a backlog must end"
     assert all(any(own[i : i + MAX_BACKLOG + 2]) for i in range(NEW - MAX_BACKLOG - 2)), "drafts must go on"
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_a_draft_model_of_the_family(family: str) -> None:
-    """Its cache is rewound by any number of draft tokens without prefilling its context again."""
-    reference, wanted = reference_of(family)
-    target, draft = RecurrentModel(copy.deepcopy(reference)), RecurrentModel(copy.deepcopy(reference))
-    params = SamplingParams(max_new_tokens=NEW)
-    fed: list[int] = []
-    forward = draft.forward
-
-    def counted(model_input: ModelInput, cache: Any) -> Any:
-        fed.extend(model_input.num_tokens)
-        return forward(model_input, cache)
-
-    draft.forward = counted  # type: ignore[method-assign]
-    ours, steps, engine = run(target, prompts()[:3], params, drafter=ModelDrafter(draft, VOCAB), gamma=4)
-    assert engine.draft_failures == 0
-    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=False):
-        assert_same(reference, prompt, one, theirs)
-    accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
-    assert accepted / tested > 0.9, "a draft with the target's weights must agree with it"
-    assert sum(fed) < 3 * sum(len(one) for one in ours) + sum(map(len, prompts()[:3]))
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_rows_share_prefixes_at_snapshots(family: str) -> None:
-    """A prompt that continues an earlier text, and one that shares the start of another prompt."""
-    reference, _ = reference_of(family)
-    target = RecurrentModel(copy.deepcopy(reference))
-    generator = torch.Generator().manual_seed(8)
-    first = torch.randint(2, VOCAB, (40,), generator=generator).tolist()
-    store = PrefixStore(1 << 24)
-    params = SamplingParams(max_new_tokens=8)
-    (output,), _, engine = run(target, [first], params, prefixes=store)
-    assert_same(reference, first, output, plain(reference, first, 8))
-    second = [*first, *output, 5, 6, 7]
-    engine.submit(second, params)
-    steps = []
-    while engine.has_work:
-        steps += engine.step()
-    assert steps[0].num_cached is not None and steps[0].num_cached >= len(first) - 1
-    tokens = [token for step in steps for token in step.token_ids]
-    assert_same(reference, second, tokens, plain(reference, second, 8))
 
 
 PIECES = [(1, 40), (7, 105), (70, 210)]
@@ -239,21 +173,6 @@ def test_states_keep_no_more_memory_than_is_counted(family: str) -> None:
         assert reported <= model.cache_bytes(lengths) - 3 * max(lengths) * model._slot_bytes
 
 
-@pytest.mark.parametrize("family", SOME)
-def test_two_threads_share_a_model(family: str) -> None:
-    """Passes of one thread leave those of the other alone, also where a family's code keeps states in its modules."""
-    reference, _ = reference_of(family)
-    target, params = RecurrentModel(copy.deepcopy(reference)), SamplingParams(max_new_tokens=16)
-    wanted = [run(target, [prompt], params)[0][0] for prompt in prompts()[1:3]]
-    found: list[list[list[int]]] = [[], []]
-
-    def work(index: int) -> None:
-        for _ in range(3):
-            found[index - 1].append(run(target, [prompts()[index]], params)[0][0])
-
-    assert race(work, 2) == [] and found == [[one] * 3 for one in wanted]
-
-
 def test_rows_of_a_batch_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that feeds tokens again drafts fewer, so that passes are of one length. Control: with full drafts they are not."""
     reference, wanted = reference_of("mamba2")
@@ -276,20 +195,6 @@ def test_rows_of_a_batch_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     own = target.capabilities
     monkeypatch.setattr(RecurrentModel, "capabilities", property(lambda self: replace(own, max_backlog=None)))
     assert passes_of_a_step() > 2
-
-
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_5"])
-def test_a_seed_gives_its_text_in_any_batch(family: str) -> None:
-    """Under a rule whose text depends on the draft length, a sampled row keeps its length while others draft fewer tokens."""
-    target, draft = RecurrentModel(make(family)), RecurrentModel(make(family, 5))
-    params = [SamplingParams(max_new_tokens=16, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
-    params[1] = SamplingParams(max_new_tokens=16, ignore_eos=True)
-    alone = [
-        run(target, [prompt], one, drafter=ModelDrafter(draft, VOCAB), gamma=4)[0][0]
-        for prompt, one in zip(prompts(), params, strict=False)
-    ]
-    together, _, _ = run(target, prompts()[:4], params, drafter=ModelDrafter(draft, VOCAB), gamma=4)
-    assert together == alone
 
 
 @pytest.mark.parametrize("kind", ["minimax", "recurrent_gemma", "rwkv", "xlstm"])

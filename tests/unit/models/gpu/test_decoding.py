@@ -21,7 +21,6 @@ from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.gpu import capture, layers, passes
-from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import PagedCache, PagePool
 from foresay.models.hardware import Hardware
@@ -35,7 +34,7 @@ from foresay.models.sources import wrapping
 from foresay.models.sources.load_options import LoadOptions
 from foresay.server.metrics import Metrics
 from helpers.families import make, whole_product
-from helpers.paged import few_programs
+from helpers.paged import PAGE, few_programs
 from helpers.support import Sometimes, run
 
 VOCAB, NEW = 61, 5
@@ -47,7 +46,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, max_position_embeddings=192, **sizes)
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, max_position_embeddings=3 * PAGE, **sizes)
     found = CausalModel(LlamaForCausalLM(config).eval())
     found.use_fused()
     assert found.paged is not None and isinstance(found.new_cache(), PagedCache)
@@ -64,8 +63,8 @@ def greedy(model: CausalModel, prompt: list[int]) -> list[int]:
 @torch.inference_mode()
 def test_drafts_and_joining_rows_change_no_token(model: CausalModel) -> None:
     """Three prompts, of which two begin alike and one passes the border of a page, over two rows; some drafts are right."""
-    long = [i * 7 % VOCAB for i in range(62)]
-    prompts = [long, [*long[:20], 3, 4], [5, 6, 7]]
+    long = [i * 7 % VOCAB for i in range(PAGE - 2)]
+    prompts = [long, [*long[:8], 3, 4], [5, 6, 7]]
     wanted = [greedy(model, prompt) for prompt in prompts]
     params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
     prefixes = PrefixStore(1 << 20)
@@ -81,7 +80,7 @@ def test_drafts_and_joining_rows_change_no_token(model: CausalModel) -> None:
 def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
     assert model.paged is not None
     params = foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-    for prompt in ([1, 2], [3] * 63):
+    for prompt in ([1, 2], [3] * (PAGE - 1)):
         run(model, [prompt], [params])
     assert model.paged.captures == 1 and model.paged.replays == 2 * NEW
 
@@ -112,13 +111,13 @@ def test_the_first_layers_draft_in_the_target_s_pages(
     monkeypatch: pytest.MonkeyPatch, model: CausalModel, request: pytest.FixtureRequest
 ) -> None:
     """They need no pages and no prefill of their own. Control: with a cache of their own they need both."""
-    target = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=192))
+    target = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=3 * PAGE))
     target.use_fused()
     short = first_layers(target, 1)
     assert target.paged is not None and short.paged is not None
     pool = target.paged.pool
     assert short.paged.pool is pool
-    prompts = [[5, 6, 7, *range(60)], [8]]
+    prompts = [[5, 6, 7, *range(PAGE - 4)], [8]]
     wanted = [greedy(target, prompt) for prompt in prompts]
     params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
 
@@ -220,7 +219,7 @@ def test_passes_of_several_threads_follow_each_other(
 def test_estimates_of_memory_count_pages(model: CausalModel) -> None:
     assert model.paged is not None
     pool = model.paged.pool
-    assert model.cache_bytes([1, 64, 65]) == 4 * pool.page_bytes and model.free_bytes() == pool.free_bytes
+    assert model.cache_bytes([1, PAGE, PAGE + 1]) == 4 * pool.page_bytes and model.free_bytes() == pool.free_bytes
     assert model.capabilities.ragged and not model.capabilities.prefill_in_any_pieces
 
 
@@ -231,11 +230,11 @@ def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.
 
     def pool(gigabytes: str, free: int = 100) -> PagePool:
         monkeypatch.setenv(passes.LIMIT, gigabytes)
-        rest = {"max_length": 192, "free_bytes": free * page, "capture": lambda run: run}
+        rest = {"max_length": 3 * PAGE, "free_bytes": free * page, "capture": lambda run: run}
         return passes.passes_on(model.device, decoder, torch.float32, **rest).pool
 
     assert [pool(f"{count * page / 1e9:.9f}").num_pages for count in (5, 3)] == [5, 3]
-    with pytest.raises(LookupError, match=r"0\.00 GB that they may take hold 2 pages of 64 tokens"):
+    with pytest.raises(LookupError, match=r"0\.00 GB that they may take hold 2 pages of 16 tokens"):
         pool(f"{2 * page / 1e9:.9f}")
     assert [pool("", free=free).num_pages for free in (400, 100, 14)] == [32 * 3, 50, 7]
     with pytest.raises(ConfigError, match="FORESAY_PAGES_GB='many' must be a number of gigabytes"):

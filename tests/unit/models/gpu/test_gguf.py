@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.protocols import ModelInput
 from foresay.models.gguf.blocks import model_of_file
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import GgufHeader
@@ -24,7 +23,7 @@ from foresay.models.huggingface.self_check import fused_difference
 from foresay.models.layer import StackedExperts
 from helpers.families import joint_of, make
 from helpers.gguf_files import write_gguf
-from helpers.paged import few_programs
+from helpers.paged import few_programs, scores
 
 CPU, IDS = torch.device("cpu"), torch.tensor([[3, 5, 7, 11]])
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
@@ -42,8 +41,7 @@ def test_scores_are_those_of_the_file_s_numbers(
     path = write_gguf(tmp_path / "model.gguf", model, {"attn_v": value_type, "attn_norm": "F32"}, kind="Q4_0")
     header = checked_header(path)
     numbers: Any = CausalModel(model_of_file(header, config_of(header), torch.float32, in_blocks=False))
-    ids = torch.tensor([[3, 5, 7, 11]])
-    expected = numbers.uncached(ids)
+    expected = numbers.uncached(IDS)
     with monkeypatch.context() as patch:
         for module in (family_layers, fused):
             patch.setattr(module, "product_of", joint_of)
@@ -54,10 +52,7 @@ def test_scores_are_those_of_the_file_s_numbers(
     layer = found.fused._layers[0]
     assert isinstance(layer.qkv, StackedProduct) and isinstance(layer.down, BlockProduct)
     assert isinstance(found.fused._head, BlockProduct)
-    cache = found.new_cache()
-    cache.add_rows(1)
-    scores = found.forward(ModelInput(ids, [4]), cache).scores()
-    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(scores(found, IDS), expected, rtol=1e-3, atol=1e-4)
 
 
 MIXTURES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
@@ -94,13 +89,6 @@ def on_gpu(header: GgufHeader, monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def scores(model: Any) -> torch.Tensor:
-    cache = model.new_cache()
-    cache.add_rows(1)
-    found: torch.Tensor = model.forward(ModelInput(IDS, [IDS.shape[1]]), cache).scores()
-    return found
-
-
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_experts_score_as_the_file_s_numbers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +117,7 @@ def test_biases_of_another_order_are_found(tmp_path: Path, monkeypatch: pytest.M
         return known(gate_up, down, count)
 
     monkeypatch.setattr(gpu_blocks, "stacked_experts", alternating)
-    assert (scores(on_gpu(header, monkeypatch)) - expected).abs().max() > 0.1
+    assert (scores(on_gpu(header, monkeypatch), IDS) - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("kinds", [{"ffn_up_exps": "Q8_0"}, {"ffn_down_exps": "F16"}])

@@ -9,37 +9,23 @@ import pytest
 import torch
 from transformers import modeling_utils
 
-from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
 from foresay.models.gpu.blocks import BlockProduct
-from foresay.models.hardware import Hardware
 from foresay.models.huggingface.frozen import FrozenExperts
-from foresay.models.sources import mxfp4, reading, wrapping
+from foresay.models.sources import mxfp4
 from foresay.models.sources.kept_weights import _Values
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
-from helpers.families import joint_of, make
+from helpers.families import make
 from helpers.mxfp4 import folder_of
-from helpers.paged import few_programs
+from helpers.paged import loading, scores
 
 IDS = torch.tensor([[3, 5, 7, 11]])
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU counts as a GPU with kernels, which compute in float32."""
-    few_programs(monkeypatch, joint_of)
-    monkeypatch.setattr(Hardware, "gpu_kernels", True)
-    monkeypatch.setattr(reading, "_keeps_blocks", lambda options: False)
-    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
-    monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
-
-
-def scores(model: Any) -> torch.Tensor:
-    cache = model.new_cache()
-    cache.add_rows(1)
-    found: torch.Tensor = model.forward(ModelInput(IDS, [4]), cache).scores()
-    return found
+    loading(monkeypatch)
 
 
 @torch.inference_mode()
@@ -57,7 +43,7 @@ def test_scores_are_those_of_the_numbers(tmp_path: Path) -> None:
         rows = weight.transpose(1, 2)
         rows = torch.cat([rows[:, ::2], rows[:, 1::2]], 1) if weight is own.gate_up_proj else rows
         assert torch.equal(product.dense().view(rows.shape), rows)
-    torch.testing.assert_close(scores(model), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scores(model, IDS), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(model.uncached(IDS), expected, rtol=1e-3, atol=1e-3)
 
 

@@ -14,10 +14,11 @@ from foresay.models.gpu.layers import PagedLayers
 from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import family_layers, fused, layer_inputs
+from foresay.models.huggingface import fused, layer_inputs
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.layer import Separate
 from helpers.families import make, whole_product
+from helpers.paged import PAGE, few_programs
 
 VOCAB, HEADS = 97, (4, 2)
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -30,20 +31,22 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 
+SLIDING, FULL = "sliding_attention", "full_attention"
 MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"hidden_size": 32},
-    "gpt_oss": {"hidden_size": 32},
-    "glm4_moe": {"hidden_size": 32},
-    "ministral3": {"hidden_size": 32},
-    "olmo2": {"hidden_size": 32},
-    "gemma4": {"hidden_size": 32, "vocab_size_per_layer_input": 97},
-    "gemma4_equal": {"hidden_size": 32},
+    "qwen3_moe": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2},
+    "glm4_moe": {"num_hidden_layers": 2},
+    "ministral3": {"num_hidden_layers": 1},
+    "olmo2": {"num_hidden_layers": 1},
+    "gemma4": {
+        "num_hidden_layers": 5,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+        "num_kv_shared_layers": 2,
+    },
+    "gemma4_equal": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
 }
 """Families with experts, with queries that are scaled by their position or normalized as one vector, with inputs of layers and
 shared or equal values."""
-
-
-NUM_LAYERS = {"gemma4": 6, "gemma4_equal": 6}
 
 
 def run_before(run: Replay) -> Replay:
@@ -53,16 +56,13 @@ def run_before(run: Replay) -> Replay:
 
 
 def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, CausalModel]:
+    few_programs(monkeypatch)
     monkeypatch.setattr(attention, "SPLITS", 2)
-    for module in (family_layers, fused):
-        monkeypatch.setattr(module, "product_of", whole_product)
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(layer_inputs, "product_of", whole_product)
     torch.manual_seed(0)
     if kind in MIXTURES:
-        return over_pages(
-            make(kind, NUM_LAYERS.get(kind, 2), vocab_size=VOCAB, max_position_embeddings=256, **MIXTURES[kind])
-        )
+        return over_pages(make(kind, 2, vocab_size=VOCAB, max_position_embeddings=256, **MIXTURES[kind]))
     model_class, config_class, more = KINDS[kind]
     sizes = {
         "hidden_size": 32,
@@ -94,10 +94,10 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
     for cache in (ours, theirs):
         cache.add_rows(2)
     layers = tuple(range(model.num_layers + 1))
-    ids = torch.randint(0, VOCAB, (2, 66))
+    ids = torch.randint(0, VOCAB, (2, PAGE + 10))
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, 0]])
     inputs = [
-        ModelInput(ids, [66, 5], logits=Logits.NONE),
+        ModelInput(ids[:, : PAGE + 2], [PAGE + 2, 5], logits=Logits.NONE),
         ModelInput(ids[:, :3], [1, 3], hidden_layers=layers),
         ModelInput(ids[:, 3:7], [4, 4], parents=parents),
         ModelInput(ids[:, 7:9], [2, 0], logits=Logits.LAST),
@@ -116,7 +116,7 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
                 torch.testing.assert_close(found, expected.hidden[layer][i, :count], rtol=1e-4, atol=1e-4)
         if step == 2:
             for cache in (ours, theirs):
-                cache.keep([67, 8], [[0, 1, 3], [0, 3]])
+                cache.keep([PAGE + 3, 8], [[0, 1, 3], [0, 3]])
     assert passes.captures == 3 and passes.replays == 4
 
 

@@ -129,7 +129,7 @@ def test_other_trees_are_grown_by_the_host(reason: str, monkeypatch: pytest.Monk
     elif reason == "more nodes than a mask has":
         monkeypatch.setattr(trees, "NODES", 3)
     else:
-        monkeypatch.setattr(trees, "PAGE", 6)
+        monkeypatch.setattr(trees, "PAGE", 1)
     grown = []
     known = Grower.grow
     monkeypatch.setattr(Grower, "grow", lambda self, *given: grown.append(known(self, *given)))
