@@ -22,7 +22,7 @@ MOST = {
     "models": 734,
     "models/cache": 1216,
     "models/cpu": 1882,
-    "models/drafts": 3182,
+    "models/drafts": 3190,
     "models/gguf": 3112,
     "models/gpu": 2852,
     "models/huggingface": 3904,
