@@ -29,15 +29,15 @@ import foresay
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import Method
 from foresay.integrations.vllm_arguments import model_folder
-from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
-from foresay.lab.bench.transformers import TransformersRunner
-from foresay.lab.bench.turns import take_turns
-from foresay.lab.data.datasets import load_items, subset
-from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.models.sources.packaged import packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
 from foresay.threads import single_threaded
+from foresay_lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
+from foresay_lab.bench.transformers import TransformersRunner
+from foresay_lab.bench.turns import take_turns
+from foresay_lab.data.datasets import load_items, subset
+from foresay_lab.data.requests import PromptRequest, RequestBuilder
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.md"

@@ -18,8 +18,8 @@ from common import CONTEXT, Figures, arguments, log, parsed, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
-from foresay.lab.measure.profile import measure
-from foresay.models.sources.reading import native_dtype
+from foresay.models.hardware import Hardware
+from foresay_lab.measure.profile import measure
 
 HEAD_WIDTH = 64
 LEGEND = {"depth_share": ("R^2 of latency as a linear function of depth", "")}
@@ -44,7 +44,7 @@ def model_of(layers: int, hidden: int, inner: int, device: torch.device) -> Any:
         max_position_embeddings=4096,
     )
     with device:
-        return LlamaForCausalLM(config).to(native_dtype(device)).eval()
+        return LlamaForCausalLM(config).to(Hardware(device).native_dtype).eval()
 
 
 def main() -> int:

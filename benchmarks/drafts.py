@@ -43,13 +43,13 @@ from common import (
 import foresay
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.runners import MethodRunner, PromptBlock
-from foresay.lab.data.datasets import load_items, subset
-from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.measure.live_run import run_live
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter
+from foresay_lab.bench.runners import MethodRunner, PromptBlock
+from foresay_lab.data.datasets import load_items, subset
+from foresay_lab.data.items import PromptItem
+from foresay_lab.data.requests import RequestBuilder
+from foresay_lab.measure.live_run import run_live
 
 SETS = (("mt_bench", "mt_bench"), ("humaneval", "humaneval"), ("gsm8k/test.jsonl", "gsm8k"))
 PARTS = ("bf16", "int4", "real")

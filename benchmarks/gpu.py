@@ -36,14 +36,14 @@ from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
 from foresay.generation.load import change
-from foresay.lab.measure.roofline import floor
 from foresay.lengths import ConstantLength
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.head import HeadModel
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.linears import JOINT_LAYERS, join_layers, replace_jointly
-from foresay.training.new_drafts import DraftShape, new_draft
-from foresay.training.outputs import Text
+from foresay_lab.measure.roofline import floor
+from foresay_lab.training.new_drafts import DraftShape, new_draft
+from foresay_lab.training.outputs import Text
 
 SKIPPED = 4
 """First steps of a run that are not measured."""

@@ -32,27 +32,27 @@ from common import HERE, MODEL, Figures, arguments, log, measured, parsed, publi
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.bench import Progress, bench
-from foresay.lab.bench.runners import sampling_name
-from foresay.lab.bench.settings import BenchSettings
-from foresay.lab.data.datasets import halves, load_items, subset
-from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.measure.live_run import run_live
-from foresay.lab.measure.profile import measure, medians
-from foresay.lab.replay.arrivals import poisson
-from foresay.lab.replay.record import record
-from foresay.lab.replay.replay import replay
-from foresay.lab.replay.simulate import SimulatedLoad, simulate
-from foresay.lab.tune import Tuner, pick
 from foresay.lengths import ConstantLength
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.records.results import Cell, Prediction, Results, Run
 from foresay.spec.recipes import read_drafter, read_length
-from foresay.workers import recording
-from foresay.workers.pool import Pool
-from foresay.workers.processes import Processes
+from foresay_lab.bench.bench import Progress, bench
+from foresay_lab.bench.runners import sampling_name
+from foresay_lab.bench.settings import BenchSettings
+from foresay_lab.data.datasets import halves, load_items, subset
+from foresay_lab.data.items import PromptItem
+from foresay_lab.data.requests import RequestBuilder
+from foresay_lab.measure.live_run import run_live
+from foresay_lab.measure.profile import measure, medians
+from foresay_lab.replay.arrivals import poisson
+from foresay_lab.replay.record import record
+from foresay_lab.replay.replay import replay
+from foresay_lab.replay.simulate import SimulatedLoad, simulate
+from foresay_lab.tune import Tuner, pick
+from foresay_lab.workers import work
+from foresay_lab.workers.pool import Pool
+from foresay_lab.workers.processes import Processes
 
 LEGEND = {
     "replay_cost_share": ("time of a replay / of live decoding, the slowest n-gram drafter", ""),
@@ -259,13 +259,13 @@ def workers(quick: bool) -> Figures:
     items = subset(load_items(), 12 if quick else 32)
     params = foresay.SamplingParams(max_new_tokens=32 if quick else 64, ignore_eos=True)
     load = {"target": MODEL, "drafter": "none", "dtype": "bf16", "max_batch_size": 8}
-    setup = recording.setup(load, items, params, chat=True)
+    setup = work.record_setup(load, items, params, chat=True)
     took: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(1 if quick else 3):
         for count in took:
             with Pool(Processes(setup, count, threads=1), count) as pool, tempfile.TemporaryDirectory() as folder:
                 began = perf_counter()
-                recording.record(pool, items, Path(folder) / "r.jsonl")
+                work.record(pool, items, Path(folder) / "r.jsonl")
                 took[count].append(perf_counter() - began)
     one, two = (statistics.median(times) for times in took.values())
     log(f"  one worker {one:.1f} s, two {two:.1f} s")

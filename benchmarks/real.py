@@ -47,11 +47,11 @@ import foresay
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.files import cache_dir
 from foresay.generation.method import Method
-from foresay.lab.bench.runners import MethodRunner, PromptBlock, Runner
-from foresay.lab.data.datasets import load_items
-from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.measure.roofline import floor
 from foresay.models.cpu.build import instructions
+from foresay_lab.bench.runners import MethodRunner, PromptBlock, Runner
+from foresay_lab.data.datasets import load_items
+from foresay_lab.data.requests import RequestBuilder
+from foresay_lab.measure.roofline import floor
 
 PASSES = (1, 2, 4, 8, 16)
 PROMPTS = (128, 512)

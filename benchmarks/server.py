@@ -32,7 +32,7 @@ from common import MODEL, Figures, arguments, instruction_sets, log, measured, p
 
 import foresay
 from foresay.integrations.vllm_arguments import model_folder
-from foresay.lab.data.datasets import load_items, subset
+from foresay_lab.data.datasets import load_items, subset
 
 LEGEND = {
     "latency_added_share": ("time per token that the server adds, one request at a time", "<= 0.03"),

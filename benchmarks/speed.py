@@ -46,12 +46,12 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.runners import MethodRunner, Runner
-from foresay.lab.measure.live_run import run_live
-from foresay.lab.measure.roofline import floor
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter, packaged_file
 from foresay.models.sources.wrapping import wrap
+from foresay_lab.bench.runners import MethodRunner, Runner
+from foresay_lab.measure.live_run import run_live
+from foresay_lab.measure.roofline import floor
 
 BATCHES = (1, 8, 32)
 HYBRID = {

@@ -7,7 +7,7 @@ import os
 os.environ |= {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 
 from foresay.cli.app import _run
-from foresay.cli.commands import BY_NAME, COMMANDS
+from foresay.cli.commands import commands, named
 
 INTRODUCTION = """# Command line
 
@@ -44,14 +44,14 @@ def _index() -> str:
     """A table of all commands with links to their help."""
     rows = [
         f"| {title} | [`{one.name}`](#foresay-{one.name}) | {one.summary} |"
-        for title, commands in COMMANDS.items()
-        for one in commands
+        for title, some in commands().items()
+        for one in some
     ]
     return "\n".join(["| | command | |", "|---|---|---|", *rows]) + "\n"
 
 
 def page() -> str:
-    help_ = ((f"## foresay {' '.join(args)}".rstrip(), help_of(*args)) for args in ([], *([name] for name in BY_NAME)))
+    help_ = ((f"## foresay {' '.join(args)}".rstrip(), help_of(*args)) for args in ([], *([name] for name in named())))
     parts = [f"{title}\n\n```text\n{text}\n```\n" for title, text in help_]
     return "\n".join([INTRODUCTION, _index(), *parts, EXIT_CODES])
 

@@ -7,147 +7,64 @@ print(model.generate([{"role": "user", "content": "Name three rivers."}]).text)
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foresay.version import __version__
+from foresay.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from foresay.decoding.acceptance import Speculative
-    from foresay.decoding.capabilities import Capabilities
-    from foresay.decoding.distributions import Distributions
-    from foresay.decoding.outcome import FinishReason, Step
-    from foresay.decoding.passes import Logits, ModelInput, ModelOutput
-    from foresay.decoding.proposal import Proposal, Verification
-    from foresay.decoding.protocols import (
-        Drafter,
-        KVCache,
-        LanguageModel,
-        LengthPolicy,
-        Rule,
-    )
-    from foresay.decoding.rows import Row, Rows, RuleNeeds
-    from foresay.decoding.sampling_params import SamplingParams
-    from foresay.decoding.stopping import Stopping, StoppingRule
-    from foresay.drafters.ngram import NgramDrafter
-    from foresay.drafters.proposal_builder import ProposalBuilder
-    from foresay.drafters.stateless import Stateless
-    from foresay.engine import Engine, Stats
-    from foresay.errors import (
-        ConfigError,
-        ContextLengthError,
-        ForesayError,
-        ModelLoadError,
-        ModelNotFoundError,
-        OutOfMemoryError,
-        QueueFullError,
-        RequestError,
-        UnsupportedModelError,
-        VocabularyMismatchError,
-    )
-    from foresay.generation.generator import Generator
-    from foresay.generation.load import change, load
-    from foresay.generation.result import Chunk, Generation
-    from foresay.generation.session import Session
-    from foresay.generation.session_thread import SessionThread
-    from foresay.integrations.transformers import generate
-    from foresay.lengths import ConstantLength
-    from foresay.models.table import TableModel
+# fmt: off
+# isort: off
+if TYPE_CHECKING:  # the list of public names, which _modules reads too; a name is imported when it is used
+    from foresay.decoding.acceptance import Speculative as Speculative
+    from foresay.decoding.capabilities import Capabilities as Capabilities
+    from foresay.decoding.distributions import Distributions as Distributions
+    from foresay.decoding.outcome import FinishReason as FinishReason, Step as Step
+    from foresay.decoding.passes import Logits as Logits, ModelInput as ModelInput, ModelOutput as ModelOutput
+    from foresay.decoding.proposal import Proposal as Proposal, Verification as Verification
+    from foresay.decoding.protocols import Drafter as Drafter, KVCache as KVCache, LanguageModel as LanguageModel
+    from foresay.decoding.protocols import LengthPolicy as LengthPolicy, Rule as Rule
+    from foresay.decoding.rows import Row as Row, Rows as Rows, RuleNeeds as RuleNeeds
+    from foresay.decoding.sampling_params import SamplingParams as SamplingParams
+    from foresay.decoding.stopping import Stopping as Stopping, StoppingRule as StoppingRule
+    from foresay.drafters.ngram import NgramDrafter as NgramDrafter
+    from foresay.drafters.proposal_builder import ProposalBuilder as ProposalBuilder
+    from foresay.drafters.stateless import Stateless as Stateless
+    from foresay.engine import Engine as Engine, Stats as Stats
+    from foresay.errors import ConfigError as ConfigError, ContextLengthError as ContextLengthError
+    from foresay.errors import ForesayError as ForesayError, ModelLoadError as ModelLoadError
+    from foresay.errors import ModelNotFoundError as ModelNotFoundError, OutOfMemoryError as OutOfMemoryError
+    from foresay.errors import QueueFullError as QueueFullError, RequestError as RequestError
+    from foresay.errors import UnsupportedModelError as UnsupportedModelError
+    from foresay.errors import VocabularyMismatchError as VocabularyMismatchError
+    from foresay.generation.generator import Generator as Generator
+    from foresay.generation.load import change as change, load as load
+    from foresay.generation.result import Chunk as Chunk, Generation as Generation
+    from foresay.generation.session import Session as Session
+    from foresay.generation.session_thread import SessionThread as SessionThread
+    from foresay.integrations.transformers import generate as generate
+    from foresay.lengths import ConstantLength as ConstantLength
+    from foresay.models.table import TableModel as TableModel
+# isort: on
+# fmt: on
 
-_WHERE = {
-    "foresay.decoding.acceptance": ["Speculative"],
-    "foresay.decoding.distributions": ["Distributions"],
-    "foresay.decoding.outcome": ["FinishReason", "Step"],
-    "foresay.decoding.proposal": ["Proposal", "Verification"],
-    "foresay.decoding.capabilities": ["Capabilities"],
-    "foresay.decoding.passes": ["Logits", "ModelInput", "ModelOutput"],
-    "foresay.decoding.protocols": ["Drafter", "KVCache", "LanguageModel", "LengthPolicy", "Rule"],
-    "foresay.decoding.rows": ["Row", "Rows", "RuleNeeds"],
-    "foresay.decoding.sampling_params": ["SamplingParams"],
-    "foresay.decoding.stopping": ["Stopping", "StoppingRule"],
-    "foresay.drafters.ngram": ["NgramDrafter"],
-    "foresay.drafters.proposal_builder": ["ProposalBuilder"],
-    "foresay.drafters.stateless": ["Stateless"],
-    "foresay.engine": ["Engine", "Stats"],
-    "foresay.errors": [
-        "ConfigError",
-        "ContextLengthError",
-        "ForesayError",
-        "ModelLoadError",
-        "ModelNotFoundError",
-        "OutOfMemoryError",
-        "QueueFullError",
-        "RequestError",
-        "UnsupportedModelError",
-        "VocabularyMismatchError",
-    ],
-    "foresay.generation.generator": ["Generator"],
-    "foresay.generation.load": ["change", "load"],
-    "foresay.generation.result": ["Chunk", "Generation"],
-    "foresay.generation.session": ["Session"],
-    "foresay.generation.session_thread": ["SessionThread"],
-    "foresay.integrations.transformers": ["generate"],
-    "foresay.lengths": ["ConstantLength"],
-    "foresay.models.table": ["TableModel"],
-}
-_HOME = {name: module for module, names in _WHERE.items() for name in names}
 
-__all__ = [
-    "Capabilities",
-    "Chunk",
-    "ConfigError",
-    "ConstantLength",
-    "ContextLengthError",
-    "Distributions",
-    "Drafter",
-    "Engine",
-    "FinishReason",
-    "ForesayError",
-    "Generation",
-    "Generator",
-    "KVCache",
-    "LanguageModel",
-    "LengthPolicy",
-    "Logits",
-    "ModelInput",
-    "ModelLoadError",
-    "ModelNotFoundError",
-    "ModelOutput",
-    "NgramDrafter",
-    "OutOfMemoryError",
-    "Proposal",
-    "ProposalBuilder",
-    "QueueFullError",
-    "RequestError",
-    "Row",
-    "Rows",
-    "Rule",
-    "RuleNeeds",
-    "SamplingParams",
-    "Session",
-    "SessionThread",
-    "Speculative",
-    "Stateless",
-    "Stats",
-    "Step",
-    "Stopping",
-    "StoppingRule",
-    "TableModel",
-    "UnsupportedModelError",
-    "Verification",
-    "VocabularyMismatchError",
-    "__version__",
-    "change",
-    "generate",
-    "load",
-]
+@cache
+def _modules() -> dict[str, str]:
+    """Return the module of each public name."""
+    imports = re.findall(r"^    from (\S+) import (.*)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: module for module, names in imports for name in re.findall(r"as (\w+)", names)}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name == "__all__":
+        return __dir__()
+    if name not in _modules():
         raise AttributeError(f"module 'foresay' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_modules()[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*_modules(), "__version__"])

@@ -17,6 +17,7 @@ A message names what is wrong, the value, what is allowed and what to do. `asser
 """
 
 from collections.abc import Iterable
+from copyreg import __newobj__  # type: ignore[attr-defined]
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -37,6 +38,10 @@ class ForesayError(Exception):
         vars(error).update(vars(self))
         error.args, error.subject = (f"{subject}: {self}",), subject
         return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what another process rebuilds the error from, without the constructor, whose arguments are another's."""
+        return __newobj__, (type(self), *self.args), vars(self)
 
 
 _NOT_GIVEN = object()

@@ -34,7 +34,7 @@ from foresay.engine.prefixes import PrefixStore
 from foresay.engine.request_keys import RequestKeys
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
-from foresay.training.ngrams import NgramCounter
+from foresay_lab.training.ngrams import NgramCounter
 from helpers.distribution_cells import ALPHA
 from helpers.reference import joint, p_value
 

@@ -14,12 +14,12 @@ import ray
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelNotFoundError
-from foresay.lab.data.items import PromptItem
-from foresay.lab.replay.record import record
 from foresay.records.recording import Recording
-from foresay.workers import recording
-from foresay.workers.pool import Pool
-from foresay.workers.ray import Actors
+from foresay_lab.data.items import PromptItem
+from foresay_lab.replay.record import record
+from foresay_lab.workers import work
+from foresay_lab.workers.pool import Pool
+from foresay_lab.workers.ray import Actors
 from helpers import tiny
 
 ITEMS = [PromptItem(f"a-{i}", f"number {i} and more", followups=("go on",) * (i % 3 == 0)) for i in range(9)]
@@ -49,15 +49,15 @@ def lines(path: Path) -> dict[str, Any]:
 
 def test_a_recording_of_two_actors_is_one_s(folder: Path, tmp_path: Path) -> None:
     record(foresay.load(**load(folder)), ITEMS, tmp_path / "alone.jsonl", PARAMS)
-    with Pool(Actors(recording.setup(load(folder), ITEMS, PARAMS, chat=True), 2), 2) as pool:
-        recording.record(pool, ITEMS, tmp_path / "shared.jsonl")
+    with Pool(Actors(work.record_setup(load(folder), ITEMS, PARAMS, chat=True), 2), 2) as pool:
+        work.record(pool, ITEMS, tmp_path / "shared.jsonl")
     assert lines(tmp_path / "alone.jsonl") == lines(tmp_path / "shared.jsonl")
 
 
 def test_an_actor_that_is_killed_loses_and_doubles_nothing(folder: Path, tmp_path: Path) -> None:
     items = [PromptItem(f"b-{i}", f"text {i}") for i in range(16)]
     killed: list[int] = []
-    with Pool(Actors(recording.setup(load(folder), items, PARAMS, chat=True), 2), 2) as pool:
+    with Pool(Actors(work.record_setup(load(folder), items, PARAMS, chat=True), 2), 2) as pool:
         victim: Any = pool._workers[0]
         pid = ray.get(victim.handle.__ray_call__.remote(lambda actor: os.getpid()))
 
@@ -66,7 +66,7 @@ def test_an_actor_that_is_killed_loses_and_doubles_nothing(folder: Path, tmp_pat
                 killed.append(pid)
                 os.kill(pid, signal.SIGKILL)
 
-        recording.record(pool, items, tmp_path / "r.jsonl", on_progress=kill)
+        work.record(pool, items, tmp_path / "r.jsonl", on_progress=kill)
     assert killed and len((tmp_path / "r.jsonl").read_text().splitlines()) == 17
     record(foresay.load(**load(folder)), items, tmp_path / "alone.jsonl", PARAMS)
     assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "alone.jsonl")

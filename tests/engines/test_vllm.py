@@ -17,9 +17,9 @@ import pytest
 import foresay
 from foresay.cli.app import _run
 from foresay.integrations.vllm_arguments import llm_arguments, model_folder
-from foresay.lab.data.datasets import load_items
-from foresay.lab.data.requests import RequestBuilder
 from foresay.spec.settings_file import Settings
+from foresay_lab.data.datasets import load_items
+from foresay_lab.data.requests import RequestBuilder
 
 MODEL, NEW = "smollm2-135m", 48
 RUN = Path(__file__).parents[1] / "helpers" / "vllm_run.py"

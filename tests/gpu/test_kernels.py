@@ -13,11 +13,11 @@ from foresay.decoding import draws, truncation
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
-from foresay.models.drafts import base
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape
 from foresay.models.drafts.head import HeadModel
-from foresay.models.huggingface import causal, family_layers, fused
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import join_layers
 from helpers.blocks import random_block
@@ -36,8 +36,7 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def in_an_interpreter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where a program takes a millisecond: few programs."""
-    for module in (causal, base):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     if device == "cpu":
         from foresay.decoding import sampling_kernels
         from foresay.models.gpu import attention, passes

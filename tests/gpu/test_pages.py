@@ -11,7 +11,8 @@ from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import SelfDrafter
 from foresay.engine.prefixes import PrefixStore
-from foresay.models.huggingface import causal, family_layers, fused
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import join_layers
@@ -24,7 +25,7 @@ PROMPTS = [[5, 6, 7], [8], [9] * 12, [3] * 70, [*[3] * 66, 1]]
 @pytest.fixture(autouse=True)
 def on_pages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, in Triton's interpreter, a program takes a millisecond: few, and few tokens."""
-    monkeypatch.setattr(causal, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     if device == "cpu":  # where layers are not joined
         from foresay.models.gpu import attention
         from helpers.paged import sum_products_in_order

@@ -21,6 +21,7 @@ from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import causal
 from foresay.models.huggingface.causal import CausalModel
 from helpers.blocks import random_block
@@ -47,8 +48,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def on_pages(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
-    for module in (causal, base):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: on)
+    monkeypatch.setattr(Hardware, "gpu_kernels", on)
 
     def capture(run: Any) -> Any:
         """As graphs are captured: after a run of the pass."""

@@ -14,18 +14,18 @@ import numpy as np
 from foresay.decoding.outcome import FinishReason, Origin, Step
 from foresay.drafters import Memory
 from foresay.engine.stats import Stats
-from foresay.lab.data.datasets import load_items
-from foresay.lab.replay.arrivals import from_trace
-from foresay.lab.replay.cost_tables import read_costs
-from foresay.lab.replay.grid import open_grid
-from foresay.lab.replay.replay import replay
-from foresay.lab.report.report import read_report
 from foresay.lengths import ConstantLength
 from foresay.models.sources.published import read_table
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
 from foresay.spec.settings_file import Settings, read_models, read_settings, write_settings
+from foresay_lab.data.datasets import load_items
+from foresay_lab.replay.arrivals import from_trace
+from foresay_lab.replay.cost_tables import read_costs
+from foresay_lab.replay.grid import open_grid
+from foresay_lab.replay.replay import replay
+from foresay_lab.report.report import read_report
 from helpers import fuzz_tensors
 from helpers.fuzz_mutators import mutate_bytes, mutate_json, mutate_lines
 from helpers.fuzzing import Format, files, one_file, working_folder

@@ -30,7 +30,7 @@ from foresay.models.sources.quantized_forms import form_of, matrix_of
 from foresay.tensor_files import load_tensors, stored_tensors
 from foresay.text.prompts import encode
 from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint
-from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
+from foresay_lab.training.checkpoints import State, load_checkpoint, save_checkpoint
 from helpers import tables, tiny
 from helpers.fuzz_mutators import (
     Tensors,

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
+from foresay.models.families.family import Architecture
+from foresay.models.families.table import ARCHITECTURES
 from helpers import gguf_hybrids, tiny
 
 _NAMES = {one.model_type: name for name, one in reversed(ARCHITECTURES.items())} | {

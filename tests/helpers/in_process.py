@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from foresay.workers import jobs
+from foresay_lab.workers import jobs
 
 
 def done(value: Any) -> Future[Any]:
-    """Return a future with this result or error."""
+    """Return a future with this result, or with the error of a worker that died; workers return their own errors."""
     call: Future[Any] = Future()
-    if isinstance(value, Exception):
+    if isinstance(value, OSError):
         call.set_exception(value)
     else:
         call.set_result(value)

@@ -9,7 +9,7 @@ from typing import Any
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
-from foresay.lab.data.items import PromptItem
+from foresay_lab.data.items import PromptItem
 from helpers.families import VOCAB, make
 
 

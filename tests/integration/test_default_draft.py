@@ -13,14 +13,14 @@ import torch
 
 import foresay
 from foresay import ModelNotFoundError
-from foresay.lab.data.datasets import load_items, subset
-from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.measure.live_run import run_live
 from foresay.models.drafts.files import read_draft
 from foresay.models.sources import packaged
 from foresay.models.sources.drafts import load_draft
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import DEFAULT_DRAFTERS, default_drafter, packaged_head
+from foresay_lab.data.datasets import load_items, subset
+from foresay_lab.data.requests import RequestBuilder
+from foresay_lab.measure.live_run import run_live
 
 ALIAS = "smollm2-135m"
 

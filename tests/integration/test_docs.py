@@ -12,9 +12,9 @@ import pytest
 
 from foresay.cli.app import _run
 from foresay.generation.generator import Generator
-from foresay.lab import tune
-from foresay.lab.measure import profile
 from foresay.models.sources import packaged
+from foresay_lab import tune
+from foresay_lab.measure import profile
 from helpers import tiny
 from helpers.small_alias import ALIAS, cache_with_small_model
 

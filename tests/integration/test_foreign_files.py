@@ -15,9 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
-from foresay.lab.data.datasets import load_items
-from foresay.lab.replay.arrivals import from_trace
-from foresay.lab.replay.grid import open_grid
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.models.drafts.base import StoredDraft
 from foresay.models.drafts.config import HeadConfig
@@ -29,8 +26,11 @@ from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Recording
 from foresay.records.results import Results
 from foresay.spec.settings_file import read_settings
-from foresay.training.accepted import load_examples
-from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
+from foresay_lab.data.datasets import load_items
+from foresay_lab.replay.arrivals import from_trace
+from foresay_lab.replay.grid import open_grid
+from foresay_lab.training.accepted import load_examples
+from foresay_lab.training.checkpoints import State, load_checkpoint, save_checkpoint
 from helpers import tables, tiny
 
 

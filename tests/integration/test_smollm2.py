@@ -16,7 +16,7 @@ from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length
-from foresay.training.ngrams import NgramCounter
+from foresay_lab.training.ngrams import NgramCounter
 from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
 

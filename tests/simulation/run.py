@@ -199,7 +199,7 @@ class Simulation:
             self._check_call(call)
         self.problems += self.loop.failures
         shared = self.service.shared
-        if not shared.is_idle:
+        if shared.num_open:
             self.problems.append(
                 f"{len(shared._open_limits)} open requests, {shared.queues.before_rows} being prepared"
             )
@@ -252,7 +252,7 @@ class Simulation:
         if error == "out_of_memory":
             return self.model.room < 1 << 62
         if error == "shutting_down":
-            return self.service.draining
+            return self.service.shared.draining
         if error == "queue_full":
             return len(self.calls) > 1
         return error == "timeout" and call.ended - call.began >= LIMIT_S

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import foresay
-from foresay.lab.bench.runners import Outcome, PromptBlock
-from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import PromptRequest
+from foresay_lab.bench.runners import Outcome, PromptBlock
+from foresay_lab.data.items import PromptItem
+from foresay_lab.data.requests import PromptRequest
 
 ROOT = Path(foresay.__file__).parents[2]
 LEGEND = {"gain": ("fast / slow", ">= 1.2")}

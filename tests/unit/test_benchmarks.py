@@ -17,7 +17,7 @@ FILES = sorted([*ROOT.glob("benchmarks/*.py"), *(path for path in ROOT.glob("scr
 def imported(source: str) -> Iterator[tuple[str, str]]:
     """(module of ours, a name out of it)."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "foresay":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("foresay", "foresay_lab"):
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
@@ -46,5 +46,5 @@ def test_what_is_imported_is_there() -> None:
 
 def test_what_is_not_there_is_found() -> None:
     """The control of the one above."""
-    said = "from foresay.lab.bench.bench import bench, Gone\nfrom foresay.nowhere import a\nfrom foresay import lab"
-    assert absent(said) == ["foresay.lab.bench.bench.Gone", "foresay.nowhere.a"]
+    said = "from foresay_lab.bench.bench import bench, Gone\nfrom foresay.nowhere import a\nfrom foresay import cli"
+    assert absent(said) == ["foresay_lab.bench.bench.Gone", "foresay.nowhere.a"]

@@ -13,20 +13,21 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "foresay"
+SOURCE = ROOT / "src"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"llama_cpp": "llama-cpp-python", "pydantic_core": "pydantic", "starlette": "fastapi"}
 """Distributions by module, where the names differ or one is a fixed part of the other."""
 EXTRAS = {
-    "lab": "lab",
-    "training": "train",
-    "server": "server",
-    "text/grammar_library": "server",
-    "integrations/lm_eval": "eval",
-    "models/gpu": "gpu",
-    "decoding/sampling_kernels": "gpu",
-    "models/llama_cpp": "llamacpp",
-    "workers/ray": "ray",
+    "foresay/server": "server",
+    "foresay/text/grammar_library": "server",
+    "foresay/integrations/lm_eval": "eval",
+    "foresay/models/gpu": "gpu",
+    "foresay/decoding/sampling_kernels": "gpu",
+    "foresay/models/llama_cpp": "llamacpp",
+    "foresay_lab/data": "lab",
+    "foresay_lab/report": "lab",
+    "foresay_lab/training": "train",
+    "foresay_lab/workers/ray": "ray",
 }
 """Extras by the path of the modules that may import what they install."""
 
@@ -45,8 +46,10 @@ def modules(tree: ast.AST) -> Iterator[str]:
 
 
 def undeclared(path: str, text: str) -> set[str]:
-    """Distributions that a module at a path under src/foresay imports, and that neither foresay nor its extra requires."""
-    found = {name for name in modules(ast.parse(text)) if name not in sys.stdlib_module_names | {"foresay"}}
+    """Distributions that a module at a path under src imports, and that neither foresay nor its extra requires."""
+    found = {
+        name for name in modules(ast.parse(text)) if name not in sys.stdlib_module_names | {"foresay", "foresay_lab"}
+    }
     wanted = list(PROJECT["dependencies"])
     for prefix, extra in EXTRAS.items():
         if path.removesuffix(".py") == prefix or path.startswith(f"{prefix}/"):
@@ -64,10 +67,10 @@ def test_every_import_is_declared() -> None:
 @pytest.mark.parametrize(
     ("path", "text", "missing"),
     [
-        ("server/app.py", "import fastapi\nfrom starlette.requests import Request", set()),
-        ("engine/loop.py", "def late():\n    import fastapi", {"fastapi"}),
-        ("lab/data/readers.py", 'importlib.import_module("polars.io")', {"polars"}),
-        ("workers/rays.py", "import os, ray.util", {"ray"}),
+        ("foresay/server/app.py", "import fastapi\nfrom starlette.requests import Request", set()),
+        ("foresay/engine/loop.py", "def late():\n    import fastapi", {"fastapi"}),
+        ("foresay_lab/data/readers.py", 'importlib.import_module("polars.io")', {"polars"}),
+        ("foresay_lab/workers/rays.py", "import os, ray.util", {"ray"}),
     ],
 )
 def test_an_undeclared_import_is_found(path: str, text: str, missing: set[str]) -> None:

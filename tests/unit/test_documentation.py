@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import foresay
 from foresay.cli.app import app
-from foresay.cli.commands import BY_NAME
+from foresay.cli.commands import named
 from foresay.server import option_fields, output_fields, requests
 from foresay.server.adapters import ollama_fields
 from foresay.server.adapters.message_fields import MessagesRequest
@@ -138,7 +138,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def undocumented_commands(text: str) -> list[str]:
-    return [name for name in BY_NAME if f"\n## foresay {name}\n" not in text]
+    return [name for name in named() if f"\n## foresay {name}\n" not in text]
 
 
 def test_every_command_is_in_the_reference() -> None:
@@ -151,7 +151,7 @@ def test_every_command_is_in_the_reference() -> None:
 
 def flags(command: str) -> set[str]:
     """Options of a command; of the whole program for ""."""
-    found = BY_NAME[command] if command else app
+    found = named()[command] if command else app
     return {flag for option in found.params for flag in (*option.opts, *option.secondary_opts)} | {"-h", "--help"}
 
 
@@ -165,7 +165,7 @@ def wrong_usage(line: str) -> list[str]:
     if not words or words[0].startswith("-"):
         return [word for word in words if word.startswith("-") and word not in flags("")]
     command = words[0]
-    if command not in BY_NAME:
+    if command not in named():
         return [command]
     options = (word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word))
     return [f"{command} {option}" for option in options if option not in flags(command)]
@@ -291,15 +291,18 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert undocumented_names(text.replace("::: foresay.Step\n", "")) == ["Step"], "negative control"
 
 
+OURS = ("foresay", "foresay_lab")
+
+
 def private_names(code: str) -> list[str]:
     """Names in a block of Python that come from foresay and are not public."""
     tree, out = ast.parse(code), []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "foresay":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OURS:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             out += [name for name in names if node.module != "foresay" or name.partition(".")[2] not in foresay.__all__]
         elif isinstance(node, ast.Import):
-            out += [alias.name for alias in node.names if alias.name.startswith("foresay.")]
+            out += [alias.name for alias in node.names if alias.name.startswith(("foresay.", "foresay_lab"))]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "foresay":
             out += [f"foresay.{node.attr}"] if node.attr not in foresay.__all__ else []
     return out
@@ -323,8 +326,8 @@ def test_shown_code_uses_public_names_only() -> None:
 
 
 def test_private_names_are_found() -> None:
-    code = "import foresay.lab\nfrom foresay import Row, Recording\nfrom foresay.lab.tune import x\nforesay.Foo()"
-    assert private_names(code) == ["foresay.lab", "foresay.Recording", "foresay.lab.tune.x", "foresay.Foo"]
+    code = "import foresay_lab\nfrom foresay import Row, Recording\nfrom foresay_lab.tune import x\nforesay.Foo()"
+    assert private_names(code) == ["foresay_lab", "foresay.Recording", "foresay_lab.tune.x", "foresay.Foo"]
 
 
 # Fields, settings, expressions, errors

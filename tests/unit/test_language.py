@@ -11,7 +11,11 @@ from helpers.language import INSTEAD_OF, Finding, in_cpp, in_file, in_python, in
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".h", ".cpp", ".md", ".j2", ".js", ".html"}
-PROMPTS = ("src/foresay/lab/data/datasets.py", "tests/unit/lab/data/test_datasets.py", "tests/helpers/chat_prompts.py")
+PROMPTS = (
+    "src/foresay_lab/data/datasets.py",
+    "tests/unit/foresay_lab/data/test_datasets.py",
+    "tests/helpers/chat_prompts.py",
+)
 """Their prompts request a text of models in everyday words."""
 VENDORED = "src/foresay/server/page/vendor/marked.umd.js"
 LISTS = ("tests/helpers/language.py", "tests/unit/test_language.py", VENDORED)

@@ -26,11 +26,10 @@ LAYERS = [
     {"spec"},
     {"generation"},
     {"records"},
-    {"training"},
-    {"integrations", "server", "lab"},
-    {"workers"},
+    {"integrations", "server"},
     {"cli"},
     {"__main__"},
+    {"foresay_lab"},
 ]
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
@@ -50,7 +49,8 @@ INSIDE = {
     "engine": [{"row_moves", "prefixes", "request_keys", "stats", "guard", "admission"}, {"chunked_prefill"}, {"loop"}],
     "models": [
         {"vocabulary", "table", "recording", "cache", "layer"},
-        {"cpu"},
+        {"cpu", "families"},
+        {"hardware"},
         {"gpu"},
         {"huggingface"},
         {"gguf", "drafts", "llama_cpp"},
@@ -64,6 +64,14 @@ INSIDE = {
         {"mixers"},
         {"layers"},
         {"chain"},
+    ],
+    "models/families": [
+        {"stated", "orders"},
+        {"family"},
+        {"positions"},
+        {"llama", "qwen", "gemma", "olmo"},
+        {"experts", "granite", "lfm2", "delta"},
+        {"table"},
     ],
     "models/gpu": [
         {"attention", "product", "levels", "capture"},
@@ -92,7 +100,7 @@ INSIDE = {
         {"experts"},
         {"joined"},
         {"linears"},
-        {"hybrid_layers", "layer_inputs"},
+        {"layer_inputs"},
         {"family_layers"},
         {"model", "fused"},
         {"causal", "selective_scan"},
@@ -102,10 +110,9 @@ INSIDE = {
     ],
     "models/gguf": [
         {"header", "pre_tokenizers"},
-        {"architectures"},
-        {"values"},
-        {"keys", "vocabulary", "hybrids"},
-        {"tokenizer", "types", "positions", "granite"},
+        {"values", "names"},
+        {"keys", "vocabulary"},
+        {"tokenizer", "types", "positions"},
         {"configs"},
         {"packed"},
         {"shapes"},
@@ -123,7 +130,7 @@ INSIDE = {
         {"drafts"},
         {"catalogue"},
     ],
-    "training": [
+    "foresay_lab/training": [
         {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted", "optimisers", "processes"},
         {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
@@ -133,7 +140,8 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "formatting", "grammar_library", "gbnf_terminals", "template_trial", "reasoning"},
+        {"tokenizer", "text_files", "formatting", "grammar_library", "template_trial", "reasoning"},
+        {"gbnf_terminals"},
         {"client_grammars", "excess", "stream", "cross_tokenizer", "grammar", "tool_calls"},
         {"chat_messages", "control_tokens", "thinking_budget", "grammar_process"},
         {"prompts"},
@@ -150,7 +158,7 @@ INSIDE = {
     "server": [
         {"hints", "chat_page", "residency"},
         {"errors", "acceptance", "settings"},
-        {"metrics", "lanes"},
+        {"metrics", "queues"},
         {"fields", "logprobs", "guards", "connections"},
         {"option_fields", "output_fields"},
         {"requests"},
@@ -165,8 +173,16 @@ INSIDE = {
         {"app"},
         {"running"},
     ],
-    "workers": [{"messages"}, {"jobs", "pool"}, {"processes", "ray", "recording", "benching"}],
-    "lab": [{"data"}, {"measure"}, {"replay", "check"}, {"bench"}, {"report"}, {"tune"}],
+    "foresay_lab/workers": [{"pool"}, {"jobs", "work"}, {"processes", "ray"}],
+    "foresay_lab": [
+        {"data", "training"},
+        {"measure"},
+        {"replay", "check"},
+        {"bench"},
+        {"report"},
+        {"tune", "workers"},
+        {"commands"},
+    ],
 }
 """The order of modules inside a package; packages that are not listed only have to be free of cycles."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -174,10 +190,15 @@ MAY_IMPORT_TRANSFORMERS = {
     *(f"models/huggingface/{name}.py" for name in ("causal", "seq2seq", "attention")),
     *(f"models/sources/{name}.py" for name in ("reading", "packaged", "transformers_errors", "mxfp4")),
     *(f"models/gguf/{name}.py" for name in ("blocks", "configs", "tokenizer")),
-    "training/prune.py",
     *(f"models/drafts/{name}.py" for name in ("layers", "head", "block", "mtp")),
 }
-FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+LAB = "foresay_lab/"
+FILES = sorted(
+    path.relative_to(base).as_posix()
+    for base, folder in ((SOURCE, SOURCE), (SOURCE.parent, SOURCE.parent / LAB))
+    for path in folder.rglob("*.py")
+)
+"""Paths inside `foresay`, and those of `foresay_lab` with its name."""
 
 PUBLIC = [
     "Capabilities",
@@ -248,18 +269,22 @@ def imports(tree: ast.AST, package: str) -> set[str]:
     return out
 
 
+def text_of(file: str) -> str:
+    return ((SOURCE.parent if file.startswith(LAB) else SOURCE) / file).read_text()
+
+
 def imported(file: str) -> set[str]:
-    package = ".".join(["foresay", *file.split("/")[:-1]])
-    return imports(ast.parse((SOURCE / file).read_text()), package)
+    package = ".".join([*([] if file.startswith(LAB) else ["foresay"]), *file.split("/")[:-1]])
+    return imports(ast.parse(text_of(file)), package)
 
 
 def file_of(name: str, files: Collection[str]) -> str | None:
     """The file that a full name lies in, or None for names from outside and for `from foresay import __version__`."""
     parts = name.split(".")
-    if parts[0] != "foresay":
+    if parts[0] not in ("foresay", "foresay_lab"):
         return None
     for count in range(len(parts), 1, -1):
-        stem = "/".join(parts[1:count])
+        stem = "/".join(parts[parts[0] == "foresay" : count])
         for file in (f"{stem}.py", f"{stem}/__init__.py"):
             if file in files:
                 return file
@@ -335,7 +360,17 @@ def test_an_upward_import_is_seen() -> None:
     assert upward("decoding/acceptance.py", {"decoding/step.py"}) == [
         "decoding/acceptance.py imports decoding/step.py, which is next to or above it"
     ]
-    assert len(upward("server/app.py", {"server/running.py", "lab/tune.py"})) == 2
+    assert len(upward("server/app.py", {"server/running.py", "cli/app.py"})) == 2
+    assert upward("cli/demo.py", {"foresay_lab/report/table.py"}) == [
+        "cli/demo.py imports foresay_lab/report/table.py, which DESIGN.md puts next to or above cli"
+    ]
+    assert len(upward("foresay_lab/data/items.py", {"foresay_lab/commands/tune.py", "cli/tables.py"})) == 1
+
+
+def test_foresay_does_not_name_its_lab() -> None:
+    """Entry points alone lead to it, so that no module is imported by a name in a text either."""
+    assert [file for file in FILES if not file.startswith(LAB) and "foresay_lab" in text_of(file)] == []
+    assert file_of("foresay_lab.data.items.PromptItem", FILES) == "foresay_lab/data/items.py", "negative control"
 
 
 def test_there_is_no_circle() -> None:
@@ -376,7 +411,7 @@ def prints(source: str) -> bool:
 
 def test_up_to_the_engine_nothing_prints() -> None:
     assert prints("def f():\n    print(1)") and not prints("console.print(1)\nprint")
-    assert [file for file in LOW if prints((SOURCE / file).read_text())] == []
+    assert [file for file in LOW if prints(text_of(file))] == []
 
 
 def test_the_reader_sees_every_import() -> None:
@@ -392,7 +427,7 @@ def test_the_reader_sees_every_import() -> None:
 
 
 def test_the_search_finds_the_sources() -> None:
-    assert {"decoding/step.py", "models/huggingface/causal.py", "engine/loop.py", "cli/app.py"} <= set(FILES)
+    assert {"decoding/step.py", "models/huggingface/causal.py", "cli/app.py", "foresay_lab/tune.py"} <= set(FILES)
     assert "transformers" in {name.split(".")[0] for name in imported("models/huggingface/causal.py")}
     assert graph()["decoding/step.py"] >= {"decoding/distributions.py", "decoding/protocols.py"}
 

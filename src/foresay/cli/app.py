@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from foresay.cli.command import CONTEXT, INTERRUPTED, write_panels
-from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
+from foresay.cli.commands import REMOVED, commands, find, named
 from foresay.cli.environment import idle
 from foresay.cli.typed_errors import usage_message
 from foresay.errors import ForesayError
@@ -29,35 +29,35 @@ class Program(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help page."""
-        return list(BY_NAME)
+        return list(named())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command. Raises UsageError for an unknown one, and for one of an earlier version, naming its successor."""
-        if cmd_name in BY_NAME:
-            return BY_NAME[cmd_name]
+        if (found := find(cmd_name)) is not None:
+            return found
         if cmd_name in REMOVED:
             raise click.UsageError(f"{cmd_name} is now part of another command: foresay {REMOVED[cmd_name]}", ctx)
         if not ctx.resilient_parsing and not cmd_name.startswith("-"):
-            raise click.NoSuchCommand(cmd_name, possibilities=BY_NAME, ctx=ctx)
+            raise click.NoSuchCommand(cmd_name, possibilities=named(), ctx=ctx)
         return None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return commands and options for the shell."""
-        named = [CompletionItem(name, help=one.summary) for name, one in BY_NAME.items() if name.startswith(incomplete)]
-        return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
+        items = [CompletionItem(name, help=one.summary) for name, one in named().items() if name.startswith(incomplete)]
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands by heading, then the options."""
-        width = max(map(len, BY_NAME))
+        width = max(map(len, named()))
         panels = {
-            title: [((one.name or "").ljust(width), one.summary) for one in some] for title, some in COMMANDS.items()
+            title: [((one.name or "").ljust(width), one.summary) for one in some] for title, some in commands().items()
         }
         options = [record for one in self.get_params(ctx) if (record := one.get_help_record(ctx))]
         write_panels({**panels, "Options": options}, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the chosen command. A closed standard output and Ctrl-C end it without a message."""
-        for line in idle(os.environ, BY_NAME.values()):
+        for line in idle(os.environ, lambda: named().values()):
             print(f"foresay: {line}", file=sys.stderr)  # noqa: T201
         try:
             code = super().invoke(ctx)

@@ -119,16 +119,21 @@ class Command(click.Command):
 
 
 def command(
-    name: str, text: str, *params: click.Parameter | Iterable[click.Parameter], examples: str, variables: str = ""
+    name: str,
+    text: str,
+    *params: click.Parameter | Iterable[click.Parameter],
+    examples: str,
+    variables: str = "",
+    package: str = "foresay.cli",
 ) -> Command:
-    """Return the command that `run` of the module `foresay.cli.NAME` executes, which is imported when it is.
+    """Return the command that `run` of the module NAME of a package executes, which is imported when it is.
 
     text: the text of the help page, its summary first. examples: command lines, one a line. variables: prefix of the environment
     variables from which options are also read: this, `_` and the option's name.
     """
 
     def run(given: Given) -> int:
-        done: int = import_module(f"foresay.cli.{name.replace('-', '_')}").run(given)
+        done: int = import_module(f"{package}.{name.replace('-', '_')}").run(given)
         return done
 
     return Command(

@@ -200,6 +200,13 @@ def model_expression(name: str) -> str:
         return f'model("{name}")'
 
 
+def draft_of(generator: Generator) -> str | None:
+    """The name of the draft model that a generator drafts with, if any."""
+    call = parse(generator.drafter_name)
+    names = [str(value) for key, value in call.values if key in (None, "name")] if call.name == "model" else []
+    return names[0] if names else None
+
+
 def fresh_seed() -> int:
     """Return a seed for a sampled output without a given one."""
     return secrets.randbelow(2**32)

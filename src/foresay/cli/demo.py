@@ -14,8 +14,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.generation.load import load
 from foresay.generation.method import PLAIN
-from foresay.lab.report.table import NOISE, REASON, is_noise
-from foresay.text.formatting import percent
+from foresay.text.formatting import NOISE, REASON, is_noise, percent
 
 PROMPTS = (
     "Correct the spelling mistakes in this note and repeat the rest as it is:\n"

@@ -5,7 +5,7 @@ Owns no value: the modules that read a variable check it. A test compares the so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
 import click
@@ -44,10 +44,14 @@ def of_option(param: click.Parameter, prefix: str | None) -> str:
     return f"{prefix}_{(param.name or '').upper()}" if prefix and isinstance(param, click.Option) else ""
 
 
-def idle(environment: Mapping[str, str], commands: Iterable[click.Command]) -> Iterator[str]:
-    """Yield a line for each unknown variable with our prefix, with the nearest name, and for each switch with another value."""
-    known = {*READ, *OTHERS, *of_options(commands)}
-    for name in sorted(one for one in environment.keys() - known if one.startswith(PREFIX)):
+def idle(environment: Mapping[str, str], commands: Callable[[], Iterable[click.Command]]) -> Iterator[str]:
+    """Yield a line for each unknown variable with our prefix, with the nearest name, and for each switch with another value.
+
+    commands: called only if there is a variable that may be one of their options.
+    """
+    others = {one for one in environment if one.startswith(PREFIX)} - {*READ, *OTHERS}
+    known = {*READ, *OTHERS, *of_options(commands() if others else ())}
+    for name in sorted(others - known):
         near = get_close_matches(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in sorted(known)], n=1)
         hint = f" Did you mean {PREFIX}{near[0]}?" if near else ""
         yield f"unknown environment variable {name!r} is ignored.{hint}"

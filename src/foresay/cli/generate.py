@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import click
 
 from foresay.checks import check_int
-from foresay.cli import sharing
 from foresay.cli.colours import coloured, console, legend, notes
 from foresay.cli.command import Given
-from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt, sampled, sampling_params
-from foresay.cli.console import table
+from foresay.cli.commands import feature
+from foresay.cli.common import draft_of, fresh_seed, load_generator, read_prompt, sampled, sampling_params
 from foresay.cli.drafts import found_draft, suggest
 from foresay.cli.progress import advancing, loading, note
 from foresay.cli.tables import sum_up
@@ -25,12 +23,9 @@ from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method, methods
 from foresay.generation.result import Chunk, Generation
-from foresay.lab.data.items import PromptItem
 from foresay.models.sources.catalogue import PUBLISHED
 from foresay.spec.expressions import parse
 from foresay.text.prompts import as_chat
-from foresay.workers.messages import check_sendable
-from foresay.workers.pool import Pool, in_order
 
 
 def run(given: Given) -> int:
@@ -44,11 +39,9 @@ def run(given: Given) -> int:
     text = read_prompt(given.prompt, given.file)
     prompts = split_lines(text) if given.lines else []
     given.drafter = given.drafter[0] if given.drafter else "auto"
-    if sharing.wanted(given):
-        load = load_arguments(given, max_batch_size=given.batch_size)
-        setup = {"kind": "generate", "load": load, "params": check_sendable(params), "raw": given.raw}
-        with sharing.pool(given, setup) as pool:
-            return _lines_shared(pool, prompts, as_json=given.json)
+    if given.workers is not None:
+        done: int = feature("workers").generate(given, prompts, params)
+        return done
     generator = load_generator(given, max_batch_size=given.batch_size)
     if not given.json:
         suggest(generator)
@@ -89,10 +82,11 @@ def _one(generator: Generator, text: str, params: SamplingParams, given: Given, 
         _sum_up(done, seconds, trace=given.trace)
     rows = []
     if given.compare:
-        item, draft = PromptItem("", text, raw=given.raw), table.draft_of(generator)
+        table, draft = feature("compare"), draft_of(generator)
         every = [replace(one, length=given.length or one.length) for one in table.methods(generator, draft, None)]
         with loading("Preparing the drafters") as progress:
-            rows = table.compare(generator, item, named or every, draft, params, given.repeats, progress)
+            chosen = (named or every, draft, params, given.repeats)
+            rows = table.compare(generator, text, *chosen, progress, raw=given.raw)
     if given.json:
         record = done.as_record() | {"seconds": seconds, "tokens_per_s": len(done.token_ids) / seconds}
         record |= (
@@ -164,35 +158,19 @@ def _lines(generator: Generator, prompts: list[str], params: SamplingParams, giv
 
         done = generator.generate(requests, params, on_chunk=show)
     for i, one in enumerate(done):
-        _print(prompts, i, one.as_record(), as_json=given.json)
-    _time(sum(len(one.token_ids) for one in done), perf_counter() - began)
+        show_output(prompts, i, one.as_record(), as_json=given.json)
+    show_speed(sum(len(one.token_ids) for one in done), perf_counter() - began)
     return 0
 
 
-def _lines_shared(pool: Pool, prompts: list[str], *, as_json: bool) -> int:
-    """Decode all prompts by workers; print each output once all earlier ones are printed."""
-    tokens, began = 0, perf_counter()
-    with advancing("Decoding", hidden=sys.stdout.isatty()) as advance:  # outputs would be written into the bar
-
-        def counted() -> Iterator[tuple[int, dict[str, Any]]]:
-            nonlocal tokens
-            for done, (number, result) in enumerate(pool.run(dict(enumerate(prompts))), 1):
-                tokens += len(result["token_ids"])
-                advance(done, len(prompts), f"{tokens} tokens")
-                yield number, result
-
-        for i, result in enumerate(in_order(counted())):
-            _print(prompts, i, result, as_json=as_json)
-    _time(tokens, perf_counter() - began)
-    return 0
-
-
-def _print(prompts: list[str], i: int, record: dict[str, Any], *, as_json: bool) -> None:
+def show_output(prompts: list[str], i: int, record: dict[str, Any], *, as_json: bool) -> None:
+    """Print one of many outputs, as a JSON line or as text."""
     click.echo(json.dumps({"prompt": prompts[i]} | record, ensure_ascii=False) if as_json else record["text"])
     if not as_json and i + 1 < len(prompts):
         click.echo()
 
 
-def _time(tokens: int, seconds: float) -> None:
+def show_speed(tokens: int, seconds: float) -> None:
+    """Note the speed of a batch on a terminal."""
     if sys.stderr.isatty():
         note(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")

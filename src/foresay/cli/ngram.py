@@ -1,56 +1,21 @@
-"""N-gram tables: `foresay distill --kind ngram` makes one from text, and `foresay info` describes one."""
+"""N-gram tables, as `foresay info` describes them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from rich.progress import DownloadColumn
-
 from foresay.cli.command import Given
-from foresay.cli.common import check_output, load_options, target_name
-from foresay.cli.progress import advancing, loading
+from foresay.cli.common import load_options
+from foresay.cli.progress import loading
 from foresay.drafters.ngram_table import Corpus, NgramTable
-from foresay.errors import ConfigError
 from foresay.models.sources.loading import load_tokenizer
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint, tokenizer_size
-from foresay.training import ngrams
-from foresay.training.corpus import CorpusReader
 
 _COVERAGES = (0.9, 0.95, 0.99)
 _TOP = 10
 """Most frequent tokens that are listed."""
-
-
-def build(given: Given) -> Iterator[str]:
-    """Count the n-grams of text files, write a table, and return lines about it.
-
-    The table contains the most frequent next token of each context, for --drafter 'max_gram(table=FILE)'.
-    """
-    output, files = given.output, list(given.text)
-    ngrams.check_counting(given.order, given.min_count, ngrams.MAX_ENTRIES, given.max_tokens)
-    reader = CorpusReader(files, separator=given.separator, field=given.field)
-    if output.suffix != ".safetensors":
-        raise ConfigError(f"OUTPUT {str(output)!r} must end in .safetensors")
-    check_output(output, force=given.force, name="OUTPUT")
-    names = _tokenizer(target_name(given.model), given)
-    counter = ngrams.NgramCounter(given.order, tokenizer_size(names), given.min_count, ngrams.MAX_ENTRIES)
-    began = perf_counter()
-    with advancing("Counting", DownloadColumn()) as advance:
-
-        def show_speed(position: int, tokens: int) -> None:
-            advance(position, reader.size, f"{tokens / (perf_counter() - began):,.0f} tokens/s")
-
-        ngrams.count_corpus(counter, reader, names, max_tokens=given.max_tokens, on_progress=show_speed)
-        if not counter.num_tokens:
-            raise ConfigError(f"no text in {', '.join(files)}")
-        table = counter.table(fingerprint=tokenizer_fingerprint(names), files=files)
-        table.save(output)
-    seconds = perf_counter() - began
-    speed = f"{seconds:.1f} ({counter.num_tokens / seconds:,.0f} tokens/s)"
-    yield from _lines(output, _made_from(table) | _contents(table, output) | {"seconds": speed})
 
 
 def is_table(name: str | None) -> bool:
@@ -62,24 +27,26 @@ def described(name: str, given: Given) -> Iterator[str]:
     """Lines about a table; its most frequent tokens as text if --model names the tokenizer."""
     loaded, path, names = NgramTable.load(name), Path(name), None
     if given.model is not None:
-        names = _tokenizer(given.model, given)
+        names = tokenizer_of(given.model, given)
         loaded.check(tokenizer_fingerprint(names), tokenizer_size(names), own_size(names))
     mark = "no fingerprint" if loaded.fingerprint is None else f"fingerprint {loaded.fingerprint[:12]}"
     lines = {"order": str(loaded.order), "vocabulary": f"{loaded.vocab_size:,} tokens, {mark}"}
-    yield from _lines(path, lines | _made_from(loaded) | _contents(loaded, path) | _frequent(loaded, names))
+    yield from lines_of(path, lines | made_from(loaded) | contents(loaded, path) | _frequent(loaded, names))
 
 
-def _tokenizer(name: str, given: Given) -> Any:
+def tokenizer_of(name: str, given: Given) -> Any:
+    """Load the tokenizer of a model."""
     with loading(f"Loading the tokenizer of {name}") as progress:
         return load_tokenizer(name, load_options(given, progress=progress))
 
 
-def _lines(path: Path, lines: dict[str, str]) -> Iterator[str]:
+def lines_of(path: Path, lines: dict[str, str]) -> Iterator[str]:
+    """Yield the name of a file, and lines about it below."""
     yield str(path)
     yield from (f"  {name}: {value}" for name, value in lines.items())
 
 
-def _made_from(table: NgramTable) -> dict[str, str]:
+def made_from(table: NgramTable) -> dict[str, str]:
     """Lines about the corpus of a table."""
     corpus = table.corpus
     if corpus is None:
@@ -101,7 +68,8 @@ def _pruned(corpus: Corpus) -> dict[str, str]:
     }
 
 
-def _contents(table: NgramTable, path: Path) -> dict[str, str]:
+def contents(table: NgramTable, path: Path) -> dict[str, str]:
+    """Lines about the size of a table."""
     return {"contexts": _by_length(table.num_contexts, 1), "size": f"{path.stat().st_size / 1e6:,.2f} MB"}
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from foresay.decoding import devices, kernels
+from foresay.decoding.devices import is_remote
 from foresay.decoding.processors import Processed, process_rows, processes
 from foresay.decoding.rows import Rows
 from foresay.decoding.sums import row_sums
@@ -104,7 +105,7 @@ def likeliest(scores: torch.Tensor, counts: Sequence[int] | None = None) -> torc
 
     counts: as in `build_distributions`; positions after counts[i] of row i are left 0.
     """
-    if scores.device.type != "cpu":
+    if is_remote(scores.device):
         return scores.max(-1).indices
     if counts is None or scores.shape[1] == 1:
         return torch.from_numpy(_readable(scores).argmax(-1))

@@ -64,9 +64,7 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int, device: torch
     ids, counts = proposal.token_ids, list(proposal.num_tokens)
     for name in ("token_ids", "distributions", "distribution_index", "confidence", "parents"):
         tensor: torch.Tensor | None = getattr(proposal, name)
-        if tensor is not None and (
-            tensor.layout != torch.strided or (tensor.device.type == "meta" and tensor.device != device)
-        ):
+        if tensor is not None and (tensor.layout != torch.strided or (tensor.is_meta and tensor.device != device)):
             raise ValueError(f"{name} is {tensor.layout} on {tensor.device}, not a dense tensor")
     if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[0] != batch or len(counts) != batch:
         raise ValueError(f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {batch} rows, not [B, K] int64")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from foresay.decoding import devices
+from foresay.decoding.devices import is_remote
 
 
 class Purpose(IntEnum):
@@ -60,7 +61,7 @@ def derive(key: int, *values: int) -> int:
 
 def _words(x: torch.Tensor) -> Any:
     """The array in which int64 are mixed: NumPy on the CPU, whose small operations cost a fraction of PyTorch's."""
-    return x.numpy() if x.device.type == "cpu" else x
+    return x if is_remote(x.device) else x.numpy()
 
 
 def _shift(x: Any, bits: int) -> Any:

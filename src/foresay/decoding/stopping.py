@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import torch
 
+from foresay.decoding.devices import is_remote
 from foresay.decoding.distributions import Distributions, entropy
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
@@ -156,7 +157,7 @@ class Stopping:
 
     def _while_worth(self, step: DraftStep) -> torch.Tensor | None:
         scores = step.distributions.scores
-        if step.able is None or scores is None or scores.device.type != "cpu":
+        if step.able is None or scores is None or is_remote(scores.device):
             return None
         if not CONFIDENCES.of(self._rows):
             CONFIDENCES.put(self._rows, [[] for _ in self._on])

@@ -195,7 +195,7 @@ def _refuse(
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; foresay.generate supports decoder-only models"
         )
-    refused = fields_set(config, Kind.METHOD, Kind.DRAFTING, Kind.RETURNED, Kind.UNSUPPORTED)
+    refused = fields_set(config, Kind.METHOD, Kind.ADDED, Kind.UNSUPPORTED)
     for name, value in refused.items():
         if name != "max_time":  # a stopping criterion
             raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; remove it")

@@ -43,8 +43,8 @@ from foresay.server.errors import ApiError, FieldError, as_api_error, as_api_err
 from foresay.server.fields import read
 from foresay.server.formats import ChatFormat, CompletionFormat
 from foresay.server.guards import App, Guards, Receive, Scope, Send
-from foresay.server.lanes import LONG
 from foresay.server.message_kind import MessageKind
+from foresay.server.queues import LONG
 from foresay.server.requests import (
     DEFAULT_TEMPERATURE,
     ChatRequest,
@@ -108,7 +108,7 @@ def _json_route(service: Service) -> type[APIRoute]:
             kind: Any = self.body_field.field_info.annotation
 
             async def handle(raw_request: Request) -> Response:
-                _check_type(raw_request.headers.get("content-type"))
+                raw_request = _typed(raw_request)
                 body = await raw_request.body()
                 is_long = len(body) >= LONG
                 raw_request._json = (
@@ -121,12 +121,23 @@ def _json_route(service: Service) -> type[APIRoute]:
     return JsonRoute
 
 
-def _check_type(content_type: str | None) -> None:
-    """Raise ApiError unless the type is JSON. Pages of other origins cannot send JSON without a preflight request."""
-    if not re.fullmatch(r"application/(.+\+)?json", (content_type or "").partition(";")[0].strip().lower()):
-        given = "no content type" if content_type is None else f"the content type {content_type!r}"
-        text = f"the request has {given}; send the header Content-Type: application/json"
+def _typed(raw_request: Request) -> Request:
+    """Return a request with the type of JSON if a program has chosen none; curl then sends that of forms.
+
+    Raises ApiError for another type. Pages of other origins cannot send JSON without a preflight request, so that a browser has
+    to send the type.
+    """
+    headers = raw_request.headers
+    given = headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if re.fullmatch(r"application/(.+\+)?json", kind):
+        return raw_request
+    if kind not in ("", "application/x-www-form-urlencoded") or "origin" in headers or "sec-fetch-site" in headers:
+        text = f"the content type {given!r}" if given else "no content type"
+        text = f"the request has {text}; send the header Content-Type: application/json"
         raise ApiError(415, text, param="content-type", code="unsupported_media_type")
+    typed = [*(one for one in headers.raw if one[0] != b"content-type"), (b"content-type", b"application/json")]
+    return Request({**raw_request.scope, "headers": typed}, raw_request.receive)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -146,9 +157,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, raw_request: Request) -> Response:
-        return await generating.generate(
-            await used(service, request.model, raw_request), request, ChatFormat, raw_request
-        )
+        model = await used(service, request.model, raw_request)
+        return await generating.generate(model, request, ChatFormat, raw_request)
 
     @app.post("/v1/completions")
     async def complete(request: CompletionRequest, raw_request: Request) -> Response:
@@ -159,11 +169,14 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     async def embeddings(request: EmbeddingRequest, raw_request: Request) -> Response:
         return await embed(await used(service, request.model, raw_request), request, raw_request)
 
+    async def converted(request: ResponsesRequest | CountRequest, raw_request: Request) -> tuple[Served, ChatRequest]:
+        chat = await service.shared.prepare(request.chat)  # validates the whole conversation
+        return await used(service, request.model, raw_request), chat
+
     @app.post("/v1/responses")
     async def respond(request: ResponsesRequest, raw_request: Request) -> Response:
         with renamed(response_fields.CHAT_NAMES):
-            chat = await service.shared.prepare(request.chat)  # validates the whole conversation
-            model = await used(service, request.model, raw_request)
+            model, chat = await converted(request, raw_request)
             default = model.generator.target.generation.sampled(SamplingParams(temperature=DEFAULT_TEMPERATURE))
             form = partial(ResponsesFormat, echoed=request.echoed(chat, default))
             return await generating.generate(model, chat, form, raw_request)
@@ -171,16 +184,12 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def message(request: MessagesRequest, raw_request: Request) -> Response:
         with renamed(message_fields.CHAT_NAMES):
-            chat = await service.shared.prepare(request.chat)
-            model = await used(service, request.model, raw_request)
-            return await generating.generate(model, chat, MessagesFormat, raw_request)
+            return await generating.generate(*await converted(request, raw_request), MessagesFormat, raw_request)
 
     @app.post("/v1/messages/count_tokens")
     async def count(request: CountRequest, raw_request: Request) -> dict[str, int]:
         with renamed(message_fields.CHAT_NAMES):
-            chat = await service.shared.prepare(request.chat)
-            model = await used(service, request.model, raw_request)
-            return {"input_tokens": await generating.count_tokens(model, chat)}
+            return {"input_tokens": await generating.count_tokens(*await converted(request, raw_request))}
 
     @app.post("/predict")
     async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:

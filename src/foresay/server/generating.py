@@ -47,6 +47,11 @@ Processor = Callable[[list[int]], LogitsProcessor]
 T = TypeVar("T")
 
 
+def _no_parser() -> Parser | None:
+    """Return no parser: all text is content."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A validated and tokenized request. Output i * n + j is the j-th output of prompt i."""
@@ -59,19 +64,16 @@ class PreparedRequest:
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
     processors: tuple[Processor, ...] = ()
     """Processors of each output."""
-    parser: Callable[[], Parser | None] = lambda: None
+    parser: Callable[[], Parser | None] = _no_parser
     """Returns a parser of one output."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
         """Return the prompt and parameters of every output."""
-        return [
-            self._pair(self.prompts[i // self.n], seeded(self.params, i)) for i in range(len(self.prompts) * self.n)
-        ]
-
-    def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        if self.returned < self.n and params.logprobs is None:
-            params = replace(params, logprobs=0)
-        return prompt, replace(params, processors=tuple(make(prompt) for make in self.processors))
+        ranked = self.returned < self.n and self.params.logprobs is None
+        params = replace(self.params, logprobs=0) if ranked else self.params
+        prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
+        made = [tuple(make(prompt) for make in self.processors) for prompt in prompts]
+        return [(one, replace(seeded(params, i), processors=made[i])) for i, one in enumerate(prompts)]
 
 
 async def generate(
@@ -148,8 +150,10 @@ class _Stream(StreamingResponse):
 async def _outputs(model: Served, request: ChatRequest | CompletionRequest, prepared: PreparedRequest) -> list[Output]:
     """Return the outputs before their first token, each with its prompt if the response repeats it."""
     top, tokenizer, echoes = prepared.params.logprobs, model.generator.tokenizer, list[Echo | None]()
-    if request.echoes and top is not None:
-        _check_scores(sum(map(len, prepared.prompts)) * prepared.n, top)
+    tokens = sum(map(len, prepared.prompts)) * prepared.n
+    if request.echoes and top is not None and tokens * (top + 1) > MAX_ECHOED_SCORES:
+        text = f"echo with logprobs={top} of {tokens} prompt tokens (counted once per output)"
+        raise FieldError("prompt", f"{text}; at most {MAX_ECHOED_SCORES // (top + 1)} are allowed")
     for prompt, ids in zip(request.prompts(), prepared.prompts, strict=True):
         scored = await model.scored(ids, top) if request.echoes and top is not None else None
         echoes.append(await model.prepare(partial(_echo, model, prompt, ids, scored)) if request.echoes else None)
@@ -163,15 +167,6 @@ async def _outputs(model: Served, request: ChatRequest | CompletionRequest, prep
         return Output(index, logprobs, echoes[i], prepared.parser())
 
     return [output(index) for index in range(len(prepared.prompts) * prepared.n)]
-
-
-def _check_scores(tokens: int, top: int) -> None:
-    if tokens * (top + 1) > MAX_ECHOED_SCORES:
-        limit = MAX_ECHOED_SCORES // (top + 1)
-        text = (
-            f"echo with logprobs={top} of {tokens} prompt tokens (counted once per output); at most {limit} are allowed"
-        )
-        raise FieldError("prompt", text)
 
 
 def _echo(model: Served, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
@@ -206,53 +201,36 @@ async def predict(model: Served, request: PredictRequest, raw_request: Request) 
 
 async def _prepare(model: Served, request: ChatRequest | CompletionRequest, state: Any) -> PreparedRequest:
     """Validate and tokenize a request before it is queued. state: of the request, with its API key."""
-    prompts, n = request.prompts(), request.candidates
+    prompts, chat = request.prompts(), request if isinstance(request, ChatRequest) else None
     _check(model, request, len(prompts))
-    drafting = DraftingChoice.of(request.foresay)
+    drafting, parser = DraftingChoice.of(request.foresay), _no_parser
     constraint = await model.read(request.constraint())
-    if isinstance(request, CompletionRequest):
-        if request.suffix and fill_in_marks(model.tokenizer) is None:
-            text = "suffix: this model's tokenizer has no tokens for filling in text between two texts"
-            raise FieldError("suffix", text)
-        ids = await model.encoded(prompts)
-        params = _params(model, request, ids, state)
-        params, processors = await _constrained(model, request, params, *(constraint or ("", None)))
-        return PreparedRequest(ids, params, n, request.returned, drafting, processors)
-    before = await model.prepare(lambda: MessageKind.of(model, request, constraint))
-    ids = await model.encoded(prompts, before.options)
-    params = replace(_params(model, request, ids, state), visible_token_ids=before.visible_ids)
-    if request.prediction:
-        predicted = await model.encoded_prediction(request.prediction.text, params.max_new_tokens)
-        params, drafting = replace(params, prediction=predicted), model.with_lookup(drafting)
-    if request.must_call:
-        params = replace(params, stop=())  # stop strings end content, which such an output does not have
+    before = None if chat is None else await model.prepare(lambda: MessageKind.of(model, chat, constraint))
+    ids = await model.encoded(prompts, None if before is None else before.options)
+    params = request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
+    params = model.owned(params, state, request.cache_salt)
+    field, source = constraint or ("tools", None)
+    if before is not None and chat is not None:
+        # stop strings end content, which an output of required calls does not have
+        params = replace(params, visible_token_ids=before.visible_ids, stop=() if chat.must_call else params.stop)
+        if chat.prediction:
+            predicted = await model.encoded_prediction(chat.prediction.text, params.max_new_tokens)
+            params, drafting = replace(params, prediction=predicted), model.with_lookup(drafting)
 
-    def after() -> tuple[MessageKind, Source | None]:
-        message = before.after(ids[0])  # a response template reads the whole prompt
-        return message, message.grammar_source()
+        def after() -> tuple[Callable[[], Parser | None], Source | None]:
+            message = before.after(ids[0])  # a response template reads the whole prompt
+            return message.parser, message.grammar_source()
 
-    message, source = await model.prepare(after)
-    field = "tools" if constraint is None or request.must_call else constraint[0]
-    params, processors = await _constrained(model, request, params, field, source)
-    return PreparedRequest(ids, params, n, n, drafting, processors, message.parser)
-
-
-async def _constrained(
-    model: Served,
-    request: ChatRequest | CompletionRequest,
-    params: SamplingParams,
-    field: str,
-    source: Source | None,
-) -> tuple[SamplingParams, tuple[Processor, ...]]:
-    """Return parameters, and the processors of a budget and of a schema or grammar. field: the one that requests the grammar."""
+        field = "tools" if chat.must_call else field
+        parser, source = await model.prepare(after)
     budget = _thinking_budget(model, request, params)
     processors: tuple[Processor, ...] = () if budget is None else (budget.after,)
-    if source is None:
-        return params, processors
-    grammar = await model.grammar(source, param=field, owner=params.owner)
-    if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
-        params = replace(params, min_new_tokens=0)
-    return params, (*processors, lambda prompt: grammar.mask_after(len(prompt)))
+    if source is not None:
+        grammar = await model.grammar(source, param=field, owner=params.owner)
+        if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
+            params = replace(params, min_new_tokens=0)
+        processors = (*processors, lambda prompt: grammar.mask_after(len(prompt)))
+    return PreparedRequest(ids, params, request.candidates, request.returned, drafting, processors, parser)
 
 
 def _thinking_budget(
@@ -273,53 +251,34 @@ def _thinking_budget(
         raise FieldError(field, str(error)) from None
 
 
-def _params(
-    model: Served, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]], state: Any
-) -> SamplingParams:
-    params = request.params(model.generator.target.model.max_length - max(len(one) for one in ids))
-    return model.owned(params, state, request.cache_salt)
-
-
 def _check(model: Served, request: ChatRequest | CompletionRequest, prompts: int) -> None:
-    settings = model.settings
-    _check_off(model, request)
+    """Raise ApiError for fields that contradict each other, the server's limits or the model."""
+    settings, generation = model.settings, model.generator.target.generation
     n, candidates, stops = request.returned, request.candidates, len(request.stops)
     outputs, options = prompts * candidates, request.stream_options or StreamOptions()
-    running_usage = "stream_options.continuous_usage_stats"
-    for is_wrong, param, text in (
+    usage, off = "stream_options.continuous_usage_stats", {name: getattr(request, name) for name in OFF}
+    fills_in = isinstance(request, CompletionRequest) and bool(request.suffix)
+    # fmt: off
+    checks: list[tuple[bool, str, str]] = [
+        *((value not in (None, OFF[name]), name, f"{name}={value} is not supported; leave it out, or send {OFF[name]}")
+          for name, value in off.items()),
+        *((value is not None and generation.applies(name), name,
+           f"{name}={value}: the model's generation config sets another value, which a request cannot turn off")
+          for name, value in off.items()),
         (not 1 <= n <= settings.max_n, "n", f"n={n} must be 1 to {settings.max_n}"),
         (not n <= candidates <= settings.max_n, "best_of", f"best_of={candidates} must be n={n} to {settings.max_n}"),
-        (
-            candidates > n and request.stream,
-            "best_of",
-            "best_of above n cannot be streamed: the best are known at the end",
-        ),
-        (
-            outputs > settings.max_prompts,
-            "n",
-            f"{outputs} outputs are requested; at most {settings.max_prompts} are allowed",
-        ),
+        (candidates > n and bool(request.stream), "best_of", "best_of above n cannot be streamed: the best are known at the end"),
+        (outputs > settings.max_prompts, "n", f"{outputs} outputs are requested; at most {settings.max_prompts} are allowed"),
         (stops > settings.max_stops, "stop", f"{stops} stop strings; at most {settings.max_stops} are allowed"),
-        (
-            options.continuous_usage_stats and not options.include_usage,
-            running_usage,
-            "continuous_usage_stats needs include_usage=true",
-        ),
+        (options.continuous_usage_stats and not options.include_usage, usage, "continuous_usage_stats needs include_usage=true"),
         (options.include_usage and not request.stream, "stream_options", "stream_options needs stream=true"),
-    ):
+        (fills_in and fill_in_marks(model.tokenizer) is None, "suffix",
+         "suffix: this model's tokenizer has no tokens for filling in text between two texts"),
+    ]
+    # fmt: on
+    for is_wrong, param, text in checks:
         if is_wrong:
             raise FieldError(param, text)
-
-
-def _check_off(model: Served, request: ChatRequest | CompletionRequest) -> None:
-    """Raise ApiError for a field that is only known by the value that turns it off, where that cannot be done."""
-    for name, off in OFF.items():
-        value = getattr(request, name)
-        if value is not None and value != off:
-            raise FieldError(name, f"{name}={value} is not supported; leave it out, or send {off}")
-        if value is not None and model.generator.target.generation.applies(name):
-            text = f"{name}={value}: the model's generation config sets another value, which a request cannot turn off"
-            raise FieldError(name, text)
 
 
 async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Request) -> None:

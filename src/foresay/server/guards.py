@@ -9,17 +9,18 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
 from hashlib import sha256
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
+from fastapi.responses import JSONResponse
+
 from foresay.server.chat_page import PAGE_FILES
 from foresay.server.errors import CLIENT_CLOSED, ApiError
 from foresay.server.hints import HEADER, IGNORED
-from foresay.server.lanes import SENDER, Sender
+from foresay.server.queues import SENDER, Sender
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -28,10 +29,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("foresay.server")
-_FORM = (b"", b"application/x-www-form-urlencoded")
-"""Content types of programs that do not choose one; curl has the second."""
-_OF_BROWSERS = {b"origin", b"sec-fetch-site"}
-"""Headers of which a page's request has one, whatever the page."""
 OPEN_ROUTES = frozenset({"/health", "/ping", "/ready", "/favicon.ico", *PAGE_FILES})
 """Routes that need no key: they expose no data and accept none."""
 
@@ -54,7 +51,6 @@ class Guards:
         scope.setdefault("state", {})["request_id"] = request_id
         ignored: dict[str, None] = {}
         IGNORED.set(ignored)
-        scope = _typed(scope, headers)
         method, head = scope["method"], scope["method"] == "HEAD"
         if head:  # the response of GET without its body
             scope = {**scope, "method": "GET"}
@@ -62,7 +58,9 @@ class Guards:
         async def send_response(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
-                message["headers"] = [*map(_with_head, message["headers"]), (b"x-request-id", request_id.encode())]
+                allows_head = {(b"allow", b"GET"): (b"allow", b"GET, HEAD")}
+                headers = [allows_head.get((name, value), (name, value)) for name, value in message["headers"]]
+                message["headers"] = [*headers, (b"x-request-id", request_id.encode())]
                 if ignored:
                     message["headers"].append((HEADER, ", ".join(ignored).encode()))
             elif head:
@@ -74,21 +72,19 @@ class Guards:
             body, size = await self._read_body(receive)
             SENDER.set(Sender(scope["state"]["owner"] or str((scope.get("client") or [""])[0]), size))
         except ApiError as error:
-            await _refuse(error, scope["path"], send_response)
+            response = JSONResponse(error.body_at(scope["path"]), error.status, headers=error.headers)
+            await response(scope, receive, send_response)
         else:
-            with _suppress_after_response(status):
+            try:
                 await self._app(scope, body, send_response)
+            except Exception:  # the framework answers and logs one, then raises it again
+                if not status[0]:
+                    raise
         finally:
             if status[0] >= 400:
                 self._failed(status[0])
-            line = {
-                "id": request_id,
-                "method": method,
-                "path": scope["path"],
-                "status": status[0],
-                "seconds": round(perf_counter() - start, 4),
-            }
-            logger.info("%s", json.dumps(line))
+            line = {"id": request_id, "method": method, "path": scope["path"], "status": status[0]}
+            logger.info("%s", json.dumps({**line, "seconds": round(perf_counter() - start, 4)}))
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
         """Return the owner of a request, which is its key; empty without keys.
@@ -143,46 +139,9 @@ class Guards:
                 408, f"the body was not complete after {self._settings.body_s:g} s", code="timeout"
             ) from None
         body = b"".join(parts)
-        return _replayed({"type": "http.request", "body": body, "more_body": False}, receive), len(body)
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
 
+        async def replayed() -> MutableMapping[str, Any]:
+            return pending.pop() if pending else await receive()
 
-def _typed(scope: Scope, headers: dict[bytes, bytes]) -> Scope:
-    """Return a request with the type of JSON if it has none, unless a page may have sent it, which needs a preflight for JSON."""
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind not in _FORM or headers.keys() & _OF_BROWSERS:
-        return scope
-    others = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-type"]
-    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
-
-
-def _replayed(first: MutableMapping[str, Any], receive: Receive) -> Receive:
-    pending = [first]
-
-    async def receive_next() -> MutableMapping[str, Any]:
-        return pending.pop() if pending else await receive()
-
-    return receive_next
-
-
-def _with_head(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """Add HEAD to the Allow header of a GET route."""
-    name, value = header
-    return (name, b"GET, HEAD") if name == b"allow" and value == b"GET" else header
-
-
-@contextmanager
-def _suppress_after_response(status: list[int]) -> Iterator[None]:
-    """Suppress an exception after its response: the framework answers and logs it, then raises it again."""
-    try:
-        yield
-    except Exception:
-        if not status[0]:
-            raise
-
-
-async def _refuse(error: ApiError, path: str, send: Send) -> None:
-    body = json.dumps(error.body_at(path)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        return replayed, len(body)

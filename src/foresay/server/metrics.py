@@ -15,7 +15,7 @@ from foresay.drafters import Memory
 from foresay.generation.session import Session
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.cache.memory import resident_bytes, slack_bytes
-from foresay.server.acceptance import AcceptanceMonitor
+from foresay.server.acceptance import Acceptance
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = tuple(range(1, 18))
@@ -106,18 +106,17 @@ class Metrics:
         self,
         sessions: Iterable[Session],
         memories: Sequence[Memory],
-        monitors: Mapping[str, AcceptanceMonitor],
+        acceptance: Mapping[str, Acceptance],
         waiting: int = 0,
     ) -> bytes:
         """Return the metrics in Prometheus's text format.
 
-        sessions: the open ones. memories: kept texts. monitors: by the prefix of their methods' names. waiting: requests that
+        sessions: the open ones. memories: kept texts. acceptance: by model and method. waiting: requests that
         are not in an engine's queue.
         """
-        for prefix, monitor in monitors.items():
-            for method, found in monitor.methods.items():
-                self.acceptance.labels(f"{prefix}{method}").set(found.average)
-                self.acceptance_ratio.labels(f"{prefix}{method}").set(found.ratio)
+        for method, found in acceptance.items():
+            self.acceptance.labels(method).set(found.average)
+            self.acceptance_ratio.labels(method).set(found.ratio)
         self.memory_writes.set(bool(memories) and all(one.writes and one.problem is None for one in memories))
         for name, (attribute, _) in _MEMORY_GAUGES.items():
             self._gauges[name].set(sum(getattr(one, attribute) for one in memories))

@@ -53,12 +53,12 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain the server, then stop it. Until then it listens, and /ready answers 503. A second signal stops it at once."""
-        if self._service.draining:
+        if self._service.shared.draining:
             # as without a handler: tasks that are torn down one by one would report it
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
             return
-        self._service.draining = True  # load balancers send later requests elsewhere
+        self._service.shared.draining = True  # load balancers send later requests elsewhere
         asyncio.run_coroutine_threadsafe(self._drain(sig, frame), self._loop)
 
     async def _drain(self, sig: int, frame: FrameType | None) -> None:

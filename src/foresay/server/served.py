@@ -29,12 +29,11 @@ from foresay.generation.scoring import PromptScorer, TextEmbedder
 from foresay.generation.session import Session
 from foresay.models.cache.memory import check_limit
 from foresay.models.huggingface.linears import resident_bytes
-from foresay.server.acceptance import AcceptanceMonitor
+from foresay.server.acceptance import Acceptance
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import FieldError
-from foresay.server.metrics import Clock, Metrics
+from foresay.server.metrics import Clock
 from foresay.server.output_fields import Constraint
-from foresay.server.settings import ServerSettings
 from foresay.server.shared import Shared, shutdown_error
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named
@@ -53,9 +52,12 @@ FLUSH_S = 10.0
 class Served:
     """A target model and its sessions, shared by all requests for it."""
 
-    def __init__(self, generator: Generator, names: list[str], shared: Shared, acceptance: AcceptanceMonitor) -> None:
-        """names: the model's names in the API; responses use the first."""
+    def __init__(
+        self, generator: Generator, names: list[str], shared: Shared, acceptance: dict[str, Acceptance]
+    ) -> None:
+        """names: the model's names in the API; responses use the first. acceptance: by drafting method."""
         self.generator, self.names, self.shared, self.acceptance = generator, names, shared, acceptance
+        self.settings, self.metrics, self.prepare = shared.settings, shared.metrics, shared.prepare
         self.weight_bytes = _weight_bytes(generator.target.model)
         digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
@@ -65,27 +67,12 @@ class Served:
         self._compiler: SchemaCompiler | None = None
         shared.sessions[self.key] = self.new_session
 
-    @property
-    def settings(self) -> ServerSettings:
-        """Settings of the server."""
-        return self.shared.settings
-
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of the server."""
-        return self.shared.metrics
-
     def new_session(self, drafting: DraftingChoice) -> Session:
         """Return a new session with a drafting method."""
-        return self._generator(drafting).session(
-            prefix_bytes=None if self.settings.share_prefixes == "none" else PREFIX_BYTES,
-            prefill_wait_s=self.settings.prefill_wait_s,
-        )
-
-    def _generator(self, drafting: DraftingChoice) -> Generator:
-        if drafting == DraftingChoice():
-            return self.generator
-        return change(self.generator, drafter=drafting.drafter, length=drafting.length, rule=drafting.rule)
+        generator, prefix_bytes = self.generator, None if self.settings.share_prefixes == "none" else PREFIX_BYTES
+        if drafting != DraftingChoice():
+            generator = change(generator, drafter=drafting.drafter, length=drafting.length, rule=drafting.rule)
+        return generator.session(prefix_bytes=prefix_bytes, prefill_wait_s=self.settings.prefill_wait_s)
 
     def end_sessions(self) -> None:
         """Drop the sessions. Called on their thread when no request uses the model."""
@@ -127,10 +114,6 @@ class Served:
         """Texts that the server keeps for this model."""
         resources = self.generator.resources
         return [] if resources is None else list(resources.memories.values())
-
-    async def prepare(self, work: Callable[[], T]) -> T:
-        """See Shared."""
-        return await self.shared.prepare(work)
 
     async def encoded(self, prompts: Sequence[Any], options: ChatOptions | None = None) -> list[list[int]]:
         """Return the token ids of each prompt. options: see `encode`.
@@ -240,7 +223,10 @@ class Served:
                     while waiting:
                         index, chunk = await limit.wait(anext(chunks))
                         clocks[index].take(chunk.step, len(prompts[index][0]))
-                        self.acceptance.take(method, chunk.step)
+                        if chunk.step.num_tested:
+                            self.acceptance.setdefault(method, Acceptance()).take(
+                                chunk.step, f"{method} for {self.key}"
+                            )
                         if chunk.finish_reason is not None:
                             waiting.discard(index)
                             clocks[index].ended(chunk.finish_reason)

@@ -17,13 +17,13 @@ from time import perf_counter, time
 
 import torch
 
-from foresay.errors import OutOfMemoryError
+from foresay.decoding.devices import is_remote
+from foresay.errors import ForesayError, OutOfMemoryError
 from foresay.generation.generator import Generator
 from foresay.generation.session import Session
 from foresay.models.cache.memory import Trimmer, left_bytes, trim
-from foresay.server.acceptance import AcceptanceMonitor
+from foresay.server.acceptance import Acceptance
 from foresay.server.errors import ApiError
-from foresay.server.metrics import Metrics
 from foresay.server.residency import Action, Residency, Waiting
 from foresay.server.served import Served
 from foresay.server.settings import ServerSettings
@@ -62,11 +62,11 @@ class Entry:
     """True if it was loaded alone and exceeds the memory limit."""
     name: str = field(init=False)
     """The first name."""
-    acceptance: AcceptanceMonitor = field(init=False)
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    """By drafting method."""
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
-        self.acceptance = AcceptanceMonitor(self.name)
 
 
 class Service:
@@ -78,6 +78,7 @@ class Service:
         self.created = int(time())
         """Time from which the models exist for clients, in seconds since 1970."""
         self.shared = Shared(settings, max(one.max_batch_size for one in entries))
+        self.metrics = self.shared.metrics
         self._residency = Residency(settings.max_loaded)
         self._by_name = {one.name: one for one in entries}
         self._change: asyncio.Task[None] | None = None
@@ -89,20 +90,6 @@ class Service:
     def of(cls, generator: Generator, settings: ServerSettings, names: Sequence[str]) -> Service:
         """Return the service of one model that is loaded."""
         return cls([Entry(list(names), lambda: generator, generator.max_batch_size)], settings)
-
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of the server."""
-        return self.shared.metrics
-
-    @property
-    def draining(self) -> bool:
-        """True from the beginning of the shutdown."""
-        return self.shared.draining
-
-    @draining.setter
-    def draining(self, value: bool) -> None:
-        self.shared.draining = value
 
     @property
     def loaded(self) -> list[Served]:
@@ -143,7 +130,8 @@ class Service:
     async def wait(self, name: str | None) -> Served:
         """Return a model for the current request once it is loaded and earlier requests for others had their turn.
 
-        Raises ApiError if too many requests wait, after the time limit, at the server's shutdown, and if it cannot be loaded.
+        Raises QueueFullError if too many requests wait, and ApiError after the time limit, at the server's shutdown, and if it
+        cannot be loaded; OutOfMemoryError if its loading passes the memory limit.
         """
         entry, leases, ready = self.entry(name), _LEASES.get(), asyncio.get_running_loop().create_future()
         if entry.is_too_large:
@@ -191,7 +179,7 @@ class Service:
     def _add(self, entry: Entry, generator: Generator) -> None:
         entry.served = Served(generator, entry.names, self.shared, entry.acceptance)
         entry.length = generator.target.model.max_length
-        if generator.target.model.device.type == "cpu":
+        if not is_remote(generator.target.model.device):
             entry.num_bytes = max(entry.num_bytes, entry.served.weight_bytes)
         self._residency.loaded(entry.name)
         self._count_weights()
@@ -243,22 +231,24 @@ class Service:
 
     async def metrics_text(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
-        several = len(self.entries) > 1
-        monitors = {f"{one.name}: " if several else "": one.acceptance for one in self.entries}
+        prefixes = {one.name: f"{one.name}: " if len(self.entries) > 1 else "" for one in self.entries}
+        acceptance = {
+            prefixes[one.name] + method: found for one in self.entries for method, found in one.acceptance.items()
+        }
         memories = [memory for one in self.loaded for memory in one.memories]
-        return self.metrics.text(await self.sessions(), memories, monitors, self.shared.queues.before_rows)
+        return self.metrics.text(await self.sessions(), memories, acceptance, self.shared.queues.before_rows)
 
     async def warm(self) -> None:
         """Load the first model, if it is not, and decode a few tokens with it. One that cannot be loaded is in the log."""
-        with self.request(), suppress(ApiError):
+        with self.request(), suppress(ApiError, ForesayError):
             served = self.take(None) or await self.wait(None)
             await served.warm()
 
     @property
     def not_ready(self) -> str:
         """Why later requests should go to another server; empty if they need not."""
-        if self.draining or not self.ready:
-            return "the server is shutting down" if self.draining else "the server has not started"
+        if self.shared.draining or not self.ready:
+            return "the server is shutting down" if self.shared.draining else "the server has not started"
         return self.shared.queues.problem
 
     async def watch(self) -> None:
@@ -266,7 +256,7 @@ class Service:
         trimmer, logged = Trimmer(), ""
         while True:
             await asyncio.sleep(TRIM_S)
-            await asyncio.to_thread(trimmer.check, idle=self.shared.is_idle)
+            await asyncio.to_thread(trimmer.check, idle=not self.shared.num_open)
             problem, before = self.shared.queues.problem, logged
             if problem != before:
                 logged = problem
@@ -274,7 +264,7 @@ class Service:
 
     async def drain(self) -> None:
         """Accept no more requests; wait for the open ones up to the drain limit, then end them."""
-        self.draining = True
+        self.shared.draining = True
         for one in self.loaded:
             one.stop_compiling()
         await self.shared.end_requests()
@@ -283,9 +273,9 @@ class Service:
                 await asyncio.to_thread(one.flush)
 
 
-def _load_error(entry: Entry, error: Exception) -> ApiError:
+def _load_error(entry: Entry, error: Exception) -> Exception:
     if isinstance(error, OutOfMemoryError):
-        return ApiError(503, f"the model {entry.name!r}: {error}", code="out_of_memory", retry_after=5)
+        return OutOfMemoryError(f"the model {entry.name!r}: {error}")
     text = f"the model {entry.name!r} cannot be loaded; the server's log has the details"
     return ApiError(500, text, param="model", code="model_not_loaded")
 

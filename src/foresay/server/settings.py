@@ -73,17 +73,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
-        lowest = {
-            "max_waiting": 1,
-            "max_body_bytes": 1024,
-            "max_prompts": 1,
-            "max_n": 1,
-            "max_stops": 0,
-            "max_methods": 1,
-            "max_loaded": 1,
-        }
-        for name, low in {**lowest, "max_connections": 1}.items():
-            check_int(name, getattr(self, name), low)
+        for name in ("waiting", "body_bytes", "prompts", "n", "stops", "methods", "loaded", "connections"):
+            check_int(f"max_{name}", getattr(self, f"max_{name}"), {"body_bytes": 1024, "stops": 0}.get(name, 1))
         check_choice("tool_format", self.tool_format, ("auto", *FORMATS))
         check_choice("share_prefixes", self.share_prefixes, SHARE_PREFIXES)
         check_choice("pooling", self.pooling, POOLINGS)

@@ -15,8 +15,8 @@ from foresay.generation.session_thread import SessionThread
 from foresay.models.cache.memory import check_limit
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
-from foresay.server.lanes import LONG, SENDER, Queues
 from foresay.server.metrics import Metrics
+from foresay.server.queues import LONG, SENDER, Queues
 from foresay.server.settings import ServerSettings
 from foresay.text.schema_compiler import PROCESSES
 
@@ -48,16 +48,11 @@ class Shared:
         """Number of open requests."""
         return len(self._open_limits) + self.queues.short.open + self.queues.long.open + self.queues.trials.open
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no request is open."""
-        return not self.num_open
-
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.
 
-        Raises ApiError if too many requests wait, and after the request's time limit; OutOfMemoryError for a long text that would
-        pass the memory limit.
+        Raises QueueFullError if too many requests wait, ApiError after the request's time limit, and OutOfMemoryError for a long
+        text that would pass the memory limit.
         """
         size = SENDER.get().size
         if size >= LONG:

@@ -151,7 +151,7 @@ class Resources:
             )
         options = self._options_of_heads(target)
         bits = options.bits or (8 if self._rounds_heads(target) else None)
-        return target, options, unquantized if bits is None else quantizer(bits, target.device)
+        return target, options, unquantized if bits is None else quantizer(bits, target.hardware)
 
     def _options_of_heads(self, target: CausalModel) -> LoadOptions:
         """Return the options to load heads with.
@@ -173,15 +173,8 @@ class Resources:
 
     def _rounds_heads(self, target: CausalModel) -> bool:
         """Return True if heads are rounded to 8 bits by default, which halves their size; the output stays exact."""
-        from foresay.models.cpu.build import library
-
         is_set = self.options.draft_weights is not None or self.options.weights != "auto"
-        return (
-            not is_set
-            and target.device.type == "cpu"
-            and target.model.dtype == torch.bfloat16
-            and library() is not None
-        )
+        return not is_set and target.model.dtype == torch.bfloat16 and target.hardware.cpu_kernels
 
     def memory(self, folder: str, max_tokens: int) -> Memory:
         """Return the texts that a folder keeps over the target's tokens."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from foresay.errors import ConfigError
-from foresay.text.gbnf_terminals import Ranges, losing_texts
+from foresay.text.gbnf_terminals import losing_texts
 from foresay.text.grammar_library import gbnf_rules, lark_of_gbnf, one_line
 
 MAX_RULES, MAX_GBNF_BYTES = 500, 1 << 16
@@ -123,7 +122,7 @@ def _from_gbnf(text: str) -> str:
         if gbnf_rules(gbnf.source)["start"].alternatives.is_terminal():
             return fast
         split = gbnf.split()
-        if not (rules := losing_texts(gbnf_rules(split), gbnf.sets)):
+        if not (rules := losing_texts(split)):
             return fast
         return re.sub(r"\b[RL]\d+\b", lambda at: at[0].lower() if at[0] in rules else at[0], lark_of_gbnf(split))
     except ConfigError:
@@ -140,8 +139,6 @@ class _Gbnf:
         self._text = text
         self._names: dict[str, str] = {"root": "r0"}
         self._defined, self._used = list[str](), list[str]()
-        self.sets: dict[str, Ranges] = {}
-        """Characters of the rules of characters and sets, by name."""
         self._rules: dict[str, str] = {}
         """Texts, characters and sets -> names of their rules."""
         self.source = "root ::= r0\n" + _GBNF_PARTS.sub(lambda found: self._part(found)[0], text)
@@ -166,18 +163,13 @@ class _Gbnf:
             return name, name
         if found["text"] is not None:
             characters = _characters(found[0][1:-1])
-            letters = [self._letter(f'"{_in_text(one)}"', [(ord(one), ord(one))]) for one in characters]
+            letters = [self._rule("c", f'"{_in_text(one)}"') for one in characters]
             whole = '"' + "".join(map(_in_text, characters)) + '"'
             return whole, f" {self._rule('l', ' '.join(letters))} " if letters else whole
         if found["set"] or found["any"]:
-            source, ranges = (_ANY, [(0, sys.maxunicode)]) if found["any"] else _set(found[0])
-            return source, f" {self._letter(source, ranges)} "
+            source = _ANY if found["any"] else _set(found[0])
+            return source, f" {self._rule('c', source)} "
         return found[0], "" if found[0].startswith("#") else found[0]
-
-    def _letter(self, source: str, ranges: Ranges) -> str:
-        name = self._rule("c", source)
-        self.sets[name] = ranges
-        return name
 
     def _rule(self, kind: str, source: str) -> str:
         return self._rules.setdefault(source, f"{kind}{len(self._rules)}")
@@ -192,8 +184,8 @@ class _Gbnf:
             raise ConfigError(f"the grammar defines {twice!r} twice")
 
 
-def _set(text: str) -> tuple[str, Ranges]:
-    """Return a set of characters, such as [^a-z], whose characters are no operators of regular expressions, and its ranges."""
+def _set(text: str) -> str:
+    """Return a set of characters, such as [^a-z], whose characters are no operators of regular expressions."""
     inside = text[1:-1]
     negated = inside.startswith("^")
     found, ranges, i = _characters(inside[negated:]), list[tuple[int, int]](), 0
@@ -204,16 +196,7 @@ def _set(text: str) -> tuple[str, Ranges]:
     if not ranges or any(low > high for low, high in ranges):
         raise ConfigError(f"the grammar's set {text} has no characters")
     ends = (_in_set(chr(low)) + (f"-{_in_set(chr(high))}" if high > low else "") for low, high in ranges)
-    return f"[{'^' if negated else ''}{''.join(ends)}]", _complement(ranges) if negated else ranges
-
-
-def _complement(ranges: Ranges) -> Ranges:
-    out, low = list[tuple[int, int]](), 0
-    for first, last in sorted(ranges):
-        if first > low:
-            out.append((low, first - 1))
-        low = max(low, last + 1)
-    return [*out, (low, sys.maxunicode)] if low <= sys.maxunicode else out
+    return f"[{'^' if negated else ''}{''.join(ends)}]"
 
 
 def _characters(text: str) -> list[str]:

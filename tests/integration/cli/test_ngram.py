@@ -119,7 +119,7 @@ def test_limits(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPa
     assert code == 0 and "tokens: 7 in 1 documents" in out and "those that occur less than 2 times are dropped" in out
     table = NgramTable.load("t.safetensors")
     assert table.counts is not None and table.counts.sum() == 7 and table.num_contexts == (0,)
-    monkeypatch.setattr("foresay.training.ngrams.MAX_ENTRIES", 6)
+    monkeypatch.setattr("foresay_lab.training.ngrams.MAX_ENTRIES", 6)
     code, out, _ = shell(*base, "--force")
     assert code == 0
     assert " n-grams, dropped for want of memory after up to 2 occurrences" in out

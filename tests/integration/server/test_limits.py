@@ -21,7 +21,7 @@ import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
 from foresay.drafters import SuffixDrafter
 from foresay.models.cache import memory
-from foresay.server import lanes, served, service
+from foresay.server import queues, served, service
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from foresay.text.grammar import JsonMask
@@ -247,7 +247,7 @@ class TestBeforeTheQueue:
     ) -> None:
         """By one line of the log, and to a load balancer."""
         running, go_on = serve(), threading.Event()
-        monkeypatch.setattr(lanes, "STUCK_S", 0.05)
+        monkeypatch.setattr(queues, "STUCK_S", 0.05)
         monkeypatch.setattr(service, "TRIM_S", 0.01)
         monkeypatch.setattr(served, "encode", after(go_on, served.encode))
         url = f"{running.url}/ready"

@@ -10,8 +10,8 @@ from transformers import ByT5Tokenizer
 from foresay.errors import ModelLoadError, ModelNotFoundError
 from foresay.models.sources.loading import load_tokenizer
 from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
-from foresay.training.corpus import CorpusReader
-from foresay.training.ngrams import NgramCounter, count_corpus
+from foresay_lab.training.corpus import CorpusReader
+from foresay_lab.training.ngrams import NgramCounter, count_corpus
 from helpers import tiny
 
 

@@ -14,17 +14,22 @@ import pytest
 
 from foresay import __version__
 from foresay.cli.app import _run
-from foresay.cli.commands import BY_NAME, COMMANDS, REMOVED
-from foresay.cli.distill import KINDS
+from foresay.cli.commands import OWN, REMOVED, commands, named
 from foresay.cli.options import numbers
 from foresay.errors import ConfigError
-from foresay.lab.check.compare import TOLERANCE
 from foresay.models.drafts.files import LAYOUTS
 from foresay.spec.settings_file import FILE
-from foresay.training.prune import LAYER_CHOICES
+from foresay_lab.check.compare import TOLERANCE
+from foresay_lab.commands.distill import KINDS
+from foresay_lab.training.prune import LAYER_CHOICES
 
 HEAVY = {"torch", "transformers", "numpy", "rich", "prompt_toolkit", "matplotlib"}
-named = pytest.mark.parametrize("name", BY_NAME)
+BY_NAME, OUR_OWN = named(), named(OWN)
+MODULES = {
+    name: f"{'foresay.cli' if name in OUR_OWN else 'foresay_lab.commands'}.{name.replace('-', '_')}" for name in BY_NAME
+}
+"""The module that each command runs."""
+each_command = pytest.mark.parametrize("name", BY_NAME)
 
 
 def imported_by(*args: str) -> set[str]:
@@ -52,7 +57,7 @@ def imported_by(*args: str) -> set[str]:
 def test_what_needs_nothing_heavy_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     loaded = imported_by(*args)
     assert "foresay.cli.app" in loaded and not loaded & HEAVY
-    assert not {f"foresay.cli.{name.replace('-', '_')}" for name in BY_NAME} & loaded
+    assert not {*MODULES.values()} & loaded
 
 
 @pytest.mark.parametrize(
@@ -112,12 +117,12 @@ def test_the_help_of_the_program_is_grouped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = page(capsys, monkeypatch, 80)
-    assert headings(out) == [*COMMANDS, "Options"]
+    assert headings(out) == [*commands(), "Options"]
     for name, command in BY_NAME.items():
         assert command.summary and f"  {name.ljust(11)}  {command.summary}" in out.splitlines(), "complete, in one line"
 
 
-@named
+@each_command
 def test_a_page(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It fits, opens with the summary, names every option once under a heading, and its examples are understood."""
     command, out = BY_NAME[name], page(capsys, monkeypatch, 100, name)
@@ -198,14 +203,14 @@ def test_every_command_starts_in_a_fresh_interpreter() -> None:
     code = (
         "import sys\nfrom importlib import import_module\nfrom foresay.cli.app import _run\n"
         f"codes = [_run([name, '-h']) for name in {[*BY_NAME]}]\n"
-        f"ready = [callable(import_module('foresay.cli.' + name.replace('-', '_')).run) for name in {[*BY_NAME]}]\n"
+        f"ready = [callable(import_module(name).run) for name in {[*MODULES.values()]}]\n"
         "sys.exit(sum(codes) + ready.count(False))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\nExamples:\n") == len(BY_NAME)
     loaded = imported_by("report", "missing.jsonl")
-    assert {"foresay.cli.report", "numpy"} <= loaded, "negative control: a command that runs is imported"
+    assert {"foresay_lab.commands.report", "numpy"} <= loaded, "negative control: a command that runs is imported"
 
 
 def test_defaults_on_help_pages_are_those_of_the_code() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foresay.cli import app
-from foresay.cli.commands import BY_NAME
+from foresay.cli import app, commands
 from foresay.cli.environment import OTHERS, READ, idle, of_options
 
 ROOT = Path(__file__).parents[3]
@@ -33,8 +32,8 @@ def sources() -> list[Path]:
 
 def test_every_variable_of_the_sources_is_in_the_table() -> None:
     found = set().union(*(named(one.read_text(encoding="utf-8", errors="replace")) for one in sources()))
-    prefixes = {str(one.context_settings.get("auto_envvar_prefix")) for one in BY_NAME.values()}
-    found -= prefixes | of_options(BY_NAME.values())
+    prefixes = {str(one.context_settings.get("auto_envvar_prefix")) for one in commands.named().values()}
+    found -= prefixes | of_options(commands.named().values())
     assert found - {*READ, *OTHERS} == set()
     assert {*READ, *OTHERS} - found == set(), "each is read, and the search finds it"
     assert named('os.environ.get("FORESAY_FORGOTTEN")') - {*READ, *OTHERS} == {"FORESAY_FORGOTTEN"}
@@ -64,7 +63,7 @@ def test_every_variable_of_the_sources_is_in_the_table() -> None:
     ],
 )
 def test_what_has_no_effect_gets_a_line(name: str, value: str, line: str | None) -> None:
-    assert list(idle({name: value, "PATH": "/"}, BY_NAME.values())) == ([] if line is None else [line])
+    assert list(idle({name: value, "PATH": "/"}, lambda: commands.named().values())) == ([] if line is None else [line])
 
 
 def test_a_command_prints_the_line_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

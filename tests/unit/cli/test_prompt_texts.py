@@ -11,9 +11,9 @@ import pytest
 from foresay.cli.common import read_prompt
 from foresay.cli.generate import split_lines
 from foresay.errors import PromptError
-from foresay.lab.replay.arrivals import from_trace
 from foresay.server.settings import read_keys
 from foresay.spec.settings_file import read_settings
+from foresay_lab.replay.arrivals import from_trace
 
 READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
     "a prompt": ("one\r\ntwo\n", lambda path: read_prompt(None, path), "one\r\ntwo\n"),

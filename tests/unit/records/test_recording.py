@@ -362,7 +362,7 @@ def test_a_cache_of_an_encoder_decoder(tmp_path: Path) -> None:
         ({"1_x": "1_2"}, "entry 1: must be token ids joined by '_'"),
         ({"1": "1_-2"}, "entry 1: must be token ids joined by '_' (token=-2"),
         ({"1": ""}, "entry 1: must be token ids"),
-        ({"1": [1, 2]}, "entry 1: must be token ids"),
+        ({"1": [1, 2]}, "1 should be a valid string, not [1, 2]"),
         ({}, "contains no outputs"),
     ],
 )

@@ -9,8 +9,8 @@ from itertools import product
 from pathlib import Path
 
 import foresay
-from foresay.lab.report.table import is_noise
 from foresay.server.chat_page import PAGE_FILES
+from foresay.text.formatting import is_noise
 
 PACKAGE = Path(foresay.__file__).parent
 FOLDER = PACKAGE / "server" / "page"

@@ -12,8 +12,9 @@ from typing import Any
 from rich.text import Text
 
 from foresay.cli.colours import legend
+from foresay.cli.commands import feature
 from foresay.cli.common import idle, model_expression
-from foresay.cli.console import saving, table
+from foresay.cli.console import saving
 from foresay.cli.console.answer import generate
 from foresay.cli.console.input import Entry, Words
 from foresay.cli.console.screen import unechoed
@@ -23,58 +24,78 @@ from foresay.cli.progress import loading
 from foresay.decoding.acceptance import RULES
 from foresay.engine import Stats
 from foresay.errors import ConfigError
-from foresay.lab.data.items import PromptItem
 from foresay.lengths import LENGTHS
 from foresay.models.sources.packaged import ALIASES
 from foresay.spec.recipes import DRAFTERS, third_party_names
 from foresay.text.formatting import percent, yes_no
 
+Action = Callable[[ChatSession, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: its value as help shows it ("" if it takes none), what it does, and the values that Tab completes."""
+
+    value: str
+    purpose: str
+    run: Action
+    """Called only with a value for a setting."""
+    words: Callable[[], Iterable[str]] = list
+    show: Callable[[ChatSession], str] | None = None
+    """The present value of a setting."""
+
+
 # -- settings
 
 
 def _show(session: ChatSession, *names: str) -> None:
-    """Print the settings of these names, or all settings, a line each."""
-    settings = saving.described(session)
-    for name in names or settings:
-        session.screen.line(f"{name}: {settings[name]}")
+    """Print the settings of these names, a line each."""
+    for name in names:
+        if (show := COMMANDS[name].show) is not None:
+            session.screen.line(f"{name}: {show(session)}")
 
 
-def _method(parameter: str) -> Action:
-    """Return a command that changes the drafter, the rule or the length."""
+def _settings(session: ChatSession, value: str) -> None:
+    session.screen.line(f"model: {session.generator.target.name}")
+    _show(session, *COMMANDS)
+    for name, text in saving.further(session).items():
+        session.screen.line(f"{name}: {text}")
 
+
+def _method(parameter: str, words: Callable[[], Iterable[str]], purpose: str) -> Command:
     def run(session: ChatSession, value: str) -> None:
-        if value:
-            with loading(f"Changing the {parameter}"):
-                session.change(**{parameter: value})
-        _show(session, parameter, *(["length"] if parameter == "drafter" else []))
+        with loading(f"Changing the {parameter}"):
+            session.change(**{parameter: value})
 
-    return run
+    def show(session: ChatSession) -> str:
+        exact = "exact" if session.generator.rule.exact else "lossy: the output may differ from plain decoding"
+        return session.method[parameter] + (f" ({exact})" if parameter == "rule" else "")
+
+    return Command("EXPRESSION", purpose, run, words, show)
 
 
 def _draft(session: ChatSession, value: str) -> None:
     if value:
-        _method("drafter")(session, model_expression(value))
+        COMMANDS["drafter"].run(session, model_expression(value))
+        _show(session, "drafter", "length")
     else:
         session.screen.line(f"draft: {session.draft or 'none'}")
 
 
-def _sampling(name: str, kind: type) -> Action:
-    """Return a command that sets a sampling parameter, or shows it."""
+def _sampling(name: str, kind: type, purpose: str, show: Callable[[Any], str], *words: str) -> Command:
+    """Return the setting of a sampling parameter. show: returns its value as text."""
+    parameter = name.replace("-", "_")
 
     def run(session: ChatSession, value: str) -> None:
-        if value:
-            session.set(**{name.replace("-", "_"): _number(name, value, kind)})
-        _show(session, name)
-        if value and session.params.greedy and idle(session.params).get(name):
-            session.screen.note("(has no effect while decoding is greedy; /temperature 0.7 samples)")
+        session.set(**{parameter: None if value in words else _number(name, value, kind)})
 
-    return run
+    return Command(
+        "N" if kind is int else "X", purpose, run, lambda: words, lambda one: show(getattr(one.params, parameter))
+    )
 
 
 def _number(name: str, text: str, kind: type) -> Any:
     """Return the value as an int or a float; its range is checked where it is used."""
-    if (name, text) == ("seed", "random"):
-        return None
     try:
         value = kind(text)
     except ValueError:
@@ -85,27 +106,19 @@ def _number(name: str, text: str, kind: type) -> Any:
     return value
 
 
-def _switch(name: str) -> Action:
-    """Return a command that turns the template or the trace on or off."""
-
+def _switch(name: str, purpose: str) -> Command:
     def run(session: ChatSession, value: str) -> None:
-        if value not in ("", "on", "off"):
+        if value not in ("on", "off"):
             raise ConfigError(f"/{name} {value!r} must be on or off")
         if (name, value) == ("template", "on") and not session.has_template:
             raise ConfigError("this model has no chat template")
-        if value:
-            setattr(session, name, value == "on")
-        _show(session, name)
-        if name == "trace" and session.trace:
-            session.screen.line(legend(session.screen.out))
+        setattr(session, name, value == "on")
 
-    return run
+    return Command("on|off", purpose, run, lambda: ("on", "off"), lambda one: "on" if getattr(one, name) else "off")
 
 
 def _system(session: ChatSession, value: str) -> None:
-    if value:
-        session.system = None if value == "none" else value
-    _show(session, "system")
+    session.system = None if value == "none" else value
 
 
 def _forget(session: ChatSession, value: str) -> None:
@@ -171,11 +184,11 @@ def _figures(counts: Stats, seconds: float, exact: bool) -> str:
 def _compare(session: ChatSession, value: str) -> None:
     user, before = (value, session.exchanges) if value else (session.last().user, session.exchanges[:-1])
     prompt: Any = session.fitted(before, user)[0]
-    raw = isinstance(prompt, str)
-    item = PromptItem("", prompt if raw else tuple(prompt), raw=raw)
+    raw, table = isinstance(prompt, str), feature("compare")
     with unechoed(session.interactive), loading("Preparing the drafters") as progress:
         methods = table.methods(session.generator, session.draft, session.length)
-        rows = table.compare(session.generator, item, methods, session.draft, session.params, 1, progress)
+        given = (methods, session.draft, session.params, 1)
+        rows = table.compare(session.generator, prompt if raw else tuple(prompt), *given, progress, raw=raw)
     table.show(rows, session.generator)
 
 
@@ -212,79 +225,43 @@ def _quit(session: ChatSession, value: str) -> None:
 
 # -- the table
 
-Action = Callable[[ChatSession, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command: its value as help shows it ("" if it takes none), what it does, and the values that Tab completes."""
-
-    value: str
-    purpose: str
-    run: Action
-    words: Callable[[], Iterable[str]] = list
-
-
-_ON_OFF = ("on", "off")
+# fmt: off
 COMMANDS: dict[str, Command] = {
-    "drafter": Command(
-        "EXPRESSION",
-        "use another drafter, such as suffix(scale=3), at its own length; none is plain decoding, auto the default.",
-        _method("drafter"),
-        lambda: ["auto", *DRAFTERS, *third_party_names()],
-    ),
+    "drafter": _method("drafter", lambda: ["auto", *DRAFTERS, *third_party_names()],
+        "use another drafter, such as suffix(scale=3), at its own length; none is plain decoding, auto the default."),
     "draft": Command("MODEL", "use a draft model: an alias, hub id, folder or GGUF file.", _draft, lambda: ALIASES),
-    "rule": Command(
-        "EXPRESSION", "use another acceptance rule; lenience(2) and typical are lossy.", _method("rule"), lambda: RULES
-    ),
-    "length": Command(
-        "EXPRESSION",
-        "set the draft length: a number, heuristic, confidence(0.4), entropy, throughput; 0 is plain decoding.",
-        _method("length"),
-        lambda: LENGTHS,
-    ),
-    "temperature": Command(
-        "X",
-        "sample, from a distribution sharper below 1 and flatter above; 0 is greedy.",
-        _sampling("temperature", float),
-    ),
-    "top-k": Command("N", "sample from the N most likely tokens; 0 is all.", _sampling("top-k", int)),
-    "top-p": Command(
-        "X", "sample from the most likely tokens of this total probability, up to 1.", _sampling("top-p", float)
-    ),
-    "min-p": Command(
-        "X", "sample from tokens at least this fraction as likely as the most likely.", _sampling("min-p", float)
-    ),
-    "seed": Command(
-        "N",
-        "sample every answer from this seed; random draws one for each.",
-        _sampling("seed", int),
-        lambda: ["random"],
-    ),
-    "max-new-tokens": Command("N", "end an answer after N tokens.", _sampling("max-new-tokens", int)),
-    "template": Command(
-        "on|off",
-        "use the model's chat template, or continue the conversation as one text.",
-        _switch("template"),
-        lambda: _ON_OFF,
-    ),
-    "system": Command("TEXT", "the system message, for past answers too; none removes it.", _system, lambda: ["none"]),
-    "trace": Command("on|off", "colour each token by its origin.", _switch("trace"), lambda: _ON_OFF),
+    "rule": _method("rule", lambda: RULES, "use another acceptance rule; lenience(2) and typical are lossy."),
+    "length": _method("length", lambda: LENGTHS,
+        "set the draft length: a number, heuristic, confidence(0.4), entropy, throughput; 0 is plain decoding."),
+    "temperature": _sampling("temperature", float,
+        "sample, from a distribution sharper below 1 and flatter above; 0 is greedy.", lambda x: f"{x:g}" if x else "greedy"),
+    "top-k": _sampling("top-k", int, "sample from the N most likely tokens; 0 is all.", lambda n: str(n or "all")),
+    "top-p": _sampling("top-p", float,
+        "sample from the most likely tokens of this total probability, up to 1.", lambda x: f"{x:g}"),
+    "min-p": _sampling("min-p", float,
+        "sample from tokens at least this fraction as likely as the most likely.", lambda x: f"{x:g}"),
+    "seed": _sampling("seed", int, "sample every answer from this seed; random draws one for each.",
+        lambda n: "random" if n is None else str(n), "random"),
+    "max-new-tokens": _sampling("max-new-tokens", int, "end an answer after N tokens.", str),
+    "template": _switch("template", "use the model's chat template, or continue the conversation as one text."),
+    "system": Command("TEXT", "the system message, for past answers too; none removes it.", _system, lambda: ["none"],
+        lambda one: "none" if one.system is None else one.system),
+    "trace": _switch("trace", "colour each token by its origin."),
     "forget": Command("", "let drafters forget what they learned from earlier answers.", _forget),
-    "settings": Command("", "show every setting.", lambda session, _: _show(session)),
+    "settings": Command("", "show every setting.", _settings),
     "history": Command("", "show the conversation.", _history),
     "clear": Command("", "start a new conversation; settings and system message stay.", _clear),
     "undo": Command("", "remove the last message and its answer.", _undo),
     "retry": Command("", "generate the last answer again, with the present settings.", _retry),
-    "compare": Command(
-        "PROMPT", "decode it without speculation and with each method; without PROMPT, the last message.", _compare
-    ),
+    "compare": Command("PROMPT",
+        "decode it without speculation and with each method; without PROMPT, the last message.", _compare),
     "stats": Command("", "counts and times of the last answer and of the conversation.", _stats),
     "save": Command("FILE", "write settings, messages, counts and times as JSON.", _save(replace=False)),
     "save!": Command("FILE", "as /save, replacing an existing file.", _save(replace=True)),
     "help": Command("COMMAND", "describe a command; without one, list all.", _help, lambda: COMMANDS),
     "quit": Command("", "leave, as Ctrl-D does.", _quit),
 }
+# fmt: on
 SYNONYMS = {"temp": "temperature", "gamma": "length", "exit": "quit"}
 """Other names, which no list shows."""
 FLAGS = {name.replace("-", "_"): f"/{name}" for name in COMMANDS}
@@ -320,7 +297,13 @@ def handle(session: ChatSession, entered: Entry) -> None:
     name, value = resolve(word.strip()), value.strip()
     if value and not COMMANDS[name].value:
         raise ConfigError(f"/{name} takes no value; drop {value!r}")
-    COMMANDS[name].run(session, value)
+    if value or COMMANDS[name].show is None:
+        COMMANDS[name].run(session, value)
+    _show(session, name, *(["length"] if name == "drafter" else []))
+    if value and session.params.greedy and idle(session.params).get(name):
+        session.screen.note("(has no effect while decoding is greedy; /temperature 0.7 samples)")
+    if name == "trace" and session.trace:
+        session.screen.line(legend(session.screen.out))
 
 
 def words() -> Words:

@@ -13,30 +13,14 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.files import atomic_write
 from foresay.version import __version__
 
+_FURTHER = ("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "ignore_eos")
+"""Options of the program that no command changes."""
 
-def described(session: ChatSession) -> dict[str, str]:
-    """Every setting as text, by the command that changes it."""
-    params, exact, method = session.params, session.generator.rule.exact, session.method
-    out = {
-        "model": session.generator.target.name,
-        "drafter": method["drafter"],
-        "length": method["length"],
-        "rule": f"{session.rule} ({'exact' if exact else 'lossy: the output may differ from plain decoding'})",
-        "temperature": "greedy" if params.greedy else f"{params.temperature:g}",
-        "top-k": str(params.top_k or "all"),
-        "top-p": f"{params.top_p:g}",
-        "min-p": f"{params.min_p:g}",
-        "seed": "random" if params.seed is None else str(params.seed),
-        "max-new-tokens": str(params.max_new_tokens),
-        "template": "on" if session.template else "off",
-        "system": "none" if session.system is None else session.system,
-        "trace": "on" if session.trace else "off",
-    }
-    extra = ("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "ignore_eos")
-    for name, value in _params(params).items():
-        if name in extra:  # options of the program, shown if they are set
-            out[name.replace("_", "-")] = shown(list(value) if isinstance(value, tuple) else value)
-    return out
+
+def further(session: ChatSession) -> dict[str, str]:
+    """Return options of the program that are set, as text."""
+    found = {name: value for name, value in _params(session.params).items() if name in _FURTHER}
+    return {n.replace("_", "-"): shown(list(v) if isinstance(v, tuple) else v) for n, v in found.items()}
 
 
 def save(session: ChatSession, path: Path) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foresay.cli.common import fresh_seed
+from foresay.cli.common import draft_of, fresh_seed
 from foresay.cli.console.screen import Screen
-from foresay.cli.console.table import draft_of
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError

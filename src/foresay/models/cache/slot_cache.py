@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from foresay.decoding.devices import is_remote
 from foresay.decoding.proposal import ancestors_of, depths_of
 from foresay.decoding.protocols import Move
 from foresay.models.cache.stores import WIDTH, KeyValues, RowStores, SavedSlots, Stores, round_up
@@ -36,7 +37,7 @@ def spans(width: int) -> list[tuple[int, int]]:
 
 def visible_width(needed: int, device: torch.device) -> int:
     """Return the number of slots that attention reads, so that at least `needed` are included."""
-    return spans(needed)[-1][1] if device.type == "cpu" else round_up(needed)
+    return spans(needed)[-1][1] if not is_remote(device) else round_up(needed)
 
 
 class Placement:

@@ -24,7 +24,7 @@ from foresay.models.cpu import levels
 from foresay.models.cpu.library_files import (
     DamagedLibraryError,
     UntrustedLibraryError,
-    check_folder,
+    check_owner,
     make_private,
     open_library,
     write_library,
@@ -36,14 +36,8 @@ SOURCES = tuple(sorted(one for one in Path(__file__).parent.iterdir() if one.suf
 """Source files; those that end in .cpp are compiled side by side, and include the others."""
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-pthread",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp-simd",
-    "-Wno-psabi",
+    *("-O3", "-std=c++17", "-fPIC", "-pthread"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-Wno-psabi"),
 )
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0", "--param", "avoid-fma-max-bits=0")
 """Flags that make sums independent of alignment and of which copy of a loop computes them. Tuning for some processors (Zen, Alder
@@ -70,11 +64,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = library_path()
-        if path.parent == levels.PREBUILT and (found := _prebuilt(path)) is not None:
-            return found
-        if path.parent == levels.PREBUILT:
-            path = library_path(prebuilt=False)
-        return _precompiled(path) if path.parent != _folder() else _cached(path)
+        return _usable(path)
     except UntrustedLibraryError as error:
         reason = f"{error}; set FORESAY_CACHE to a folder that only you can write to"
     except (BuildError, DamagedLibraryError, AttributeError, RuntimeError) as error:
@@ -93,41 +83,37 @@ def _opened(path: Path, *, any_owner: bool = False) -> ctypes.CDLL:
     return declare_functions(open_library(path, any_owner=any_owner))
 
 
-def _prebuilt(path: Path) -> ctypes.CDLL | None:
-    """Return the kernels at a path in the installed package, or None if they are damaged."""
-    if levels.unmatched():
-        logger.warning("%s; those of the package are used", levels.unmatched())
-    try:
-        return _opened(path, any_owner=True)
-    except (UntrustedLibraryError, DamagedLibraryError, AttributeError, OSError) as error:
-        logger.warning("the kernels in the package are not used: %s", error)
-        return None
+def _usable(path: Path) -> ctypes.CDLL:
+    """Return the kernels at a path. Those in the cache are compiled if they are missing, damaged or not of this user.
 
-
-def _precompiled(path: Path) -> ctypes.CDLL:
-    """Return the kernels at a path in $FORESAY_KERNELS, which is only read. Raises BuildError if they cannot be used."""
+    Those of the package are replaced by those of the compiler if they are damaged. Raises BuildError for damaged ones in
+    $FORESAY_KERNELS, which is only read.
+    """
+    packaged, mine = path.parent == levels.PREBUILT, path.parent == _folder()
+    if (packaged or mine) and levels.unmatched():
+        logger.warning(
+            "%s; %s", levels.unmatched(), "they are compiled for it" if mine else "those of the package are used"
+        )
     try:
-        check_folder(path.parent)
-        return _opened(path)
+        if mine:
+            make_private(path.parent)
+        elif not packaged:
+            check_owner(path.parent, path.parent.stat())
     except UntrustedLibraryError as error:
-        raise BuildError(f"{error}; change its owner or mode, or unset {levels.FOLDER}") from None
-    except (DamagedLibraryError, AttributeError) as error:
-        raise BuildError(f"{path} is damaged ({error}); compile it again, or unset {levels.FOLDER}") from None
-
-
-def _cached(path: Path) -> ctypes.CDLL:
-    """Return the kernels at a path in the cache, compiled if they are not there, damaged, or not of this user."""
-    if levels.unmatched():
-        logger.warning("%s; they are compiled for it", levels.unmatched())
-    make_private(path.parent)
+        raise error if mine else BuildError(f"{error}; change its owner or mode, or unset {levels.FOLDER}") from None
     try:
-        return _opened(path)
+        return _opened(path, any_owner=packaged)
     except FileNotFoundError:
-        pass
-    except UntrustedLibraryError as error:
-        logger.warning("%s; the kernels are compiled again", error)
-    except (DamagedLibraryError, AttributeError, OSError) as error:
-        logger.info("%s is damaged (%s) and compiled again", path, error)
+        if not mine:
+            raise
+    except (UntrustedLibraryError, DamagedLibraryError, AttributeError, OSError) as error:
+        if packaged:
+            logger.warning("the kernels in the package are not used: %s", error)
+            return _usable(library_path(prebuilt=False))
+        if not mine:
+            raise BuildError(f"{path} is damaged ({error}); compile it again, or unset {levels.FOLDER}") from None
+        is_foreign = isinstance(error, UntrustedLibraryError)
+        logger.log(logging.WARNING if is_foreign else logging.INFO, "%s; the kernels are compiled again", error)
     _compile(path, _native())
     return _opened(path)
 
@@ -151,13 +137,13 @@ def library_path(*, prebuilt: bool = True) -> Path:
     prebuilt: prefer kernels in the installed package to the compiler's. Raises BuildError if there are none and no compiler.
     """
     processor, isa = _processor(), os.environ.get(ISA, "")
-    if not isa and (found := levels.precompiled(_digest(), processor, prebuilt=prebuilt)) is not None:
+    if not isa and (found := levels.precompiled(source_digest(), processor, prebuilt=prebuilt)) is not None:
         return found
     try:
         compiler = _compiler()
     except BuildError as error:
         raise BuildError("; ".join(filter(None, (str(error), levels.unmatched())))) from None
-    return _folder() / f"kernels-{_digest(processor, isa, _version(tuple(compiler)), *compiler)}.so"
+    return _folder() / f"kernels-{source_digest(processor, isa, _version(tuple(compiler)), *compiler)}.so"
 
 
 def _folder() -> Path:
@@ -173,19 +159,17 @@ def precompile(folder: Path, names: Sequence[str] = ()) -> list[Path]:
     if unknown := sorted(set(names) - set(levels.levels())):
         raise BuildError(f"{', '.join(unknown)}: the instruction sets are {', '.join(levels.levels())}")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {level: levels.path_of(folder, level, _digest()) for level in names or levels.levels()}
+    paths = {level: levels.path_of(folder, level, source_digest()) for level in names or levels.levels()}
     for level, path in paths.items():
         _compile(path, levels.arguments(level))
     return list(paths.values())
 
 
-def source_digest() -> str:
-    """Return a digest of the sources of the kernels, on which the layout of packed weights depends."""
-    return _digest()
+def source_digest(*more: str) -> str:
+    """Return a digest of the sources of the kernels, of the compiler's arguments and of further strings.
 
-
-def _digest(*more: str) -> str:
-    """Digest of the sources, the compiler's arguments and further strings."""
+    The layout of packed weights depends on the sources.
+    """
     key = "\n".join([*(one.read_text(encoding="utf-8") for one in SOURCES), *more, *_FLAGS, *_GCC_FLAGS])
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 

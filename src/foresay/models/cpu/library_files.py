@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 from foresay.files import work_folder
@@ -29,26 +30,27 @@ class DamagedLibraryError(Exception):
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder for this user only, or check an existing one.
+    """Create a folder for this user only, or check an existing one, which is made private if this user owns it.
 
-    Raises UntrustedLibraryError if another user could create files in the folder. If this user owns it, the permissions of other
-    users are removed instead.
+    Raises UntrustedLibraryError if another user could create files in the folder.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid == os.getuid() and found.st_mode & _OTHERS:
         folder.chmod(0o700)
-        return
-    check_folder(folder)
+    else:
+        check_owner(folder, found)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise UntrustedLibraryError if another user could replace files in an existing folder."""
-    found = folder.stat()
+def check_owner(path: Path, found: os.stat_result) -> None:
+    """Raise UntrustedLibraryError if another user could write a file, or replace files in a folder."""
     if found.st_uid not in (os.getuid(), 0):
-        raise UntrustedLibraryError(_wrong_owner(folder, found.st_uid))
-    if found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX:
-        raise UntrustedLibraryError(_writable(folder, found.st_mode))
+        text = f"{path} belongs to user {found.st_uid}, not to user {os.getuid()} or root, and is not used"
+        raise UntrustedLibraryError(text)
+    is_sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & _OTHERS and not is_sticky:
+        mode = f"{stat.S_IMODE(found.st_mode):o}"
+        raise UntrustedLibraryError(f"{path} can be written by other users (mode {mode}) and is not used")
 
 
 def open_library(path: Path, *, any_owner: bool = False) -> ctypes.CDLL:
@@ -58,73 +60,43 @@ def open_library(path: Path, *, any_owner: bool = False) -> ctypes.CDLL:
     FileNotFoundError if there is none, UntrustedLibraryError if another user could have written it, DamagedLibraryError if its
     digest differs, and OSError as the operating system does.
     """
-    file = _checked(path, any_owner)
-    try:
-        with open(file, "rb", closefd=False) as binary:
-            found = hashlib.file_digest(binary, "sha256").hexdigest()
-        if found != _digest(path, any_owner):
+    with _opened(path, any_owner) as file:
+        try:
+            with _opened(path.with_suffix(".sha256"), any_owner) as digest:
+                is_whole = hashlib.file_digest(file, "sha256").hexdigest().encode() == digest.read(64)
+        except FileNotFoundError:
+            raise DamagedLibraryError(f"{path} has no digest") from None
+        if not is_whole:
             raise DamagedLibraryError(f"{path} does not match its digest")
-        # open the checked file by its descriptor, since another file may have its name by now; the descriptor stays open
+        # open the checked file by a descriptor, since another file may have its name by now; the descriptor stays open
         # because the loader identifies libraries by name
-        return ctypes.CDLL(f"{_DESCRIPTORS}/{file}" if _DESCRIPTORS.is_dir() else str(path))
-    except BaseException:
-        os.close(file)
-        raise
+        return ctypes.CDLL(f"{_DESCRIPTORS}/{os.dup(file.fileno())}" if _DESCRIPTORS.is_dir() else str(path))
 
 
 @contextmanager
 def write_library(path: Path) -> Iterator[Path]:
     """Yield a path to write a library to; it becomes `path`, with its digest, if the block succeeds. See `open_library`."""
     with work_folder(path.name, path.parent) as work:
-        library, digest = work / path.name, work / _digest_path(path).name
+        library = work / path.name
         yield library
+        digest = library.with_suffix(".sha256")
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest(), encoding="ascii")
         for one in (digest, library):
             one.chmod(0o644)
             with one.open("rb") as file:
                 os.fsync(file.fileno())
-        os.replace(digest, _digest_path(path))
-        os.replace(library, path)
+        for one in (digest, library):
+            os.replace(one, path.with_suffix(one.suffix))
 
 
-def _digest_path(path: Path) -> Path:
-    return path.with_suffix(".sha256")
-
-
-def _digest(path: Path, any_owner: bool) -> str:
-    try:
-        file = _checked(_digest_path(path), any_owner)
-    except FileNotFoundError:
-        raise DamagedLibraryError(f"{path} has no digest") from None
-    with open(file, encoding="ascii", errors="replace") as text:
-        return text.read(64)
-
-
-def _checked(path: Path, any_owner: bool) -> int:
-    """Open a file for reading and return its descriptor.
-
-    Raises UntrustedLibraryError if it is not a regular file, or, unless `any_owner`, if others could have written it.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    found = os.fstat(file)
-    reason = None
-    if not stat.S_ISREG(found.st_mode):
-        reason = f"{path} is not a regular file and is not used"
-    elif any_owner:
-        pass
-    elif found.st_uid not in (os.getuid(), 0):
-        reason = _wrong_owner(path, found.st_uid)
-    elif found.st_mode & _OTHERS:
-        reason = _writable(path, found.st_mode)
-    if reason is not None:
-        os.close(file)
-        raise UntrustedLibraryError(reason)
-    return file
-
-
-def _wrong_owner(path: Path, user: int) -> str:
-    return f"{path} belongs to user {user}, not to user {os.getuid()} or root, and is not used"
-
-
-def _writable(path: Path, mode: int) -> str:
-    return f"{path} can be written by other users (mode {stat.S_IMODE(mode):o}) and is not used"
+@contextmanager
+def _opened(path: Path, any_owner: bool) -> Iterator[BufferedReader]:
+    """Open a regular file. Raises UntrustedLibraryError for another one and, unless `any_owner`, as `check_owner` does."""
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UntrustedLibraryError(f"{path} is not a regular file and is not used")
+        if not any_owner:
+            check_owner(path, found)
+        yield file

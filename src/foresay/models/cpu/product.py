@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.devices import is_remote
 from foresay.errors import ConfigError
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
@@ -338,7 +339,7 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """True for a plain CPU tensor of this dtype whose last dimension is contiguous."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
-    return tensor.dtype == dtype and dtype in _IN_PLACE and tensor.device.type == "cpu" and tensor.stride(-1) == 1
+    return tensor.dtype == dtype and dtype in _IN_PLACE and not is_remote(tensor.device) and tensor.stride(-1) == 1
 
 
 def _addresses(start: int, step: int, count: int) -> torch.Tensor:

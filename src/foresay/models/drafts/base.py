@@ -16,7 +16,6 @@ import torch
 
 from foresay.decoding.devices import launching_on
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -26,6 +25,7 @@ from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.drafts.config import DraftConfig
 from foresay.models.drafts.layers import Attend, DraftModule, FeedForward, Projections
 from foresay.models.gpu.capture import capture_on
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenEmbedding
@@ -127,9 +127,8 @@ class DraftModel(SlotCacheRows):
     def _product(self, *weights: torch.Tensor) -> Any:
         """Return the product of weights [out, in], one below the other, that is fastest, or a linear layer."""
         parts = [one.detach().to(self.device, self.dtype) for one in weights]
-        if self._make is not unquantized or (
-            not uses_kernels(self.device) and linears.available(self.dtype, self.device)
-        ):
+        there = Hardware(self.device)
+        if self._make is not unquantized or (not there.gpu_kernels and there.packs(self.dtype)):
             return self._make(torch.cat(parts), None)
         whole = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         layer = torch.nn.Linear(whole.shape[1], whole.shape[0], bias=False, device="meta")

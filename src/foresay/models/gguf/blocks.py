@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.gguf.architectures import architecture_of
+from foresay.models.families.orders import ReorderedInput
+from foresay.models.families.table import FAMILIES, architecture_of
 from foresay.models.gguf.header import GgufHeader, StoredTensor
-from foresay.models.gguf.hybrids import HYBRIDS, PRECISE, column_order, part_of, row_order, split_inputs
+from foresay.models.gguf.names import PRECISE, Name, gguf_namer, part_of
 from foresay.models.gguf.packed import PackedWeights
 from foresay.models.gguf.positions import scale_positions
-from foresay.models.gguf.shapes import Name, check_tensors, empty_model, expert_parts, gguf_namer, stored_buffers
+from foresay.models.gguf.shapes import check_tensors, empty_model, expert_parts, stored_buffers
 from foresay.models.gguf.types import (
     BlockWeight,
     DenseWeight,
@@ -30,10 +31,10 @@ from foresay.models.gguf.types import (
     read_weight,
 )
 from foresay.models.gguf.values import invalid_tensor
+from foresay.models.hardware import CPU
 from foresay.models.huggingface.experts import expert_weights, is_experts, set_expert_weights
-from foresay.models.huggingface.family_layers import OF_EXPERTS
-from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, ReorderedInput
-from foresay.models.huggingface.linears import JOINT_LAYERS, check_compiled, freeze_linears, replace_jointly
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear
+from foresay.models.huggingface.linears import JOINT_LAYERS, freeze_linears, replace_jointly
 from foresay.models.layer import StackedExperts
 
 
@@ -49,9 +50,10 @@ def model_of_file(
     without compiled kernels.
     """
     if in_blocks:
-        check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
+        CPU.check_compiled(f"{header.path.name} in its own blocks", "set dtype='float32', which dequantizes the file")
     model, name = empty_model(config, dtype), gguf_namer(header, config.num_hidden_layers)
-    split_inputs(model, header)
+    if (split := architecture_of(header.stated).split) is not None:
+        split(model, header.tensors)
     check_tensors(header, model, name)
     packed = PackedWeights(header) if in_blocks else None
     file = FileWeights(header, config, dtype, name, packed, gpu)
@@ -82,10 +84,9 @@ class FileWeights:
     ) -> None:
         """packed: None to read numbers only, or products on `gpu`."""
         self._gpu = gpu
-        self._order = architecture_of(header)
+        self.form = architecture_of(header.stated)
         self._header, self._name, self.dtype, self._packed, self.config = header, name, dtype, packed, config
-        self._is_hybrid = header.architecture in HYBRIDS
-        heads = (config.num_attention_heads, config.num_key_value_heads) if self._order.interleaved else (1, 1)
+        heads = (config.num_attention_heads, config.num_key_value_heads) if self.form.interleaved else (1, 1)
         self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))
 
     @property
@@ -108,11 +109,11 @@ class FileWeights:
         weight, kind = (read_weight if self.in_blocks else read_numbers)(tensor), tensor_name.split(".")[-2]
         if not weight.is_finite():
             raise invalid_tensor(self._header, tensor_name, "contains numbers that are not finite")
-        if self._order.interleaved and kind in self._heads:  # biases too
+        if self.form.interleaved and kind in self._heads:  # biases too
             return weight.reordered(_row_order(tensor.shape[0], self._heads[kind]))
-        if self._order.norms_from_one and "norm" in tensor_name and "ssm_norm" not in tensor_name:
+        if self.form.norms_from_one and "norm" in tensor_name and "ssm_norm" not in tensor_name:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
-        return self._of_hybrid(weight, tensor_name) if self._is_hybrid else weight
+        return self._of_hybrid(weight, tensor_name) if self.form.mixed else weight
 
     def _of_hybrid(self, weight: Weight, tensor_name: str) -> Weight:
         """Return a weight in the form and order of transformers."""
@@ -121,7 +122,7 @@ class FileWeights:
             if not bool((rates > 0).all()):
                 raise invalid_tensor(self._header, tensor_name, "contains numbers that are not negative")
             weight = DenseWeight(rates.log())
-        order = row_order(self.config, tensor_name)
+        order = None if self.form.row_order is None else self.form.row_order(self.config, part_of(tensor_name))
         return weight if order is None else weight.reordered(order)
 
     def product(self, names: Sequence[str], bias: torch.Tensor | None) -> Any | None:
@@ -169,7 +170,7 @@ class FileWeights:
         ups: parameters [experts, out, in] of one type, whose rows are concatenated. bias, down_bias: [experts, all out].
         """
         stored, device = [self._stored(name) for name in (*ups, down)], self._gpu
-        if device is None or None in stored or self.config.model_type not in OF_EXPERTS:
+        if device is None or None in stored or not FAMILIES[self.config.model_type].has_experts:
             return None
         from foresay.models.gpu.blocks import BlockProduct, stacked_experts
         from foresay.models.gpu.levels import KINDS, Levels
@@ -230,7 +231,7 @@ class FileWeights:
     def dense(self, name: str) -> torch.Tensor | None:
         """Return a parameter in `dtype`, or None if the file lacks it. Some of recurrent layers are in float32."""
         weight = self.get(name)
-        precise = self._is_hybrid and part_of(self._name(name)) in PRECISE and not name.endswith(_OF_PRODUCTS)
+        precise = self.form.mixed and part_of(self._name(name)) in PRECISE and not name.endswith(_OF_PRODUCTS)
         return None if weight is None else weight.dense(torch.float32 if precise else self.dtype)
 
 
@@ -251,7 +252,7 @@ def fill(model: Any, file: FileWeights) -> None:
             _fill_joint(module, name, joint, file)
         for short, child in list(module.named_children()):
             path = f"{name}.{short}" if name else short
-            if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
+            if isinstance(child, nn.Linear) and child.weight.is_meta:
                 _fill_linear(module, short, path + ".weight", file.dense(path + ".bias"), file)
             elif isinstance(child, nn.Embedding) and (table := file.table(path + ".weight")) is not None:
                 setattr(module, short, FrozenEmbedding(table, file.dtype, _scale_of(child)))
@@ -261,14 +262,15 @@ def fill(model: Any, file: FileWeights) -> None:
         if isinstance(module, nn.Linear) or is_experts(module) or id(module) in replaced:
             continue  # replaced through its parent
         for short, parameter in list(module.named_parameters(recurse=False)):
-            found = file.dense(f"{name}.{short}") if parameter.device.type == "meta" else None
+            found = file.dense(f"{name}.{short}") if parameter.is_meta else None
             if found is not None:
                 _set_parameter(module, short, found.view(parameter.shape), file.dtype)
         for short, buffer in stored_buffers(module):
             numbers = file.get(f"{name}.{short}")
             assert numbers is not None  # see check_tensors
             setattr(module, short, numbers.dense(buffer.dtype))
-    if (order := column_order(file.config)) is not None:
+    columns = file.form.column_order
+    if columns is not None and (order := columns(file.config)) is not None:
         for module in [one for one in model.modules() if hasattr(one, "in_proj_qkv")]:
             module.out_proj = ReorderedInput(module.out_proj, order)
 
@@ -351,7 +353,7 @@ def _filled_experts(experts: Any, path: str, file: FileWeights) -> Any:
 def _fill_joint(parent: Any, path: str, names: Sequence[str], file: FileWeights) -> None:
     """Replace layers that read the same input by one product, if all their weights are quantized."""
     layers = [getattr(parent, name, None) for name in names]
-    if not all(isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers):
+    if not all(isinstance(layer, nn.Linear) and layer.weight.is_meta for layer in layers):
         return
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
     if len({bias is None for bias in biases}) > 1:

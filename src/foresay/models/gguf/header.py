@@ -20,15 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from foresay.errors import ModelLoadError
+from foresay.models.families.stated import SCALARS, STRING, Bytes, Stated, StoredList, shortened
 
-Bytes = npt.NDArray[np.uint8]
-INTEGERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}
-FLOATS = {6: "f", 12: "d"}
-_SCALARS = {**INTEGERS, **FLOATS, 7: "?"}
-STRING, _ARRAY = 8, 9
+_ARRAY = 9
 _MAX_SHORT_BYTES = 1 << 16
 """Largest entry, key and value, in bytes, that `GgufHeader.short_values` includes."""
 _MAX_ENTRIES = 1 << 16
@@ -47,32 +43,6 @@ class StoredTensor:
     kind: str
     """Tensor type by llama.cpp's name, such as "Q4_K"."""
     data: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StoredList:
-    """Summary of a list. kind: type number of its elements in the format."""
-
-    kind: int
-    count: int
-    longest: int
-    """Length of the longest string in bytes; 0 for a list of numbers."""
-    data: Bytes
-    """Its elements as stored, a view of the mapped file."""
-
-    def numbers(self) -> list[int] | list[float]:
-        """Return the elements of a list of numbers."""
-        found: list[int] | list[float] = np.frombuffer(self.data, dtype="<" + _SCALARS[self.kind]).tolist()
-        return found
-
-    def strings(self) -> list[str]:
-        """Return the elements of a list of strings. Raises UnicodeDecodeError for one that is not UTF-8."""
-        data, at, found = self.data.tobytes(), 0, []
-        for _ in range(self.count):
-            end = at + 8 + int.from_bytes(data[at : at + 8], "little")
-            found.append(data[at + 8 : end].decode())
-            at = end
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +77,12 @@ class GgufHeader:
     def architecture(self) -> str:
         """llama.cpp's name of the model family, or "" if missing."""
         return str(self.values.get("general.architecture", ""))
+
+    @property
+    def stated(self) -> Stated:
+        """The values about the model, as families read them."""
+        shapes = {name: one.shape for name, one in self.tensors.items()}
+        return Stated(self.path, self.architecture, self.values, self.lists, shapes)
 
     @property
     def is_part(self) -> bool:
@@ -201,16 +177,16 @@ class _Reader:
             return self._string(f"the value of {shortened(key)}")
         if kind == _ARRAY:
             return self._list(key)
-        if kind not in _SCALARS:
+        if kind not in SCALARS:
             raise ValueError(f"the value {shortened(key)} is of type {kind}; types 0 to 12 are supported")
-        [value] = self._numbers(_SCALARS[kind])
+        [value] = self._numbers(SCALARS[kind])
         return value  # type: ignore[no-any-return]
 
     def _list(self, key: str) -> StoredList:
         inner, count = self._numbers("IQ")
         longest, start = 0, self._at
-        if inner in _SCALARS:
-            size = struct.calcsize(_SCALARS[inner])
+        if inner in SCALARS:
+            size = struct.calcsize(SCALARS[inner])
             self._check_count(f"the length of the list {shortened(key)}", count, size)
             self._at += count * size
         elif inner == STRING:
@@ -280,9 +256,3 @@ def _alignment(values: Mapping[str, Any]) -> int:
     if type(step) is not int or step < 1 or step & (step - 1) or step > 1 << 20:
         raise ValueError(f"general.alignment is {step!r}; it must be a power of two up to {1 << 20}")
     return step
-
-
-def shortened(value: object) -> str:
-    """Return the repr of a file's name or value, at most 80 characters long, for an error message of one line."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:76] + "...'"

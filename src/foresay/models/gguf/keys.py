@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
-from foresay.models.gguf.architectures import ARCHITECTURES, architecture_of
+from foresay.models.families.table import ARCHITECTURES, architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import FACTORS, SIZES, invalid_value
 
@@ -125,7 +125,7 @@ def check_keys(header: GgufHeader, namespaces: Iterable[str]) -> None:
         prefix = header.architecture if namespace == "model" else namespace
         if namespace == "model" and prefix not in ARCHITECTURES:
             continue
-        one = architecture_of(header) if namespace == "model" else None
+        one = architecture_of(header.stated) if namespace == "model" else None
         read, neutral = READ[namespace], dict[str, tuple[object, ...] | None](NEUTRAL[namespace])
         if one is not None:
             read = read | one.fields.keys() | set(one.derived)

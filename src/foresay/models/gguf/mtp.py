@@ -12,8 +12,9 @@ from typing import Any
 from foresay.errors import UnsupportedModelError
 from foresay.models.gguf.blocks import FileWeights, fill
 from foresay.models.gguf.header import GgufHeader
+from foresay.models.gguf.names import Name, gguf_namer
 from foresay.models.gguf.packed import PackedWeights
-from foresay.models.gguf.shapes import Name, check_tensor, gguf_namer, shapes_of
+from foresay.models.gguf.shapes import check_tensor, shapes_of
 from foresay.models.gguf.values import checked_header
 
 _PARTS = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "post_norm": "shared_head_norm"}

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf.architectures import architecture_of
+from foresay.models.families.positions import YARN
+from foresay.models.families.table import architecture_of
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import invalid_tensor, invalid_value
 
-_PROPORTIONAL = "gemma4_text"
-"""Family whose divisors leave some frequencies as they are and make the others zero."""
-YARN = "yarn"
-"""llama.cpp's name of YaRN."""
 DIVISORS = "rope_freqs.weight"
 """Tensor [D / 2] of divisors, one for each frequency (Llama 3.1 and later)."""
 _ENDLESS = 1e20
@@ -39,8 +36,8 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
     if kind not in ("none", "") or factor != 1.0:
         unread.append(f"{header.architecture}.rope.scaling.type")
     if ours:
-        one = architecture_of(header)
-        read = [DIVISORS] if one.scaled_by_tensor or one.model_type == _PROPORTIONAL else []
+        one = architecture_of(header.stated)
+        read = [DIVISORS] if one.scaled_by_tensor or one.proportional else []
         is_linear = kind in ("linear", "none", "") and one.scaled_linearly is not None
         if is_linear or (kind == YARN and one.yarn is not None):
             read.append(f"{header.architecture}.rope.scaling.type")
@@ -55,10 +52,10 @@ def refuse_unread(header: GgufHeader, *, ours: bool) -> None:
 
 def scale_positions(model: Any, header: GgufHeader) -> None:
     """Divide a model's unscaled frequencies as the file specifies. Raises ModelLoadError for invalid divisors."""
-    kind, factor = _scaling(header)
+    (kind, factor), one = _scaling(header), architecture_of(header.stated)
     if factor != 1.0 and kind != YARN:
-        _divide(model, architecture_of(header).scaled_linearly or "", torch.tensor(factor))
-    if architecture_of(header).model_type != _PROPORTIONAL and (factors := scaling_divisors(header)) is not None:
+        _divide(model, one.scaled_linearly or "", torch.tensor(factor))
+    if not one.proportional and (factors := scaling_divisors(header)) is not None:
         _divide(model, "", factors)
 
 
@@ -107,7 +104,7 @@ def rope_parameters(header: GgufHeader, theta: float) -> dict[str, object]:
             raise invalid_value(header, key, "a number; it has no default")
         found[field] = header.values[key]
     betas = {f"beta_{name}": header.values.get(f"{prefix}.yarn_beta_{name}", usual) for name, usual in _BETAS.items()}
-    return {"rope_type": YARN, "rope_theta": theta, **found, **betas, **(architecture_of(header).yarn or {})}
+    return {"rope_type": YARN, "rope_theta": theta, **found, **betas, **(architecture_of(header.stated).yarn or {})}
 
 
 def _scaling(header: GgufHeader) -> tuple[str, float]:

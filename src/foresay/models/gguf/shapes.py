@@ -7,20 +7,22 @@ llama.cpp, it rejects missing tensors, tensors of another shape, and unknown ten
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf.architectures import architecture_of
+from foresay.models.families.family import SLIDING
+from foresay.models.families.stated import Stated
+from foresay.models.families.table import architecture_of
 from foresay.models.gguf.configs import set_end_tokens
-from foresay.models.gguf.header import STRING, GgufHeader, StoredTensor
-from foresay.models.gguf.hybrids import parameter_namer, stored_shape
+from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.keys import check_keys
+from foresay.models.gguf.names import Name, stored_shape
 from foresay.models.gguf.positions import refuse_unread
-from foresay.models.gguf.values import invalid_tensor, invalid_value
+from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.experts import expert_weights
 
 PLAIN = ("F32", "F16", "BF16")
@@ -29,8 +31,6 @@ _EXPERTS, _JOINT = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down
 """Parts of the experts of a layer, each a tensor [experts, out, in] of a file: of most files, and of those that join two."""
 _POSITIONS = ("rope_freqs", "rope_factors")
 """Prefixes of tensors that positions.py reads or rejects."""
-Name = Callable[[str], str]
-"""Map transformers' name of a parameter to llama.cpp's."""
 
 
 def empty_model(config: Any, dtype: Any) -> Any:
@@ -41,26 +41,6 @@ def empty_model(config: Any, dtype: Any) -> Any:
 
     with init_empty_weights(), no_init_weights():
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def gguf_namer(header: GgufHeader, num_layers: int) -> Name:
-    """Return the name mapping of a file's architecture, which must be one of ARCHITECTURES.
-
-    A parameter that is no weight or bias of a module is stored as the weight of its own name, or as a bias without "_bias".
-    """
-    import gguf
-
-    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known[header.architecture], num_layers)
-
-    def name(parameter: str) -> str:
-        stem, _, suffix = parameter.rpartition(".")
-        if suffix in ("weight", "bias"):
-            return f"{names.get_name(stem)}.{suffix}"
-        whole = parameter.removesuffix("_bias")
-        return f"{names.get_name(whole)}.{'weight' if whole == parameter else 'bias'}"
-
-    return parameter_namer(header, name)
 
 
 def expert_parts(path: str, is_stored: Callable[[str], bool]) -> tuple[str, ...]:
@@ -201,46 +181,36 @@ def check_tensor(
 
 def _check_unread_values(header: GgufHeader, config: Any) -> None:
     """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
-    one = architecture_of(header)
-    sizes = {} if "attention.key_length" in one.derived else _sizes_of_heads(config)
-    assumed = {
-        **sizes,
-        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
-        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
-    }
-    scale = header.values.get(f"{header.architecture}.attention.scale")
+    stated = header.stated
+    assumed: dict[str, Any] = {}
+    one = architecture_of(stated)
+    if "attention.key_length" not in one.derived:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        share = float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+        assumed |= dict.fromkeys(("attention.key_length", "attention.value_length"), size)
+        assumed["rope.dimension_count"] = int(size * share)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        assumed[name] = getattr(config, name, None)
+    scale = stated.get("attention.scale")
     if scale not in (None, 0) and "attention.scale" not in one.fields:
-        own = getattr(config, "query_pre_attn_scalar", None) or sizes.get("attention.key_length", 1)
+        own = getattr(config, "query_pre_attn_scalar", None) or assumed.get("attention.key_length", 1)
         if abs(float(scale) * own**0.5 - 1) > 1e-5:
             assumed["attention.scale"] = own**-0.5
     types = getattr(config, "layer_types", None) or []
-    if "sliding_attention" in types:
-        _check_windows(header, config, types)
+    if SLIDING in types:
+        _check_windows(stated, [kind == SLIDING for kind in types])
+        rope = config.rope_parameters
+        assumed["rope.freq_base_swa"] = rope.get(SLIDING, rope)["rope_theta"]
     for name, value in assumed.items():
-        key = f"{header.architecture}.{name}"
-        if header.values.get(key, value) != value:
-            raise invalid_value(header, key, f"{value}; no other value is supported for this architecture")
+        if stated.get(name, value) != value:
+            raise stated.invalid(name, f"{value}; no other value is supported for this architecture")
 
 
-def _sizes_of_heads(config: Any) -> dict[str, int]:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = float((config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
-    return {"attention.key_length": size, "attention.value_length": size, "rope.dimension_count": int(size * share)}
-
-
-def _check_windows(header: GgufHeader, config: Any, types: Sequence[str]) -> None:
-    """Raise ModelLoadError if the file has windows in other layers, or rotates them by another base, than the model."""
-    key = f"{header.architecture}.attention.sliding_window_pattern"
-    stored, own = header.lists.get(key), [one == "sliding_attention" for one in types]
-    every = header.values.get(key, 0)
-    if stored is not None and stored.kind != STRING:
-        found = [bool(one) for one in stored.numbers()]
-    else:
+def _check_windows(stated: Stated, own: list[bool]) -> None:
+    """Raise ModelLoadError if the file has windows in other layers than the model."""
+    name = "attention.sliding_window_pattern"
+    found, every = stated.flags(name), stated.get(name, 0)
+    if found is None:
         found = [(i + 1) % every != 0 for i in range(len(own))] if type(every) is int and every > 0 else own
     if found != own:
-        raise invalid_value(header, key, f"that of the {sum(own)} of {len(own)} layers with windows of its family")
-    rope = config.rope_parameters
-    base = rope.get("sliding_attention", rope)["rope_theta"]
-    key = f"{header.architecture}.rope.freq_base_swa"
-    if header.values.get(key, base) != base:
-        raise invalid_value(header, key, f"{base}; no other value is supported for this architecture")
+        raise stated.invalid(name, f"that of the {sum(own)} of {len(own)} layers with windows of its family")

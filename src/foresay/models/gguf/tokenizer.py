@@ -15,7 +15,9 @@ from tokenizers.models import BPE
 
 from foresay.errors import ModelLoadError
 from foresay.json_files import parse_object, read_limited
-from foresay.models.gguf.header import GgufHeader, shortened
+from foresay.models.families import gemma
+from foresay.models.families.stated import shortened
+from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.keys import check_keys
 from foresay.models.gguf.pre_tokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
 from foresay.models.gguf.values import TOKENS, invalid_value
@@ -140,7 +142,7 @@ def _backend(header: GgufHeader, vocabulary: Vocabulary, rule: PreTokenizer) -> 
         backend.decoder = decoders.ByteLevel()
         return backend
     prefix = pieces and bool(
-        header.values.get("tokenizer.ggml.add_space_prefix", not header.architecture.startswith("gemma"))
+        header.values.get("tokenizer.ggml.add_space_prefix", not header.architecture.startswith(gemma.PREFIX))
     )
     backend.normalizer = normalizers.Sequence(
         [*[normalizers.Prepend(_SPACE)] * prefix, normalizers.Replace(" ", _SPACE)]

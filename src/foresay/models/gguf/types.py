@@ -18,7 +18,8 @@ import torch
 from foresay.errors import ModelLoadError
 from foresay.models.cpu.product import BLOCKS, NativeProduct
 from foresay.models.cpu.rounding import q8_0_blocks
-from foresay.models.gguf.header import Bytes, StoredTensor
+from foresay.models.families.stated import Bytes
+from foresay.models.gguf.header import StoredTensor
 
 logger = logging.getLogger("foresay")
 

@@ -11,8 +11,11 @@ import re
 from pathlib import Path
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf.architectures import ARCHITECTURES
-from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, StoredList, read_header, shortened
+from foresay.models.families import gemma
+from foresay.models.families.stated import FLOATS, INTEGERS, STRING, StoredList, shortened
+from foresay.models.families.stated import invalid_value as invalid
+from foresay.models.families.table import ARCHITECTURES
+from foresay.models.gguf.header import GgufHeader, read_header
 
 ASSISTANT = "gemma4-assistant"
 DRAFTS = {"dflash": "block", "eagle3": "head", ASSISTANT: "head"}
@@ -117,9 +120,7 @@ def check_values(header: GgufHeader) -> None:
 
 def invalid_value(header: GgufHeader, key: str, allowed: str) -> ModelLoadError:
     """Return the error for an invalid value. allowed: description of valid ones, with an article."""
-    stored = header.lists.get(key)
-    found = f"a list of {stored.count}" if stored is not None else shortened(header.values.get(key, "missing"))
-    return ModelLoadError(f"{str(header.path)!r} cannot be read: its value {key} is {found}; allowed is {allowed}")
+    return invalid(header.path, key, header.values, header.lists, allowed)
 
 
 def invalid_tensor(header: GgufHeader, name: str, problem: str) -> ModelLoadError:
@@ -131,11 +132,11 @@ def _check_numbers(header: GgufHeader) -> None:
     known = header.architecture in ARCHITECTURES
     for name, (low, greatest) in SIZES.items():
         key, least = f"{header.architecture}.{name}", low if known or name in _REQUIRED else 0
-        if header.architecture.startswith("gemma") and name == "attention.sliding_window":
+        if header.architecture.startswith(gemma.PREFIX) and name == "attention.sliding_window":
             least = 1  # in other families 0 means no window
         if key in header.lists and known and name in ARCHITECTURES[header.architecture].by_layer:
-            is_partly = header.architecture.startswith(("lfm2", "granitehybrid"))  # 0: no attention
-            _check_list(header, key, 0 if is_partly else least, greatest)
+            is_mixed = ARCHITECTURES[header.architecture].mixed  # 0: no attention
+            _check_list(header, key, 0 if is_mixed else least, greatest)
         elif key in header.lists and (known or header.lists[key].kind not in INTEGERS):
             raise invalid_value(
                 header,

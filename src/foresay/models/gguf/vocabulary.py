@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf.header import GgufHeader, shortened
+from foresay.models.families.stated import shortened
+from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import SUPPRESSED, TOKENS, invalid_value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.devices import is_remote
 from foresay.models.cache.slot_cache import Placement, spans
 
 NAME = "foresay"
@@ -103,7 +104,7 @@ def attention(
     rows = group * columns
     folded = query.reshape(batch, key.shape[1], rows, dim)
     folded = _padded(folded)
-    whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # not supported by the CPU kernel
+    whole = is_remote(query.device) or key.shape[-1] != value.shape[-1]  # not supported by the CPU kernel
     masks = _folded_masks(at, attention_mask.to(query.device), position_bias, group, rows, whole)
     if len(masks) == 1:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=masks[0], scale=scaling)
@@ -115,7 +116,7 @@ def attention(
 
 def _padded(folded: torch.Tensor) -> torch.Tensor:
     """Pad [..., rows, D] on a CPU with zero rows to a multiple of QUERY_ROWS."""
-    missing = -folded.shape[-2] % QUERY_ROWS if folded.device.type == "cpu" else 0
+    missing = 0 if is_remote(folded.device) else -folded.shape[-2] % QUERY_ROWS
     return F.pad(folded, (0, 0, 0, missing)) if missing else folded
 
 

@@ -16,12 +16,12 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from foresay.decoding.capabilities import PAGED_CHUNK, Capabilities
-from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores
+from foresay.models.families.table import family_of
 from foresay.models.gpu.capture import capture_on
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.fused import FusedDecoder, state_of
@@ -35,12 +35,8 @@ if TYPE_CHECKING:  # at run time this would import Triton
 logger = logging.getLogger("foresay")
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
-_PARTLY_RECURRENT = frozenset({"granitemoehybrid"})
-"""Families of which some models have no recurrent layers, as their `layer_types` state."""
 _ATTENTION = frozenset({"full_attention", "sliding_attention"})
 _INDEXED_LAYERS = ("indexed", "compressed")
-_SHARED_IN_A_PASS = ("gemma4_text",)
-"""Families whose layers hand the keys and values that the cache returned to later layers of the same pass."""
 _CACHED = ("past_key_values", "cache_params", "state")
 """Names by which families take what they keep of earlier tokens."""
 _OF_OTHERS = 4
@@ -76,7 +72,8 @@ class TransformersCache(Cache):
 def is_recurrent(model: PreTrainedModel) -> bool:
     """Return True if a model keeps states of earlier tokens that cannot be truncated."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if model.config.model_type in _PARTLY_RECURRENT and kinds and _ATTENTION.issuperset(kinds):
+    family = family_of(model.config)
+    if family is not None and family.partly_recurrent and kinds and _ATTENTION.issuperset(kinds):
         return False
     return bool(getattr(model, "_is_stateful", False)) or any(
         name in kind for kind in kinds for name in _RECURRENT_LAYERS
@@ -96,7 +93,8 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
     if not any(name in inspect.signature(model.forward).parameters for name in _CACHED):
         reasons.append("its forward takes no past_key_values, so nothing can be cached")
     shares = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)
-    if shares and config.model_type not in _SHARED_IN_A_PASS:
+    family = family_of(config)
+    if shares and (family is None or not family.shares_keys):
         reasons.append("its layers share keys and values outside the cache interface")
     return reasons
 
@@ -166,7 +164,7 @@ class CausalModel(TransformersModel, PagedChains):
         for a pool of its own.
         """
         self.fused = FusedDecoder(self.model, cache_dtype, position_limit=self.position_limit)
-        if uses_kernels(self.device):
+        if self.hardware.gpu_kernels:
             self.fused.paged = self._on_pages(self.fused, pool)
             if self.fused.paged is not None and pool is None:
                 from foresay.decoding import sampling_kernels  # Triton

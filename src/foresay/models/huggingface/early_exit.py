@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foresay.decoding.devices import is_remote
 from foresay.decoding.distributions import VocabularySubset
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
@@ -99,7 +100,7 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copy_path(model.model, path.split(".")[:-1])
     rows = weight[columns].to(model.model.dtype)
-    frozen = isinstance(head, FrozenLinear) and rows.device.type == "cpu"
+    frozen = isinstance(head, FrozenLinear) and not is_remote(rows.device)
     _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
     return _wrap(model, short, VocabularySubset.of(kept, model.vocab_size))
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.families.family import FULL, SLIDING, Kinds
+from foresay.models.families.table import FAMILIES, NORMS_FROM_ONE
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface.experts import active_experts, stacked_weights
-from foresay.models.huggingface.hybrid_layers import GATED_HEADS, HYBRID, ZERO_CENTRED, usual_names
 from foresay.models.huggingface.joined import Joined
 from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.layer import (
@@ -29,19 +30,6 @@ from foresay.models.layer import (
     StackedExperts,
 )
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-_BY_LAYER = frozenset(
-    {"qwen2", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "smollm3", "gpt_oss", "olmo3", "exaone4", "ministral"}
-)
-_ALL_SLIDING = frozenset({"mistral", "ministral3", "phi3", "mixtral", "qwen3_moe"})
-"""Families in which every layer uses a sliding window if the configuration has one."""
-OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"})
-"""Families of mixtures of experts."""
-BY_KERNELS = OF_EXPERTS | HYBRID | {"gemma4_text"}
-"""Families that the compiled kernels alone compute."""
-FAMILIES = _BY_LAYER | _ALL_SLIDING | BY_KERNELS | {"llama", "gemma", "olmo2", "granite"}
-"""model_type of the supported families; the tests compare each with its own code."""
-
 
 class NotFusedError(Exception):
     """Fused layers do not support a model; the message is the reason."""
@@ -49,23 +37,24 @@ class NotFusedError(Exception):
 
 def layer_kinds(config: Any) -> list[str]:
     """Return the name of each layer's type. Raises NotFusedError for types that fused layers do not have."""
-    count = int(config.num_hidden_layers)
-    if config.model_type in HYBRID:
+    known, count = FAMILIES[config.model_type].kinds, int(config.num_hidden_layers)
+    if known is Kinds.MIXED:
         return list(config.layer_types)
-    if config.model_type in _BY_LAYER:
+    if known is Kinds.LISTED:
         kinds = list(config.layer_types)
         if set(kinds) - {FULL, SLIDING}:
             raise NotFusedError(
                 f"it has layers of the kinds {', '.join(sorted(set(kinds)))}; fused layers have full or sliding attention"
             )
         return kinds
-    slides = config.model_type in _ALL_SLIDING and getattr(config, "sliding_window", None) is not None
+    slides = known is Kinds.WINDOWED and getattr(config, "sliding_window", None) is not None
     return [SLIDING if slides else FULL] * count
 
 
 def read_layer(layer: Any, kind: str, config: Any) -> Layer:
     """Read a layer of a model. kind: name of its type. Raises AttributeError for a part that is missing, and NotFusedError."""
-    layer = usual_names(layer)
+    family = FAMILIES[config.model_type]
+    layer = family.names(layer, product_of)
     attn, mlp = layer.self_attn, layer.mlp
     both = bool(getattr(layer, "enable_moe_block", False))  # experts next to a feed-forward
     experts = _experts(layer if both else mlp, config)
@@ -84,8 +73,8 @@ def read_layer(layer: Any, kind: str, config: Any) -> Layer:
         dim=int(attn.head_dim),
         q_norm=norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None,
         k_norm=norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None,
-        wide_norm=config.model_type in ("olmo2", "olmo3"),
-        rotates=_rotates(attn, config),
+        wide_norm=family.wide_norms,
+        rotates=bool(getattr(attn, "use_rope", family.rotates(attn, config))),
         window=config.sliding_window if kind == SLIDING else None,
         scaling=float(attn.scaling),
         softcap=getattr(attn, "attn_logit_softcapping", None),
@@ -100,20 +89,20 @@ def read_layer(layer: Any, kind: str, config: Any) -> Layer:
         after_mlp=norm_of(layer.post_feedforward_layernorm) if after else None,
         experts=experts,
         sinks=attn.sinks.detach() if hasattr(attn, "sinks") else None,
-        gates_heads=config.model_type in GATED_HEADS,
+        gates_heads=family.gates_heads,
         mixer=getattr(attn, "mixer", None),
         shares=shares,
         equal_values=equal,
         unit_values=hasattr(attn, "v_norm"),
         input=_layer_input(layer),
         scale=float(getattr(layer, "layer_scalar", 1.0)),
-        query_scale=_query_scale(config),
+        query_scale=_query_scale(config) if family.scales_queries else None,
     )
 
 
 def _query_scale(config: Any) -> QueryScale | None:
     """Read how queries are scaled by their position; None if they are not."""
-    rope = config.rope_parameters if config.model_type == "ministral3" else {}
+    rope = config.rope_parameters
     if not (rate := rope.get("llama_4_scaling_beta")):
         return None
     if not (length := rope.get("original_max_position_embeddings")):
@@ -125,14 +114,6 @@ def _heads(attn: Any, config: Any) -> tuple[int, int]:
     """Return the number of query heads and of key heads."""
     heads, groups = int(config.num_attention_heads), getattr(attn, "num_key_value_groups", None)
     return heads, int(config.num_key_value_heads) if groups is None else heads // int(groups)
-
-
-def _rotates(attn: Any, config: Any) -> bool:
-    """Return True if queries and keys of a layer are rotated."""
-    if config.model_type == "exaone4":  # next to layers with a window those without one have no positions
-        return config.sliding_window is None or bool(attn.is_sliding)
-    always = config.model_type != "granitemoehybrid" or config.position_embedding_type == "rope"
-    return bool(getattr(attn, "use_rope", always))
 
 
 def _shared_layer(attn: Any, config: Any) -> int | None:
@@ -188,7 +169,7 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
 def _expert_parts(experts: Any) -> tuple[Sequence[Product], Sequence[Product], Any, StackedExperts | None]:
     """Return the two products of each expert and the gate, or the stacked weights of all on a GPU with kernels."""
     weight, frozen = getattr(experts, "down_proj", None), getattr(experts, "stacked", None)
-    if frozen is not None or (isinstance(weight, torch.Tensor) and uses_kernels(weight.device)):
+    if frozen is not None or (isinstance(weight, torch.Tensor) and Hardware(weight.device).gpu_kernels):
         if (own := stacked_weights(experts)) is not None:
             return (), (), own[1], own[0]
     elif (parts := expert_products(experts)) is not None:
@@ -236,5 +217,5 @@ def norm_of(module: Any) -> Norm:
     return Norm(
         module.weight.detach(),
         float(module.eps if eps is None else eps),
-        type(module).__name__.startswith(ZERO_CENTRED),
+        type(module).__name__.startswith(NORMS_FROM_ONE),
     )

@@ -5,7 +5,7 @@ Knows nothing of models except the arguments of these modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,36 +29,6 @@ class FrozenLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., in] -> [..., out]."""
         return self.product(x)
-
-
-class ReorderedInput(nn.Module):
-    """A linear layer whose weights have their columns in another order than its input."""
-
-    def __init__(self, inner: nn.Module, order: torch.Tensor) -> None:
-        """order: index into the input of each column, [in] int64."""
-        super().__init__()
-        self.inner, self.order = inner, order
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in] -> [..., out]."""
-        out: torch.Tensor = self.inner(x[..., self.order.to(x.device)])
-        return out
-
-
-class ReorderedOutput(nn.Module):
-    """Linear layers that read the same input, with their outputs, one after the other, in another order."""
-
-    def __init__(self, layers: Mapping[str, nn.Module], order: torch.Tensor) -> None:
-        """order: index of each output among those of the layers, [out] int64."""
-        super().__init__()
-        self.order = order
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in] -> [..., out]."""
-        out = torch.cat([layer(x) for layer in self.children()], -1)
-        return out[..., self.order.to(x.device)]
 
 
 class FrozenEmbedding(nn.Module):

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.flat_tokens import FlatTokens
 from foresay.models.cpu.layers import NativeLayers
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.huggingface.family_layers import FAMILIES, NotFusedError, layer_kinds, norm_of, read_layer
-from foresay.models.huggingface.hybrid_layers import MIXING
+from foresay.models.families.table import family_of
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface.family_layers import NotFusedError, layer_kinds, norm_of, read_layer
 from foresay.models.huggingface.layer_inputs import layer_inputs_of
 from foresay.models.huggingface.linears import product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
@@ -48,7 +48,8 @@ class FusedDecoder:
         frequencies do not change; None if they never do. Raises NotFusedError if the model is not supported.
         """
         config, self.cache_dtype, self._position_limit = model.config, cache_dtype, position_limit
-        if config.model_type not in FAMILIES:
+        family = family_of(config)
+        if family is None:
             raise NotFusedError(f"fused layers do not support the family {config.model_type!r}")
         for part in model.modules():
             if (reason := _customization(part)) is not None:
@@ -66,10 +67,10 @@ class FusedDecoder:
         self._head = product_of(model.get_output_embeddings())
         self._by_kind = isinstance(getattr(self._rotary, "rope_type", None), dict)  # one for each kind of layer
         self._windows = {layer.kind: layer.window for layer in self._layers}
-        self._half_turns = config.model_type == "gpt_oss"  # its rotary embedding gives each angle once
+        self._half_turns = family.half_turns
         self._tables = {
             kind: RotaryTable(self._rotary, kind if self._by_kind else None, halves=self._half_turns)
-            for kind in self._windows.keys() - MIXING
+            for kind in {layer.kind for layer in self._layers if layer.mixer is None}
             if self._rotary is not None
         }
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
@@ -84,7 +85,7 @@ class FusedDecoder:
         self._native = self._compiled()
         self.needs_kernels = not all(layer.is_plain for layer in self._layers)
         """True for layers that PyTorch's operations do not compute."""
-        if self._native is None and self.needs_kernels and not uses_kernels(model.device):
+        if self._native is None and self.needs_kernels and not Hardware(model.device).gpu_kernels:
             raise NotFusedError("such layers are fused by the compiled kernels only, which do not run this model")
 
     def __call__(
@@ -218,7 +219,7 @@ class FusedDecoder:
     def _compiled(self) -> NativeLayers | None:
         """Return the layers over the compiled kernels; None if the kernels do not support them."""
         weight = self._norm.weight
-        if weight.device.type != "cpu":
+        if not Hardware(weight.device).on_cpu:
             return None
         try:
             cache_dtype = self.cache_dtype or self._dtype
@@ -288,7 +289,7 @@ def state_of(model: Any) -> list[tuple[int, bool]]:
     for part in model.modules():
         out.append((id(part), _customization(part) is None))
         out += [
-            (weight.data_ptr(), weight.device.type == "cpu")
+            (weight.data_ptr(), Hardware(weight.device).on_cpu)
             for weight in part._parameters.values()
             if weight is not None
         ]

@@ -70,7 +70,7 @@ def _are_plain(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[nn.Linear]]:
         if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and type(layer.weight.data) is torch.Tensor
     ]
     kinds = {(one.weight.device, one.weight.dtype, one.in_features, one.bias is None) for one in plain}
-    return len(plain) == len(layers) and len(kinds) == 1 and plain[0].weight.device.type != "meta"
+    return len(plain) == len(layers) and len(kinds) == 1 and not plain[0].weight.is_meta
 
 
 def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -14,11 +14,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.models.cpu.build import failure_reason, library
 from foresay.models.cpu.product import NativeProduct, PackedProduct, Product
 from foresay.models.cpu.rounding import GROUP, q4_1_blocks, q8_0_blocks
+from foresay.models.hardware import CPU, Hardware
 from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
 from foresay.models.huggingface.frozen import (
     FrozenEmbedding,
@@ -43,7 +42,6 @@ JOINT_LAYERS = (
 """Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
-_CPU = torch.device("cpu")
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
@@ -59,7 +57,7 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     native = [product for product in frozen if isinstance(product, NativeProduct)]
     if len(native) == len(layers):
         return NativeProduct.stacked([part for one in native for part in one.parts or [one]])
-    plain = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
+    plain = [layer for layer in layers if type(layer) is nn.Linear and Hardware(layer.weight.device).on_cpu]
     if len(plain) == len(layers):
         with suppress(LookupError):
             return NativeProduct.in_place([layer.weight for layer in plain], [layer.bias for layer in plain])
@@ -95,7 +93,7 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
     """
     if isinstance(layer, FrozenLinear):
         return layer.product.dense()
-    if isinstance(layer, nn.Linear) and layer.weight.device.type == "meta":
+    if isinstance(layer, nn.Linear) and layer.weight.is_meta:
         raise UnsupportedModelError(
             "the model's output layer is offloaded by its device_map, and this drafter reads its weights; raise max_memory, or "
             "use another drafter"
@@ -141,7 +139,7 @@ def device_of(embedding: nn.Module) -> torch.device:
     if isinstance(embedding, FrozenEmbedding):
         return torch.device("cpu")
     weight: torch.Tensor = embedding.weight  # type: ignore[assignment]
-    if weight.device.type == "meta":
+    if weight.is_meta:
         hook = getattr(embedding, "_hf_hook", None)
         for one in getattr(hook, "hooks", [hook]):
             if (device := getattr(one, "execution_device", None)) is not None:
@@ -195,31 +193,9 @@ def _is_head(model: nn.Module, key: int) -> bool:
     return any(isinstance(m, nn.Linear) and id(m.weight) == key for m in model.modules())
 
 
-def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if frozen products are faster: on a CPU with compiled kernels, or in bf16 with oneDNN's."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if library() is not None or dtype == torch.float32:
-        return library() is not None
-    found = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(found and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def compiled() -> bool:
-    """True if our compiled kernels are available on this machine."""
-    return library() is not None
-
-
-def check_compiled(what: str, instead: str) -> None:
-    """Raise ConfigError if there are no compiled kernels. what: the setting that needs them. instead: what to do without."""
-    if library() is None:
-        reason = f"and there are none ({failure_reason()}); install a C++ compiler, or {instead}"
-        raise ConfigError(f"{what} needs the compiled CPU kernels, {reason}")
-
-
 def unquantized(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return the product of unquantized weights."""
-    native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)
+    native = CPU.cpu_kernels and weight.dtype in (torch.float32, torch.bfloat16)
     return NativeProduct.of_numbers(weight, bias) if native else PackedProduct(weight, bias)
 
 
@@ -228,16 +204,16 @@ def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return (NativeProduct.int8 if weight.shape[1] % GROUP else NativeProduct.int4)(weight, bias)
 
 
-def quantizer(bits: int, device: torch.device = _CPU) -> MakeProduct:
+def quantizer(bits: int, hardware: Hardware = CPU) -> MakeProduct:
     """Return the function that makes products with 8 or 4 bits per weight on a device.
 
     Raises ConfigError for a CPU without compiled kernels.
     """
-    if uses_kernels(device):
+    if hardware.gpu_kernels:
         return partial(_on_gpu, bits)
-    if device.type != "cpu":
+    if not hardware.on_cpu:
         raise ConfigError("is for CPUs, but the model is on a GPU", param="weights", value=f"int{bits}")
-    check_compiled(f"weights='int{bits}'", "leave the weights in bfloat16")
+    hardware.check_compiled(f"weights='int{bits}'", "leave the weights in bfloat16")
     return NativeProduct.int8 if bits == 8 else int4
 
 
@@ -258,7 +234,7 @@ _READ_DIRECTLY = ("dt_proj",)
 _ROUTER = "per_expert_scale"
 """Parameter of a router whose weights are a linear layer (Gemma 4); those of others are no layers and stay as they are, too."""
 _READ_FOR_DTYPE = ("lm_head",)
-"""Names of linear layers from whose weights a family's code reads the dtype (Mamba, xLSTM)."""
+"""Names of linear layers from whose weights a family's code reads the dtype (Mamba)."""
 
 
 def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:
@@ -272,8 +248,8 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
         return type(module) is nn.Linear and replaceable_weight(module.weight)
 
     def replaceable_weight(weight: torch.Tensor) -> bool:
-        is_there = weight.device.type == "cpu" or uses_kernels(weight.device)
-        return is_there and (all_dtypes or available(weight.dtype, weight.device))
+        there = Hardware(weight.device)
+        return (there.on_cpu or there.gpu_kernels) and (all_dtypes or there.packs(weight.dtype))
 
     count = 0
     for path, parent in list(model.named_modules()):
@@ -299,7 +275,7 @@ def join_layers(model: nn.Module) -> int:
     count = 0
     for path, parent in model.named_modules():
         for _, layers in _read_jointly(path, parent):
-            on_gpu = all(isinstance(layer, nn.Linear) and layer.weight.device.type == "cuda" for layer in layers)
+            on_gpu = all(isinstance(layer, nn.Linear) and layer.weight.is_cuda for layer in layers)
             count += on_gpu and join(layers)
     return count
 
@@ -329,7 +305,7 @@ def freeze_model(model: Any, make: MakeProduct = unquantized, *, all_dtypes: boo
     product = getattr(model.get_output_embeddings(), "product", None)
     if tied and isinstance(product, NativeProduct) and product.bits >= 16:
         model.set_input_embeddings(FrozenEmbedding(product, embedding.weight.dtype))
-    unpacked = [weight for weight in model.parameters() if weight.device.type == "cpu"]
+    unpacked = [weight for weight in model.parameters() if Hardware(weight.device).on_cpu]
     if sum(weight.nbytes for weight in unpacked) <= resident_bytes(model) / 2:
         for weight in unpacked:
             weight.data = weight.data.clone()

@@ -20,6 +20,7 @@ from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput, Prepare
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.memory import free_bytes, kv_bytes
 from foresay.models.cache.slot_cache import Placement, SlotCache, visible_width
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import attention, linears
 
 MAX_TOKENS = 256
@@ -54,6 +55,7 @@ class TransformersModel:
         self._set_attention(pluggable)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.device = linears.device_of(model.get_input_embeddings())
+        self.hardware = Hardware(self.device)
         self.num_parameters = linears.count_parameters(model)
         self.is_shared = _is_sharded(model)
         """True if several processes compute the model together (`tp_plan`)."""
@@ -102,7 +104,7 @@ class TransformersModel:
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel. Without our kernels, prompts are prefilled singly on a CPU: larger products sum in another order."""
-        on_cpu = self.device.type == "cpu"
+        on_cpu = self.hardware.on_cpu
         return Capabilities(
             trees=self.takes_trees,
             num_layers=self.num_layers,
@@ -149,7 +151,7 @@ class TransformersModel:
         assert isinstance(cache, SlotCache)
         token_ids = model_input.token_ids
         batch, columns = token_ids.shape
-        rows_per_part = max(1, MAX_TOKENS // columns) if self.device.type == "cpu" else batch
+        rows_per_part = max(1, MAX_TOKENS // columns) if self.hardware.on_cpu else batch
         if batch > rows_per_part:
             parts = [(i, min(i + rows_per_part, batch)) for i in range(0, batch, rows_per_part)]
             return _joined([self.forward(model_input.part(a, b), cache) for a, b in parts])

@@ -7,6 +7,7 @@ columns that the same rows have. Owns these passes; knows no family (see states.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,8 +27,11 @@ from foresay.models.cache.snapshots import MAX_SHARED
 from foresay.models.cache.state_cache import StateCache
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.selective_scan import scans
-from foresay.models.huggingface.states import States, compact, port_of
+from foresay.models.huggingface.selective_scan import continues_states, scans, step_limits
+from foresay.models.huggingface.states import OwnStateCache, States, compact
+
+_OWN_STATES = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
+"""Families that keep states in their modules or in caches of their own classes."""
 
 
 class RecurrentModel(CausalModel):
@@ -37,9 +41,14 @@ class RecurrentModel(CausalModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Put `model` in eval mode, and run a pass to measure its states. Raises UnsupportedModelError if it fails."""
+        if model.config.get_text_config(decoder=True).model_type in _OWN_STATES:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: its states are in no common cache")
         super().__init__(model)
         self.takes_trees = False
-        self._port = port_of(model)
+        continues_states(model)
+        self._limits = step_limits(model)
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
         try:
             self.state_bytes, self._slot_bytes = self._measured()
         except Exception as error:  # a family's code may expect another kind of cache
@@ -54,7 +63,7 @@ class RecurrentModel(CausalModel):
         """Return the bytes of a row's states, and of a token's keys and values."""
         cache = self.new_cache()
         cache.add_rows(1)
-        with _quiet_fallbacks() if self.device.type == "cpu" else nullcontext():
+        with _quiet_fallbacks() if self.hardware.on_cpu else nullcontext():
             for columns in (2, 1):
                 tokens = torch.zeros(1, columns, dtype=torch.int64, device=self.device)
                 self.forward(ModelInput(tokens, [columns]), cache)
@@ -63,17 +72,12 @@ class RecurrentModel(CausalModel):
         slot = sum(store[0, 0].nbytes for layer in layers for store in layer or ())
         return sum(tensor.nbytes for tensor in state.values()), slot
 
-    def release(self) -> Any:
-        """See TransformersModel."""
-        self._port.release()
-        return super().release()
-
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         if self.fused is not None:
             return super().capabilities
-        on_cpu = self.device.type == "cpu"
+        on_cpu = self.hardware.on_cpu
         return Capabilities(
             num_layers=self.num_layers,
             prefill_together=not on_cpu,
@@ -127,9 +131,6 @@ class RecurrentModel(CausalModel):
 
     def _segments(self, counts: Sequence[int]) -> Iterator[_Segment]:
         """Split the columns of a ragged pass where rows end. counts: tokens of each row."""
-        if not self._port.rows_together:
-            yield from (_Segment(0, count, (i,)) for i, count in enumerate(counts) if count)
-            return
         start = 0
         for end in sorted(set(counts) - {0}):
             yield _Segment(start, end, tuple(i for i, count in enumerate(counts) if count >= end))
@@ -146,10 +147,10 @@ class RecurrentModel(CausalModel):
         token_ids = model_input.token_ids[first:last, segment.start : segment.end]
         row = model_input.first_row + first
         at = cache.begin_pass(row, last - first, segment.columns, self.device)
-        with self._port.during(self._joined_states(cache, row, last - first), cache, at) as one:
-            with attention.during(at), scans():
-                output = self._pass(token_ids, one.arguments, model_input, at.positions)
-            states = one.states_after(output)
+        own = OwnStateCache(cache, at, self._joined_states(cache, row, last - first), self._limits)
+        with attention.during(at), scans():
+            output = self._pass(token_ids, own, model_input, at.positions)
+        states = own.states
         share = model_input.logits is Logits.NONE
         ending = [i for i in segment.rows if model_input.num_tokens[i] == segment.end]
         # without a copy, a row would keep the states of the others alive
@@ -157,18 +158,18 @@ class RecurrentModel(CausalModel):
         for i in segment.rows:
             target = model_input.first_row + i
             cache.lengths[target] += segment.columns
-            own = {name: tensor[i - first : i - first + 1] for name, tensor in states.items()}
+            state = {name: tensor[i - first : i - first + 1] for name, tensor in states.items()}
             if i in copied:
-                own = {name: compact(tensor) for name, tensor in own.items()}
-            cache.states.record(target, cache.lengths[target], own, replace=replace or share, share=share)
+                state = {name: compact(tensor) for name, tensor in state.items()}
+            cache.states.record(target, cache.lengths[target], state, replace=replace or share, share=share)
         found = {layer: output.hidden_states[layer] for layer in model_input.hidden_layers}
         return found if share else {**found, _LOGITS: output.logits}
 
     def _pass(
-        self, token_ids: torch.Tensor, given: dict[str, Any], model_input: ModelInput, positions: torch.Tensor
+        self, token_ids: torch.Tensor, states: OwnStateCache, model_input: ModelInput, positions: torch.Tensor
     ) -> Any:
-        """Call the model's own code. given: arguments that carry the states."""
-        kwargs: dict[str, Any] = {"input_ids": token_ids, "use_cache": True, **given}
+        """Call the model's own code."""
+        kwargs: dict[str, Any] = {"input_ids": token_ids, "use_cache": True, self._cache_name: states}
         if self._takes_positions:  # padding may exceed the model's last position; it is never read
             kwargs["position_ids"] = positions.clamp(max=self.position_limit - 1)
         if model_input.hidden_layers:
@@ -182,7 +183,7 @@ class RecurrentModel(CausalModel):
         if known is None:
             return None
         return {
-            name: torch.cat([self._port.initial(name, like) if state is None else state[name] for state in states])
+            name: torch.cat([torch.zeros_like(like) if state is None else state[name] for state in states])
             for name, like in known.items()
         }
 

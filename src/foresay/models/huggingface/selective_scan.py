@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.devices import is_remote
+
 Limits = tuple[float, float]
 """Smallest and largest time step."""
 _MARK = "continues_states"
@@ -121,7 +123,7 @@ def _chunks(original: Callable[..., Any]) -> Callable[..., Any]:
     usual = size.default
 
     def scan(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _layer.inside and first.device.type == "cpu":  # kernels of GPUs have chunks of their own
+        if _layer.inside and not is_remote(first.device):  # kernels of GPUs have chunks of their own
             kwargs["chunk_size"] = min(kwargs.get("chunk_size", usual), 1 << (first.shape[1] - 1).bit_length())
         return original(first, *args, **kwargs)
 

@@ -15,21 +15,13 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError, UnsupportedModelError
+from foresay.models.families.table import VERIFIED
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.experts import is_experts
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.linears import activations_of
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-
-_FAMILIES = (
-    "llama mistral ministral ministral3 mixtral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3 gemma3_text gemma4_text phi phi3 "
-    "gpt_neox gpt2 opt falcon olmo2 olmo3 exaone4 granite smollm3 starcoder2 gpt_oss glm4_moe deepseek_v3 bloom mamba "
-    "falcon_mamba mamba2 jamba falcon_h1 bamba granitemoehybrid recurrent_gemma qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe "
-    "qwen3_5_moe_text nemotron_h zamba zamba2 olmo_hybrid lfm2 lfm2_moe lfm3 kimi_linear minimax rwkv xlstm zaya"
-)
-VERIFIED = frozenset(_FAMILIES.split())
-"""model_type of the decoder-only families whose greedy output the tests compare with transformers'."""
 
 VERIFIED_SEQ2SEQ = frozenset({"t5", "bart", "marian", "mbart", "m2m_100"})
 """model_type of the covered encoder-decoder families. Some have decoder-only variants, which the tests do not cover."""
@@ -99,7 +91,7 @@ def fused_difference(model: CausalModel) -> float:
     """
     generator = torch.Generator().manual_seed(1)
     prompt = _PROMPT
-    if model.paged is not None and model.device.type == "cuda":
+    if model.paged is not None and not model.hardware.on_cpu:
         prompt = min(_LONG_PROMPT, model.max_length - _DRAFT, model.paged.pool.num_tokens - _DRAFT)
     tokens = torch.randint(2, max(3, min(model.vocab_size, 30000)), (1, prompt + _DRAFT), generator=generator)
     tokens = tokens.to(model.device)
@@ -140,7 +132,7 @@ def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> UnfusedRe
     """
     try:
         model.use_fused()
-        if compiled and model.device.type == "cpu" and not model.batch_invariant:
+        if compiled and model.hardware.on_cpu and not model.batch_invariant:
             raise NotFusedError("the compiled kernels do not support it in its current format")
         difference = fused_difference(model)
     except NotFusedError as error:

@@ -17,12 +17,13 @@ from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.models.drafts.fields import object_of
 from foresay.models.drafts.files import Read, T
+from foresay.models.families.stated import shortened
 from foresay.models.gguf.configs import fields_of
-from foresay.models.gguf.header import GgufHeader, shortened
+from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.keys import check_keys
+from foresay.models.gguf.names import gguf_namer
 from foresay.models.gguf.positions import DIVISORS
-from foresay.models.gguf.shapes import gguf_namer
-from foresay.models.gguf.values import ASSISTANT, checked_header, invalid_value
+from foresay.models.gguf.values import ASSISTANT, check_values, checked_header, invalid_value
 from foresay.models.huggingface.config_sizes import find_invalid
 from foresay.models.sources.gguf_drafts import DraftTensor, read_tensors
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
@@ -74,6 +75,7 @@ def load_gguf_assistant(path: Path) -> Any:
     with load_errors(str(path), owned=False), quiet_transformers():
         try:
             check_keys(whole, ("general", "model"))
+            check_values(whole)
             fields = fields_of(whole)
         except ModelLoadError as error:
             raise ModelLoadError(str(error).replace(f" {_TARGET}.", f" {prefix}")) from None

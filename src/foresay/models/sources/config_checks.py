@@ -19,7 +19,7 @@ import torch
 
 from foresay.errors import ModelLoadError
 from foresay.models.drafts.block_config import BlockConfig
-from foresay.models.gguf.header import shortened
+from foresay.models.families.stated import shortened
 from foresay.models.huggingface.config_sizes import find_invalid
 
 logger = logging.getLogger("foresay")

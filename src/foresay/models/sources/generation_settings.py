@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,111 +31,47 @@ class Kind(Enum):
     CONSTRAINT = "applied to every request"
     SAMPLING = "a default with sampling='model'"
     METHOD = "another decoding method: logged for a file, refused in a call"
-    DRAFTING = "transformers' own drafting, without effect on outputs: ignored in a file, refused in a call"
-    RETURNED = "an additional result of `generate`: ignored in a file, refused in a call"
+    ADDED = "drafting or results of `generate`, without effect on outputs: ignored in a file, refused in a call"
     UNSUPPORTED = "changes outputs and cannot be honoured: refused"
     IRRELEVANT = "without effect on outputs"
 
 
-class Treatment(NamedTuple):
-    """Treatment of one field, the reason where it is not honoured, and the values (besides None) that have no effect."""
-
-    kind: Kind
-    reason: str = ""
-    neutral: tuple[Any, ...] = ()
-
-
-_BEAMS = "only read with num_beams"
-_CACHE = "how transformers stores keys and values"
-_ASSISTED = "only read with an assistant model"
-_RESULTS = "part of what `generate` returns"
-TREATMENTS: dict[str, Treatment] = {
-    "eos_token_id": Treatment(Kind.CONSTRAINT),
-    "decoder_start_token_id": Treatment(Kind.CONSTRAINT),
-    "sequence_bias": Treatment(Kind.CONSTRAINT, neutral=({}, [])),
-    "repetition_penalty": Treatment(Kind.CONSTRAINT, neutral=(1.0,)),
-    "no_repeat_ngram_size": Treatment(Kind.CONSTRAINT, neutral=(0,)),
-    "bad_words_ids": Treatment(Kind.CONSTRAINT, neutral=([],)),
-    "min_length": Treatment(Kind.CONSTRAINT, neutral=(0,)),
-    "min_new_tokens": Treatment(Kind.CONSTRAINT, neutral=(0,)),
-    "forced_bos_token_id": Treatment(Kind.CONSTRAINT),
-    "forced_eos_token_id": Treatment(Kind.CONSTRAINT),
-    "exponential_decay_length_penalty": Treatment(Kind.CONSTRAINT),
-    "suppress_tokens": Treatment(Kind.CONSTRAINT, neutral=([],)),
-    "begin_suppress_tokens": Treatment(Kind.CONSTRAINT, neutral=([],)),
-    "stop_strings": Treatment(Kind.CONSTRAINT, neutral=([], "")),
-    "do_sample": Treatment(Kind.SAMPLING, neutral=(False,)),
-    "temperature": Treatment(Kind.SAMPLING, neutral=(1.0,)),
-    "top_k": Treatment(Kind.SAMPLING, neutral=(0,)),
-    "top_p": Treatment(Kind.SAMPLING, neutral=(1.0,)),
-    "min_p": Treatment(Kind.SAMPLING, neutral=(0.0,)),
-    "top_h": Treatment(Kind.SAMPLING),
-    "typical_p": Treatment(Kind.SAMPLING, neutral=(1.0,)),
-    "epsilon_cutoff": Treatment(Kind.SAMPLING, neutral=(0.0,)),
-    "eta_cutoff": Treatment(Kind.SAMPLING, neutral=(0.0,)),
-    "max_new_tokens": Treatment(Kind.SAMPLING),
-    "num_beams": Treatment(Kind.METHOD, neutral=(1,)),
-    "num_beam_groups": Treatment(Kind.METHOD, neutral=(1,)),
-    "penalty_alpha": Treatment(Kind.METHOD, neutral=(0.0,)),
-    "dola_layers": Treatment(Kind.METHOD),
-    "use_mtp": Treatment(Kind.DRAFTING, neutral=(False,)),
-    "prompt_lookup_num_tokens": Treatment(Kind.DRAFTING),
-    "assistant_early_exit": Treatment(Kind.DRAFTING),
-    "is_assistant": Treatment(Kind.DRAFTING, neutral=(False,)),
-    "output_scores": Treatment(Kind.RETURNED, neutral=(False,)),
-    "output_logits": Treatment(Kind.RETURNED, neutral=(False,)),
-    "output_attentions": Treatment(Kind.RETURNED, neutral=(False,)),
-    "output_hidden_states": Treatment(Kind.RETURNED, neutral=(False,)),
-    "encoder_no_repeat_ngram_size": Treatment(Kind.UNSUPPORTED, neutral=(0,)),
-    "encoder_repetition_penalty": Treatment(Kind.UNSUPPORTED, neutral=(1.0,)),
-    "guidance_scale": Treatment(Kind.UNSUPPORTED, neutral=(1.0,)),
-    "watermarking_config": Treatment(Kind.UNSUPPORTED),
-    "token_healing": Treatment(Kind.UNSUPPORTED, neutral=(False,)),
-    "constraints": Treatment(Kind.UNSUPPORTED),
-    "force_words_ids": Treatment(Kind.UNSUPPORTED),
-    "max_time": Treatment(Kind.UNSUPPORTED),
-    "max_length": Treatment(Kind.IRRELEVANT, "the request's max_new_tokens is the limit"),
-    "pad_token_id": Treatment(Kind.IRRELEVANT, "rows have no padding"),
-    "bos_token_id": Treatment(Kind.IRRELEVANT, "only read for an empty prompt, which is refused"),
-    "renormalize_logits": Treatment(Kind.IRRELEVANT, "it shifts all scores equally"),
-    "remove_invalid_values": Treatment(Kind.IRRELEVANT, "models whose scores are not finite are refused"),
-    "num_return_sequences": Treatment(Kind.IRRELEVANT, "the caller chooses the number of outputs"),
-    "return_dict_in_generate": Treatment(Kind.IRRELEVANT, _RESULTS),
-    **dict.fromkeys(("early_stopping", "length_penalty", "diversity_penalty"), Treatment(Kind.IRRELEVANT, _BEAMS)),
-    **dict.fromkeys(
-        ("use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"),
-        Treatment(Kind.IRRELEVANT, _CACHE),
-    ),
-    **dict.fromkeys(
-        (
-            "num_assistant_tokens",
-            "num_assistant_tokens_schedule",
-            "assistant_confidence_threshold",
-            "assistant_lookbehind",
-            "target_lookbehind",
-            "assistant_ensemble_weight",
-            "max_matching_ngram_size",
-            "speculation_type",
-        ),
-        Treatment(Kind.IRRELEVANT, _ASSISTED),
-    ),
-    **dict.fromkeys(
-        ("compile_config", "disable_compile", "continuous_batching_config"),
-        Treatment(Kind.IRRELEVANT, "how transformers runs its own passes"),
-    ),
-    "transformers_version": Treatment(Kind.IRRELEVANT, "the writer of the file"),
+_FIELDS = {
+    Kind.CONSTRAINT: "eos_token_id decoder_start_token_id sequence_bias repetition_penalty no_repeat_ngram_size bad_words_ids "
+    "min_length min_new_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens stop_strings",
+    Kind.SAMPLING: "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff max_new_tokens",
+    Kind.METHOD: "num_beams num_beam_groups penalty_alpha dola_layers",
+    Kind.ADDED: "use_mtp prompt_lookup_num_tokens assistant_early_exit is_assistant output_scores output_logits "
+    "output_attentions output_hidden_states",
+    Kind.UNSUPPORTED: "encoder_no_repeat_ngram_size encoder_repetition_penalty guidance_scale watermarking_config "
+    "token_healing constraints force_words_ids max_time",
+    # limits of the caller, padding, forms of results, and fields that only beams, assistants or transformers' passes read
+    Kind.IRRELEVANT: "max_length pad_token_id bos_token_id renormalize_logits remove_invalid_values num_return_sequences "
+    "return_dict_in_generate early_stopping length_penalty diversity_penalty use_cache cache_implementation cache_config "
+    "max_cache_len low_memory prefill_chunk_size num_assistant_tokens num_assistant_tokens_schedule "
+    "assistant_confidence_threshold assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+    "max_matching_ngram_size speculation_type compile_config disable_compile continuous_batching_config "
+    "transformers_version",
 }
+TREATMENTS: dict[str, Kind] = {name: kind for kind, names in _FIELDS.items() for name in names.split()}
 """Treatment of each field of transformers' GenerationConfig."""
+_OFF_AT_1 = ("repetition_penalty", "temperature", "top_p", "typical_p", "num_beams", "num_beam_groups",
+             "encoder_repetition_penalty", "guidance_scale")  # fmt: skip
+_OFF_AT_NOTHING = (
+    TREATMENTS.keys() - {name for name in TREATMENTS if name.endswith("token_id")} - {*_OFF_AT_1, "max_time", "top_h"}
+)
+"""Fields without an effect at 0, False, and an empty list or text."""
+
+
+def _has_effect(name: str, value: Any) -> bool:
+    return value is not None and not (value == 1 if name in _OFF_AT_1 else name in _OFF_AT_NOTHING and not value)
 
 
 def fields_set(config: Any, *kinds: Kind) -> dict[str, Any]:
     """Return the fields of these kinds that a GenerationConfig sets to a value with an effect."""
-    found = {}
-    for name, treatment in TREATMENTS.items():
-        value = getattr(config, name, None)
-        if treatment.kind in kinds and value is not None and value not in treatment.neutral:
-            found[name] = value
-    return found
+    values = {name: getattr(config, name, None) for name, kind in TREATMENTS.items() if kind in kinds}
+    return {name: value for name, value in values.items() if _has_effect(name, value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +107,8 @@ class GenerationSettings:
     def refuse(self) -> None:
         """Raise ConfigError for a field that changes outputs and cannot be honoured."""
         for field, value in fields_set(self.config, Kind.UNSUPPORTED).items():
-            neutral = next(iter(TREATMENTS[field].neutral), None)
-            raise ConfigError(
-                f"the model's generation config has {field}={value!r}, which is not supported; set it to {neutral!r}"
-            )
+            text = f"the model's generation config has {field}={value!r}, which is not supported"
+            raise ConfigError(f"{text}; set it to {1.0 if field in _OFF_AT_1 else None}")
 
     def described(self) -> dict[str, str]:
         """Return the fields that matter as text, by heading; the tokens that end the output are shown elsewhere."""
@@ -213,7 +147,7 @@ class GenerationSettings:
         known = set(SamplingParams.__dataclass_fields__)
         changes = {n: v for n, v in defaults.items() if n in known and not params.given(n)}
         merged = SamplingParams.of(params, **changes)
-        further = {n: v for n, v in defaults.items() if n not in known and v not in TREATMENTS[n].neutral}
+        further = {n: v for n, v in defaults.items() if n not in known and _has_effect(n, v)}
         is_done = merged.greedy or any(isinstance(one, _Warpers) for one in params.processors)
         return _with_warpers(merged, further) if further and not is_done else merged
 
@@ -315,7 +249,7 @@ def _with_warpers(params: SamplingParams, further: dict[str, Any]) -> SamplingPa
         "epsilon_cutoff": hf.EpsilonLogitsWarper,
         "eta_cutoff": hf.EtaLogitsWarper,
     }
-    used = [name for name in makers if name in values and values[name] not in TREATMENTS[name].neutral]
+    used = [name for name in makers if name in values and _has_effect(name, values[name])]
     warpers = _Warpers(tuple(makers[name](values[name]) for name in used))
     neutral: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     return SamplingParams.of(params, processors=(*params.processors, warpers), **neutral)

@@ -9,6 +9,7 @@ import torch
 
 from foresay.errors import UnsupportedModelError
 from foresay.models.gguf.header import GgufHeader
+from foresay.models.hardware import Hardware
 from foresay.models.llama_cpp import binding
 from foresay.models.llama_cpp.model import LlamaCppModel
 from foresay.models.sources.load_options import LoadOptions
@@ -28,7 +29,7 @@ def open_gguf(header: GgufHeader, options: LoadOptions) -> LlamaCppModel:
         options.progress(f"Loading {path.name}")
     weights = binding.Weights(
         path,
-        gpu_layers=0 if device.type == "cpu" else options.gpu_layers,
+        gpu_layers=0 if Hardware(device).on_cpu else options.gpu_layers,
         main_gpu=device.index,
     )
     size = header.values.get(f"{header.architecture}.attention.key_length")

@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 import torch
 
 from foresay.checks import check_int
-from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.models.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -119,7 +119,7 @@ class LoadOptions:
             raise UnknownNameError("activations", self.activations, ("auto", *ACTIVATIONS))
         if not isinstance(self.reproducible, bool):
             raise ConfigError("must be True or False", param="reproducible", value=self.reproducible)
-        if not self.reproducible and (self.device_map is not None or not uses_kernels(self.computes_on)):
+        if not self.reproducible and (self.device_map is not None or not self.hardware.gpu_kernels):
             where = self.device_map or self.computes_on
             raise ConfigError(
                 f"applies to foresay's kernels for GPUs, and the model would be on {str(where)!r}; drop it",
@@ -202,7 +202,7 @@ class LoadOptions:
         elsewhere = str(self.computes_on if self.device_map is None else self.device_map)
         if name == "draft_weights":  # without a device a draft is where its target is, which may be an object
             elsewhere = str(self.draft_device or self.device or self.device_map or "cpu")
-        is_gpu = self.device_map is None and uses_kernels(torch.device(elsewhere))
+        is_gpu = self.device_map is None and Hardware(torch.device(elsewhere)).gpu_kernels
         if elsewhere.partition(":")[0] != "cpu" and not is_gpu:
             raise ConfigError(
                 f"is for CPUs, but the model would be on {elsewhere!r}; give device='cpu', load a checkpoint quantized by "
@@ -227,6 +227,11 @@ class LoadOptions:
         if self.device is not None:
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def hardware(self) -> Hardware:
+        """The requested device and its kernels."""
+        return Hardware(self.computes_on)
 
     @property
     def bits(self) -> int | None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from foresay.models.families.table import TEXTS_OF
 from foresay.models.sources.quantized_forms import form_of
 
 logger = logging.getLogger("foresay")
@@ -19,8 +20,6 @@ PREFIXES: Mapping[str, str] = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
 }
 """Names of weights in such checkpoints -> those of the language model alone, as regular expressions."""
-_SAME_LAYERS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-"""model_type of language models without a class of their own -> the family whose layers they have, if all tokens are text."""
 
 
 def language_model_of(config: Any, name: str) -> Any:
@@ -34,7 +33,7 @@ def language_model_of(config: Any, name: str) -> Any:
     text, stated = config.get_text_config(decoder=True), getattr(config, "quantization_config", None)
     if text is config or config.is_encoder_decoder:
         return config
-    if (family := _SAME_LAYERS.get(text.model_type)) is not None:
+    if (family := TEXTS_OF.get(text.model_type)) is not None:
         text = CONFIG_MAPPING[family](**_plain(text))
     whole = CLASSES.get(type(config), None)
     if type(text) not in CLASSES:

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from transformers.core_model_loading import ConversionOps
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.models.cpu.product import NativeProduct
+from foresay.models.families.table import family_of
 from foresay.models.gguf.types import MOST_EXPONENT
 from foresay.models.gpu.levels import Levels
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface.frozen import FrozenExperts
-from foresay.models.huggingface.linears import compiled
 from foresay.models.layer import ClampedGate
 from foresay.models.sources.kept_weights import Reader, kept, reader
 
 _FORMAT = "MXFP4"
-_FAMILY, _METHOD, _OURS = "gpt_oss", "mxfp4", "foresay_mxfp4"
+_METHOD, _OURS = "mxfp4", "foresay_mxfp4"
 _GROUP = 32
 _NUMBER_BYTES = 0.5 + 1 / _GROUP
 """Bytes of a number in MXFP4."""
@@ -34,12 +34,13 @@ _PARTS = ("gate_up_proj", "down_proj")
 
 def is_stored(config: Any, device: torch.device) -> bool:
     """Return True for a folder whose experts are in MXFP4, if there are kernels for them on a device. config: transformers'."""
-    found = getattr(config, "quantization_config", None)
+    found, family = getattr(config, "quantization_config", None), family_of(config)
     return (
-        config.model_type == _FAMILY
+        family is not None
+        and family.stores_mxfp4
         and isinstance(found, Mapping)
         and found.get("quant_method") == _METHOD
-        and (uses_kernels(device) or (device.type == "cpu" and compiled()))
+        and Hardware(device).has_kernels
     )
 
 
@@ -59,7 +60,7 @@ class _Blocks(Reader):
 
     def __init__(self, quantization_config: Any, **given: Any) -> None:
         super().__init__(quantization_config, **given)
-        self._device = torch.device(quantization_config.given["device"])
+        self._hardware = Hardware(torch.device(quantization_config.given["device"]))
         self._products: dict[str, Any] = {}
 
     def get_load_operations(self) -> dict[str, Any]:
@@ -91,11 +92,11 @@ class _Blocks(Reader):
             self.problem = f"the scales of {name} contain {int(scales.max())}; allowed is at most {MOST_EXPONENT}"
             return
         alternates = part == _PARTS[0]
-        if uses_kernels(self._device):
+        if self._hardware.gpu_kernels:
             from foresay.models.gpu.blocks import BlockProduct
 
             levels = _levels(blocks.cpu(), scales.cpu(), alternates=alternates)
-            self._products[name] = BlockProduct(levels, model.dtype, self._device, None)
+            self._products[name] = BlockProduct(levels, model.dtype, self._hardware.device, None)
             return
         self._products[name] = [_product(*one, alternates=alternates) for one in zip(blocks, scales, strict=True)]
 
@@ -111,7 +112,7 @@ class _Blocks(Reader):
             biases = module.gate_up_proj_bias.detach().unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
             parent, _, short = path.rpartition(".")
             gate = ClampedGate(float(module.alpha), float(module.limit))
-            make = _experts_on_gpu if uses_kernels(self._device) else _experts
+            make = _experts_on_gpu if self._hardware.gpu_kernels else _experts
             setattr(
                 model.get_submodule(parent), short, make(gate_up, down, biases, module.down_proj_bias.detach(), gate)
             )

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 from foresay.files import cache_dir, work_folder
 from foresay.models.gguf.tokenizer import tokenizer_of
@@ -90,8 +89,8 @@ def default_drafter(target: object, options: LoadOptions, has_mtp: Callable[[], 
     with_head = DEFAULT_DRAFTERS.get(target) if isinstance(target, str) else None
     if with_head is None or not options.exposes_hidden_states:
         return WITH_MTP if has_mtp() else "suffix"
-    device = options.computes_on
-    if options.device_map is None and device.type != "cpu" and not uses_kernels(device):
+    hardware = options.hardware
+    if options.device_map is None and not hardware.on_cpu and not hardware.gpu_kernels:
         return "suffix"
     if packaged_head(str(target)) is None:
         _warn_without_head(str(target))

@@ -12,7 +12,7 @@ from typing import Any
 
 from foresay.errors import ForesayError, ModelLoadError, UnsupportedModelError
 from foresay.json_files import parse_object, read_limited
-from foresay.models.gguf.header import shortened
+from foresay.models.families.stated import shortened
 from foresay.models.huggingface.left_out import is_of_images
 from foresay.models.sources.quantized_facts import check_facts
 

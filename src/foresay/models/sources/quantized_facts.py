@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.json_files import Schema
-from foresay.models.gguf.header import shortened
+from foresay.models.families.stated import shortened
 
 OF_GROUPS = ("group", "dynamic", True)
 """Values of `actorder` for which the group of each input is stored."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.models.cpu.product import NativeProduct, Product
 from foresay.models.gpu.levels import E4M3, Levels
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface.frozen import FrozenLinear
-from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, replace_jointly
+from foresay.models.huggingface.linears import JOINT_LAYERS, replace_jointly
 from foresay.models.sources.kept_weights import Reader, kept, reader
 from foresay.models.sources.multimodal import own_name
 from foresay.models.sources.quantized_facts import LISTS
@@ -166,11 +166,11 @@ class _Layers(Reader):
         bias = None if biases[0] is None else torch.cat([part.detach() for part in biases])
         if not self._in_blocks or one.order is not None or one.group % _GROUP or one.levels.shape[1] % _GROUP:
             return None
-        if uses_kernels(self._device):
+        if (there := Hardware(self._device)).gpu_kernels:
             from foresay.models.gpu.blocks import BlockProduct
 
             return BlockProduct(_levels(one), self._dtype, self._device, bias)
-        if self._device.type == "cpu" and compiled() and (blocks := _blocks(one)) is not None:
+        if there.cpu_kernels and (blocks := _blocks(one)) is not None:
             with suppress(LookupError):
                 return NativeProduct.of_blocks(blocks[0], [blocks[1]], bias)
         return None

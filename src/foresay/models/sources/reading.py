@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.kernels import uses_kernels
 from foresay.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from foresay.models.gguf.architectures import ARCHITECTURES
+from foresay.models.families.table import ARCHITECTURES, FAMILIES
 from foresay.models.gguf.blocks import model_of_file
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import GgufHeader
-from foresay.models.gguf.hybrids import HYBRIDS
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.shapes import dense_config
 from foresay.models.gguf.tokenizer import tokenizer_of
@@ -44,32 +42,20 @@ _OF_TRANSFORMERS = ("quantization_config", "device_map", "tp_plan")
 _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 
 
-def native_dtype(device: torch.device) -> torch.dtype:
-    """Return bf16 if the processor computes in it natively, else float32 (float16 on older GPUs)."""
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    if device.type == "cpu" and linears.available(torch.bfloat16, device):
-        capability = torch.backends.cpu.get_cpu_capability()
-        if "AVX512" in capability or "AMX" in capability:
-            return torch.bfloat16
-    return torch.float32
-
-
 def _dtype(location: Location, options: LoadOptions, config: Any) -> torch.dtype:
     """Return the dtype of the options. "auto": the processor's native one, or bf16 if our kernels run whole passes.
 
     Kernels then read half the bytes. config: the model's, or None for weights that are not decoded.
     """
-    dtype, device = options.computes_in, options.computes_on
+    dtype, hardware = options.computes_in, options.hardware
     if dtype != "auto":
         return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
-    native = native_dtype(device)
+    native = hardware.native_dtype
     is_split = any(getattr(options, name) is not None for name in ("device_map", "quantization_config", "tp_plan"))
     is_other = config is None or is_split or location.header is not None
-    if is_other or device.type != "cpu" or native == torch.bfloat16 or not linears.compiled():
+    if is_other or native == torch.bfloat16 or not hardware.cpu_kernels:
         return native
     from foresay.models.cpu.layers import ACTIVATIONS
-    from foresay.models.huggingface.family_layers import FAMILIES
 
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
     is_foreign = getattr(config, "quantization_config", None) or (
@@ -103,7 +89,9 @@ def read(location: Location, options: LoadOptions, *, for_decoding: bool = True)
         own = _with_kept_weights(location, options, config, for_decoding=for_decoding, is_part=config is not whole)
         if own is not None:
             config, rounded = own[0], own[1] or rounded
-            dtype = torch.bfloat16 if for_decoding and _keeps_blocks(options) and linears.compiled() else dtype
+            dtype = (
+                torch.bfloat16 if for_decoding and _keeps_blocks(options) and options.hardware.cpu_kernels else dtype
+            )
             changes |= {"config": config}
         elif isinstance(stated := getattr(config, "quantization_config", None), Mapping) and location.header is None:
             quantization.refuse_unknown(location.name, stated)
@@ -135,21 +123,26 @@ def _reads_file(header: GgufHeader, options: LoadOptions) -> bool:
     Raises ConfigError for such an option with a file that transformers does not read.
     """
     given = {name: one for name in _OF_TRANSFORMERS if (one := getattr(options, name)) is not None}
-    for name, value in given.items() if header.architecture in HYBRIDS else ():
+    for name, value in given.items() if _is_mixed(header) else ():
         text = f"does not apply to GGUF files of the architecture {header.architecture}"
         raise ConfigError(f"{text}; load the model's transformers folder instead", param=name, value=value)
     return header.architecture in ARCHITECTURES and not given
 
 
+def _is_mixed(header: GgufHeader) -> bool:
+    """Return True for an architecture whose layers have recurrent states."""
+    return header.architecture in ARCHITECTURES and ARCHITECTURES[header.architecture].mixed
+
+
 def _keeps_blocks(options: LoadOptions) -> bool:
     """Return True if weights that are stored in blocks are decoded in these."""
-    return options.computes_on.type == "cpu" and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+    return options.hardware.on_cpu and options.weights == "auto" and options.dtype in ("auto", *_BF16)
 
 
 def _keeps_blocks_on_gpu(options: LoadOptions, header: GgufHeader) -> bool:
     """Return True if our kernels for GPUs multiply by a file's blocks."""
     is_plain = options.weights == "auto" and options.dtype in ("auto", *_BF16)
-    return is_plain and uses_kernels(options.computes_on) and header.architecture not in HYBRIDS
+    return is_plain and options.hardware.gpu_kernels and not _is_mixed(header)
 
 
 def _with_kept_weights(
@@ -165,14 +158,14 @@ def _with_kept_weights(
         return None
     from foresay.models.sources import mxfp4, quantized_forms, quantized_layers
 
-    device = options.computes_on
+    hardware, device = options.hardware, options.computes_on
     is_plain = for_decoding and options.weights == "auto" and options.dtype in ("auto", *_BF16)
     if is_plain and mxfp4.is_stored(config, device):
         return mxfp4.kept_experts(config, device), "MXFP4"
-    form = quantized_forms.form_of(config) if device.type == "cpu" or uses_kernels(device) else None
+    form = quantized_forms.form_of(config) if hardware.on_cpu or hardware.gpu_kernels else None
     if form is None:
         return None
-    in_blocks = is_plain and (uses_kernels(device) or (linears.compiled() and not form.is_float))
+    in_blocks = is_plain and (hardware.gpu_kernels or (hardware.cpu_kernels and not form.is_float))
     how = {"in_blocks": in_blocks, "is_trained": not for_decoding, "is_part": is_part}
     own = quantized_layers.config_for(config, form, location.name, device, **how)
     return own, form.label if in_blocks else ""
@@ -297,7 +290,7 @@ def _placement(location: Location, options: LoadOptions, config: Any) -> dict[st
             found[key] = value
     if options.device_map is not None:
         found["device_map"] = options.device_map
-    elif options.tp_plan is None and device.type != "cpu":
+    elif options.tp_plan is None and not options.hardware.on_cpu:
         found["device_map"] = {"": device}
     return found
 

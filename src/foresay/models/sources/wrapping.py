@@ -15,6 +15,7 @@ from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.sources.generation_settings import UNCHANGED, GenerationSettings
@@ -113,7 +114,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, options: Lo
 def _arrange(weights: Any, options: LoadOptions) -> None:
     """Arrange the linear layers for the processor."""
     if options.bits is not None:
-        linears.freeze_model(weights, linears.quantizer(options.bits, weights.device), all_dtypes=True)
+        linears.freeze_model(weights, linears.quantizer(options.bits, Hardware(weights.device)), all_dtypes=True)
     else:
         linears.freeze_model(weights)
         linears.join_layers(weights)

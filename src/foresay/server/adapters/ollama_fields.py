@@ -270,32 +270,27 @@ class OllamaGenerateRequest(OllamaRequest):
         return validated(CompletionRequest, {"max_tokens": UNLIMITED, **fields, **own})
 
 
-class OllamaEmbedRequest(Fields):
-    """POST /api/embed."""
-
-    neutral: ClassVar[Neutral] = {"truncate": (False,)}
-    hints: ClassVar[Mapping[str, str]] = {"truncate": "truncate", "keep_alive": "keep_alive", "options": "options"}
-
-    model: StrictStr | None = None
-    input: StrictStr | Items[StrictStr]
-    dimensions: StrictInt | None = None
-
-    def embedding(self, model: str) -> EmbeddingRequest:
-        """Return the request of OpenAI's API. model: its name there."""
-        return validated(EmbeddingRequest, {**self.model_dump(exclude_none=True), "model": model})
-
-
 class OllamaEmbeddingsRequest(Fields):
     """POST /api/embeddings, the older form of /api/embed."""
 
     hints: ClassVar[Mapping[str, str]] = {"keep_alive": "keep_alive", "options": "options"}
 
     model: StrictStr | None = None
-    prompt: StrictStr
+    input: StrictStr = Field(alias="prompt")
 
     def embedding(self, model: str) -> EmbeddingRequest:
         """Return the request of OpenAI's API. model: its name there."""
-        return validated(EmbeddingRequest, {"input": self.prompt, "model": model})
+        return validated(EmbeddingRequest, {**self.model_dump(exclude_none=True), "model": model})
+
+
+class OllamaEmbedRequest(OllamaEmbeddingsRequest):
+    """POST /api/embed."""
+
+    neutral: ClassVar[Neutral] = {"truncate": (False,)}
+    hints: ClassVar[Mapping[str, str]] = {**OllamaEmbeddingsRequest.hints, "truncate": "truncate"}
+
+    input: StrictStr | Items[StrictStr]  # type: ignore[assignment]
+    dimensions: StrictInt | None = None
 
 
 class ShowRequest(Fields):

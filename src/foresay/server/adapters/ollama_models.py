@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from foresay.decoding.devices import is_remote
 from foresay.server.adapters.ollama_format import now
 from foresay.server.message_kind import takes_tools
 from foresay.server.served import Served
@@ -94,7 +95,7 @@ _NO_DETAILS: Mapping[str, Any] = {
 
 
 def _on_gpu(model: Served) -> int:
-    return 0 if model.generator.target.model.device.type == "cpu" else model.weight_bytes
+    return model.weight_bytes if is_remote(model.generator.target.model.device) else 0
 
 
 def _config(model: Served) -> Any:

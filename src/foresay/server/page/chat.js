@@ -37,7 +37,7 @@ function bodyOf(turn) {
 }
 
 function isNoise(speedUp, spread, perPass) {
-  // as the command line: is_noise of foresay.lab.report.table
+  // as the command line: is_noise of foresay.text.formatting
   return Math.abs(speedUp - 1) <= spread || (perPass !== null && speedUp > Math.max(1, perPass));
 }
 

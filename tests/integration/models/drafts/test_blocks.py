@@ -30,7 +30,7 @@ from foresay.models.drafts.files import read_draft, write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import quantizer
 from foresay.models.huggingface.recurrent import RecurrentModel
-from foresay.training.students import BlockStudent
+from foresay_lab.training.students import BlockStudent
 from helpers import tiny
 from helpers.blocks import random_block, reference_block, reference_path
 from helpers.families import VOCAB, make

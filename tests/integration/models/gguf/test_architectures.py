@@ -19,7 +19,8 @@ import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.models.drafts.base import embeddings_of
-from foresay.models.gguf.architectures import ARCHITECTURES, Architecture
+from foresay.models.families.family import Architecture
+from foresay.models.families.table import ARCHITECTURES
 from foresay.models.gguf.header import read_header
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
@@ -204,6 +205,9 @@ def broken(case: str, path: Path) -> Iterator[tuple[str, Architecture]]:
     flags = ["norms_from_one", *["interleaved"] * ("blk.0.attn_q.weight" in header.tensors)]
     for flag in flags:
         yield flag, dataclasses.replace(one, variants={}, **{flag: not getattr(one, flag)})
+    for order in ("row_order", "column_order"):
+        if getattr(one, order) is not None:
+            yield order, dataclasses.replace(one, **{order: None})
     if one.yarn:
         yield "yarn", dataclasses.replace(one, yarn={})
     for key in one.fields:

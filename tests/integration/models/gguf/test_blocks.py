@@ -19,7 +19,7 @@ from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import StoredTensor, read_header
 from foresay.models.gguf.tokenizer import tokenizer_of
 from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, read_weight
-from foresay.models.huggingface import linears
+from foresay.models.hardware import Hardware
 from foresay.models.sources import reading
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
@@ -320,7 +320,7 @@ def test_a_4_bit_embedding_is_looked_up(tmp_path: Path, tied: bool, monkeypatch:
     a, b = logits(kept, ids), logits(whole, ids)
     assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
     assert kept.model.num_parameters == whole.model.num_parameters  # type: ignore[attr-defined]
-    monkeypatch.setattr(linears, "library", lambda: None)
+    monkeypatch.setattr(Hardware, "cpu_kernels", False)
     with pytest.raises(
         ConfigError, match=r"tiny.gguf in its own blocks needs the compiled CPU kernels.*set dtype='float32'"
     ):

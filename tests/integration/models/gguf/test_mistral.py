@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import gguf
 import pytest
 
 from foresay.errors import ModelLoadError
+from foresay.models.families import table
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import read_header
-from foresay.models.huggingface import family_layers
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
@@ -31,7 +32,7 @@ def test_queries_are_scaled_after_the_original_context(tmp_path: Path, monkeypat
     """Fifty tokens, six times the original context. Control: the check at loading rejects others."""
     path = file_of(tmp_path / "tiny.gguf", model_of(), monkeypatch)
     assert difference(path, scores(model_of())) < 1e-5
-    monkeypatch.setattr(family_layers, "_query_scale", lambda config: None)
+    monkeypatch.setitem(table.FAMILIES, "ministral3", replace(table.FAMILIES["ministral3"], scales_queries=False))
     plain: Any = load_model(path, LoadOptions(dtype="fp32")).model
     assert plain.fused is None
 

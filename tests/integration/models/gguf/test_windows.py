@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf import configs
+from foresay.models.families.table import ARCHITECTURES
 from foresay.models.gguf.configs import config_of
 from foresay.models.gguf.header import read_header
 from foresay.models.sources.loading import load_model
@@ -66,14 +67,16 @@ def test_positions_of_windows_are_not_scaled(tmp_path: Path, monkeypatch: pytest
 
     path = file_of(tmp_path / "tiny.gguf", model, monkeypatch, sliding_window=window)
     assert difference(path, scores(model)) < 1e-5
-    derive = configs._DERIVED["olmo2"]
+    whole = ARCHITECTURES["olmo2"]
+    [(key, one)] = whole.variants.items()
 
-    def scaled(header: Any, fields: dict[str, Any]) -> dict[str, Any]:
-        found = derive(header, fields)
+    def scaled(stated: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        assert one.derive is not None
+        found = one.derive(stated, fields)
         full = found["rope_parameters"][FULL]
         return {**found, "rope_parameters": {FULL: full, SLIDING: {**full, "rope_theta": 500.0}}}
 
-    monkeypatch.setitem(configs._DERIVED, "olmo2", scaled)
+    monkeypatch.setitem(ARCHITECTURES, "olmo2", replace(whole, variants={key: replace(one, derive=scaled)}))
     assert difference(path, scores(model)) > 1e-3
 
 

@@ -11,6 +11,7 @@ import torch
 
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.families import table
 from foresay.models.huggingface import family_layers, fused, operations
 from foresay.models.huggingface.causal import CausalModel, is_recurrent
 from foresay.models.huggingface.early_exit import first_layers
@@ -20,7 +21,7 @@ from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in family_layers.FAMILIES)
+READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in table.FAMILIES)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 
@@ -64,7 +65,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     model, other = CausalModel(make(family)), CausalModel(make(family))
     if not kernels:
         monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
-        if FAMILIES[family][0] in family_layers.BY_KERNELS and family != "granite4":  # which has attention alone
+        if table.FAMILIES[FAMILIES[family][0]].by_kernels and family != "granite4":  # which has attention alone
             assert "by the compiled kernels only" in str(use_fused_layers(frozen(model)))
             return
     layers = tuple(range(model.capabilities.num_layers + 1))  # type: ignore[operator]
@@ -104,7 +105,7 @@ def test_attention_without_positions_in_any_layer(kernels: bool, monkeypatch: py
 
 def test_only_known_families_are_without_states_by_what_their_layers_are() -> None:
     assert not is_recurrent(make("granite4"))
-    weights = make("rwkv")
+    weights = make("zamba")
     weights.config.layer_types = ["full_attention"] * weights.config.num_hidden_layers
     assert is_recurrent(weights), "a field that its code does not read"
 

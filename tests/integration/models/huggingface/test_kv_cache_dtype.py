@@ -12,7 +12,7 @@ import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.cpu.build import library
-from foresay.models.huggingface import family_layers
+from foresay.models.families import table
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.sources.load_options import LoadOptions
@@ -41,9 +41,7 @@ def passes(model: CausalModel, ids: torch.Tensor, pieces: tuple[int, ...] = ()) 
     return torch.cat(out)
 
 
-@pytest.mark.parametrize(
-    "family", sorted(name for name, (kind, _) in FAMILIES.items() if kind in family_layers.FAMILIES)
-)
+@pytest.mark.parametrize("family", sorted(name for name, (kind, _) in FAMILIES.items() if kind in table.FAMILIES))
 def test_scores_are_close_to_those_of_exact_keys_and_values(family: str) -> None:
     ids = torch.randint(2, 90, (1, 60), generator=torch.Generator().manual_seed(0))
     exact, rounded = (passes(compiled(family, torch.float32, dtype), ids) for dtype in (None, torch.int8))

@@ -18,7 +18,7 @@ from foresay.engine import Engine
 from foresay.errors import UnsupportedModelError
 from foresay.lengths import ConstantLength
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.huggingface import linears
+from foresay.models.hardware import CPU
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.self_check import check, probe, verified
@@ -303,7 +303,7 @@ def test_bf16_output_depends_neither_on_speculation_nor_on_the_batch(family: str
     loaded = wrap(family, weights, None, optimise=True)
     target: Any = loaded.model
     kinds = {type(module) for module in weights.modules()}
-    assert (FrozenLinear in kinds) == linears.available(torch.bfloat16, torch.device("cpu"))
+    assert (FrozenLinear in kinds) == CPU.packs(torch.bfloat16)
     sources, params = some_sources((5, 140, 30, 11)), SamplingParams(max_new_tokens=40)
     plain = [run(target, starts_of(target, 1), params, gamma=0, sources=[source])[0][0] for source in sources]
     for drafter in (Sometimes(plain, VOCAB), PromptLookup(min_ngram=1)):

@@ -13,9 +13,9 @@ import torch
 
 import foresay
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.huggingface import linears
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface.linears import activations_of
-from foresay.models.sources import load_options, loading, reading
+from foresay.models.sources import loading, reading
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.location import locate
 from helpers import tiny
@@ -92,7 +92,7 @@ def test_rounded_weights_are_refused_where_a_gpu_is_the_default(monkeypatch: pyt
     with pytest.raises(ConfigError, match=r"is for CPUs, but the model would be on 'cuda'; give device='cpu'"):
         LoadOptions(weights="int8")
     assert LoadOptions(weights="int8", device="cpu").bits == 8
-    monkeypatch.setattr(load_options, "uses_kernels", lambda device: device.type == "cuda")
+    monkeypatch.setattr(Hardware, "gpu_kernels", property(lambda self: not self.on_cpu))
     assert LoadOptions(weights="int8").bits == 8
 
 
@@ -105,7 +105,7 @@ def test_a_library_multiplies_on_gpus_with_kernels_alone(folder: Path, monkeypat
         LoadOptions(reproducible="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="and the model would be on 'auto'"):
         LoadOptions(reproducible=False, device_map="auto")
-    monkeypatch.setattr(load_options, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     assert LoadOptions(reproducible=False).for_draft().reproducible
     with pytest.raises(ConfigError, match="which do not run this model"):  # it is not over pages here
         foresay.load(folder, reproducible=False)
@@ -134,8 +134,8 @@ def test_draft_weights_wait_for_a_change(folder: Path, small: Path) -> None:
 def test_bf16_weights_are_bf16_whatever_the_processor_likes(
     folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(reading.linears, "compiled", lambda: False)
+    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
+    monkeypatch.setattr(Hardware, "cpu_kernels", False)
     assert foresay.load(folder, drafter="none").target.dtype == "float32"
     assert foresay.load(folder, drafter="none", weights="bf16").target.dtype == "bfloat16"
     drafted = foresay.load(folder, small, dtype="fp32", draft_weights="bf16")
@@ -158,8 +158,8 @@ def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
 ) -> None:
     """On a processor that does not compute in it; a model that is trained keeps its float32."""
     tiny.save(tmp_path, make(family, 0))
-    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(reading.linears, "compiled", lambda: kernels)
+    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
+    monkeypatch.setattr(Hardware, "cpu_kernels", kernels)
     where = {} if "device_map" in options else {"device": "cpu"}
     assert loading.load_model(tmp_path, LoadOptions(**where, **options)).dtype == wanted
     assert loading.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
@@ -173,8 +173,8 @@ def test_auto_stays_float32_where_the_family_s_own_code_runs(
     folder = tiny.save(tmp_path, make("llama", 0))
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | changes))
-    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(reading.linears, "compiled", lambda: True)
+    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
+    monkeypatch.setattr(Hardware, "cpu_kernels", True)
     options = LoadOptions(device="cpu")
     location = locate(folder, options)
     assert reading._dtype(location, options, reading._config(location, options)) == torch.float32
@@ -228,7 +228,7 @@ def test_a_rounding_that_is_not_possible_is_refused(folder: Path, options: dict[
 def test_a_rounding_without_kernels_or_for_training_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="activations='float32' is for decoding only"):
         loading.load_weights(folder, LoadOptions(activations="float32"))
-    monkeypatch.setattr(linears, "library", lambda: None)
+    monkeypatch.setattr(Hardware, "cpu_kernels", False)
     with pytest.raises(
         ConfigError, match="activations='float32' applies to the compiled CPU kernels, which do not run"
     ):

@@ -24,13 +24,14 @@ from foresay.models.gpu import capture, layers, passes
 from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import PagedCache, PagePool
-from foresay.models.huggingface import causal, family_layers, fused, linears
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface import fused, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.family_layers import NotFusedError
 from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.joined import Joined
-from foresay.models.sources import load_options, wrapping
+from foresay.models.sources import wrapping
 from foresay.models.sources.load_options import LoadOptions
 from foresay.server.metrics import Metrics
 from helpers.families import make, whole_product
@@ -43,7 +44,7 @@ VOCAB, NEW = 61, 5
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
     few_programs(monkeypatch)
-    monkeypatch.setattr(causal, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, max_position_embeddings=192, **sizes)
@@ -88,8 +89,7 @@ def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
 @torch.inference_mode()
 def test_mixtures_are_decoded_over_pages(monkeypatch: pytest.MonkeyPatch, model: CausalModel) -> None:
     """They have no other fused layers on a GPU: without pages they keep their family's own code."""
-    for module in (family_layers, fused):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     mixture = CausalModel(make("qwen3_moe", 1, vocab_size=VOCAB, hidden_size=32))
     mixture.use_fused()
     assert mixture.paged is not None and not mixture.batch_invariant
@@ -166,7 +166,7 @@ def test_a_library_may_multiply(model: CausalModel, monkeypatch: pytest.MonkeyPa
 
 def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are multiplied by our kernels in any case, so the option is refused."""
-    monkeypatch.setattr(load_options, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(wrapping, "_arrange", lambda *_: None)  # it packs the weights for a CPU
     few_programs(monkeypatch, lambda *of: of[0].product if isinstance(of[0], FrozenLinear) else whole_product(*of))
     options = LoadOptions(reproducible=False)

@@ -22,7 +22,8 @@ from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.head import HeadModel
-from foresay.models.huggingface import causal, family_layers, fused, linears
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface import causal, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.operations import RotaryTable
@@ -63,8 +64,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return run
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
-    for module in (kernels, causal, base, fused, family_layers):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: device == META)
+    monkeypatch.setattr(Hardware, "gpu_kernels", property(lambda self: self.device == META))
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: device == META)
     for module in (causal, base, block):
         monkeypatch.setattr(module, "capture_on", lambda device: capture)
     monkeypatch.setattr(linears, "weight_of", lambda layer: layer.weight)  # which refuses weights that are offloaded

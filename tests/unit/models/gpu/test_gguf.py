@@ -16,7 +16,8 @@ from foresay.models.gguf.values import checked_header
 from foresay.models.gpu import attention, passes
 from foresay.models.gpu import blocks as gpu_blocks
 from foresay.models.gpu.blocks import BlockProduct, StackedProduct
-from foresay.models.huggingface import causal, family_layers, fused
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface import family_layers, fused
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.huggingface.self_check import fused_difference
@@ -46,7 +47,7 @@ def test_scores_are_those_of_the_file_s_numbers(
     with monkeypatch.context() as patch:
         for module in (family_layers, fused):
             patch.setattr(module, "product_of", joint_of)
-        patch.setattr(causal, "uses_kernels", lambda device: True)
+        patch.setattr(Hardware, "gpu_kernels", True)
         found = CausalModel(model_of_file(header, config_of(header), torch.float32, in_blocks=False, gpu=CPU))
         found.use_fused()
     assert found.paged is not None and found.fused is not None
@@ -86,8 +87,7 @@ def mixture(name: str, folder: Path) -> tuple[GgufHeader, torch.Tensor]:
 def on_gpu(header: GgufHeader, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The model over pages, of the file's blocks."""
     few_programs(monkeypatch, joint_of)
-    for module in (causal, fused):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     found: Any = CausalModel(model_of_file(header, config_of(header), torch.float32, in_blocks=False, gpu=CPU))
     found.use_fused()
     assert found.paged is not None

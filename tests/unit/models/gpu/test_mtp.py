@@ -12,7 +12,8 @@ from foresay.drafters.hidden_states import HeadDrafter
 from foresay.models.drafts import mtp
 from foresay.models.drafts.mtp import MtpHead
 from foresay.models.gpu import layers
-from foresay.models.huggingface import family_layers, fused, linears
+from foresay.models.hardware import Hardware
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from helpers.drafting_on_pages import SAMPLED, Recorded, drafts, on_pages
 from helpers.families import make, whole_product
@@ -24,8 +25,7 @@ VOCAB = 61
 def drafting(monkeypatch: pytest.MonkeyPatch, pages: bool, nodes: int) -> tuple[HeadDrafter, CausalModel]:
     few_programs(monkeypatch)
     on_pages(monkeypatch, pages)
-    for module in (family_layers, fused):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: pages)
+    monkeypatch.setattr(Hardware, "gpu_kernels", pages)
     sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "max_position_embeddings": 192}
     model = make("glm4_moe", 1, num_nextn_predict_layers=1, **sizes)
     target = CausalModel(model)

@@ -12,7 +12,7 @@ from transformers import modeling_utils
 from foresay.decoding.protocols import ModelInput
 from foresay.errors import ModelLoadError
 from foresay.models.gpu.blocks import BlockProduct
-from foresay.models.huggingface import causal, fused
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface.frozen import FrozenExperts
 from foresay.models.sources import mxfp4, reading, wrapping
 from foresay.models.sources.kept_weights import _Values
@@ -29,10 +29,9 @@ IDS = torch.tensor([[3, 5, 7, 11]])
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a GPU with kernels, which compute in float32."""
     few_programs(monkeypatch, joint_of)
-    for module in (causal, fused, mxfp4, reading):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(reading, "_keeps_blocks", lambda options: False)
-    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
 
 

@@ -13,6 +13,7 @@ from foresay.models.gpu import attention
 from foresay.models.gpu.layers import PagedLayers
 from foresay.models.gpu.pages import PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
+from foresay.models.hardware import Hardware
 from foresay.models.huggingface import family_layers, fused, layer_inputs
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.layer import Separate
@@ -55,7 +56,7 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     monkeypatch.setattr(attention, "SPLITS", 2)
     for module in (family_layers, fused):
         monkeypatch.setattr(module, "product_of", whole_product)
-        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(layer_inputs, "product_of", whole_product)
     torch.manual_seed(0)
     if kind in MIXTURES:

@@ -10,7 +10,7 @@ import torch
 
 from foresay.decoding.protocols import ModelInput
 from foresay.models.gpu.blocks import BlockProduct
-from foresay.models.huggingface import causal
+from foresay.models.hardware import Hardware
 from foresay.models.sources import quantized_layers, reading, wrapping
 from foresay.models.sources.loading import load_model
 from foresay.models.sources.quantized_forms import Matrix
@@ -23,10 +23,9 @@ from helpers.quantized import CASES, EXPANDED, folder_of
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a GPU with kernels, which compute in float32."""
     few_programs(monkeypatch, joint_of)
-    for module in (causal, quantized_layers, reading):
-        monkeypatch.setattr(module, "uses_kernels", lambda device: True)
+    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(reading, "_keeps_blocks", lambda options: False)
-    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
 
 

@@ -16,6 +16,7 @@ from foresay.errors import ConfigError
 from foresay.models.cpu import build
 from foresay.models.cpu.product import NativeProduct, PackedProduct
 from foresay.models.cpu.rounding import q4_1_blocks, quantize_int4
+from foresay.models.hardware import CPU, Hardware
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.linears import (
     FrozenLinear,
@@ -333,7 +334,7 @@ def test_rows_that_are_not_whole_groups_take_eight_bits() -> None:
 @pytest.mark.parametrize("kernels", [True, False], ids=["compiled", "PyTorch's"])
 def test_joint_linear_layers_equal_separate_ones(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels:
-        monkeypatch.setattr(linears, "library", lambda: None)
+        monkeypatch.setattr(Hardware, "cpu_kernels", False)
         with pytest.raises(
             ConfigError, match=r"weights='int4' needs the compiled CPU kernels.*install a C\+\+ compiler"
         ):
@@ -345,7 +346,7 @@ def test_joint_linear_layers_equal_separate_ones(kernels: bool, monkeypatch: pyt
         count = linears.freeze_linears(block)
         for a, b in zip(block(x, y), wanted, strict=True):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
-    assert count == (4 if linears.available(torch.bfloat16, torch.device("cpu")) else 0)
+    assert count == (4 if CPU.packs(torch.bfloat16) else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

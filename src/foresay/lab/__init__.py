@@ -1,1 +1,0 @@
-"""The lab: data sets, recording, replay, profiles, benchmarks, tuning and reports."""

@@ -1,0 +1,191 @@
+"""`foresay bench`: time methods and other engines on the same prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from foresay.cli.command import Given
+from foresay.cli.common import (
+    PLAIN,
+    check_draft_weights,
+    check_folder,
+    load_arguments,
+    load_target,
+    own_methods,
+    sampling_params,
+)
+from foresay.cli.options import numbers
+from foresay.cli.progress import advancing, loading, note
+from foresay.cli.tables import gain, show_table
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError
+from foresay.files import atomic_write
+from foresay.generation.generator import Generator
+from foresay.generation.method import PLAIN as BASELINE
+from foresay.generation.method import distinct, methods
+from foresay.models.hardware import Hardware
+from foresay.records.results import Results, Run, median_and_spread, merged
+from foresay.text.formatting import NOISE, REASON, percent
+from foresay_lab.bench.bench import Progress, bench
+from foresay_lab.bench.settings import BenchSettings
+from foresay_lab.bench.specdec import specdec_records
+from foresay_lab.bench.transformers import TransformersRunner
+from foresay_lab.commands import sharing
+from foresay_lab.commands.options import items, source_name
+from foresay_lab.data.datasets import SHIPPED
+from foresay_lab.data.requests import PromptRequest, RequestBuilder
+from foresay_lab.report.figures import check_matplotlib
+from foresay_lab.report.report import PAGE, read_report, write
+from foresay_lab.report.table import rows
+from foresay_lab.tune import DRAFTERS as COMPARED
+from foresay_lab.workers import work
+
+
+def run(given: Given) -> int:
+    """Run the command."""
+    temperatures, given.temperature = given.temperature or (0.0,), max(given.temperature or (0.0,))
+    params = sampling_params(given)
+    every = [SamplingParams.of(params, temperature=one) for one in temperatures]
+    sizes = numbers(given.batch_size, "--batch-size")
+    named = methods(given.drafter or COMPARED, given.length, given.rule or "speculative")
+    sets = {source_name(given, one): items(given, one) for one in given.prompts or (SHIPPED,)}
+    shared = sharing.wanted(given)
+    if given.report is not None:
+        check_matplotlib()
+        check_folder(given.report, (PAGE,))
+    if given.specdec is not None:
+        _check_specdec(named, sets, every, sizes, shared=shared)
+    if shared:
+        if given.against:
+            raise ConfigError("--against and --workers contradict: another engine needs the whole machine; drop one")
+        check_draft_weights(given, named)
+        load = load_arguments(given, **PLAIN, max_batch_size=max(sizes))
+        runs = {"params": every, "methods": named, "batch_sizes": sizes, "repeats": given.repeats}
+        setup = work.bench_setup(load, sets, chat=not given.raw, **runs)
+        return _finish(_shared(setup, given), given)
+    target = load_target(given, named, max_batch_size=max(sizes))
+    named = distinct([*named, *([] if given.drafter else own_methods(target, rule=named[0].rule))])
+    engines = _opened(target, given)
+    with loading("Preparing the prompts"):
+        builder = RequestBuilder(target, chat=not given.raw)
+        requests = {name: builder.all(some, every[0]) for name, some in sets.items()}
+    settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=given.repeats)
+    with _running() as report:
+        results = bench(target, settings, given.output, engines, on_run=report)
+    if given.specdec is not None:
+        _write_specdec(given.specdec, named[0].generator(target, 1), next(iter(requests.values())), every[0])
+    return _finish(results, given)
+
+
+def _finish(results: Results, given: Given) -> int:
+    """Show the results, and write their report if it is wanted."""
+    code = show(results)
+    if given.report is not None and results.runs:
+        click.echo(f"wrote {write(read_report([given.output]), given.report)}")
+    return code
+
+
+def _check_specdec(named: Sized, sets: Sized, params: Sized, sizes: Sequence[int], *, shared: bool) -> None:
+    """Raise ConfigError unless one method runs one prompt at a time, in this process."""
+    if shared or list(sizes) != [1] or {len(named), len(sets), len(params)} != {1}:
+        raise ConfigError(
+            "--specdec records one method on one set of prompts at batch size 1: give one --drafter and one --length, at most "
+            "one --prompts and --temperature, and neither --batch-size nor --workers"
+        )
+
+
+def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
+    """Run the method and write its record as one JSON list."""
+    found = []
+    with advancing("Recording") as advance:
+        for record in specdec_records(generator, requests, params):
+            found.append(record)
+            advance(len(found), len(requests))
+    with atomic_write(path) as whole:
+        whole.write_text(json.dumps(found, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+def _opened(target: Generator, given: Given) -> list[TransformersRunner]:
+    """Load other engines with the target's weights."""
+    own = target.target.generation.described().get("generation config")
+    if given.against and own:
+        raise ConfigError(
+            f"--against: other engines do not apply the model's generation config ({own}); remove it there"
+        )
+    native = ("", str(Hardware(target.target.model.device).native_dtype).removeprefix("torch."))
+    chosen_by_us = (given.dtype, given.weights, target.target.weights) == ("auto", "auto", "")
+    if given.against and chosen_by_us and target.target.dtype not in native:
+        note(
+            f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
+            "--dtype fp32 is their fastest"
+        )
+    with loading("Loading other engines"):
+        return [TransformersRunner(name, target) for name in given.against]
+
+
+def _shared(setup: dict[str, Any], given: Given) -> Results:
+    """Run the benchmark by workers."""
+    gpus = torch.cuda.device_count() if given.device in (None, "cuda") else 1
+    if not given.ray and given.workers > max(1, gpus):
+        note("foresay: workers on one machine slow each other; compare only ratios of this run")
+    with sharing.pool(given, setup) as pool, _running() as report:
+        return work.bench(pool, given.output, on_run=report)
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[Callable[[Progress], None]]:
+    """Show a progress bar with the last run."""
+    with advancing("Running") as advance:
+
+        def report(progress: Progress) -> None:
+            last = progress.last
+            note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
+            advance(progress.done, progress.total, f"{last.cell}: {note}")
+
+        yield report
+
+
+def show(results: Results) -> int:
+    """Print the table. Return 1 if an exact method's output differs from plain decoding's, or if nothing could be run."""
+    lines, wrong = [], []
+    noise = {row.cell for row in rows(results) if row.is_noise}
+    for cell, runs in results.by_cell().items():
+        rates = median_and_spread(run.tokens_per_s for run in runs)
+        gains = [run.speed_up for run in runs if run.speed_up is not None]
+        stats = merged(run.stats for run in runs if run.stats)
+        different = [run for run in runs if run.identical is False]
+        if different and runs[0].stats and runs[0].exact:
+            wrong.append(cell)
+        lines.append(
+            [
+                cell.method,
+                cell.dataset,
+                str(cell.batch_size),
+                cell.sampling,
+                f"{rates[0]:.1f}",
+                "1x"
+                if cell.method == BASELINE
+                else NOISE * (cell in noise) + gain(*median_and_spread(gains))
+                if gains
+                else "",
+                f"{stats.block_efficiency:.2f}" if stats.num_passes else "",
+                percent(stats.draft_utilization),
+                "" if runs[0].identical is None else different[0].note.partition(" outputs")[0] if different else "yes",
+            ]
+        )
+    headings = ["method", "prompts", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
+    show_table(headings, lines, drop=("prompts", "batch", "sampling"))
+    if noise:
+        click.echo(REASON)
+    for failure in {(one.cell, one.error) for one in results.failures}:
+        click.echo(f"failed: {failure[0]}: {failure[1]}")
+    for cell in wrong:
+        click.echo(f"DIFFERENT OUTPUT: {cell}; an exact method must not do this, please report it")
+    return 1 if wrong or not any(cell.method != BASELINE for cell in results.by_cell()) else 0

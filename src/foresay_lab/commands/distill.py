@@ -1,0 +1,240 @@
+"""`foresay distill OUTPUT`: train or make a draft of any kind for a target.
+
+Owns the options and which kinds they apply to; `prune`, `ngram` and `acceptance` make the kinds that are not trained on texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from accelerate.utils import is_tensorboard_available
+
+from foresay.checks import check_float, check_int
+from foresay.cli.command import Given
+from foresay.cli.common import check_folder, load_options, target_name, use_threads
+from foresay.cli.progress import advancing, loading, note
+from foresay.drafters.ngram_table import NgramTable
+from foresay.errors import ConfigError, UnknownNameError
+from foresay.models.drafts.base import StoredDraft
+from foresay.models.drafts.fields import MAX_BLOCK
+from foresay.models.drafts.files import read_draft
+from foresay.models.sources.drafts import load_draft
+from foresay.models.sources.loading import load_model, load_weights
+from foresay.models.sources.wrapping import LoadedModel
+from foresay.spec.recipe import check_table
+from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
+from foresay_lab.commands import acceptance, ngram, prune
+from foresay_lab.commands.train import APPLIES
+from foresay_lab.training.corpus import CorpusReader
+from foresay_lab.training.curves import draw_curves, read_log
+from foresay_lab.training.distil import NOTE, distil, distil_model
+from foresay_lab.training.fitting import CHECKPOINT, LOG, Plan, Report
+from foresay_lab.training.losses import Objective
+from foresay_lab.training.new_drafts import BLOCK_SIZE, DraftShape, kind_of, new_draft, resumed_draft
+from foresay_lab.training.new_drafts import KINDS as ON_HIDDEN_STATES
+from foresay_lab.training.outputs import Text, coverage, read_outputs, split, texts_of
+from foresay_lab.training.processes import is_first, own_device
+
+HEAD, BLOCK, DFLASH2, MODEL = "head", "block", "dflash2", "model"
+MAKERS: dict[str, Callable[[Given], Iterator[str]]] = {
+    "pruned": prune.make,
+    "ngram": ngram.build,
+    "acceptance": acceptance.make,
+}
+"""Kinds of drafts that are not trained on texts, and what makes them and returns lines about them."""
+KINDS = (HEAD, BLOCK, DFLASH2, MODEL, *MAKERS)
+
+
+def run(given: Given) -> int:
+    """Run the command."""
+    given.kind = given.kind or (MODEL if given.draft is not None else HEAD)
+    _check(given)
+    use_threads(given.threads)
+    is_new = not given.output.exists()
+    try:
+        for line in MAKERS[given.kind](given) if given.kind in MAKERS else _trained(given):
+            click.echo(line)
+    except BaseException:
+        if is_new and given.output.is_dir():
+            with suppress(OSError):  # not empty: training goes on from what it has
+                given.output.rmdir()
+        raise
+    return 0
+
+
+_BOUNDS = {"draft_steps": (1, 64), "layers": (1, 256), "block_size": (2, MAX_BLOCK), "rank": (0, 1 << 16)}
+"""Allowed values of some options."""
+_SHAPE = ("hidden_layers", "feed_forward", "own_output_layer", "layers", "block_size", "rank")
+
+
+def _check(given: Given) -> None:
+    """Raise ConfigError for values out of range, for options of another kind of draft, and for missing data."""
+    if given.kind not in KINDS:
+        raise UnknownNameError("kind", given.kind, KINDS)
+    for name, flag in given.typed.items():
+        if given.kind not in (kinds := APPLIES.get(name, KINDS)):
+            raise ConfigError(f"{flag} applies to --kind {' and '.join(kinds)}; drop it, or --kind {given.kind}")
+    for name, (least, most) in _BOUNDS.items():
+        if getattr(given, name) is not None and given.kind != "pruned":
+            check_int(name, getattr(given, name), least, most)
+    if given.kind not in (*MAKERS, MODEL) and given.start:
+        fixed = (
+            *_SHAPE,
+            *(["vocabulary_size"] if given.kind in (BLOCK, DFLASH2) else []),
+        )  # a head's weights do not depend on it
+        if given_too := [given.typed[name] for name in fixed if name in given.typed]:
+            raise ConfigError(f"--from sets the shape; drop {given_too[0]}")
+    if given.kind == MODEL and given.draft is None:
+        raise ConfigError("--kind model needs --draft, the model to train")
+    if given.kind == MODEL and (given.vocabulary is None) != (given.vocabulary_size is None):
+        raise ConfigError("--vocabulary, a table (foresay distill --kind ngram), and --vocabulary-size need each other")
+    if not given.outputs and not given.text and given.kind != "pruned":
+        raise ConfigError("no data: give --outputs, recordings of the target (foresay record), or --text")
+    check_int("sequence_length", given.sequence_length, 2)
+    check_float("held_out", given.held_out, 0.0, 1.0)
+
+
+def _trained(given: Given) -> Iterator[str]:
+    """Train a draft on texts, and return lines about it."""
+    named = ("minutes", "batch_tokens", "accumulate", "evaluate_minutes", "precision", "seed")
+    epochs = 1.0 if given.epochs is None else given.epochs
+    plan = Plan(epochs=epochs, rate=given.learning_rate, **{name: getattr(given, name) for name in named})
+    objective = Objective.parse(
+        given.loss or ("forward_kl" if given.kind == MODEL else ON_HIDDEN_STATES[given.kind].loss)
+    )
+    if given.tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
+        raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
+    layers = _layers(given.hidden_layers)
+    check_folder(given.output, (NOTE, LOG, CHECKPOINT))
+    with loading("Loading") if is_first() else nullcontext():
+        target = load_model(target_name(given.model), load_options(given, device=own_device(given.device)))
+    learn, rest = split(_texts(target, given), given.held_out)
+    tokens = sum(one.size for one in learn)
+    note = {
+        "from": given.start,
+        "outputs": list(map(str, given.outputs)),
+        "text": list(given.text),
+        "texts": len(learn),
+    }
+    with _progress() as on_progress:
+        report = (_train_model if given.kind == MODEL else _train_draft)(
+            target,
+            given,
+            layers,
+            (learn, rest, plan, objective, given.output),
+            states=given.states,
+            note=note | {"tokens": tokens},
+            tracker="tensorboard" if given.tensorboard else None,
+            on_progress=on_progress,
+        )
+    if is_first():
+        yield from _summary(given, report, learn)
+
+
+Layers = tuple[int, ...] | None
+
+
+def _train_draft(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
+    if given.start:
+        tokens = None if given.vocabulary_size is None else (data[0], given.vocabulary_size)
+        draft = resumed_draft(target, _started(given.start, given.kind), tokens)
+    else:
+        shape = DraftShape(
+            hidden_layers=layers,
+            vocabulary_size=given.vocabulary_size,
+            feed_forward=given.feed_forward,
+            own_head=given.own_output_layer,
+            layers=given.layers,
+            block_size=given.block_size or BLOCK_SIZE,
+            rank=given.rank,
+        )
+        draft = new_draft(given.kind, target, data[0], shape, given.seed)
+    more |= {"steps": given.draft_steps} if given.draft_steps else {}
+    return distil(target, draft, *data, **more)
+
+
+def _started(name: str, kind: str) -> StoredDraft:
+    """Return the draft to start from. Raises ConfigError for one of another kind."""
+    draft = load_draft(name)
+    if (found := kind_of(draft.config)) != kind:
+        raise ConfigError(f"--from {name!r} is of --kind {found}, not {kind}")
+    return draft
+
+
+def _train_model(target: LoadedModel, given: Given, layers: Layers, data: tuple[Any, ...], **more: Any) -> Report:
+    weights, tokenizer = load_weights(given.draft, load_options(given, device=own_device(given.device)))
+    check_vocabularies(target.tokenizer, tokenizer, (target.name, given.draft))
+    tokens = None if given.vocabulary is None else _kept_tokens(target, given.vocabulary, given.vocabulary_size)
+    frozen = not given.all_weights
+    return distil_model(target, weights, tokenizer, *data, freeze_embeddings=frozen, token_ids=tokens, **more)
+
+
+def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Tensor:
+    """The tokens that `model(..., vocabulary=path, vocabulary_size=size)` can propose."""
+    table = NgramTable.load(path)
+    check_table(table, target)
+    return torch.tensor(table.draft_vocabulary(size, 1.0, target.eos_token_ids, target.model.vocab_size))
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--hidden-layers {text!r} must be numbers of layers, such as 2,15,27") from None
+
+
+def _texts(target: LoadedModel, given: Given) -> list[Text]:
+    """Read all texts, recordings first."""
+    tokenizer, size, length = target.tokenizer, target.model.vocab_size, given.sequence_length
+    fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    out = [one for path in given.outputs for one in read_outputs(path, size, fingerprint, length)]
+    if given.text:
+        if tokenizer is None:
+            raise ConfigError("the model has no tokenizer, so --text cannot be read; give --outputs")
+        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(list(given.text)).pieces()), length)
+    return out
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float, str], None]]:
+    """Show a progress bar for each stage."""
+    with advancing("Distilling") as advance:
+        yield lambda stage, share, note: advance(round(100 * share), 100, f"{stage}: {note}")
+
+
+def _summary(given: Given, report: Report, learn: Sequence[Text]) -> Iterator[str]:
+    folder = given.output
+    lines = read_log(folder)
+    best = lines[report.state.best_step]
+    if not draw_curves(folder, lines):
+        note("no curves.png without matplotlib: pip install 'foresay[lab]'")
+    earlier = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
+    yield str(folder)
+    yield f"  trained on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"
+    state = report.state
+    took = f"{state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes, in batches of {state.batch_tokens:,}"
+    yield f"  {state.step} steps{earlier}, {took}"
+    yield (
+        f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
+        f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
+    )
+    if "candidates" in best:
+        yield f"  the target's token was among the selector's candidates at {best['candidates']:.1%} of positions"
+    if given.kind != MODEL:
+        ids = read_draft(folder).token_ids
+        if ids is not None:
+            yield f"  it drafts {len(ids):,} tokens, {coverage(learn, ids):.1%} of those that the target generated"
+        name = HEAD if given.kind == HEAD else BLOCK
+        yield f"  draft with it: --drafter '{name}({folder})'"
+    elif given.vocabulary is None:
+        yield f"  draft with it: --draft {folder}"
+    else:
+        cut = f"vocabulary={given.vocabulary}, vocabulary_size={given.vocabulary_size}"
+        yield f"  draft with it: --drafter 'model({folder}, {cut})'"

@@ -1,0 +1,155 @@
+"""`foresay export DRAFT FOLDER`: write a draft head or block drafter in another engine's format, and publish it on the hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from foresay.cli.command import Given
+from foresay.cli.common import load_options, target_name
+from foresay.cli.progress import loading
+from foresay.errors import ConfigError
+from foresay.json_files import parse_object, read_limited
+from foresay.models.drafts.base import embeddings_of, target_rows
+from foresay.models.drafts.block_config import BlockConfig
+from foresay.models.drafts.config import DraftConfig
+from foresay.models.drafts.files import LAYOUTS, WEIGHTS, read_config, write_draft
+from foresay.models.drafts.kinds import kind_of
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.sources import hub
+from foresay.models.sources.base_models import hub_names
+from foresay.models.sources.drafts import load_draft
+from foresay.models.sources.loading import load_model
+from foresay.models.sources.packaged import packaged_head
+from foresay.models.sources.published import LICENSE, REPOSITORY
+from foresay.records.results import Results
+from foresay_lab.report.card import CardFacts, model_card
+from foresay_lab.training.distil import NOTE
+from foresay_lab.training.new_drafts import causal
+
+CARD = "README.md"
+
+
+def run(given: Given) -> int:
+    """Run the command."""
+    layout, folder = given.layout, given.folder
+    if layout not in LAYOUTS:
+        raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} exists and is not empty; name another folder")
+    card = _checked_card(given)
+    with loading("Loading"):
+        target = load_model(target_name(given.model), load_options(given))
+        found = load_draft(given.head)
+    whole = causal(target)
+    width = int(whole.model.config.get_text_config(decoder=True).hidden_size)
+    layers = found.config.check_target(whole.vocab_size, width, whole.num_layers, target.name)
+    is_block = isinstance(found.config, BlockConfig)
+    if is_block and "layout" in given.typed:
+        raise ConfigError("--layout chooses the file format of a head, and this is a block drafter; drop it")
+    if given.verifier and (is_block or layout == "plain"):
+        raise ConfigError("--verifier is a field of the layout speculators of heads alone; drop it")
+    config = dataclasses.replace(
+        found.config,
+        hidden_layers=layers,
+        target=given.verifier or found.config.target or target.name,
+        target_architectures=(type(whole.model).__name__,),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_draft(
+        dataclasses.replace(found, config=config),
+        folder,
+        layout="plain" if is_block else LAYOUTS[layout],
+        lm_head=target_rows(whole, found.token_ids),
+        embeddings=_embeddings(whole, found.config) if is_block else None,
+    )
+    click.echo(folder)
+    click.echo(
+        f"  reads layers {', '.join(map(str, layers))} of {config.target}, proposes {config.draft_vocab_size:,} tokens"
+    )
+    if card is not None:
+        (folder / CARD).write_text(model_card(_facts(given, config, folder, **card)), encoding="utf-8")
+        click.echo(f"  published for {card['base']}: {_pushed(given.push, folder)}")
+    return 0
+
+
+def _checked_card(given: Given) -> dict[str, Any] | None:
+    """Return the values of a card that files and options give, before a model is loaded; None without --push.
+
+    Raises ConfigError for a wrong option, a target without a name on the hub, and files that cannot be read.
+    """
+    if given.push is None:
+        if idle := [given.typed[name] for name in ("results", "license") if name in given.typed]:
+            raise ConfigError(f"{idle[0]} is for the card of --push; add it, or drop {idle[0]}")
+        return None
+    for flag, value, pattern, example in (
+        ("--push", given.push, REPOSITORY, "org/name"),
+        ("--license", given.license, LICENSE, "apache-2.0"),
+    ):
+        if value is not None and not re.fullmatch(pattern, value):
+            raise ConfigError(f"{flag} {value!r} must be a name such as {example}")
+    if hub.is_offline():
+        raise ConfigError("--push needs the hub, and HF_HUB_OFFLINE is set; drop one")
+    bases = hub_names(target_name(given.model))
+    if not bases:
+        raise ConfigError(
+            f"--push needs the target's name on the hub, which {given.model!r} does not contain; give its hub id as --model"
+        )
+    source = packaged_head(given.head) or Path(given.head).expanduser()
+    try:
+        note = parse_object(read_limited(source / NOTE, 1 << 20), str(source / NOTE))
+    except OSError:  # a draft that another program made
+        note = {}
+    return {"base": bases[0], "note": note, "results": None if given.results is None else Results.load(given.results)}
+
+
+def _facts(
+    given: Given, config: DraftConfig, folder: Path, *, base: str, note: Mapping[str, Any], results: Results | None
+) -> CardFacts:
+    name = "block" if isinstance(config, BlockConfig) else "head"
+    layers: Sequence[int] = config.hidden_layers or ()
+    return CardFacts(
+        repo=given.push,
+        base_model=base,
+        kind=kind_of(read_config(folder)) or name,
+        drafter=f"hybrid(suffix, {name}({given.push}))",
+        layers=layers,
+        draft_tokens=config.draft_vocab_size,
+        weight_bytes=(folder / WEIGHTS).stat().st_size,
+        license=given.license,
+        note=note,
+        results=results,
+        names={given.head: given.push},
+    )
+
+
+def _pushed(repo: str, folder: Path) -> str:
+    """Upload the files of a draft and its card, and return their address. Raises ConfigError with the hub's reason."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=str(folder),
+            allow_patterns=["config.json", WEIGHTS, CARD],
+            commit_message="Add a draft made by foresay",
+        )
+    except Exception as error:  # any exception of the network library
+        raise ConfigError(
+            f"--push {repo!r}: the hub did not take it: {error}; the draft is in {str(folder)!r}"
+        ) from error
+    return f"https://huggingface.co/{repo}"
+
+
+def _embeddings(target: CausalModel, config: DraftConfig) -> torch.Tensor:
+    """The target's embeddings as a draft reads them, [V, H], which are included in block drafters."""
+    out: torch.Tensor = embeddings_of(target, config)(torch.arange(target.vocab_size, device=target.device))
+    return out

@@ -1,0 +1,168 @@
+"""`foresay distill --kind pruned`: cut a smaller model of the same family out of a model's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foresay.checks import check_int
+from foresay.cli.command import Given
+from foresay.cli.common import load_options, target_name
+from foresay.cli.progress import advancing, loading
+from foresay.errors import ConfigError
+from foresay.files import usual_modes, work_folder, writing
+from foresay.models.sources.loading import load_weights
+from foresay.models.sources.transformers_errors import quiet_transformers
+from foresay.records.provenance import provenance
+from foresay_lab.data.datasets import load_items
+from foresay_lab.training.corpus import CorpusReader
+from foresay_lab.training.importance import Importance, measure
+from foresay_lab.training.prune import Shape, choose_kept, layers_to_keep, pruned
+
+NOTE = "foresay.json"
+"""File in the folder that records how it was made."""
+_LENGTH = 512
+"""Tokens measured at a time."""
+Measure = Callable[[], Importance]
+
+
+def make(given: Given) -> Iterator[str]:
+    """Write the smaller model to a folder, and return lines about it.
+
+    The most important dimensions, heads and neurons are kept, and the layers that --keep chooses.
+    """
+    name, folder, text = target_name(given.model), given.output, list(given.text)
+    check_int("tokens", given.tokens, 1)
+    _check_folder(folder, force=given.force)
+    reader = CorpusReader(text) if text else None
+    with loading(f"Loading {name}") as progress:
+        whole_model, tokenizer = load_weights(name, load_options(given, progress=progress))
+    sizes = {name: getattr(given, name) for name in ("hidden", "kv_heads", "feed_forward")}
+    sizes["heads"] = given.attention_heads
+    measure = lambda: _measured(whole_model, tokenizer, reader, given.tokens)  # noqa: E731
+    cut = _cut(whole_model, given.layers, given.keep, sizes, measure)
+    note = {
+        "made_by": "foresay distill --kind pruned",
+        "model": name,
+        "layers_kept": list(cut.layers),
+        "shape": dataclasses.asdict(cut.shape),
+        "measured_on": cut.importance and {"files": text or "shipped prompts", "tokens": cut.importance.num_tokens},
+        "provenance": provenance(),
+    }
+    _write(folder, cut.model, tokenizer, note)
+    yield str(folder)
+    yield from (f"  {line}" for line in _summary(whole_model, cut))
+    yield f"  train it: foresay distill FOLDER --draft {folder}"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    model: Any
+    """The smaller model."""
+    shape: Shape
+    layers: Sequence[int]
+    """Kept layers, by their number in the whole model."""
+    importance: Importance | None
+    """None if nothing had to be measured."""
+
+
+def _cut(whole_model: Any, layers: int | None, keep: str, wanted: dict[str, int | None], measured: Measure) -> _Cut:
+    """Cut the model. layers, keep, wanted: as in `run`. measured: called if a choice needs the importance."""
+    whole, numbers = Shape.of(whole_model.config), _numbers(keep)
+    shape = whole.smaller(layers=len(numbers) if numbers is not None and layers is None else layers, **wanted)
+    narrower = dataclasses.replace(shape, layers=whole.layers) != whole
+    importance = measured() if narrower or keep == "important" else None
+    chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
+    return _Cut(pruned(whole_model, shape, choose_kept(whole, shape, chosen, importance)), shape, chosen, importance)
+
+
+def _summary(whole_model: Any, cut: _Cut) -> Iterator[str]:
+    """Lines about the smaller model."""
+    whole, shape = Shape.of(whole_model.config), cut.shape
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, cut.model))
+    yield f"layers: {', '.join(map(str, cut.layers))} of {whole.layers}"
+    yield (
+        f"hidden {shape.hidden} of {whole.hidden}, heads {shape.heads}/{shape.kv_heads} of {whole.heads}/{whole.kv_heads}, "
+        f"feed-forward {shape.feed_forward} of {whole.feed_forward}"
+    )
+    yield f"parameters: {before / 1e6:,.1f} M to {after / 1e6:,.1f} M"
+    if cut.importance is not None:
+        yield f"measured on {cut.importance.num_tokens:,} tokens"
+
+
+def _numbers(keep: str) -> list[int] | None:
+    """Layers given by number; None for a way to choose them. Raises ConfigError for a list that cannot be read."""
+    if not keep or not keep.replace(",", "").replace(" ", "").isdigit():
+        return None
+    try:
+        return [int(one) for one in keep.split(",")]
+    except ValueError:
+        raise ConfigError(f"--keep {keep!r} must be numbers of layers, such as 0,15,29") from None
+
+
+def _measured(model: Any, tokenizer: Any, reader: CorpusReader | None, tokens: int) -> Importance:
+    if tokenizer is None:
+        raise ConfigError("the model has no tokenizer, so its importance cannot be measured on text")
+    with advancing("Measuring") as advance:
+        return measure(model, _batches(_texts(reader), tokenizer, tokens), lambda done: advance(done, tokens))
+
+
+def _texts(reader: CorpusReader | None) -> Iterator[str]:
+    """Documents, the large ones in pieces."""
+    if reader is None:
+        yield from (item.prompt for item in load_items() if isinstance(item.prompt, str))
+        return
+    for piece in reader.pieces():
+        yield piece.text
+
+
+def _batches(texts: Iterator[str], tokenizer: Any, tokens: int) -> Iterator[torch.Tensor]:
+    """Token ids [1, T] int64, at most `tokens` in total."""
+    waiting: list[int] = []
+    for text in texts:
+        waiting += tokenizer(text).input_ids
+        while len(waiting) >= _LENGTH and tokens > 0:
+            size = min(_LENGTH, tokens)
+            yield torch.tensor([waiting[:size]])
+            waiting, tokens = waiting[_LENGTH:], tokens - size
+        if tokens <= 0:
+            return
+    if waiting:
+        yield torch.tensor([waiting[:tokens]])
+
+
+def _check_folder(folder: Path, *, force: bool) -> None:
+    """Raise ConfigError for a folder that could not be written in the end."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise ConfigError(f"the folder {str(folder)!r} is not empty; add --force to replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
+        raise ConfigError(f"the folder {str(folder)!r} was not made by foresay, and is not replaced; name another")
+    parent = folder.resolve().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"the folder {str(parent)!r} does not exist or is not writable")
+
+
+def _write(folder: Path, model: Any, tokenizer: Any, note: dict[str, Any]) -> None:
+    """Write the whole folder, or nothing."""
+    folder = folder.resolve()
+    with writing(folder), work_folder(folder.name, folder.parent) as work:
+        made = work / folder.name
+        with quiet_transformers():
+            model.save_pretrained(made)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(made)
+        (made / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        usual_modes(made)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(made, folder)

@@ -1,0 +1,190 @@
+"""`foresay replay`: drafters on a recording, without the target."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from foresay.cli import options as opt
+from foresay.cli.command import Given
+from foresay.cli.common import PLAIN, load_arguments, load_target, use_threads
+from foresay.cli.progress import advancing, loading, note
+from foresay.cli.tables import show_table
+from foresay.errors import ConfigError
+from foresay.generation.method import Method, methods
+from foresay.records.recording import Recording
+from foresay.spec.recipe import Resources
+from foresay.spec.recipes import read_drafter
+from foresay.text.formatting import percent
+from foresay_lab.commands import sharing
+from foresay_lab.commands.options import items
+from foresay_lab.data.requests import RequestBuilder
+from foresay_lab.replay.grid import Cell, ReplaySettings, digest_of, open_grid, replay_method, token_only_resources
+from foresay_lab.replay.recording_match import prompt_mismatch_warning
+from foresay_lab.tune import DRAFTERS as COMPARED
+
+FORMATS = tuple(one.name for one in opt.READING if one.name != "threads")
+"""Options of the model, which has to be loaded for them to have an effect."""
+
+
+def run(given: Given) -> int:
+    """Run the command."""
+    costs, _, target_cost = (given.costs or "").rpartition("=")
+    if given.costs and not (costs and target_cost):
+        raise ConfigError(f"--costs {given.costs!r} must be TABLE=NAME, a cost table and the target's name in it")
+    named = methods(given.drafter or COMPARED, given.length)
+    check_used(given.recording, named, given)
+    if given.profile is None:  # no length adapts without pass times
+        named = [method.fixed for method in named]
+    names = [str(path) for path in given.recording]
+    measured: dict[str, Any] = {"batch_size": given.batch_size, "profile": given.profile and str(given.profile)}
+    measured |= {"costs": costs or None, "target_cost": target_cost or None}
+    digests = [digest_of(name) for name in names]
+    cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
+    seen: list[Recording] = []
+    with open_grid(given.output, _same(measured, given)) as grid:
+        found = {i: grid.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in grid.there}
+        missing = {i: cell for i, cell in cells.items() if i not in found}
+        if sharing.wanted(given) and missing:
+            done = _shared(names, missing, measured, given, seen)
+        else:
+            done = _alone(missing, ReplaySettings.read(**measured), given, seen)
+        for i, facts in done:
+            found[i] = grid.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
+    lines = [found[i] for i in sorted(found)]
+    if given.json:
+        for line in lines:
+            hidden = {"digest"} if len(names) > 1 else {"digest", "recording"}
+            click.echo(json.dumps({k: v for k, v in line.items() if k not in hidden}, ensure_ascii=False))
+    else:
+        _show(lines, seen, several=len(names) > 1)
+    return 0
+
+
+def _same(measured: Mapping[str, Any], given: Given) -> dict[str, Any]:
+    """Settings that all results in one file share; a file is identified by its digest."""
+    named = {name: measured[name] for name in ("profile", "costs")}
+    files = {name: digest_of(path) for name, path in named.items() if path and Path(path).is_file()}
+    prompts = [given.prompts, given.raw] if any(map(is_printed, given.recording)) else None
+    kept = {name: getattr(given, name) for name in (*FORMATS, "model")}
+    return {**measured, **files, **kept, "prompts": prompts}
+
+
+def _alone(
+    cells: Mapping[int, Cell], measures: ReplaySettings, given: Given, seen: list[Recording]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Compute the cells one after the other in this process. seen: list that gets the recordings read."""
+    use_threads(given.threads)
+    for number, path in enumerate(given.recording):
+        some = {i: cell for i, cell in cells.items() if cell.recording == number}
+        if not some:
+            continue
+        resources, recorded = open_recording(path, [cell.method for cell in some.values()], given)
+        seen.append(recorded)
+        for i, cell in some.items():
+            with loading(f"Replaying {cell.method.name}"):
+                facts = replay_method(cell.method, recorded, resources, measures)
+            yield i, facts
+
+
+def _shared(
+    names: Sequence[str], cells: Mapping[int, Cell], measured: Mapping[str, Any], given: Given, seen: list[Recording]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Compute the cells by workers. seen: list that gets the recordings."""
+    for name in names:
+        if is_printed(Path(name)):
+            raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; drop --workers")
+        seen.append(Recording.load(name))  # a bad file fails here, not in a worker
+    load = load_arguments(Given(**{**vars(given), "model": given.model or ""}), **PLAIN)
+    if not given.model:
+        del load["target"]  # the recordings name it
+    setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **measured}
+    paths = {name: measured[name] for name in ("profile", "costs")}
+    setup |= {name: os.path.abspath(path) for name, path in paths.items() if path and Path(path).exists()}
+    tasks = {i: {"recording": cell.recording, "method": asdict(cell.method)} for i, cell in cells.items()}
+    with sharing.pool(given, setup) as pool, advancing("Replaying") as advance:
+        for done, (i, facts) in enumerate(pool.run(tasks), 1):
+            advance(done, len(tasks))
+            yield i, facts
+
+
+def is_printed(path: Path) -> bool:
+    """True if a file is a log of printed tensors. Raises ConfigError for a file that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(64).lstrip().startswith(b"tensor(")
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def check_used(recordings: Sequence[Path], named: Sequence[Method], given: Given) -> None:
+    """Raise ConfigError for options of the prompts without a log of tensors, and of the model if it is not loaded."""
+    printed = any(map(is_printed, recordings))
+    loaded = printed or any(read_drafter(method.drafter).reads_target for method in named)
+    for name, flag in given.typed.items():
+        if name in ("prompts", "raw") and not printed:
+            raise ConfigError(
+                f"{flag} applies to the prompts of a log of tensors, and a recording has its own; drop it"
+            )
+        if name in FORMATS and not loaded:
+            raise ConfigError(f"{flag} applies to the model, which these drafters do not need; drop it")
+
+
+def open_recording(path: Path, named: Sequence[Method], given: Given) -> tuple[Resources, Recording]:
+    """Return the recording, and the target's resources: a stand-in unless layers, tokenizer or a log's prompts are needed."""
+    printed = is_printed(path)
+    if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
+        recorded = Recording.load(path)
+        return token_only_resources(recorded), recorded
+    own = None if printed or given.model is not None else Recording.load(path).model
+    generator = load_target(Given(**{**vars(given), "model": given.model or own}), named)
+    assert generator.resources is not None
+    if not printed:
+        return generator.resources, Recording.load(path)
+    prompts = [one.token_ids for one in RequestBuilder(generator, chat=not given.raw).first(items(given))]
+    recorded = Recording.load(path, prompts=prompts)
+    if len(recorded.records) < len(prompts):
+        _warn(f"{path}: {len(recorded.records)} outputs and {len(prompts)} prompts; the first prompts are used")
+    if (why := prompt_mismatch_warning(recorded, generator)) is not None:
+        _warn(f"{path}: {why}")
+        recorded = replace(recorded, settings={**recorded.settings, "doubt": why})
+    return generator.resources, recorded
+
+
+def _warn(text: str) -> None:
+    note(f"foresay: {text}")
+
+
+def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:
+    headings = ["recording"] * several + ["method", "per pass", "accepted", "used", "discard"]
+    figures = {"tokens_per_s": ("tokens/s", "{:.1f}"), "speed_up": ("speed-up", "{:.2f}x"), "swi": ("SWI", "{:.2f}")}
+    extra = {name: figures[name] for name in figures if name in lines[0]}
+
+    def row(line: dict[str, Any]) -> list[str]:
+        value, low, high = line["tokens_per_pass"]
+        rate = line["acceptance_rate"]
+        between = f" {low:.2f}-{high:.2f}" if line["estimate"] and low is not None else ""
+        tested = percent(None if rate is None else rate[0])
+        cells = [Path(line["recording"]).name] * several
+        cells += [line["method"], f"{value:.2f}{between}", tested, percent(line["draft_utilization"])]
+        return [
+            *cells,
+            f"{line['discard_rate']:.2f}",
+            *(shown.format(line[name]) for name, (_, shown) in extra.items()),
+        ]
+
+    show_table([*headings, *(title for title, _ in extra.values())], [row(line) for line in lines])
+    estimated = any(line["estimate"] for line in lines)
+    how = "an estimate, with 95% intervals" if estimated else "exact: live decoding takes the same steps"
+    if any("doubt" in line for line in lines):
+        how = "exact only if these prompts belong to these outputs, which is doubtful"
+    took = sum(line["seconds"] for line in lines)
+    described = [] if several else recordings
+    sizes = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in described)
+    click.echo(f"{sizes}replayed in {took:.1f} s; {how}")

@@ -1,0 +1,231 @@
+"""`foresay tune`: find the fastest exact configuration and write it to foresay.toml.
+
+The model's own default drafter and length are always run live; unless drafters are named, so is the best draft on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import click
+
+from foresay.checks import check_float
+from foresay.cli.command import INTERRUPTED, Given
+from foresay.cli.common import check_output, load_target, model_expression, own_methods
+from foresay.cli.options import numbers
+from foresay.cli.progress import advancing, loading, note
+from foresay.cli.tables import gain, show_table
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError
+from foresay.files import cache_dir
+from foresay.generation.generator import Generator
+from foresay.generation.method import PLAIN, methods
+from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
+from foresay.records.provenance import provenance
+from foresay.records.recording import Recording
+from foresay.spec.settings_file import FILE, Settings, is_settings, read_settings, write_settings
+from foresay.text.formatting import NOISE, REASON, is_noise, percent
+from foresay_lab.commands.options import DATA, items, source_name
+from foresay_lab.commands.tune_estimate import Estimate, estimate
+from foresay_lab.data.items import PromptItem
+from foresay_lab.data.requests import RequestBuilder
+from foresay_lab.replay.record import header, record
+from foresay_lab.tune import DRAFTERS as COMPARED
+from foresay_lab.tune import LENGTHS as TRIED
+from foresay_lab.tune import Candidate, Tuner, Tuning, pick, with_draft
+
+FINALISTS = 3
+"""Predicted candidates that are run live in the end."""
+_REPEATS = 5
+"""Most live runs of each."""
+
+
+def run(given: Given) -> int:
+    """Run the command."""
+    sizes, latency, draft = numbers(given.batch_size, "--batch-size"), given.latency, given.draft
+    if len(sizes) > 1 and latency is None:
+        raise ConfigError(f"--batch-size {given.batch_size} has several sizes, and without --latency it takes one")
+    if latency is not None:
+        check_float("latency", latency, 0.0, math.inf, open_low=True)
+    params = SamplingParams(max_new_tokens=given.max_new_tokens)
+    if not given.estimate:
+        check_output(given.output, force=given.force)
+    began, seconds = monotonic(), 60 * check_float("minutes", given.minutes, 0.0, math.inf, open_low=True)
+    named = methods(given.drafter or COMPARED, given.length or TRIED)
+    named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
+    of_prompts = [given.typed[one.name] for one in DATA if one.name in given.typed]
+    of_prompts += [given.typed["max_new_tokens"]] if "max_new_tokens" in given.typed else []
+    if given.recording is not None and of_prompts:
+        raise ConfigError(
+            f"--recording and {of_prompts[0]} contradict: a recording has its own prompts and outputs; drop one"
+        )
+    recorded = None if given.recording is None else Recording.load(given.recording)
+    kept: Path | None = None
+    prompts, chat = items(given) if recorded is None else [], not given.raw
+    size = max(16, *sizes)
+    target = load_target(given, named, max_batch_size=size)
+    if recorded is not None:
+        Tuner(target, recorded)  # checks it
+    own = own_methods(target, best=not given.drafter)
+    with loading("Estimating the duration"):
+        if recorded is None:
+            first = [one.token_ids for one in RequestBuilder(target, chat=chat).first(prompts[:size])]
+            shape = len(prompts), params.max_new_tokens
+        else:
+            first = [one.prompt for one in recorded.records[:size]]
+            shape = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
+        more: dict[str, Any] = {"sizes": sizes, "rows": size, "finalists": FINALISTS, "own": own}
+        expected = estimate(target, first, shape, recorded=recorded is not None, methods=named, **more).within(seconds)
+        seconds -= monotonic() - began
+    if given.estimate:
+        click.echo(str(expected))
+        return 0
+    _agree(expected, yes=given.yes)
+    end = monotonic() + seconds
+    if recorded is None:
+        recorded, kept = _recorded(target, prompts, expected.count, params, chat=chat)
+    tuner = Tuner(target, recorded, rounds=expected.rounds, count=expected.count)
+    with loading("Timing passes, replaying candidates"):
+        tuner.search(named, sizes, own)
+    size, interrupted = _finish(tuner, latency, end)
+    _show(tuner.tuning)
+    if interrupted and tuner.tuning.best is None:
+        click.echo("interrupted before any candidate gained in a live run: nothing was written")
+        return INTERRUPTED
+    name = source_name(given, given.prompts) if given.recording is None else given.recording.name
+    code = _write(tuner.tuning, size, target, name, given)
+    if kept is not None and not interrupted:
+        kept.unlink(missing_ok=True)
+    return INTERRUPTED if interrupted else code
+
+
+def _agree(expected: Estimate, *, yes: bool) -> None:
+    """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise click.Abort without it."""
+    note(f"foresay: {expected}")
+    if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
+        click.confirm("Start?", default=True, abort=True, err=True)
+
+
+def _recorded(
+    target: Generator, prompts: list[PromptItem], count: int, params: SamplingParams, *, chat: bool
+) -> tuple[Recording, Path]:
+    """Record `count` of the prompts, and return the recording and its file, which an interrupted run leaves for the next one."""
+    begun = header(target, RequestBuilder(target, chat=chat).first(prompts), params, chat)
+    same = json.dumps({**begun, "provenance": _files(Path(target.target.name).expanduser())}, sort_keys=True)
+    path = cache_dir() / "tune" / f"{sha256(same.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with advancing("Recording") as advance:
+        recorded = record(
+            target,
+            prompts,
+            path,
+            params,
+            chat=chat,
+            count=count,
+            on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
+        )
+    return recorded, path
+
+
+def _files(model: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of a local model's files, so that outputs of another model of this name are not used."""
+    found = sorted(model.iterdir()) if model.is_dir() else [model] if model.is_file() else []
+    return [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found]
+
+
+def _finish(tuner: Tuner, latency: float | None, end: float) -> tuple[int, bool]:
+    """Run the best candidates live until `end`, a time of `monotonic`.
+
+    Returns the batch size of the fastest, and True if the user interrupted the runs.
+    """
+    best, plain = pick(tuner.tuning.candidates, count=FINALISTS, latency_s=None if latency is None else latency / 1e3)
+    if plain is None and not best:
+        fastest = min((one.expected or one.plain).latency_s for one in tuner.tuning.candidates)
+        raise ConfigError(
+            f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
+        )
+    predicted = [f"{one.method.name} {one.speed_up:.2f}x" for one in best if one.speed_up]
+    note(f"predicted: {'; '.join(predicted) or 'no gain of the candidates that can be predicted'}")
+    interrupted = False
+    if best:
+        try:
+            with loading(f"Running {len(best)} live"):
+                tuner.confirm(best, repeats=_REPEATS, seconds=end - monotonic(), on_run=_show_run)
+        except KeyboardInterrupt:
+            interrupted = True
+    found = tuner.tuning.best
+    return (found.candidate if found else plain or best[0]).batch_size, interrupted
+
+
+def _show_run(candidate: Candidate, speed_up: float) -> None:
+    note(f"live: {candidate.method.name} {speed_up:.2f}x")
+
+
+def _show(tuning: Tuning) -> None:
+    live = {(one.candidate.method.name, one.candidate.batch_size): one for one in tuning.confirmed}
+    drafting = [c for c in tuning.candidates if c.method.name != PLAIN]
+    shown = [c for c in drafting if c.is_own] + [c for c in drafting if not c.is_own][:10]
+    lines = []
+    for one in shown:
+        found = live.get((one.method.name, one.batch_size))
+        per_pass = None if one.expected is None else one.expected.tokens_per_pass
+        measured = "" if found is None else gain(found.speed_up, found.low, found.high)
+        measured = NOISE * bool(found and is_noise(found.speed_up, tuning.plain_spread, per_pass)) + measured
+        predicted = one.speed_up if found is None else found.predicted
+        count = "" if per_pass is None else f"{per_pass:.2f}"
+        lines.append([one.method.name, str(one.batch_size), count, f"{predicted:.2f}x" if predicted else "", measured])
+    show_table(["candidate", "batch", "per pass", "predicted", "measured"], lines, drop=("batch",))
+    if len(shown) < len(drafting):
+        click.echo(f"and {len(drafting) - len(shown)} more")
+    if live:
+        if any(line[-1].startswith(NOISE) for line in lines):
+            click.echo(REASON)
+        click.echo("Predictions of measured rows are for the prompts that were run live, others for all outputs.")
+        click.echo(f"Two runs of plain decoding differ by {percent(tuning.plain_spread)}: less is no gain.")
+    for name, problem in tuning.failed.items():
+        click.echo(f"not tried: {name}: {problem}")
+    took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in tuning.seconds.items())
+    click.echo(f"took: {took}")
+
+
+def _relative_name(output: Path, name: str) -> str:
+    """The target's name in a settings file: a path relative to the file, if it is one."""
+    return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
+
+
+def _write(tuning: Tuning, batch_size: int, target: Generator, prompts: str, given: Given) -> int:
+    best = tuning.best
+    origin = provenance()
+    measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
+    measured |= {"threads": origin["machine"]["threads"], "foresay": origin["versions"].get("foresay", "")}
+    weights, source = target.target.weights, given.model or FILE
+    stored = read_settings(source) if is_settings(source) and Path(source).is_file() else None
+    chosen: dict[str, Any] = {
+        "target": _relative_name(given.output, target.target.name),
+        "max_batch_size": batch_size,
+        "dtype": target.target.dtype or None,
+        "weights": weights if weights in WEIGHTS else None,
+        "backend": weights if weights == LLAMA_CPP else None,
+        "activations": stored and stored.activations,
+        "kv_cache_dtype": stored and stored.kv_cache_dtype,
+    }
+    if best is None:
+        settings = Settings(drafter="none", **chosen)
+        click.echo("Plain decoding is fastest: no drafter gains anything here.")
+    else:
+        method = best.candidate.method
+        length: Any = method.length or None
+        length = int(length) if length is not None and length.isdecimal() else length
+        settings = Settings(drafter=method.drafter, length=length, **chosen)
+        measured |= {"speed_up": round(best.speed_up, 3), "tokens_per_s": round(best.tokens_per_s, 1)}
+        click.echo(f"{method.name}: {best.speed_up:.2f}x plain decoding at batch {best.candidate.batch_size}.")
+    write_settings(given.output, settings, measured)
+    click.echo(f"wrote {given.output}")
+    return 0

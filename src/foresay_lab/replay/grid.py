@@ -1,0 +1,232 @@
+"""Replays of methods on recordings, in one process or distributed over workers, with results as plain data.
+
+Owns the results of a replay and the objects that several replays share. Knows neither the presentation nor the workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from foresay.errors import ConfigError
+from foresay.generation.load import load
+from foresay.generation.method import Method
+from foresay.json_files import Schema
+from foresay.lengths import ConstantLength
+from foresay.models.recording import RecordingModel
+from foresay.models.sources.wrapping import LoadedModel
+from foresay.records.lines import LineWriter
+from foresay.records.profile import Profile
+from foresay.records.provenance import provenance
+from foresay.records.recording import Recording
+from foresay.spec.recipe import Resources
+from foresay.spec.recipes import read_drafter, read_length, read_rule
+from foresay_lab.replay.cost_tables import CostModel, PassCounter, drafter_names, read_costs
+from foresay_lab.replay.predict import expect
+from foresay_lab.replay.replay import Replay, replay
+
+Span = tuple[float, float | None, float | None]
+"""(value, low, high) from `_finite`."""
+
+
+def token_only_resources(recorded: Recording) -> Resources:
+    """Return the resources of drafters that need only the target's tokens."""
+    model = RecordingModel([recorded.records[0].text], recorded.vocab_size)
+    return Resources(LoadedModel(recorded.model, model, None, recorded.eos))
+
+
+def digest_of(path: str | os.PathLike[str]) -> str:
+    """Return a digest of a file's contents. Raises ConfigError for a file that cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"cannot read {os.fspath(path)!r}: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One method on one recording."""
+
+    recording: int
+    """Index of the recording."""
+    method: Method
+
+    def key(self, digests: Sequence[str]) -> tuple[str, str]:
+        """Return the key in a results file: the digest of the recording and the method's name. digests: by recording index."""
+        return digests[self.recording], self.method.name
+
+
+class ReplayFile:
+    """Replay results by recording and method, stored in a file if one is given."""
+
+    def __init__(self, writer: LineWriter | None) -> None:
+        self._writer = writer
+        lines = [] if writer is None else writer.lines
+        self.there: dict[tuple[str, str], dict[str, Any]] = {(one["digest"], one["method"]): one for one in lines}
+        """Results of earlier runs, by (digest, method)."""
+
+    def add(self, path: str, digest: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Append a result and return its line."""
+        line = {"recording": os.path.basename(path), "digest": digest, **facts}
+        if self._writer is not None:
+            self._writer.append(line)
+        return line
+
+
+@contextmanager
+def open_grid(path: str | os.PathLike[str] | None, by: Mapping[str, Any]) -> Iterator[ReplayFile]:
+    """Open or resume a file of replay results. by: settings that must be equal. Raises ConfigError as LineWriter does."""
+    if path is None:
+        yield ReplayFile(None)
+        return
+    with LineWriter(path, "foresay-replays", 1, {"by": dict(by), "provenance": provenance()}, _REPLAY) as writer:
+        yield ReplayFile(writer)
+
+
+class _Replay(BaseModel):
+    """One line of a file of replay results, from `_results`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    recording: str
+    digest: str
+    method: str
+    estimate: bool
+    tokens_per_pass: Span
+    acceptance_rate: Span | None
+    draft_utilization: float | None
+    discard_rate: float
+    seconds: float
+    tokens_per_s: float = 0.0
+    speed_up: float = 0.0
+    swi: float = 0.0
+
+
+_REPLAY: Schema[_Replay] = Schema(_Replay, "a replay")
+
+
+@dataclass(slots=True)
+class ReplaySettings:
+    """The settings of replays: batch size, profile and cost table."""
+
+    batch_size: int = 1
+    profile: Profile | None = None
+    costs: CostModel | None = None
+    target_cost: str | None = None
+    _plain: dict[int, float] = field(default_factory=dict)
+    """id() of a recording -> expected tokens per second of plain decoding."""
+
+    def plain(self, recorded: Recording, known: Profile) -> float:
+        """Return the expected tokens per second of plain decoding."""
+        if id(recorded) not in self._plain:
+            done = replay(recorded, None, ConstantLength(0), batch_size=self.batch_size)
+            self._plain[id(recorded)] = expect(done, recorded, known).tokens_per_s
+        return self._plain[id(recorded)]
+
+    @classmethod
+    def read(cls, batch_size: int, profile: str | None, costs: str | None, target_cost: str | None) -> ReplaySettings:
+        """Load the profile and the cost table by file or table name."""
+        known = None if profile is None else Profile.load(profile)
+        return cls(batch_size, known, None if costs is None else read_costs(costs), target_cost)
+
+
+def replay_method(method: Method, recorded: Recording, resources: Resources, by: ReplaySettings) -> dict[str, Any]:
+    """Replay a method on a recording and return the results."""
+    recipe, known = read_drafter(method.drafter), by.profile
+    rule, policy = read_rule(method.rule), read_length(method.own_length)
+    drafter = recipe.prepare(resources)()
+    counter = None if by.costs is None else PassCounter(drafter, drafter_names(method.drafter))
+    done = replay(
+        recorded,
+        drafter,
+        policy,
+        rule=rule,
+        batch_size=by.batch_size,
+        profile=known,
+    )
+    return _results(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
+
+
+@dataclass(slots=True)
+class Grid:
+    """Methods x recordings. Each cell is one call; recordings and models are loaded once."""
+
+    paths: Sequence[str]
+    loading: Mapping[str, Any]
+    """Arguments of `foresay.load` for the target, for drafters that need it."""
+    by: ReplaySettings
+    _recordings: dict[int, Recording] = field(default_factory=dict)
+    _resources: dict[str, Resources] = field(default_factory=dict)
+    """Target name -> its resources."""
+
+    @classmethod
+    def of(cls, setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Build a Grid from plain data: recordings, load, batch_size, profile, costs, target_cost."""
+        by = ReplaySettings.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
+        return cls(setup["recordings"], setup["load"], by)
+
+    def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Perform a task {recording: index, method: {drafter, length, rule}}."""
+        number, method = task["recording"], Method(**task["method"])
+        if number not in self._recordings:
+            self._recordings[number] = Recording.load(self.paths[number])
+        recorded = self._recordings[number]
+        if not read_drafter(method.drafter).reads_target:
+            return replay_method(method, recorded, token_only_resources(recorded), self.by)
+        arguments = {"target": recorded.model, **self.loading}
+        name = str(arguments["target"] or "")
+        if not name:
+            raise ConfigError(f"{self.paths[number]!r} does not name the model that generated it; give --model")
+        if name not in self._resources:
+            found = load(**arguments).resources
+            assert found is not None
+            self._resources[name] = found
+        return replay_method(method, recorded, self._resources[name], self.by)
+
+
+def _results(method: Method, done: Replay, recorded: Recording, by: ReplaySettings) -> dict[str, Any]:
+    stats, rate, known = done.stats, done.rate(), by.profile
+    out: dict[str, Any] = {
+        "method": method.name,
+        "estimate": not done.exact,
+        "tokens_per_pass": _finite(done.efficiency()),
+        "acceptance_rate": None if rate is None else _finite(rate),
+        "draft_utilization": stats.draft_utilization,
+        "discard_rate": (stats.num_drafted - stats.num_accepted) / stats.num_tokens,
+        "verification_rate": stats.num_passes / stats.num_tokens,
+        "seconds": done.seconds,
+        "stats": stats.as_dict(),
+    }
+    if "doubt" in recorded.settings:
+        out["doubt"] = recorded.settings["doubt"]
+    if known is not None:
+        expected = expect(done, recorded, known)
+        out |= {
+            "tokens_per_s": expected.tokens_per_s,
+            "speed_up": expected.tokens_per_s / by.plain(recorded, known),
+            "predicted_with": known.model,
+        }
+    return out
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """Replace infinite bounds by None for JSON; a single prompt has no finite interval."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _swi(done: Replay, by: ReplaySettings, passes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the standardised walltime improvement with a cost table, in which n-gram drafters cost nothing."""
+    if by.costs is None or by.target_cost is None:
+        return {}
+    spent = Counter(passes)
+    spent[by.target_cost] += done.stats.num_passes  # a draft model may have the same name as the target
+    return {"swi": by.costs.swi(by.target_cost, done.stats.num_tokens, spent)}

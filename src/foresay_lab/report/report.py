@@ -1,0 +1,144 @@
+"""Benchmark reports: reads results files and writes a page.
+
+Owns the check that results may be pooled, and the conclusions. Knows neither the contents of figures nor the layout of the page.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foresay.errors import ConfigError
+from foresay.files import atomic_write
+from foresay.generation.method import PLAIN
+from foresay.json_files import short
+from foresay.records.lines import differences
+from foresay.records.results import Cell, Results
+from foresay_lab.report.figures import pictures
+from foresay_lab.report.page import Report, Source, html, times
+from foresay_lab.report.table import Group, TableRow, grouped, plain_spread, rows
+
+Path_ = str | os.PathLike[str]
+PAGE = "report.html"
+TITLE = "Speculative decoding, measured"
+UNSTEADY = 0.10
+"""Spread of plain decoding above which a report warns."""
+
+
+def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report:
+    """Merge the results of all files of JSON lines into one Report; a cell in two files is pooled if their settings are equal.
+
+    Raises ConfigError if they differ, and for a file without runs.
+    """
+    if not results:
+        raise ConfigError("a report needs at least one results file")
+    whole, sources, owners = Results({}, {}), list[Source](), dict[Cell, Source]()
+    seen: dict[str, Path_] = {}
+    for path in results:
+        if seen.setdefault(os.path.realpath(path), path) is not path:
+            raise ConfigError(f"{os.fspath(path)!r} is given twice; its runs would count double")
+        one = _loaded(path)
+        source = Source(os.fspath(path), one.settings, one.provenance)
+        for cell in one.by_cell():
+            _check_poolable(cell, owners.setdefault(cell, source), source)
+        for name in ("runs", "failures", "traces"):
+            getattr(whole, name).extend(getattr(one, name))
+        sources.append(source)
+    ran = {(run.cell, run.repeat) for run in whole.runs}
+    failures = [one for one in whole.failures if (one.cell, one.repeat) not in ran]
+    table = rows(whole)
+    warnings_ = [*_source_differences(sources), *_unsteady(table), *_differing(table), *_lossy(table)]
+    return Report(title or TITLE, summary(table), warnings_, table, failures, whole.traces, sources)
+
+
+def _loaded(path: Path_) -> Results:
+    results = Results.load(path)
+    if not results.runs:
+        failed = [f"{one.cell}: {one.error}" for one in results.failures]
+        reason = f"; {len(failed)} failed, the first with: {failed[0]}" if failed else ""
+        raise ConfigError(f"{os.fspath(path)!r} contains no run{reason}; a report needs at least one finished run")
+    return results
+
+
+def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
+    if differing := _disagreeing(first.settings, second.settings):
+        raise ConfigError(
+            f"{cell} is in {first.name!r} and in {second.name!r}, whose settings differ ({differing}); "
+            "report them separately, or rename the method in one of them"
+        )
+
+
+def _disagreeing(first: Any, second: Any) -> str:
+    """Return the settings in which two files differ, as text; empty if they agree."""
+    shown = [f"{name}={short(one)} and {short(other)}" for name, one, other in differences(first, second)]
+    return "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
+
+
+def _source_differences(sources: Sequence[Source]) -> list[str]:
+    """Return warnings about differences between the files that limit their comparison."""
+    first, out = sources[0], []
+    for other in sources[1:]:
+        machines = [source.provenance.get("machine") or {} for source in (first, other)]
+        for kind, differing in (
+            ("settings", _disagreeing(first.settings, other.settings)),
+            ("machines", _disagreeing(*machines) if all(isinstance(one, dict) for one in machines) else ""),
+        ):
+            if differing:
+                out.append(f"{first.name} and {other.name} come from different {kind} ({differing}).")
+    return out
+
+
+def summary(table: Sequence[TableRow]) -> list[str]:
+    """Return a sentence per data set, batch size and sampling: the fastest exact method, and if it pays."""
+    return [_conclusion(group, of) for group, of in grouped(table).items()]
+
+
+def _in_words(group: Group) -> str:
+    return "{} (batch {}, {})".format(*group)
+
+
+def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
+    where = f"On {_in_words(group)}"
+    methods = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
+    if not methods:
+        return f"{where} no exact method was compared with plain decoding."
+    paying = [row for row in methods if row.speed_up and row.speed_up[0] > 1 and not row.is_noise]
+    best = (paying or methods)[0]
+    assert best.speed_up is not None
+    gain, name = f"{times(best.speed_up)} the speed of plain decoding", best.cell.method
+    if paying:
+        assert best.plain_per_s is not None
+        text = f"{where} {name} was the fastest exact method: {gain}"
+        text += f", {best.tokens_per_s[0]:.1f} tokens/s instead of {best.plain_per_s[0]:.1f}."
+    else:
+        text = f"{where} drafting does not pay: the best exact method, {name}, had {gain}, not above the spread."
+    faster = [row for row in of if row.stats is None and row.speed_up and row.speed_up[0] > best.speed_up[0]]
+    if best.repeats == 1:
+        text += " It was measured once, so its spread is unknown."
+    return text + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in faster[:1])
+
+
+def _unsteady(table: Sequence[TableRow]) -> list[str]:
+    spreads = {group: plain_spread(of) or 0.0 for group, of in grouped(table).items()}
+    found = [f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY]
+    return [f"Plain decoding itself varies, so smaller gains are not significant: {'; '.join(found)}."] if found else []
+
+
+def _differing(table: Sequence[TableRow]) -> list[str]:
+    found = [str(row.cell) for row in table if row.exact and row.identical is False]
+    return [f"Outputs differ from plain decoding, although the method is exact: {'; '.join(found)}."] if found else []
+
+
+def _lossy(table: Sequence[TableRow]) -> list[str]:
+    found = sorted({row.cell.method for row in table if not row.exact})
+    return [f"Lossy, so the output may differ from the target's: {'; '.join(found)}."] if found else []
+
+
+def write(report: Report, folder: Path_) -> Path:
+    """Write the page into a folder, which is made if it is missing. Return its path. Raises ConfigError if that fails."""
+    page = html(report, pictures(report.table))
+    with atomic_write(Path(folder) / PAGE, parents=True) as whole:
+        whole.write_text(page, encoding="utf-8", errors="replace")
+    return Path(folder) / PAGE

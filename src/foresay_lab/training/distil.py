@@ -1,0 +1,203 @@
+"""Distillation of a draft from a target.
+
+Owns the setup of training and the saved files. Initial weights are in new_drafts.py, the loop in fitting.py, the alignment of
+distributions in students.py, the losses in losses.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foresay.errors import ConfigError
+from foresay.files import atomic_files, atomic_write
+from foresay.models.drafts.base import StoredDraft
+from foresay.models.drafts.config import usual_layers
+from foresay.models.drafts.files import write_draft
+from foresay.models.sources.transformers_errors import quiet_transformers
+from foresay.models.sources.wrapping import LoadedModel
+from foresay.records.provenance import provenance
+from foresay_lab.training.fitting import LOG, Corpus, Fitting, Plan, Report
+from foresay_lab.training.losses import Objective
+from foresay_lab.training.new_drafts import KINDS, causal, kind_of
+from foresay_lab.training.outputs import Text, digest
+from foresay_lab.training.processes import Processes
+from foresay_lab.training.students import ModelStudent
+from foresay_lab.training.teacher import CachedPasses, TargetPasses, TeacherHead
+
+NOTE = "foresay.json"
+"""Name of the file that describes how a folder's draft was made."""
+
+
+def distil(
+    target: LoadedModel,
+    draft: StoredDraft,
+    training: Sequence[Text],
+    held_out: Sequence[Text],
+    plan: Plan,
+    objective: Objective,
+    folder: Path,
+    *,
+    decay: float | None = None,
+    states: Path | None = None,
+    note: dict[str, Any] | None = None,
+    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
+    tracker: str | None = None,
+    **setting: Any,
+) -> Report:
+    """Train a head or block drafter on the target's outputs for texts, and save the best one in `folder`.
+
+    decay: ratio of a position's loss weight to that of the one before. states: a folder that caches the target's outputs; None
+    computes them at each use. on_progress: called with the current activity, the share of it that is done, and a note. tracker:
+    see Fitting. setting: `steps` of a head, tokens drafted in a row in training; `anchors` of a block drafter, blocks of each
+    text in a training step, None for one at each position.
+    """
+    model, name = causal(target), kind_of(draft.config)
+    kind = KINDS[name]
+    own = {kind.setting: kind.default, "decay": kind.decay if decay is None else decay, **setting}
+    layers = draft.config.hidden_layers or usual_layers(model.num_layers)
+    student = kind.student(draft, model, **own).to(model.device)
+    settings = {
+        **own,
+        "layers": list(layers),
+        "shape": {k: v for k, v in draft.config.as_plain().items() if k not in ("eagle_config", "dflash_config")},
+        "own_head": draft.module.lm_head is not None,
+        "tokens": digest_of_tokens(draft.token_ids),
+    }
+
+    def save() -> None:
+        write_draft(draft.stored_in(torch.bfloat16), folder)
+        write_note(folder, {"made_by": "foresay distill", "kind": name, "target": target.name, **(note or {})})
+
+    texts = (training, held_out)
+    more: dict[str, Any] = {"on_progress": on_progress, "tracker": tracker}
+    return _fit(target, student, layers, texts, states, save, settings, plan, objective, folder, **more)
+
+
+def distil_model(
+    target: LoadedModel,
+    draft: Any,
+    tokenizer: Any,
+    training: Sequence[Text],
+    held_out: Sequence[Text],
+    plan: Plan,
+    objective: Objective,
+    folder: Path,
+    *,
+    freeze_embeddings: bool = True,
+    token_ids: torch.Tensor | None = None,
+    states: Path | None = None,
+    note: dict[str, Any] | None = None,
+    **more: Any,
+) -> Report:
+    """Train a draft model with the target's vocabulary on the target's distributions, and save the best one in `folder`.
+
+    draft: a transformers model, saved in transformers' format. freeze_embeddings: do not train embeddings and output layer, most
+    of a small draft's weights. token_ids: [K], the draft vocabulary of decoding: training compares only these tokens, and the
+    saved model has all. states, note, more: see `distil`.
+    """
+    model = causal(target)
+    config = draft.config.get_text_config(decoder=True)
+    if int(config.vocab_size) < model.vocab_size:
+        raise ConfigError(
+            f"the draft's vocabulary has {config.vocab_size} tokens, fewer than the target's {model.vocab_size}"
+        )
+    draft = draft.float().to(model.device)
+    if freeze_embeddings:
+        _freeze_embeddings(draft)
+
+    def save() -> None:
+        _save_model(draft, tokenizer, folder)
+        write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
+
+    settings = {
+        "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
+        "freeze_embeddings": freeze_embeddings,
+        "tokens": digest_of_tokens(token_ids),
+    }
+    student = ModelStudent(draft, model, token_ids)
+    return _fit(target, student, (), (training, held_out), states, save, settings, plan, objective, folder, **more)
+
+
+def _freeze_embeddings(draft: Any) -> None:
+    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+        if layer is not None:
+            layer.requires_grad_(False)
+
+
+def _save_model(draft: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a transformers model in bf16, with its tokenizer if there is one."""
+    with quiet_transformers():
+        weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
+        with atomic_files(folder) as temporary:
+            draft.save_pretrained(temporary, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+
+
+def _fit(
+    target: LoadedModel,
+    student: Any,
+    layers: tuple[int, ...],
+    texts: tuple[Sequence[Text], Sequence[Text]],
+    states: Path | None,
+    save: Callable[[], None],
+    settings: dict[str, Any],
+    plan: Plan,
+    objective: Objective,
+    folder: Path,
+    *,
+    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
+    tracker: str | None = None,
+) -> Report:
+    """Train a student on (training, held-out) texts; see `distil`."""
+    passes = TargetPasses(causal(target), layers)
+    training, held_out = (corpus(passes, one, states, on_progress) for one in texts)
+    TeacherHead(causal(target), None).check(held_out.outputs_of(0))
+    return Fitting(
+        student,
+        objective,
+        training,
+        held_out,
+        plan,
+        folder,
+        save,
+        settings={**settings, "target": target.name, "texts": digest(texts[0])},
+        on_progress=lambda share, text: on_progress("Training", share, text),
+        tracker=tracker,
+    ).run()
+
+
+def corpus(
+    passes: TargetPasses,
+    texts: Sequence[Text],
+    states: Path | None,
+    on_progress: Callable[[str, float, str], None],
+) -> Corpus:
+    """Return texts with the target's outputs for them. states: a folder that caches the outputs."""
+    if states is None:
+        return Corpus(texts, lambda index: passes(texts[index]))
+    cached = CachedPasses(states, passes)
+    processes = Processes(passes.target.device)
+    for number in range(processes.index, len(texts), processes.count):
+        cached.prepare(texts[number])
+        on_progress("Reading", (number + 1) / len(texts), f"{len(texts)} texts")
+    processes.wait()
+    return Corpus(texts, lambda index: cached(texts[index]))
+
+
+def digest_of_tokens(token_ids: torch.Tensor | None) -> str | None:
+    """Return an identifier of a choice of tokens; None for all tokens."""
+    return None if token_ids is None else sha256(token_ids.numpy().tobytes()).hexdigest()[:16]
+
+
+def write_note(folder: Path, note: dict[str, Any]) -> None:
+    """Write the file that describes how a draft was made."""
+    text = json.dumps({**note, "log": LOG, "provenance": provenance()}, indent=2)
+    with atomic_write(folder / NOTE) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")

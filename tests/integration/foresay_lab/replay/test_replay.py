@@ -1,0 +1,637 @@
+"""Replaying against decoding: greedy recordings give the Steps of a live run, sampled ones an estimate that holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.outcome import FinishReason, Step
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import Drafter, LengthPolicy, ModelInput
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
+from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
+from foresay.engine import Engine
+from foresay.engine.stats import Stats
+from foresay.errors import ConfigError
+from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
+from foresay.models.drafts.block import BlockModel
+from foresay.models.drafts.head import HeadModel
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from foresay.models.recording import RecordingModel
+from foresay.models.table import TableModel
+from foresay.records.profile import Profile, Timing
+from foresay.records.recording import Record, Recording
+from foresay.text.stream import StopStrings
+from foresay_lab.replay import sampled as coupled
+from foresay_lab.replay.hidden_states import RecordedStates
+from foresay_lab.replay.precomputed import can_precompute, precompute
+from foresay_lab.replay.record import record
+from foresay_lab.replay.replay import Replay, ratio, replay
+from foresay_lab.replay.sampled import SampledReplayModel
+from helpers import tiny
+from helpers.blocks import random_block
+from helpers.families import VOCAB, make, make_seq2seq
+from helpers.heads import random_head
+from helpers.recordings import Numbers, loaded, numbered
+from helpers.support import Fake, PromptLookup, Renumbered
+
+PARAMS = SamplingParams(max_new_tokens=28)
+ITEMS = numbered(5)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+def noisy(make_one: Callable[[], Any] = lambda: make("llama"), amount: float = 0.15, seed: int = 1) -> Any:
+    """A model that often agrees with the one it was made from."""
+    model = make_one()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.add_(torch.randn(weight.shape, generator=generator) * amount * weight.std())
+    return model
+
+
+def draft(**changes: Any) -> ModelDrafter:
+    return ModelDrafter(CausalModel(noisy(lambda: make("llama", **changes))), VOCAB)
+
+
+def itself() -> SelfDrafter:
+    return SelfDrafter(first_layers(CausalModel(make("llama")), 2), VOCAB)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "prompt_lookup": lambda: PromptLookup(min_ngram=1),
+    "max_gram": MaxGram,
+    "suffix": SuffixDrafter,
+    "ngram_store": lambda: NgramStoreDrafter(3, stop_unknown=False),
+    "model": draft,
+    "self": itself,
+    "cascade": lambda: Cascade([draft(), MaxGram()], [[3, 2], [0, 2]]),
+    "translated": lambda: CrossTokenizerDrafter(CausalModel(make("llama")), VOCAB, Renumbered(VOCAB, 9)),
+}
+LENGTHS: dict[str, Callable[[], LengthPolicy]] = {
+    "constant": lambda: ConstantLength(4),
+    "heuristic": lambda: HeuristicLength(3, high=9),
+    "confidence": lambda: ConfidenceLength(0.5, high=8),
+}
+Said = tuple[tuple[int, ...], tuple[str, ...], int, int, FinishReason | None]
+
+
+def said(steps: Sequence[Step]) -> list[Said]:
+    return [(s.token_ids, tuple(s.origins), s.num_drafted, s.num_accepted, s.finish_reason) for s in steps]
+
+
+def live(
+    target: Any, recording: Recording, params: SamplingParams, drafter: Drafter, policy: LengthPolicy, batch: int = 1
+) -> list[list[Said]]:
+    """Steps of decoding the recorded prompts, by prompt."""
+    generator = loaded(target)
+    engine = Engine(generator.target.model, drafter, make_rule("speculative"), policy, max_batch_size=batch)
+    for r in recording.records:
+        stop = StopStrings(Numbers(), params.stop, params.min_new_tokens) if params.stop else None
+        engine.submit(r.prompt, params, eos=generator.target.eos_token_ids, stop=stop, source=r.source)
+    steps: list[list[Step]] = [[] for _ in recording.records]
+    while engine.has_work:
+        for step in engine.step():
+            steps[step.request_id].append(step)
+    assert engine.draft_failures == 0
+    return [said(one) for one in steps]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(loaded(), ITEMS, tmp_path_factory.mktemp("plain") / "r.jsonl", PARAMS)
+
+
+def replay_method(done: Replay) -> list[list[Said]]:
+    return [said(steps) for steps in done.steps]
+
+
+# -- greedy: the same Steps --------------------------------------------------------------------------------------------
+
+
+WAYS = [("constant", 1), ("heuristic", 4), ("confidence", 3)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "length", "batch"),
+    [(one, *way) for i, one in enumerate(DRAFTERS) for j, way in enumerate(WAYS) if (i + j) % 3],
+)
+def test_the_steps_of_live_decoding(plain: Recording, drafter: str, length: str, batch: int) -> None:
+    made, policy = DRAFTERS[drafter], LENGTHS[length]
+    done = replay(plain, made(), policy(), batch_size=batch)
+    assert replay_method(done) == live(make("llama"), plain, PARAMS, made(), policy(), batch)
+    stats = done.stats
+    assert done.exact and stats.num_tokens == plain.num_tokens
+    assert stats.num_accepted < stats.num_drafted, "rejections"
+    assert stats.num_accepted > 0 or drafter == "translated", "and acceptances: other tokens are read as another text"
+    assert sum(p.tokens for p in done.passes) == stats.num_tokens
+    assert sum(p.batch for p in done.passes) == stats.num_passes
+    assert max(p.batch for p in done.passes) == batch
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    # what is requested, how the model is made, and how long drafts are
+    "penalties": (
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "banned_token_ids": (36,), "logit_bias": {7: 3.0}},
+        {},
+        4,
+    ),
+    "only some tokens": ({"allowed_token_ids": tuple(range(40))}, {}, 4),
+    "an end in the block": ({"logit_bias": {0: 7.0}}, {}, 6),
+    "no end too early": ({"min_new_tokens": 40, "logit_bias": {0: 7.0}}, {}, 4),
+    "an end after a while": ({"min_new_tokens": 15, "logit_bias": {0: 7.0}}, {}, 4),
+    "past the end": ({"ignore_eos": True, "logit_bias": {0: 1.0}}, {}, 4),
+    "a stop token": ({"stop_token_ids": (36, 47, 14)}, {}, 6),
+    "stop strings": ({"stop": ("36 ", "14 4", "47 36")}, {}, 6),
+    "the context's end": ({"max_new_tokens": 64}, {"max_position_embeddings": 30}, 5),
+    "an end near the context's": ({"max_new_tokens": 64, "logit_bias": {0: 7.0}}, {"max_position_embeddings": 30}, 14),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "batch"), [(case, 1 + 3 * (i % 2)) for i, case in enumerate(CASES)])
+def test_the_steps_whatever_ends_or_changes_the_output(tmp_path: Path, case: str, batch: int) -> None:
+    asked, changes, gamma = CASES[case]
+    params = SamplingParams(**{"max_new_tokens": 40, **asked})
+    recording = record(loaded(make("llama", **changes)), ITEMS, tmp_path / "r.jsonl", params)
+    if not params.ignore_eos and "end" in case:
+        reasons = {r.finish_reason for r in recording.records}
+        assert ("stop" in reasons) or case in ("the context's end", "no end too early")
+    makers: list[Callable[[], Drafter]] = [draft if batch == 1 else lambda: PromptLookup(min_ngram=1)]
+    if changes:
+        makers.append(lambda: draft(**changes))
+    for made in makers:
+        policy = ConstantLength(gamma)
+        done = replay(recording, made(), policy, batch_size=batch)
+        assert replay_method(done) == live(make("llama", **changes), recording, params, made(), policy, batch)
+        assert done.stats.num_accepted > 0
+
+
+def test_the_ends_really_are_inside_blocks(tmp_path: Path) -> None:
+    """A draft that holds past the end: what lies after it is counted neither live nor in the replay."""
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=(36, 47, 14))
+    recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
+    perfect = lambda: ModelDrafter(CausalModel(make("llama")), VOCAB)  # noqa: E731
+    done = replay(recording, perfect(), ConstantLength(6))
+    last = [steps[-1] for steps in done.steps]
+    assert any(s.finish_reason is FinishReason.STOP and len(s.token_ids) == s.num_drafted < 6 for s in last)
+    assert replay_method(done) == live(make("llama"), recording, params, perfect(), ConstantLength(6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "batch"), [("t5", 3), ("bart", 1)])
+def test_the_steps_of_an_encoder_decoder(tmp_path: Path, family: str, batch: int) -> None:
+    recording = record(loaded(make_seq2seq(family)), ITEMS[:4], tmp_path / "r.jsonl", PARAMS)
+    assert all(r.source for r in recording.records)
+    smaller = lambda: ModelDrafter(Seq2SeqModel(noisy(lambda: make_seq2seq(family), 0.05)), VOCAB)  # noqa: E731
+    makers: list[Callable[[], Drafter]] = [lambda: Cascade([smaller(), MaxGram()], [[3, 2], [0, 2]])]
+    makers += [smaller, MaxGram, SuffixDrafter] if family == "t5" else [draft, lambda: PromptLookup(min_ngram=1)]
+    accepted = 0
+    for made in makers:
+        done = replay(recording, made(), ConstantLength(4), batch_size=batch)
+        assert replay_method(done) == live(make_seq2seq(family), recording, PARAMS, made(), ConstantLength(4), batch)
+        accepted += done.stats.num_accepted
+    assert accepted > 20
+
+
+def test_all_exact_rules_accept_the_same_of_a_greedy_recording(plain: Recording) -> None:
+    wanted = replay_method(replay(plain, draft(), ConstantLength(4)))
+    for rule in ("block", "match", "coupled"):
+        assert replay_method(replay(plain, draft(), ConstantLength(4), rule=make_rule(rule))) == wanted, rule
+
+
+def test_plain_decoding_is_one_token_a_pass(plain: Recording) -> None:
+    done = replay(plain, None, ConstantLength(0), batch_size=4)
+    assert done.stats.num_passes == done.stats.num_tokens == plain.num_tokens and done.rate() is None
+    assert {p.width for p in done.passes} == {1}
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def altered(recording: Recording, place: int = 7) -> Recording:
+    """With one token of one output changed."""
+    first, *rest = recording.records
+    output = list(first.output)
+    output[place] = 1 + output[place] % (VOCAB - 1)
+    return dataclasses.replace(recording, records=(dataclasses.replace(first, output=tuple(output)), *rest))
+
+
+def test_an_altered_recording_gives_other_steps(plain: Recording) -> None:
+    wanted = live(make("llama"), plain, PARAMS, draft(), ConstantLength(4))
+    other = replay_method(replay(altered(plain), draft(), ConstantLength(4)))
+    assert [a == b for a, b in zip(other, wanted, strict=True)] == [False] + [True] * (len(ITEMS) - 1)
+
+
+def test_a_recording_read_one_place_off_is_caught(plain: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = RecordingModel.forward
+
+    def off_by_one(self: RecordingModel, model_input: ModelInput, cache: Any) -> Any:
+        cache.lengths = [n + 1 for n in cache.lengths]
+        out = honest(self, model_input, cache)
+        cache.lengths = [n - 1 for n in cache.lengths]
+        return out
+
+    monkeypatch.setattr(RecordingModel, "forward", off_by_one)
+    with pytest.raises(ConfigError, match=r"p\d was not replayed as recorded"):
+        replay(plain, MaxGram(), ConstantLength(4))
+
+
+def test_rows_that_swap_their_texts_are_caught(plain: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    from foresay.models.recording import RecordingCache
+
+    monkeypatch.setattr(
+        RecordingCache, "rearrange", lambda self, moves, count: self.lengths.__delitem__(slice(count, None))
+    )
+    with pytest.raises(Exception):  # noqa: B017, PT011 - a shape that does not fit, or a text that does not
+        replay(plain, MaxGram(), ConstantLength(4), batch_size=4)
+
+
+# -- taught drafts -----------------------------------------------------------------------------------------------------
+
+
+def assert_same_but_for_ends(done: Replay, live_steps: Sequence[Sequence[Step]]) -> None:
+    """Equal Steps, but that after a miss either draft may have stopped at an end token of its own."""
+    for ours, theirs in zip(done.steps, live_steps, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.token_ids, a.origins, a.num_accepted, a.finish_reason) == (
+                *(b.token_ids, b.origins, b.num_accepted, b.finish_reason),
+            )
+            assert a.num_drafted == b.num_drafted or min(a.num_drafted, b.num_drafted) > b.num_accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gamma", "batch"), [(1, 4), (11, 1)])
+def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch: int) -> None:
+    for made in (draft, itself, lambda: draft(max_position_embeddings=24)):
+        assert can_precompute(made(), ConstantLength(gamma), plain)
+        done = replay(plain, precompute(made(), plain), ConstantLength(gamma), batch_size=batch)
+        assert_same_but_for_ends(done, replay(plain, made(), ConstantLength(gamma), batch_size=batch).steps)
+    heuristic = replay(plain, precompute(draft(), plain), HeuristicLength(), batch_size=batch)
+    assert_same_but_for_ends(heuristic, replay(plain, draft(), HeuristicLength(), batch_size=batch).steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["penalties", "an end after a while"])
+def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
+    params = SamplingParams(**{"max_new_tokens": 40, **CASES[case][0]})
+    recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
+    done = replay(recording, precompute(draft(), recording), ConstantLength(4))
+    wanted = live(make("llama"), recording, params, draft(), ConstantLength(4))
+    assert [[(one[:2], one[3:]) for one in some] for some in replay_method(done)] == [
+        [(one[:2], one[3:]) for one in some] for some in wanted
+    ]
+
+
+def test_a_taught_draft_of_another_recording_would_be_noticed(plain: Recording) -> None:
+    """Negative control: what was observed of altered texts makes other Steps."""
+    done = replay(plain, precompute(draft(), altered(plain)), ConstantLength(4))
+    assert replay_method(done) != replay_method(replay(plain, draft(), ConstantLength(4)))
+
+
+def test_what_cannot_be_taught(plain: Recording) -> None:
+    assert can_precompute(draft(), HeuristicLength(), plain) and can_precompute(draft(), ConstantLength(4), plain)
+    for looks_at_scores in (ConfidenceLength(), ThroughputLength()):
+        assert not can_precompute(draft(), looks_at_scores, plain)
+    assert not can_precompute(MaxGram(), ConstantLength(4), plain)
+    assert not can_precompute(DRAFTERS["translated"](), ConstantLength(4), plain)
+    assert not can_precompute(DRAFTERS["cascade"](), ConstantLength(4), plain)
+    sampled = dataclasses.replace(plain, params={"temperature": 1.0})
+    assert not can_precompute(draft(), ConstantLength(4), sampled)
+    read = dataclasses.replace(plain, records=(dataclasses.replace(plain.records[0], source=(3,)),))
+    assert not can_precompute(draft(), ConstantLength(4), read)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def proposals(drafter: Drafter) -> list[tuple[int, int, list[int]]]:
+    """Receives the request, the length and the draft of each row that a drafter drafts for."""
+    found: list[tuple[int, int, list[int]]] = []
+    known = drafter.propose
+
+    def propose(rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        out = known(rows, budget, policy)
+        for i, (row, count) in enumerate(zip(rows, out.num_tokens, strict=True)):
+            found.append((row.request_id, row.size, out.token_ids[i, :count].tolist()))
+        return out
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    return found
+
+
+def reading(kind: str, target: CausalModel) -> Drafter:
+    if kind == "block":
+        return BlockDrafter(BlockModel(random_block(target, layers=(0, 2)), target), VOCAB)
+    return HeadDrafter(HeadModel(random_head(target), target), VOCAB, nodes=6 if kind == "tree" else 0)
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("head", 1), ("head", 3), ("tree", 2), ("block", 1)])
+def test_drafts_of_hidden_states_are_those_of_live_decoding(
+    plain: Recording, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pass over each text computes the states. Control: the states of the next position."""
+    target = CausalModel(make("llama"))
+    decoding = reading(kind, target)
+    wanted = proposals(decoding)
+    steps = live(make("llama"), plain, PARAMS, decoding, ConstantLength(4), batch)
+
+    def replayed() -> tuple[list[list[Said]], list[tuple[int, int, list[int]]]]:
+        drafter = reading(kind, target)
+        found = proposals(drafter)
+        return replay_method(replay(plain, drafter, ConstantLength(4), batch_size=batch, target=target)), found
+
+    assert replayed() == (steps, wanted) and wanted
+    honest = RecordedStates.__call__
+    monkeypatch.setattr(
+        RecordedStates, "__call__", lambda self, text: {n: s.roll(-1, 0) for n, s in honest(self, text).items()}
+    )
+    assert replayed()[1] != wanted
+    with pytest.raises(ConfigError, match="reads the target's hidden states, which a recording lacks"):
+        replay(plain, reading(kind, target), ConstantLength(4))
+
+
+class Failing(Fake):
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        raise RuntimeError("no more")
+
+
+def test_what_no_recording_can_answer(plain: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="rule='lenience' needs the target's logits, which a recording lacks"):
+        replay(plain, MaxGram(), ConstantLength(4), rule=make_rule("lenience"))
+    filler = NgramStoreDrafter(3, filler_top_k=2)
+    for drafter in (filler, Cascade([filler, MaxGram()], [[2, 2], [0, 0]])):
+        with pytest.raises(ConfigError, match="filler_top_k above 1 learns from the target's logits"):
+            replay(plain, drafter, ConstantLength(4))
+    with pytest.raises(ConfigError, match="'throughput' needs the times of target passes; replay it with a profile"):
+        replay(plain, MaxGram(), ThroughputLength())
+    with pytest.raises(ConfigError, match="the drafter failed in the replay: RuntimeError: no more"):
+        replay(plain, Failing(), ConstantLength(4))
+    assert "the drafter failed" in caplog.text
+
+
+def test_a_foreign_prompt_is_refused(plain: Recording) -> None:
+    model = RecordingModel([r.text for r in plain.records], VOCAB)
+    engine = Engine(model, None, make_rule("speculative"), ConstantLength(0))
+    engine.submit([5, 5, 5], PARAMS)
+    with pytest.raises(ConfigError, match="request 0 is not the recording's text 0"):
+        engine.step()
+
+
+def test_throughput_is_told_the_targets_times(plain: Recording) -> None:
+    """With passes that cost the same however wide they are it drafts; where each draft token costs three passes it does not."""
+    wide = replay(plain, Oracle(plain), ThroughputLength(start=4, high=8), profile=profile(lambda columns: 1e3))
+    dear = replay(
+        plain,
+        Oracle(plain),
+        ThroughputLength(start=4, high=8),
+        profile=profile(lambda columns: 1e4 * (3 * columns - 2)),
+    )
+    assert wide.stats.num_drafted > 3 * max(1, dear.stats.num_drafted)
+    assert wide.efficiency()[0] > 2.5 and wide.efficiency()[0] > 1.5 * dear.efficiency()[0]
+    contexts: list[float] = []
+
+    class Watched(Profile):
+        def clock(self) -> Callable[[int, float, float], float]:
+            return lambda batch, columns, context: contexts.append(context) or 1.0
+
+    replay(plain, Oracle(plain), ThroughputLength(), profile=Watched("m", "float32", {}, (), ()))
+    assert min(contexts) >= 2 and max(contexts) > 30, "the rows' sizes"
+
+
+def profile(seconds: Callable[[int], float], column_cost: float | None = None) -> Profile:
+    """Passes of one row, by their columns; so long that drafting takes nothing of them, however busy this machine is."""
+    timings = tuple(Timing(1, c, 40, s := seconds(c), s, s) for c in (1, 2, 5, 9))
+    return Profile("m", "float32", {}, timings, ((256, 1.0),), ragged=True, column_cost=column_cost)
+
+
+def test_throughput_is_told_what_a_column_costs_where_the_model_says_so(plain: Recording) -> None:
+    """As live over llama.cpp, whose columns are expensive: it need not find out by drafting."""
+
+    def drafted(known: float | None) -> int:
+        dear = profile(lambda columns: 1e3 * (1 + 0.9 * (columns - 1)), known)
+        return replay(
+            plain, Oracle(plain, wrong=True), ThroughputLength(start=4, high=8), profile=dear
+        ).stats.num_drafted
+
+    assert drafted(0.9) < drafted(None)
+
+
+class Oracle(Fake):
+    """Drafts what is recorded, or anything but that."""
+
+    def __init__(self, recording: Recording, *, wrong: bool = False) -> None:
+        self.texts, self.off = [r.output for r in recording.records], int(wrong)
+
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
+        one = rows[row]
+        return [(token + self.off) % VOCAB for token in self.texts[one.request_id][one.num_new : one.num_new + budget]]
+
+
+# -- figures -------------------------------------------------------------------------------------------------------------
+
+
+def test_ratio_by_hand() -> None:
+    value, low, high = ratio([(1, 2), (3, 4), (2, 4)])
+    squares = sum((a - 0.6 * b) ** 2 for a, b in ((1, 2), (3, 4), (2, 4)))
+    reach = 1.959964 * math.sqrt(3 / 2 * squares) / 10
+    assert (value, low, high) == pytest.approx((0.6, 0.6 - reach, 0.6 + reach))
+    assert ratio([(3, 4)]) == (0.75, -math.inf, math.inf)
+    narrow = ratio([(1, 2), (3, 4), (2, 4)], confidence=0.5)
+    assert low < narrow[1] < narrow[2] < high
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    numbers = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        rates = numbers.beta(4, 2, size=60)  # prompts differ
+        tested = numbers.integers(20, 60, size=60)
+        _, low, high = ratio(list(zip(numbers.binomial(tested, rates).tolist(), tested.tolist(), strict=True)))
+        covered += low <= 4 / 6 <= high
+    assert 0.91 <= covered / 400 <= 0.985
+
+
+# -- sampled: estimates ------------------------------------------------------------------------------------------------
+
+SIZE = 8
+SAMPLED = SamplingParams(max_new_tokens=30, temperature=0.8, top_p=0.95, seed=8, ignore_eos=True)
+TARGET = TableModel.random(SIZE, seed=1, concentration=0.7)
+DRAFT = TableModel(0.6 * TARGET.table + 0.4 * TableModel.random(SIZE, seed=2, concentration=0.7).table)
+PROMPTS = numbered(160, high=SIZE, longest=6, seed=9)
+
+
+@pytest.fixture(scope="session")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    generator = loaded(TARGET, batch=160, tokenizer=Numbers(SIZE))
+    return record(generator, PROMPTS, tmp_path_factory.mktemp("sampled") / "r.jsonl", SAMPLED)
+
+
+def counts(steps: Sequence[Sequence[Step]]) -> list[tuple[float, float]]:
+    return [(float(s.num_accepted), float(s.num_tested)) for s in map(Stats.of, steps)]
+
+
+def truth(made: Callable[[], Drafter], gamma: int = 4, seeds: int = 2) -> list[tuple[float, float]]:
+    """(accepted, tested) of each prompt in live speculative sampling with seeds of its own."""
+    engine = Engine(TARGET, made(), make_rule("speculative"), ConstantLength(gamma), max_batch_size=320)
+    for k in range(seeds):
+        for i, item in enumerate(PROMPTS):
+            params = SamplingParams.of(SAMPLED, seed=10**6 * (k + 1) + i)
+            engine.submit([int(word) for word in str(item.prompt).split()], params)
+    steps: list[list[Step]] = [[] for _ in range(seeds * len(PROMPTS))]
+    while engine.has_work:
+        for step in engine.step():
+            steps[step.request_id].append(step)
+    assert engine.draft_failures == 0
+    return counts(steps)
+
+
+def apart(estimate: Sequence[tuple[float, float]], true: Sequence[tuple[float, float]]) -> float:
+    """Standard errors between two acceptance rates."""
+    (a, a_low, _), (b, b_low, _) = ratio(estimate), ratio(true)
+    return (a - b) / math.hypot((a - a_low) / 1.96, (b - b_low) / 1.96)
+
+
+SAMPLING: dict[str, Callable[[], Drafter]] = {
+    "model": lambda: ModelDrafter(DRAFT, SIZE),
+    "narrow model": lambda: ModelDrafter(TableModel.random(SIZE - 2, seed=4), SIZE),
+    "max_gram": MaxGram,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", SAMPLING)
+def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> None:
+    made = SAMPLING[drafter]
+    done = replay(sampled, made(), ConstantLength(4), batch_size=160)
+    assert not done.exact and done.stats.num_tokens == sampled.num_tokens == 160 * 30
+    true = truth(made)
+    assert abs(apart(counts(done.steps), true)) < 3
+    rate, efficiency = done.rate(0.999), done.efficiency()
+    assert rate is not None and rate[1] < ratio(true)[0] < rate[2], (
+        "the 99.9% interval covers it, which 1 of 1,000 does not"
+    )
+    assert 0.1 < rate[0] < 0.95 and efficiency[1] < efficiency[0] < efficiency[2]
+
+
+@pytest.mark.slow
+def test_the_estimate_of_a_known_acceptance(tmp_path: Path) -> None:
+    """Tables whose distributions are all the same: alpha = sum min(p, q), whatever was written before."""
+    p, q = torch.tensor([0.5, 0.3, 0.1, 0.1]), torch.tensor([0.2, 0.2, 0.5, 0.1])
+    target, other = (TableModel(distribution.expand(4, 4, -1).contiguous()) for distribution in (p, q))
+    params = SamplingParams(max_new_tokens=40, temperature=1.0)
+    items = numbered(120, high=4, longest=4)
+    recording = record(loaded(target, batch=64, tokenizer=Numbers(4)), items, tmp_path / "r.jsonl", params)
+    for gamma in (1, 5):
+        value, low, high = (
+            replay(recording, ModelDrafter(other, 4), ConstantLength(gamma), batch_size=160).rate() or (0,) * 3
+        )
+        alpha = float(torch.minimum(p, q).sum())
+        assert abs(value - alpha) < 3 * (high - low) / 3.92 and low < alpha < high
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", ["p", "chance", "q"])
+def test_an_estimate_that_ignores_something_is_far_off(
+    sampled: Recording, monkeypatch: pytest.MonkeyPatch, ignored: str
+) -> None:
+    """Negative controls: acceptance q(y) instead of min(1, q(y) / p(y)); always where q > 0; and q uniform."""
+    honest = SampledReplayModel._choose
+
+    def choose(self: SampledReplayModel, scores: torch.Tensor, row: Any, position: int) -> None:
+        if ignored == "p":
+            self._records = tuple(dataclasses.replace(r, token_probs=(1.0,) * len(r.output)) for r in self._records)
+        elif ignored == "chance":
+            self._records = tuple(dataclasses.replace(r, token_probs=(1e-9,) * len(r.output)) for r in self._records)
+        else:
+            scores.fill_(0.0)
+        honest(self, scores, row, position)
+
+    monkeypatch.setattr(SampledReplayModel, "_choose", choose)
+    some = dataclasses.replace(sampled, records=sampled.records[:60])
+    done = replay(some, SAMPLING["model"](), ConstantLength(4), batch_size=160)
+    assert abs(apart(counts(done.steps), truth(SAMPLING["model"], seeds=1))) > 5
+
+
+@pytest.mark.slow
+def test_a_drafter_may_be_replayed_twice(sampled: Recording, plain: Recording) -> None:
+    some = dataclasses.replace(sampled, records=sampled.records[:40])
+    drafter = SAMPLING["model"]()
+    first = replay(some, drafter, ConstantLength(4), batch_size=8)
+    assert replay_method(replay(some, drafter, ConstantLength(4), batch_size=8)) == replay_method(first)
+    other = dataclasses.replace(sampled, records=sampled.records[40:80])
+    fresh = replay(other, SAMPLING["model"](), ConstantLength(4), batch_size=8)
+    assert replay_method(replay(other, drafter, ConstantLength(4), batch_size=8)) == replay_method(fresh)
+    again = replay(plain, reused := draft(), ConstantLength(4))
+    assert replay_method(replay(plain, reused, ConstantLength(4))) == replay_method(again)
+
+
+def test_an_estimate_does_not_depend_on_the_batch(sampled: Recording) -> None:
+    some = dataclasses.replace(sampled, records=sampled.records[:20])
+    one, many = (replay(some, SAMPLING["model"](), ConstantLength(4), batch_size=n) for n in (1, 7))
+    assert replay_method(one) == replay_method(many)
+
+
+@pytest.mark.slow
+def test_a_draft_in_bf16_is_coupled_too(sampled: Recording) -> None:
+    """A little more than the greatest score is that score in bf16: the drawn token would lose a tie."""
+
+    class Rounded(TableModel):
+        def forward(self, *args: Any, **more: Any) -> Any:
+            out = super().forward(*args, **more)
+            return out if out.logits is None else dataclasses.replace(out, logits=(out.logits + 20).to(torch.bfloat16))
+
+    some = dataclasses.replace(sampled, records=sampled.records[:120])
+    done = replay(some, ModelDrafter(Rounded(DRAFT.table), SIZE), ConstantLength(4), batch_size=160)
+    assert abs(apart(counts(done.steps), truth(SAMPLING["model"], seeds=1))) < 3
+
+
+def test_a_decoder_only_draft_of_an_encoder_decoder_is_held_against_the_right_places() -> None:
+    """Source and output are one text there; what the decoder starts from, one token or two, is none of it."""
+    for start in ((0,), (0, 3)):
+        one = Record("a", start, (4, 5, 6), source=(7, 1, 2), token_probs=(1e-9, 1e-9, 1e-9))
+        recording = Recording((one,), SIZE, params={"temperature": 1.0})
+        model = SampledReplayModel(DRAFT, recording)
+        for place, token in enumerate(one.output):
+            scores = torch.zeros(SIZE)
+            model._choose(scores, 0, 3 + place)
+            assert int(scores.argmax()) == token
+        for position in (2, 6):
+            model._choose(scores := torch.zeros(SIZE), 0, position)
+            assert not scores.any(), "nothing is known there"
+
+
+def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
+    made, policy = SAMPLING["model"], ConstantLength(4)
+    bare = dataclasses.replace(sampled, records=(dataclasses.replace(sampled.records[0], token_probs=None),))
+    with pytest.raises(ConfigError, match="the recording lacks token probabilities"):
+        replay(bare, made(), policy)
+    assert replay(bare, MaxGram(), policy).stats.num_tokens == 30, "look-ups need none"
+    penalised = dataclasses.replace(sampled, params={**sampled.params, "presence_penalty": 1.0})
+    with pytest.raises(ConfigError, match="cannot be replayed on a recording sampled with presence_penalty"):
+        replay(penalised, made(), policy)
+    with pytest.raises(
+        ConfigError, match="a draft model with another tokenizer cannot be replayed on a sampled recording"
+    ):
+        replay(sampled, CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
+    with pytest.raises(ConfigError, match="can replay rule='speculative' only, not rule='coupled'"):
+        replay(sampled, made(), policy, rule=make_rule("coupled"))
+    assert set(coupled.PROBABILITY_FIELDS) == {"temperature", "top_k", "top_p", "min_p"}

@@ -1,0 +1,310 @@
+"""The acceptance head: it recovers chances that are known, stops drafts by them, and never changes what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import foresay
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.lengths import AcceptanceLength
+from foresay.lengths.acceptance_head import AcceptanceHead
+from foresay.models.table import TableModel
+from foresay_lab.training.acceptance import (
+    AcceptancePlan,
+    evaluate_acceptance,
+    train_acceptance,
+    weighted_loss,
+)
+from foresay_lab.training.accepted import Examples, collect, load_examples, split_examples
+from helpers import tiny
+from helpers.distribution_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.distribution_cells import DRAFT as OTHER
+from helpers.reference import joint, p_value
+from helpers.support import run
+
+V = 4
+
+
+class Shows(TableModel):
+    """A table that shows which two tokens it read last, [V * V]."""
+
+    capabilities = Capabilities(trees=True, num_layers=1)
+
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        starts = list(cache.lengths)
+        before = [list(tokens) for tokens in cache.tokens]  # type: ignore[attr-defined]
+        out = super().forward(dataclasses.replace(model_input, logits=Logits.ALL), cache)
+        hidden = torch.zeros(*model_input.token_ids.shape, self.vocab_size**2)
+        for i, fed in enumerate(model_input.token_ids.tolist()):
+            row = model_input.first_row + i
+            line = before[row][: starts[row]] + fed
+            for column, token in enumerate(fed):
+                at = starts[row] + column
+                hidden[i, column, (line[at - 1] if at else 0) * self.vocab_size + token] = 1
+        if model_input.logits is Logits.NONE:
+            return ModelOutput(None, {1: hidden})
+        if model_input.logits is Logits.LAST:
+            return ModelOutput(
+                out.scores()[torch.arange(len(hidden)), model_input.last_columns()][:, None], {1: hidden}
+            )
+        return ModelOutput(out.scores(), {1: hidden})
+
+
+def by_last(seed: int, kind: type = TableModel) -> Any:
+    """A table whose distributions depend on the last token alone."""
+    distributions = TableModel.random(V, seed=seed).table[0]
+    return kind(distributions.expand(V, V, V).clone())
+
+
+P, Q = by_last(1), by_last(2, Shows)
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Examples:
+    generator = foresay.load(P, drafter=lambda: ModelDrafter(Q, V), max_batch_size=16)
+    folder = tmp_path_factory.mktemp("data")
+    params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=5)
+    prompts = [[i % V, (i // V) % V] for i in range(96)]
+    collect(generator, prompts, params, folder, length=5)
+    return Examples.joined(load_examples(folder))
+
+
+def chance(before: int, token: int) -> float:
+    return min(1.0, float(P.table[0, before, token] / Q.table[0, before, token]))
+
+
+def test_labels_are_the_chances_of_acceptance(examples: Examples) -> None:
+    """The token that was consumed, whatever was accepted before it."""
+    pairs = examples.hidden.argmax(-1)
+    for pair, label, drafted in zip(pairs.tolist(), examples.labels.tolist(), examples.drafted.tolist(), strict=True):
+        assert label == pytest.approx(chance(pair // V, pair % V), abs=1e-4)
+        assert 0 <= drafted < 4
+    assert len(examples) > 3000 and set(examples.drafted.tolist()) == {0, 1, 2, 3}
+    first = examples.drafted == 0
+    assert bool((examples.reached[first] == 1).all()) and bool((examples.reached[~first] < 1).any())
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
+    plan = AcceptancePlan(blocks=blocks, rejection_weight=1, mixing=1, epochs=30, rate=0.03)
+    head = train_acceptance(examples, plan)
+    seen = torch.bincount(examples.hidden.argmax(-1), minlength=V * V)
+    found = head.accepted(torch.eye(V * V)).tolist()
+    for pair in range(V * V):
+        if seen[pair] > 40:
+            assert found[pair] == pytest.approx(chance(pair // V, pair % V), abs=0.06)
+    measured = evaluate_acceptance(head, examples)
+    assert measured.divergence < 0.02 < measured.without and measured.error < 0.03
+    assert sum(n for _, _, n in measured.bins) == len(examples)
+
+
+def of(*sizes: int) -> list[Examples]:
+    """Files of so many tokens, each recognisable by its label."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    labels = [torch.arange(end - size, end, dtype=torch.float64) for size, end in zip(sizes, ends, strict=True)]
+    return [Examples(one[:, None], one, one, one.long()) for one in labels]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        ((500, 500), 100),  # half of the tokens before
+        ((1000,), 100),
+        ((10, 10, 980), 100),
+        ((100,) * 10, 100),
+        ((90,) * 11, 90),  # whole files, whose prompts are in no other
+        ((70,) * 20, 140),
+        ((400, 400, 200), 100),
+        ((1, 1), 1),
+    ],
+)
+def test_a_tenth_of_the_tokens_is_held_out(sizes: tuple[int, ...], held: int) -> None:
+    learn, rest = split_examples(of(*sizes))
+    assert len(rest) == held and len(learn) + len(rest) == sum(sizes)
+    assert torch.cat([learn.labels, rest.labels]).tolist() == list(range(sum(sizes))), (
+        "each once, the last are held out"
+    )
+
+
+def test_one_token_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="1 drafted tokens cannot be split"):
+        split_examples(of(1))
+
+
+def test_the_shift_of_a_rejection_weight_can_be_taken_out(examples: Examples) -> None:
+    """A linear head over one-hot states reaches the least loss, whose predictions are shifted by the weight alone."""
+    plan = AcceptancePlan(blocks=0, rejection_weight=6.0, mixing=1, epochs=30, rate=0.03)
+    head = train_acceptance(examples, plan)
+    shifted, plain = evaluate_acceptance(head, examples), evaluate_acceptance(head, examples, 6.0)
+    assert plain.error < 0.03 < 0.1 < shifted.error and plain.divergence < 0.02 < shifted.divergence
+    assert shifted.bins != plain.bins and sum(n for _, _, n in plain.bins) == len(examples)
+
+
+def test_rejections_that_weigh_more_make_it_careful(examples: Examples) -> None:
+    means = []
+    for weight in (1.0, 6.0):
+        plan = AcceptancePlan(blocks=0, rejection_weight=weight, epochs=10, rate=0.03)
+        means.append(float(train_acceptance(examples, plan).accepted(examples.hidden).mean().detach()))
+    assert means[1] < means[0] - 0.1
+
+
+def test_the_loss_by_hand() -> None:
+    scores, labels = torch.tensor([[0.0, 1.0], [2.0, -1.0]]), torch.tensor([0.3, 0.9])
+    for i in range(2):
+        c = math.exp(float(scores[i, 1])) / sum(math.exp(float(s)) for s in scores[i])
+        wanted = -(float(labels[i]) * math.log(c) + 6 * (1 - float(labels[i])) * math.log(1 - c))
+        assert float(weighted_loss(scores, labels, 6.0)[i]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_data_that_is_there_is_not_made_again(tmp_path: Path) -> None:
+    made = []
+
+    def drafter() -> ModelDrafter:
+        made.append(1)
+        return ModelDrafter(Q, V)
+
+    generator = foresay.load(P, drafter=drafter)
+    params = SamplingParams(temperature=1.0, max_new_tokens=12, seed=5)
+    prompts = [[1, 2]] * 40
+    assert collect(generator, prompts, params, tmp_path, length=3) == 0
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(whole) == 4 and "settings.json" in whole
+    (tmp_path / "000001.safetensors").unlink()
+    made.clear()
+    assert collect(generator, prompts, params, tmp_path, length=3) == 2 and len(made) == 1
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    with pytest.raises(ConfigError, match="another value of length"):
+        collect(generator, prompts, params, tmp_path, length=4)
+    with pytest.raises(ConfigError, match="another value of prompts"):
+        collect(generator, prompts[:20], params, tmp_path, length=3)
+
+
+def certain(value: float) -> AcceptanceHead:
+    """A head that returns the same chance of any token."""
+    head = AcceptanceHead(V * V, 0)
+    with torch.no_grad():
+        head.out.weight.zero_()
+        head.out.bias.copy_(torch.tensor([math.log(1 - value), math.log(value)]))
+    return head
+
+
+@pytest.mark.parametrize(
+    ("value", "threshold", "low", "drafted"),
+    # 1 - 0.8^i: 0, 0.2, 0.36, 0.49, 0.59, ... when the token after i drafted ones is drawn
+    [(0.8, 0.3, 1, 3), (0.8, 0.5, 1, 5), (0.8, 0.1, 1, 2), (0.8, 0.1, 4, 4), (0.999, 0.3, 1, 7), (0.8, 1.0, 1, 7)],
+)
+def test_a_draft_ends_after_the_token_drawn_when_a_rejection_is_likely(
+    value: float, threshold: float, low: int, drafted: int
+) -> None:
+    policy = AcceptanceLength(certain(value), threshold, low=low, high=7)
+    params = SamplingParams(max_new_tokens=60, temperature=1.0, seed=1)
+    _, steps, _ = run(P, [[1, 2], [3]], params, drafter=ModelDrafter(Q, V), policy=policy)
+    assert {step.num_drafted for step in steps if step.num_drafted < 7 or drafted == 7} >= {drafted}
+    assert max(step.num_drafted for step in steps) == drafted
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+def test_the_law_is_the_targets(rule: str) -> None:
+    """Whatever the head returns for tokens that were drawn already."""
+    torch.manual_seed(0)
+    head = AcceptanceHead(SIZE * SIZE, 1)
+    with torch.no_grad():
+        head.out.weight.normal_(0, 3)
+    draft = Shows(OTHER.table)
+    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(1500)]
+    policy = AcceptanceLength(head, 0.4, low=1, high=5)
+    outputs, steps, engine = run(
+        TARGET,
+        [PROMPT] * 1500,
+        requests,
+        drafter=ModelDrafter(draft, SIZE),
+        rule=rule,
+        policy=policy,
+        max_batch_size=64,
+    )
+    assert engine.draft_failures == 0 and len({step.num_drafted for step in steps}) > 2
+    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
+
+
+class TestFiles:
+    def test_they_come_back(self, tmp_path: Path) -> None:
+        head = AcceptanceHead(6, 2)
+        torch.nn.init.normal_(head.blocks[0].weight)  # type: ignore[arg-type]
+        head.save(tmp_path)
+        x = torch.randn(5, 6)
+        assert torch.equal(AcceptanceHead.load(tmp_path)(x), head(x))
+
+    def test_published_names_with_one_weight_for_all_blocks(self, tmp_path: Path) -> None:
+        """As a sequence of modules is saved: blocks, and then a linear layer."""
+        torch.manual_seed(0)
+        weight, bias, last = torch.randn(6, 6), torch.randn(6), torch.randn(2, 6)
+        save_file({"0.linear.weight": weight, "0.linear.bias": bias, "3.weight": last}, tmp_path / "model.safetensors")
+        x = torch.randn(5, 6)
+        y = x
+        for _ in range(3):
+            y = y + torch.nn.functional.silu(y @ weight.T + bias)
+        torch.testing.assert_close(AcceptanceHead.load(tmp_path)(x), y @ last.T)
+        file = tmp_path / "model.safetensors"
+        save_file(load_file(file) | {"1.norm.weight": torch.ones(6)}, file)
+        with pytest.raises(ModelLoadError, match=r"has 1\.norm\.weight, which it should not have"):
+            AcceptanceHead.load(tmp_path)
+
+    def test_wrong_ones_are_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelNotFoundError, match="acceptance head"):
+            AcceptanceHead.load(tmp_path)
+        AcceptanceHead(6, 1).save(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file({"x": tensors["out.weight"]}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelLoadError, match="output layer"):
+            AcceptanceHead.load(tmp_path)
+        save_file(tensors | {"out.weight": torch.ones(2, 9)}, tmp_path / "model.safetensors")
+        with pytest.raises(
+            ModelLoadError, match=r"blocks\.0\.weight of the acceptance head in .* is \[6, 6\], and .* gives \[9, 9\]"
+        ):
+            AcceptanceHead.load(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"x")
+        with pytest.raises(ModelLoadError, match="cannot read"):
+            AcceptanceHead.load(tmp_path)
+        with pytest.raises(ConfigError, match="threshold"):
+            AcceptanceLength(certain(0.5), 2.0)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shell = tiny.Shell(monkeypatch, capsys)
+    target, draft = tiny.save(tmp_path / "target"), tiny.save(tmp_path / "draft", tiny.llama(num_hidden_layers=1))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"line {i}\n" for i in range(40)))
+    outputs, head = str(tmp_path / "outputs.jsonl"), str(tmp_path / "head")
+    asked = ("--model", str(target), "--prompts", str(prompts), "-n", "24", "-t", "1", "--seed", "3")
+    assert shell("record", outputs, *asked)[0] == 0
+    given = ("--kind", "acceptance", "--model", str(target), "--outputs", outputs, "--epochs", "2")
+    made = ("distill", head, *given, "--drafter", f"model({draft})")
+    code, out, err = shell(*made)
+    assert (code, err) == (0, "") and "divergence" in out and f"acceptance({head})" in out
+    assert "trained with rejection weight 6: it predicts a / (a + 6 (1 - a)) for a probability a" in out
+    assert "mean acceptance" in out and ": accepted " in out
+    found = re.findall(r"([\d,]+) draft tokens, ([\d,]+) held out", out)[0]
+    tokens, held_out = (int(one.replace(",", "")) for one in found)
+    assert 0.09 < held_out / (tokens + held_out) < 0.11
+    again = shell(*made, "--rejection-weight", "1")
+    assert again[0] == 0 and "3 files of data from an earlier run" in again[1] and "weight" not in again[1]
+    plain = ("generate", "x", "--model", str(target), "-n", "16")
+    code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
+    assert code == 0 and out == shell(*plain, "--drafter", "none")[1]
+    assert "needs --drafter" in shell.refused("distill", str(tmp_path / "other"), *given)
+    half = (*given, "--drafter", f"model({draft})", "--epochs", "0.5")
+    assert "--epochs 0.5 must be an integer" in shell.refused("distill", str(tmp_path / "other"), *half)
+    assert "hidden states" in shell.refused("distill", str(tmp_path / "other"), *given, "--drafter", "suffix")
+    assert "contains something else" in shell.refused("distill", str(target), *given, "--drafter", f"model({draft})")

@@ -1,0 +1,471 @@
+"""Reports: numbers against hand computation, honest words, sound files."""
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from click.testing import CliRunner
+
+from foresay.cli.app import app
+from foresay.errors import ConfigError
+from foresay.generation.method import PLAIN
+from foresay.records.results import Cell, Run, results_writer
+from foresay_lab.report import figures, report
+from foresay_lab.report.card import escaped
+from foresay_lab.report.page import COLUMNS, Source, html
+from foresay_lab.report.report import read_report
+from foresay_lab.report.table import shortened, wilson
+
+CAME = {"machine": {"processor": "abacus"}, "commit": "cafe", "time": "2026-01-01T00:00:00+00:00"}
+
+
+def counts(passes, tokens, drafted, tested, accepted, *, lengths=None, at=None, **seconds):
+    tested_at, accepted_at = at or ({"0": tested}, {"0": accepted})
+    out = {"num_passes": passes, "num_tokens": tokens, "num_drafted": drafted, "num_tested": tested}
+    out |= {"num_accepted": accepted, "origins": {"draft": accepted, "bonus": tokens - accepted}}
+    out |= {"accepted_lengths": lengths or {"0": passes}, "tested_at": tested_at, "accepted_at": accepted_at}
+    return out | {"draft_s": 0.0, "target_s": 0.0, "total_s": 0.0} | seconds
+
+
+def run(method, seconds, *, repeat=0, dataset="chat", batch=1, sampling="greedy", tokens=100, stats=(), **more):
+    return Run(Cell(method, dataset, batch, sampling), repeat, seconds, tokens, stats=dict(stats), **more).as_line()
+
+
+def failed(method, error, repeat=0):
+    return {"kind": "failed", "cell": asdict(Cell(method, "chat", 1)), "repeat": repeat, "error": error}
+
+
+def write(path, *lines, settings=None, came=CAME):
+    with results_writer(path, settings or {"model": "m"}, came) as file:
+        for line in lines:
+            file.append(line)
+    return path
+
+
+def write_report(results, output, **options):
+    return report.write(read_report(results, **options), output)
+
+
+def plain(seconds=10.0, **more):
+    return run(PLAIN, seconds, stats=counts(100, 100, 0, 0, 0, target_s=9.0, total_s=seconds), **more)
+
+
+def suffix(seconds=5.0, stats=None, **more):
+    stats = stats or counts(40, 100, 120, 80, 60, draft_s=0.5, target_s=4.0, total_s=5.0)
+    return run("suffix, 4", seconds, stats=stats, **{"plain_seconds": 10.0, "identical": True} | more)
+
+
+def columns(row):
+    return {name: say(row) for name, say in COLUMNS.items()}
+
+
+def test_the_table_against_hand_computation(tmp_path):
+    second = counts(60, 100, 80, 70, 40)
+    lines = [
+        suffix(5.0),
+        suffix(4.0, second, repeat=1),
+        suffix(8.0, second, repeat=2),
+        plain(10.0),
+        plain(12.5, repeat=1),
+    ]
+    (row, base) = read_report([write(tmp_path / "r", *lines)]).table
+    assert columns(row) == {
+        "method": "suffix, 4",
+        "data set": "chat",
+        "batch": "1",
+        "sampling": "greedy",
+        "tokens/s": "20.0",  # of 20, 25 and 12.5
+        "speed-up": "~2.00x (1.25 to 2.50)",  # more than tokens per pass allow
+        "tokens per pass": "1.88",  # 300 / 160
+        "acceptance rate": "64%",  # 140 / 220; the mean of the rates would be 63%
+        "draft utilization": "50%",  # 140 / 280
+        "discard rate": "0.47",  # 140 / 300
+        "verification rate": "0.53",  # 160 / 300
+        "drafting": "10%",  # 0.5 s of 5 s; the others have no times
+        "identical": "yes",
+        "exact": "yes",
+    }
+    assert columns(base)["speed-up"] == "1.00x (0.89 to 1.11)"  # 10 and 8 tokens/s over their median, 9
+    assert columns(base)["acceptance rate"] == columns(base)["identical"] == "-"
+
+
+def test_without_a_plain_run_beside_it_a_method_is_compared_with_the_plain_cell_of_its_setting(tmp_path):
+    lines = [plain(10.0), run("vllm", 5.0), run("vllm", 5.0, batch=8), plain(5.0, dataset="code")]
+    lines += [run("vllm", 2.0, dataset="code", sampling="t=1")]
+    table = {row.group: row for row in read_report([write(tmp_path / "r", *lines)]).table if row.cell.method == "vllm"}
+    assert table["chat", 1, "greedy"].speed_up == (2, 2, 2)
+    assert table["chat", 8, "greedy"].speed_up is table["code", 1, "t=1"].speed_up is None
+    assert columns(table["chat", 8, "greedy"])["speed-up"] == "-"
+
+
+def test_rows_are_sorted_by_speed_up_and_those_without_come_last(tmp_path):
+    lines = [run("b", 5.0, plain_seconds=6.0), run("none", 1.0), run("a", 5.0, plain_seconds=20.0), run("quick", 0.5)]
+    assert [row.cell.method for row in read_report([write(tmp_path / "r", *lines)]).table] == [
+        "a",
+        "b",
+        "quick",
+        "none",
+    ]
+
+
+def test_the_summary_names_the_fastest_exact_method_and_its_gain(tmp_path):
+    lossy = run("typical", 1.0, plain_seconds=10.0, exact=False, stats=counts(9, 100, 99, 95, 91))
+    lines = [plain(), suffix(5.0), suffix(4.9, repeat=1), lossy, run("vllm", 2.5)]
+    report = read_report([write(tmp_path / "r", *lines)])
+    assert report.summary == [
+        "On chat (batch 1, greedy) suffix, 4 was the fastest exact method: 2.02x (2.00 to 2.04) the speed of plain decoding, "
+        "20.2 tokens/s instead of 10.0. vllm, another engine, had 4.00x."
+    ]
+    assert report.warnings == ["Lossy, so the output may differ from the target's: typical."]
+
+
+@pytest.mark.parametrize(
+    ("methods", "plains"),
+    [([9.9, 9.3, 8.9], [10.0, 10.0]), ([11.0, 11.0], [10.0, 10.0]), ([9.8, 9.8], [10.0, 10.9])],
+    ids=["its own spread", "slower", "the spread of plain"],
+)
+def test_the_summary_is_honest_where_no_draft_pays(tmp_path, methods, plains):
+    lines = [suffix(seconds, repeat=i) for i, seconds in enumerate(methods)]
+    lines += [plain(seconds, repeat=i) for i, seconds in enumerate(plains)]
+    lines = [line | {"plain_seconds": None} for line in lines]
+    (sentence,) = read_report([write(tmp_path / "r", *lines)]).summary
+    assert "drafting does not pay" in sentence and "suffix, 4" in sentence
+
+
+def test_the_summary_where_there_is_nothing_to_compare(tmp_path):
+    report = read_report([write(tmp_path / "r", suffix(plain_seconds=None))])
+    assert report.summary == ["On chat (batch 1, greedy) no exact method was compared with plain decoding."]
+
+
+@pytest.mark.parametrize(("last", "warned"), [(10.9, False), (11.5, True)])
+def test_a_warning_where_plain_itself_spreads(tmp_path, last, warned):
+    report = read_report([write(tmp_path / "r", plain(10.0), plain(10.5, repeat=1), plain(last, repeat=2))])
+    assert bool(report.warnings) is warned
+    assert all("Plain decoding itself varies" in line and "chat (batch 1, greedy)" in line for line in report.warnings)
+
+
+def test_a_warning_where_exact_outputs_differ(tmp_path):
+    report = read_report([write(tmp_path / "r", suffix(), suffix(identical=False, repeat=1))])
+    assert report.warnings == [
+        "Outputs differ from plain decoding, although the method is exact: suffix, 4 on chat, batch 1, greedy."
+    ]
+    assert columns(report.table[0])["identical"] == "no"
+
+
+def test_wilson_on_known_values():
+    low, high = wilson(8, 10)  # as scipy.stats.binomtest(8, 10).proportion_ci(method="wilson") has it
+    assert low == pytest.approx(0.490162, abs=1e-6) and high == pytest.approx(0.943318, abs=1e-6)
+    assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == pytest.approx(1)
+    with pytest.raises(ConfigError, match="hits=3 must be an integer in"):
+        wilson(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        ("suffix, 8", ("suffix", 8)),
+        ("cascade(a, b; k=[[4, 8]]), 16", ("cascade(a, b; k=[[4, 8]])", 16)),
+        ("a, 3, 4", ("a, 3", 4)),
+        ("cascade(k=[[4, 8]])", None),
+        ("suffix", None),
+        ("suffix, 8x", None),
+        (", 8", None),
+    ],
+)
+def test_the_draft_length_in_a_name(method, found):
+    assert figures.family(method) == found
+
+
+def drawn(table):
+    return {name: figure for name, _, figure, _ in figures.drawings(table)}
+
+
+def captions(table):
+    return {name: caption for name, _, _, caption in figures.drawings(table)}
+
+
+def test_without_lengths_and_counts_their_figures_are_left_out(tmp_path):
+    assert list(drawn(read_report([write(tmp_path / "a", run("x", 1.0, plain_seconds=2.0))]).table)) == ["speed-up"]
+    assert drawn(read_report([write(tmp_path / "b", run("x", 1.0))]).table) == {}
+    both = read_report([write(tmp_path / "c", plain(), suffix())]).table
+    assert list(drawn(both)) == ["speed-up", "acceptance"]
+
+
+def test_tokens_per_pass_against_length_with_the_closed_form(tmp_path):
+    lines = [run(f"max_gram, {n}", 5.0, stats=counts(50, tokens, 50 * n, 60, 30)) for n, tokens in ((2, 75), (4, 90))]
+    (axes,) = drawn(read_report([write(tmp_path / "r", *lines, suffix())]).table)["draft-length"].axes
+    measured, closed = axes.lines
+    assert measured.get_xydata().tolist() == [[2, 1.5], [4, 1.8]]
+    assert closed.get_xydata().tolist() == [[2, 1.75], [3, 1.875], [4, 1.9375]]  # alpha = 60 / 120
+
+
+def test_acceptance_by_position_leaves_out_what_was_hardly_tested(tmp_path):
+    at = ({"0": 100, "1": 40, "2": 19}, {"0": 80, "1": 10, "2": 19})
+    lines = [suffix(stats=counts(100, 200, 200, 159, 109, at=at)), plain()]
+    (axes,) = drawn(read_report([write(tmp_path / "r", *lines)]).table)["acceptance"].axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 0.8], [2, 0.25]]]
+    band = axes.collections[0].get_paths()[0].get_extents()
+    assert band.y0 == pytest.approx(wilson(10, 40)[0]) and band.y1 == pytest.approx(wilson(80, 100)[1])
+
+
+def test_at_most_eight_methods_and_how_many_are_left_out(tmp_path):
+    lines = [run(f"m{i:02}", 5.0, plain_seconds=20.0 - i, stats=counts(50, 100, 90, 60, 50)) for i in range(11)]
+    table = read_report([write(tmp_path / "r", *lines)]).table
+    assert "3 slower methods left out." in captions(table)["acceptance"]
+    (legend,) = drawn(table)["acceptance"].legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"m{i:02}" for i in range(8)]
+
+
+def boxes(figure, texts):
+    renderer = figure.canvas.get_renderer()
+    return [text.get_window_extent(renderer) for text in texts if text.get_text() and text.get_visible()]
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_labels_do_not_overlap(tmp_path, count):
+    lines = []
+    for i in range(count):
+        stats = counts(50 - i, 100, 60 + 3 * i, 55, 50, draft_s=0.1, target_s=1.0, total_s=1.3)
+        name = f"cascade(model=some-long-name-{i}, max_gram; k=[[{i}, 8], [0, 8]])"
+        lines += [run(name, 5.0 + i / 9, plain_seconds=20.0, dataset=one, stats=stats) for one in ("chat", "code")]
+    pictures = drawn(read_report([write(tmp_path / "r", *lines)]).table)
+    bars, lines = pictures["speed-up"], pictures["acceptance"]
+    bars.draw_without_rendering()
+    labels = boxes(bars, bars.axes[0].get_yticklabels())
+    assert len(labels) == count
+    assert not any(a.overlaps(b) for a, b in pairwise(labels))
+    assert all(label.x0 >= 0 for label in labels)
+    lines.draw_without_rendering()
+    (legend,) = lines.legends
+    frame = legend.get_window_extent(lines.canvas.get_renderer())
+    assert frame.x1 <= lines.bbox.x1 and frame.height < 0.5 * lines.bbox.height
+    assert len(legend.get_texts()) == min(count, 8)
+    assert all(axes.get_window_extent().height > 150 for axes in lines.axes)
+
+
+def test_long_names_stay_short_and_apart():
+    names = [f"cascade(model=some-long-name-{i}, max_gram; k=[[4, 8], [0, 8]])" for i in range(30)]
+    short = shortened([*names, "suffix", "a  b\n c", "", "x" * 90], 34)
+    assert len(set(short.values())) == 34 and max(map(len, short.values())) <= 34 + 5
+    assert (short["suffix"], short["a  b\n c"], short[""]) == ("suffix", "a b c", "?")
+    assert short["x" * 90] == "x" * 17 + "…" + "x" * 16
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, and whether what was opened was closed."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+NASTY = "<script>alert('1')</script> & $x$ _--!> | 模型"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A report with everything in it, under names that no one should choose."""
+    folder = tmp_path_factory.mktemp("whole")
+    cell = asdict(Cell(NASTY, "chat", 1))
+    stats = counts(40, 100, 120, 80, 60, draft_s=0.5, target_s=4.0, total_s=5.0)
+    lines = [plain(), suffix(), run("suffix, 8", 4.0, stats=stats, exact=False, identical=False)]
+    lines += [run(NASTY, 6.0, stats=stats, plain_seconds=10.0), run("_hidden", 7.0, stats=stats)]
+    lines += [failed("max_gram", f"OutOfMemory: {NASTY}")]
+    lines += [{"kind": "prediction", "cell": cell, "tokens_per_s": 15.0, "tokens_per_pass": 2.0}]
+    pieces = [["<b>a</b> ", "draft"], ["b", "residual"], [" c", "bonus"], ["?", NASTY]]
+    lines += [{"kind": "trace", "cell": cell, "id": NASTY, "pieces": pieces}]
+    source = write(folder / "results.jsonl", *lines, settings={"model": NASTY})
+    return write_report([source], folder / "out" / "report", title=f"T {NASTY}")
+
+
+def test_the_page_parses_refers_to_nothing_outside_and_escapes_everything(whole):
+    text = whole.read_text()
+    page = Page(text)
+    assert not {"script", "b", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    for _, attributes in page.tags:
+        for name in {"src", "href", "xlink:href"} & set(attributes):
+            assert attributes[name].startswith("#")
+        assert not any(name.startswith("on") for name in attributes)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert NASTY in page.texts
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'(?:href="|url\()#([^")]+)', text)
+    assert used and set(used) <= set(ids)
+
+
+def test_words_in_figures_are_text_in_the_colour_of_the_page(whole):
+    text = whole.read_text()
+    assert "speed-up over plain decoding" in Page(text).texts
+    assert figures.INK not in text[text.index("<svg") :] and "fill: currentColor" in text
+
+
+def test_the_page_tells_who_wrote_each_piece_and_where_it_came_from(whole):
+    page = Page(whole.read_text())
+    titled = {attributes["class"]: attributes["title"] for _, attributes in page.tags if "title" in attributes}
+    assert titled["draft"] == "drafted and accepted"
+    assert titled["residual"] == "from the target, in place of a rejected draft token"
+    assert titled["bonus"] == "from the target, after a fully accepted draft or without a draft"
+    assert titled[""] == f"by {NASTY}"
+    words = "".join(page.texts)
+    assert '"processor": "abacus"' in words and "max_gram on chat, batch 1, greedy, repeat 0: OutOfMemory" in words
+
+
+def test_the_same_results_give_the_same_bytes(tmp_path):
+    source = write(tmp_path / "r", plain(), suffix())
+    first, second = (write_report([source], tmp_path / name) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_files_are_merged_and_a_cell_of_both_is_pooled(tmp_path):
+    a = write(tmp_path / "a", plain(), suffix(5.0))
+    b = write(tmp_path / "b", suffix(4.0), run("vllm", 5.0))
+    report = read_report([a, b])
+    rows = {row.cell.method: row for row in report.table}
+    assert rows["suffix, 4"].speed_up == (2.25, 2.0, 2.5) and rows["suffix, 4"].stats.num_tokens == 200
+    assert rows["vllm"].speed_up == (2, 2, 2) and not report.warnings
+
+
+def test_a_cell_of_two_files_with_other_settings_is_refused(tmp_path):
+    a = write(tmp_path / "a", suffix())
+    b = write(tmp_path / "b", suffix(), settings={"model": "n"})
+    with pytest.raises(
+        ConfigError, match=r'suffix, 4 on chat.* settings differ \(model="m" and "n"\); report them separately'
+    ):
+        read_report([a, b])
+
+
+def test_other_settings_and_machines_of_other_cells_are_told(tmp_path):
+    a = write(tmp_path / "a", suffix())
+    b = write(tmp_path / "b", plain(), settings={"model": "n"}, came={"machine": {"processor": "slate"}})
+    told = read_report([a, b]).warnings
+    assert 'settings (model="m" and "n")' in told[0] and 'machines (processor="abacus" and "slate")' in told[1]
+
+
+def test_the_same_file_twice_is_refused(tmp_path):
+    a = write(tmp_path / "a", suffix())
+    with pytest.raises(ConfigError, match="given twice"):
+        read_report([a, tmp_path / "." / "a"])
+
+
+def test_files_without_runs_are_refused(tmp_path):
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="empty"):
+        read_report([tmp_path / "empty"])
+    with pytest.raises(ConfigError, match="contains no run; a report needs"):
+        read_report([write(tmp_path / "header")])
+    with pytest.raises(
+        ConfigError, match="contains no run; 2 failed, the first with: a on chat, batch 1, greedy: boom"
+    ):
+        read_report([write(tmp_path / "failed", failed("a", "boom"), failed("b", "bang"))])
+    with pytest.raises(ConfigError, match="at least one results file"):
+        read_report([])
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path):
+    path = write(tmp_path / "r", suffix())
+    path.write_text(path.read_text() + json.dumps(plain())[:40])
+    assert len(read_report([path]).table) == 1
+
+
+def test_a_failure_that_was_made_good_is_not_listed(tmp_path):
+    lines = [failed("suffix, 4", "busy"), suffix(), failed("suffix, 4", "busy again", repeat=1)]
+    assert [one.error for one in read_report([write(tmp_path / "r", *lines)]).failures] == ["busy again"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": 0.0}, r"line 2: not a result: run.seconds should be greater than or equal to .*, not 0\.0"),
+        ({"plain_seconds": -1}, "run.plain_seconds should be greater"),
+        ({"tokens": 1.5}, "run.tokens should be a valid integer, not 1.5"),
+        ({"exact": "yes"}, 'run.exact should be a valid boolean, not "yes"'),
+        ({"stats": {"num_tokens": 1}}, "run.stats.num_passes: field required"),
+        (
+            {"cell": {"method": 4, "dataset": "chat", "batch_size": 1}},
+            "run.cell.method should be a valid string, not 4",
+        ),
+        (
+            {"cell": {"method": "x", "dataset": "chat", "batch_size": "1"}},
+            'run.cell.batch_size should be a valid integer, not "1"',
+        ),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        read_report([write(tmp_path / "r", suffix() | change)])
+
+
+def test_traces_of_many_cells_come_before_many_of_one(tmp_path):
+    def trace(method, i):
+        return {"kind": "trace", "cell": asdict(Cell(method, "chat", 1)), "id": f"p{i}", "pieces": [["x", "draft"]]}
+
+    lines = [trace(method, i) for method in ("a", "b") for i in range(10)]
+    text = html(read_report([write(tmp_path / "r", suffix(), *lines)]), [])
+    assert re.findall(r"<h3>(p\d): (\w)", text)[:3] == [("p0", "a"), ("p0", "b"), ("p1", "a")]
+    assert "The results files contain 8 more outputs." in text
+
+
+def test_markdown_shows_text_as_it_is():
+    assert escaped("a_b *c* `d` [e](f) _g_ <h> # i | j") == r"a_b \*c\* \`d\` \[e\](f) \_g\_ &lt;h&gt; # i \| j"
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'foresay\[lab\]'"):
+        write_report([write(tmp_path / "r", suffix())], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_scipy_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ConfigError, match=r"pip install 'foresay\[lab\]'"):
+        wilson(1, 2)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(ConfigError, match=r"cannot write .*out/report.html"):
+        write_report([write(tmp_path / "r", run("vllm", 1.0))], tmp_path / "out")
+
+
+def test_the_command_prints_paths_and_the_summary_however_narrow_the_terminal(tmp_path):
+    source = write(tmp_path / "r", run("vllm", 1.0, plain_seconds=2.0))
+    arguments = ["report", str(source), "--output", str(tmp_path / "out"), "--title", "Mine"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "40"}, catch_exceptions=False)
+    assert done.stdout.splitlines() == [
+        str(tmp_path / "out" / "report.html"),
+        "On chat (batch 1, greedy) no exact method was compared with plain decoding.",
+    ]
+    assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_report_begins_with_the_model_and_the_machine() -> None:
+    settings = {"model": "org/name", "dtype": "bfloat16"}
+    machine = {"processor": "AMD EPYC", "threads": 2}
+    whole = Source("r.jsonl", settings, {"machine": machine, "time": "2026-11-27T17:12:24+00:00", "commit": "0123"})
+    assert whole.summary == "r.jsonl: org/name in bfloat16, AMD EPYC, 2 threads, 2026-11-27, commit 0123"
+    assert Source("r.jsonl", {}, {"machine": None}).summary == "r.jsonl"
