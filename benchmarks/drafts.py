@@ -104,7 +104,7 @@ def counted(target: foresay.Generator, methods: Sequence[Method], block: PromptB
 def cost(target: foresay.Generator, drafter: str) -> float:
     """Time of a pass of a draft head over that of the target, one token each."""
     made: Any = foresay.change(target, drafter=drafter).make_drafter()
-    head, model = made.context.head, target.target.model
+    head, model = made.context.reader, target.target.model
     ids, layers = random_prompt(vocabulary=40000), head.hidden_layers
     cache: Any = model.new_cache()
     cache.add_rows(1)

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import Lenience
-from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.models.cache.snapshots import MAX_BACKLOG, Snapshot, Snapshots
+from foresay.models.cache.snapshots import Snapshot, SnapshotRows, Snapshots
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA
 from helpers.reference import joint
@@ -28,7 +27,7 @@ SIZE, LENGTH, SAMPLES, PROMPT = 3, 5, 1500, [1, 2, 1]
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=LENGTH)
 
 
-class StateCache:
+class StateCache(SnapshotRows):
     """The tokens of each row as one state."""
 
     def __init__(self) -> None:
@@ -52,8 +51,6 @@ class StateCache:
 
 class StateTable(TableModel):
     """A table model that continues from a row's state alone, and whose distributions depend on every token of a text."""
-
-    capabilities = Capabilities(max_backlog=MAX_BACKLOG)
 
     def distribution(self, context: Sequence[int]) -> torch.Tensor:
         return self.table[sum(token * (i + 1) for i, token in enumerate(context)) % SIZE, context[-1]]

@@ -38,6 +38,3 @@ class Capabilities:
     """Maximum number of cache rows; None for no limit."""
     own_threads: bool = False
     """Passes run on their own threads, which PyTorch's threads would disturb between passes."""
-    max_backlog: int | None = None
-    """Largest number of tokens before the last committed one that a pass feeds again in front of a draft; None if the cache is
-    truncated to any length, and has no such tokens."""

@@ -62,6 +62,21 @@ class KVCache(Protocol):
         ...
 
 
+@runtime_checkable
+class FeedsAgain(Protocol):
+    """A cache whose rows rewind further than requested: the next pass feeds the tokens in between again, before its draft."""
+
+    def shortened(self, budget: Sequence[int], sizes: Sequence[int], free: Sequence[bool]) -> list[int]:
+        """Return the numbers of draft tokens that rows may have after the tokens that are fed again.
+
+        Args:
+            budget: The most draft tokens of each row.
+            sizes: Its committed tokens.
+            free: True for rows that may have fewer draft tokens, so that the rows of a batch share passes of one length.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """A prompt in a model's terms."""

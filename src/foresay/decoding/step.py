@@ -24,6 +24,7 @@ from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import (
     BeginsEarly,
     Drafter,
+    FeedsAgain,
     KVCache,
     LanguageModel,
     LengthPolicy,
@@ -82,18 +83,15 @@ def propose(
 ) -> Proposal:
     """Return the drafter's proposal; a draft is shorter than the row's remaining tokens, one of which is the target's own.
 
-    A target that rewinds to snapshots is fed some tokens again. A row has no draft while these are more than its `max_backlog`.
-    In a batch it drafts as many tokens fewer as are fed again: rows of one length share a pass. Rows whose text depends on the
-    draft length keep theirs. exact: False for a lossy rule, whose greedy rows depend on it, too.
+    A cache that feeds tokens again after a rewind may shorten drafts, in a batch also those of rows whose text does not depend on
+    the draft length. exact: False for a lossy rule, whose greedy rows depend on it.
     """
     if drafter is None:
         return Proposal.empty(len(rows), target.device)
     budget = [max(0, min(n, row.remaining - 1)) for n, row in zip(policy.budget(rows), rows, strict=True)]
-    backlog = target.capabilities.max_backlog
-    if backlog is not None:
-        again = [row.size - 1 - length for row, length in zip(rows, cache.lengths, strict=False)]
+    if isinstance(cache, FeedsAgain):
         free = [len(rows) > 1 and (rows.needs.ignores_drafts or (exact and row.params.greedy)) for row in rows]
-        budget = [0 if a > backlog else max(0, n - a * f) for n, a, f in zip(budget, again, free, strict=True)]
+        budget = cache.shortened(budget, [row.size for row in rows], free)
     return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
 
 

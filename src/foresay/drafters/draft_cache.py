@@ -25,13 +25,34 @@ MAX_CATCH_UP = 4
 """Most missing tokens that are fed in the first drafting pass; more are prefilled in separate passes."""
 
 
+class FirstLayers(LanguageModel, Protocol):
+    """A model made of the first layers of another one."""
+
+    def borrowed(self, owner: Any) -> KVCache | None:
+        """Return a cache over the slots of the other model's cache; None if this model's passes do not read them."""
+        ...
+
+
 class DraftCache:
-    """A draft model over the target's vocabulary, with a cache row for each row of the batch."""
+    """A draft model over the target's vocabulary, with a cache row for each row of the batch.
+
+    A model made of the target's first layers drafts in the target's cache, if it is given: the target's pass has already cached
+    the committed tokens, so there is no prefill and no catch-up.
+    """
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = VocabularyAdapter(model, vocab_size)
         self.cache: KVCache = self.model.new_cache()
         self._fed: list[IntArray | None] = []
+        self._borrow: Callable[[Any], KVCache | None] | None = getattr(model, "borrowed", None)
+        """See FirstLayers."""
+        self._owner: Any = None
+        """The target's cache in which the model drafts; None for a cache of its own."""
+
+    def use_cache_of_target(self, cache: KVCache) -> None:
+        """Draft in the target's cache from now on; a cache without keys and values (a recording's) cannot be shared."""
+        self._owner = cache if hasattr(cache, "last_writer") else None
+        self.reset()
 
     def replace_model(self, make: Callable[[LanguageModel], LanguageModel]) -> None:
         """Replace the model by `make(model)`, and forget every row."""
@@ -48,6 +69,8 @@ class DraftCache:
         """Give new rows empty cache rows; their prompts are prefilled before their first draft."""
         self.model.admit(self.view(rows), first, self.cache)
         self._fed += [None] * (len(rows) - first)
+        if self._owner is not None:  # the target has prefilled their prompts
+            self.cache.lengths[first:] = self._owner.lengths[first : len(rows)]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Apply the engine's moves to the cache rows."""
@@ -58,8 +81,10 @@ class DraftCache:
 
     def reset(self) -> None:
         """Forget every row."""
-        self.cache = self.model.new_cache()
         self._fed = []
+        borrowed = None if self._owner is None or self._borrow is None else self._borrow(self._owner)
+        self._owner = None if borrowed is None else self._owner
+        self.cache = self.model.new_cache() if borrowed is None else borrowed
 
     def view(self, rows: Rows) -> Rows:
         """Return the rows as the model reads them; for a decoder-only draft model, source and output become one text."""
@@ -141,6 +166,9 @@ class DraftCache:
 
     def _keep_common(self, rows: Rows) -> None:
         """Truncate each cache row to the prefix that it shares with the row's tokens without the last, which is never cached."""
+        if self._owner is not None:
+            self._keep_in_owner(rows)
+            return
         lengths = []
         for index, row in enumerate(rows):
             length = min(self.cache.lengths[index], row.size - 1)
@@ -151,6 +179,18 @@ class DraftCache:
             if fed is not None or rows.level:
                 self._fed[index] = row.tokens
         self.cache.truncate(lengths)
+
+    def _keep_in_owner(self, rows: Rows) -> None:
+        """Set each length to the committed tokens, plus unchanged draft tokens after them."""
+        # a drafter of another depth may have overwritten this one's draft slots with padding
+        undisturbed, self._owner.last_writer = self._owner.last_writer is self, self
+        for index, row in enumerate(rows):
+            fed, length = self._fed[index], row.committed.size - 1
+            if undisturbed and fed is not None and row.committed is not row:
+                cached = min(self.cache.lengths[index], common_prefix(fed, row.tokens), row.size - 1)
+                length = max(length, cached)
+            self.cache.lengths[index] = length
+            self._fed[index] = row.tokens if rows.level else None
 
     def keep_nodes(self, index: torch.Tensor) -> None:
         """Called before each pass over trees, whose nodes may have been dropped since the pass before.
@@ -164,60 +204,3 @@ class DraftCache:
             for index, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
                 new = np.asarray(tokens, dtype=np.int64)
                 self._fed[index] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
-
-
-class FirstLayers(LanguageModel, Protocol):
-    """A model made of the first layers of another one."""
-
-    def borrowed(self, owner: Any) -> KVCache | None:
-        """Return a cache over the slots of the other model's cache; None if this model's passes do not read them."""
-        ...
-
-
-class SharedDraftCache(DraftCache):
-    """The cache of a draft model made of the target's first layers, which drafts in the target's cache.
-
-    The target's pass has already cached the committed tokens, so there is no prefill and no catch-up. Until
-    `use_cache_of_target` is called, it has a separate cache.
-    """
-
-    def __init__(self, model: FirstLayers, vocab_size: int) -> None:
-        super().__init__(model, vocab_size)
-        self._owner: Any = None
-        self._borrow = model.borrowed
-
-    def use_cache_of_target(self, cache: KVCache) -> None:
-        """Draft in the target's cache from now on; a cache without keys and values (a recording's) cannot be shared."""
-        self._owner = cache if hasattr(cache, "last_writer") else None
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget every row."""
-        super().reset()
-        if self._owner is not None:
-            borrowed = self._borrow(self._owner)
-            if borrowed is None:
-                self._owner = None
-            else:
-                self.cache = borrowed
-
-    def admit(self, rows: Rows, first: int) -> None:
-        """Admit new rows, whose prompts the target has prefilled."""
-        super().admit(rows, first)
-        if self._owner is not None:
-            self.cache.lengths[first:] = self._owner.lengths[first : len(rows)]
-
-    def _keep_common(self, rows: Rows) -> None:
-        """Set each length to the committed tokens, plus unchanged draft tokens after them."""
-        if self._owner is None:
-            super()._keep_common(rows)
-            return
-        # a drafter of another depth may have overwritten this one's draft slots with padding
-        undisturbed, self._owner.last_writer = self._owner.last_writer is self, self
-        for index, row in enumerate(rows):
-            fed, length = self._fed[index], row.committed.size - 1
-            if undisturbed and fed is not None and row.committed is not row:
-                cached = min(self.cache.lengths[index], common_prefix(fed, row.tokens), row.size - 1)
-                length = max(length, cached)
-            self.cache.lengths[index] = length
-            self._fed[index] = row.tokens if rows.level else None

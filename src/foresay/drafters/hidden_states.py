@@ -21,10 +21,10 @@ from foresay.decoding.protocols import LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import CONFIDENCES, Stopping, StoppingRule
 from foresay.drafters.draft_chain import DraftChain
-from foresay.drafters.head_cache import LAST, HeadCache
+from foresay.drafters.feature_cache import LAST, FeatureCache
 from foresay.drafters.model import ModelDrafter, is_plain
 from foresay.drafters.mtp_cache import MtpCache, num_mtp_layers
-from foresay.drafters.target_features import FeatureCache, ReadsStates
+from foresay.drafters.target_features import ReadsStates
 from foresay.errors import ConfigError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -39,6 +39,7 @@ class BlockCache(FeatureCache):
     """A block drafter's cache over ragged rows, and the blocks of the current proposal."""
 
     def __init__(self, block: BlockModel, vocab_size: int) -> None:
+        super().__init__(block, vocab_size)
         self.block = block
         self._outputs: torch.Tensor | None = None
         """[B, T, D], the outputs of the current blocks, one for each draft token."""
@@ -52,7 +53,6 @@ class BlockCache(FeatureCache):
         """[B] int64, the index in its block of each row's first token of this proposal."""
         self._drawn = 0
         """Number of tokens of this proposal before the next one, in a chain."""
-        super().__init__(block, vocab_size)
 
     def reset(self) -> None:
         """Forget every row."""
@@ -66,9 +66,7 @@ class BlockCache(FeatureCache):
 
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
         """Cache the keys and values of the hidden states that are known."""
-        self._rewind()
-        some = [one if on else None for one, on in zip(self._features, wanted, strict=True)]
-        self._compute(some)
+        some = self._rewound(rows, wanted)
         self.block.add_context([None if one is None else one.pending for one in some], self.cache)
         for one in some:
             if one is not None and len(one.pending):
@@ -210,7 +208,6 @@ class HiddenStateDrafter(ModelDrafter):
 class HeadDrafter(HiddenStateDrafter):
     """Draft with a head or multi-token-prediction layers, one token after the other."""
 
-    context: HeadCache
     width = 4
 
     def __init__(self, head: ReadsStates, target_vocab_size: int, *, sample: bool = True, nodes: int = 0) -> None:
@@ -219,7 +216,7 @@ class HeadDrafter(HiddenStateDrafter):
         if is_layered and nodes:
             text = "must be 0: several multi-token-prediction layers draft chains"
             raise ConfigError(text, param="nodes", value=nodes)
-        context = (MtpCache if is_layered else HeadCache)(head, target_vocab_size)
+        context = (MtpCache if is_layered else FeatureCache)(head, target_vocab_size)
         super().__init__(head, target_vocab_size, context, sample=sample, nodes=nodes)
 
     def _draw_at_once(self, chain: DraftChain, rows: Rows, stopping: Stopping) -> Proposal | None:

@@ -17,7 +17,7 @@ import torch
 from foresay.decoding.protocols import Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import MAX_CATCH_UP, DraftCache
-from foresay.drafters.head_cache import NEXT, HeadCache
+from foresay.drafters.feature_cache import NEXT, FeatureCache
 from foresay.drafters.target_features import ReadsStates, RowFeatures
 
 
@@ -36,7 +36,7 @@ def num_mtp_layers(head: ReadsStates) -> int:
     return head.num_mtp_layers if isinstance(head, MtpLayers) else 1
 
 
-class MtpCache(HeadCache):
+class MtpCache(FeatureCache):
     """The cache of K > 1 layers over ragged rows."""
 
     def __init__(self, head: ReadsStates, vocab_size: int) -> None:
@@ -57,16 +57,14 @@ class MtpCache(HeadCache):
 
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
         """Run all layers over pairs whose tokens they all know, in separate passes, until few pairs are pending."""
-        self._rewind()
-        self._compute([one if on else None for one, on in zip(self._features, wanted, strict=True)])
         again = self._num_layers - 1
-        for index, (row, one) in enumerate(zip(rows, self._features, strict=True)):
-            while one is not None and wanted[index] and len(one.pending) > MAX_CATCH_UP + again:
-                count = min(self.head.capabilities.prefill_chunk, len(one.pending) - again)
+        for index, (row, one) in enumerate(zip(rows, self._rewound(rows, wanted), strict=True)):
+            while one is not None and len(one.pending) > MAX_CATCH_UP + again:
+                count = min(self.reader.capabilities.prefill_chunk, len(one.pending) - again)
                 features = one.pending[None, :count]
                 for layer in range(self._num_layers):
                     first = one.cached + 1 + layer
-                    tokens = torch.from_numpy(row.tokens[first : first + count])[None].to(self.head.device)
+                    tokens = torch.from_numpy(row.tokens[first : first + count])[None].to(self.reader.device)
                     self.cache.lengths[index] = one.cached
                     given = ModelInput(tokens, [count], index, logits=Logits.NONE, features=features, mtp_layer=layer)
                     features = DraftCache.forward(self, given).hidden[NEXT]

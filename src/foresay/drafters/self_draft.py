@@ -8,18 +8,16 @@ shared as well.
 from __future__ import annotations
 
 from foresay.decoding.protocols import KVCache
-from foresay.drafters.draft_cache import FirstLayers, SharedDraftCache
+from foresay.drafters.draft_cache import FirstLayers
 from foresay.drafters.model import ModelDrafter
 
 
 class SelfDrafter(ModelDrafter):
     """Draft with the first layers of the target."""
 
-    context: SharedDraftCache
-
     def __init__(self, model: FirstLayers, target_vocab_size: int) -> None:
         """model: a result of `early_exit.first_layers`. target_vocab_size: width of the target's logits."""
-        super().__init__(model, target_vocab_size, context=SharedDraftCache(model, target_vocab_size))
+        super().__init__(model, target_vocab_size)
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Draft in the target's cache from now on."""

@@ -16,7 +16,6 @@ import torch
 from foresay.decoding.proposal import Verification
 from foresay.decoding.protocols import LanguageModel, ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
-from foresay.drafters.draft_cache import DraftCache
 
 _MAX_BYTES = 1 << 28
 """Size of the hidden states that are kept before their features are computed: work for rows without drafts is lost time."""
@@ -87,81 +86,68 @@ class ReadsStates(LanguageModel, Protocol):
         ...
 
 
-class FeatureCache(DraftCache):
-    """The cache of a drafter over ragged rows, fed with the target's hidden states."""
+class TargetFeatures:
+    """The features of all rows of a batch."""
 
-    def __init__(self, reader: ReadsStates, vocab_size: int) -> None:
-        self.reader = reader
-        self._features: list[RowFeatures | None] = []
+    def __init__(self, reader: ReadsStates) -> None:
+        self._reader = reader
+        self.rows: list[RowFeatures | None] = []
         """[B]; None for rows with unknown hidden states, which get no drafts. A list per batch: changes make another one."""
         self._passes: list[_TargetPass] = []
         """The latest target passes, whose positions are counted in `RowFeatures.count`."""
         self._kept_bytes = 0
         """Size of the hidden states whose features are not computed, at most."""
-        super().__init__(reader, vocab_size)
 
-    def admit(self, rows: Rows, first: int) -> None:
-        """Admit new rows with the target's hidden states of their prompts, except for the last position."""
-        super().admit(rows, first)
-        self._features = [*self._features, *(self._prompt_features(row) for row in rows.rows[first:])]
-        self._count_bytes(sum(one.states[0].nbytes for one in self._features[first:] if one is not None and one.states))
+    def admit(self, rows: Sequence[Row]) -> None:
+        """Append rows with the target's hidden states of their prompts, except for the last position."""
+        new = [self._of_prompt(row) for row in rows]
+        self.rows = [*self.rows, *new]
+        self._count_bytes(sum(one.states[0].nbytes for one in new if one is not None and one.states))
 
-    def _prompt_features(self, row: Row) -> RowFeatures | None:
-        hidden, count = row.prompt_hidden, row.size - 1
-        out = RowFeatures(torch.empty(0, self.reader.width, device=self.reader.device, dtype=self.reader.dtype))
+    def _of_prompt(self, row: Row) -> RowFeatures | None:
+        reader, hidden, count = self._reader, row.prompt_hidden, row.size - 1
+        out = RowFeatures(torch.empty(0, reader.width, device=reader.device, dtype=reader.dtype))
         if count == 0:
             return out
-        if any(layer not in hidden or len(hidden[layer]) != count for layer in self.reader.hidden_layers):
+        if any(layer not in hidden or len(hidden[layer]) != count for layer in reader.hidden_layers):
             return None
-        out.add(self.reader.joined(hidden))
+        out.add(reader.joined(hidden))
         return out
 
     def _count_bytes(self, added: int) -> None:
         """Count kept hidden states; compute the features of all if they are too many."""
         self._kept_bytes += added
         if self._kept_bytes > _MAX_BYTES:
-            self._compute(self._features)
+            self.compute(self.rows)
             self._kept_bytes = 0
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Apply the engine's moves to the cache rows and their features."""
-        super().rearrange(moves, count)
-        features = list(self._features)
+        """Apply the engine's moves."""
+        rows = list(self.rows)
         for source, target in moves:
-            features[target] = features[source]
-        self._features = features[:count]
+            rows[target] = rows[source]
+        self.rows = rows[:count]
 
-    def reset(self) -> None:
-        """Forget every row."""
-        super().reset()
-        self._features, self._passes, self._kept_bytes = [], [], 0
-
-    def add_target(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Add the hidden states of a target pass at committed positions, and rewind draft tokens."""
-        missing = [
-            0 if one is None else row.size - 1 - one.count for row, one in zip(rows, self._features, strict=True)
-        ]
-        if any(missing):
-            if target is None or any(layer not in target.hidden for layer in self.reader.hidden_layers):
-                self._features = [None if n else one for n, one in zip(missing, self._features, strict=True)]
-            else:
-                self._keep(missing, verification, target)
-        self._rewind()
+    def add(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
+        """Add the hidden states of a target pass at committed positions."""
+        missing = [0 if one is None else row.size - 1 - one.count for row, one in zip(rows, self.rows, strict=True)]
+        if not any(missing):
+            return
+        if target is None or any(layer not in target.hidden for layer in self._reader.hidden_layers):
+            self.rows = [None if n else one for n, one in zip(missing, self.rows, strict=True)]
+        else:
+            self._keep(missing, verification, target)
 
     def _keep(self, missing: Sequence[int], verification: Verification | None, target: ModelOutput) -> None:
         """Keep the hidden states of a target pass. missing: [B], numbers of new positions."""
-        hidden = {layer: target.hidden[layer] for layer in self.reader.hidden_layers}
+        hidden = {layer: target.hidden[layer] for layer in self._reader.hidden_layers}
         # a target that rewinds to snapshots has fed some known positions again
-        again = [
-            0 if one is None else one.count - at for one, at in zip(self._features, target.starts or (), strict=False)
-        ]
+        again = [0 if one is None else one.count - at for one, at in zip(self.rows, target.starts or (), strict=False)]
         again = again or [0] * len(missing)
-        is_plain = all(
-            (n, a) == (1, 0) or one is None for n, a, one in zip(missing, again, self._features, strict=True)
-        )
+        is_plain = all((n, a) == (1, 0) or one is None for n, a, one in zip(missing, again, self.rows, strict=True))
         positions = None if is_plain else _pass_positions(missing, again, verification, target)
-        self._passes.append(_TargetPass(self._features, missing, positions, hidden))
-        for features, n in zip(self._features, missing, strict=True):
+        self._passes.append(_TargetPass(self.rows, missing, positions, hidden))
+        for features, n in zip(self.rows, missing, strict=True):
             if features is not None:
                 features.count += n
         self._count_bytes(sum(states.nbytes for states in hidden.values()))
@@ -171,8 +157,8 @@ class FeatureCache(DraftCache):
         for is_plain, group in itertools.groupby(self._passes, lambda one: one.positions is None and id(one.features)):
             passes = list(group)
             if is_plain:
-                hidden = {n: torch.cat([one.hidden[n][:, :1] for one in passes], 1) for n in self.reader.hidden_layers}
-                for features, states in zip(passes[0].features, self.reader.joined(hidden), strict=True):
+                hidden = {n: torch.cat([one.hidden[n][:, :1] for one in passes], 1) for n in self._reader.hidden_layers}
+                for features, states in zip(passes[0].features, self._reader.joined(hidden), strict=True):
                     if features is not None:
                         features.states.append(states)
             else:
@@ -184,33 +170,21 @@ class FeatureCache(DraftCache):
         """Add the hidden states of a pass to its rows."""
         assert one.positions is not None
         for features, n, at, states in zip(
-            one.features, one.missing, one.positions, self.reader.joined(one.hidden), strict=True
+            one.features, one.missing, one.positions, self._reader.joined(one.hidden), strict=True
         ):
             if features is not None and n:
                 features.states.append(states[at if isinstance(at, slice) else at.to(states.device)])
 
-    def _compute(self, features: Sequence[RowFeatures | None]) -> None:
+    def compute(self, features: Sequence[RowFeatures | None]) -> None:
         """Compute the features of all hidden states of these rows, in one product."""
         self._distribute()
         parts = [one for one in features if one is not None and one.states]
         if not parts:
             return
         states = [torch.cat(one.states) for one in parts]
-        found = self.reader.features(torch.cat(states))
+        found = self._reader.features(torch.cat(states))
         for one, new in zip(parts, torch.split(found, list(map(len, states))), strict=True):
             one.pending, one.states = torch.cat([one.pending, new]), []
-
-    def _rewind(self) -> None:
-        self.cache.truncate([0 if one is None else one.cached for one in self._features])
-
-    def rewind(self, rows: Rows) -> None:
-        """Rewind draft tokens."""
-        self._rewind()
-
-    def room(self, rows: Rows, budget: Sequence[int]) -> list[int]:
-        """Return how many tokens each row may draft; 0 for rows with unknown hidden states."""
-        room = super().room(rows, budget)
-        return [n if one is not None and one.count else 0 for n, one in zip(room, self._features, strict=True)]
 
 
 def _pass_positions(

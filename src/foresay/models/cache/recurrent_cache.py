@@ -13,7 +13,7 @@ import torch
 
 from foresay.decoding.protocols import Move
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cache.snapshots import Snapshot, Snapshots
+from foresay.models.cache.snapshots import Snapshot, SnapshotRows, Snapshots
 from foresay.models.cache.stores import SavedSlots
 
 State = Mapping[str, torch.Tensor]
@@ -37,7 +37,7 @@ class SavedPrefix:
         return max((one.length for one in self.snapshots if one.length <= length), default=0)
 
 
-class RecurrentCache(SlotCache):
+class RecurrentCache(SnapshotRows, SlotCache):
     """Recurrent states, and keys and values, of each row."""
 
     def __init__(self) -> None:

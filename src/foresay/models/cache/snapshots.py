@@ -23,6 +23,17 @@ MAX_SHARED = 3
 """Snapshots of a prompt that are kept for rows with a common prefix."""
 
 
+class SnapshotRows:
+    """Base of caches whose rows rewind to snapshots; see FeedsAgain."""
+
+    lengths: list[int]
+
+    def shortened(self, budget: Sequence[int], sizes: Sequence[int], free: Sequence[bool]) -> list[int]:
+        """See FeedsAgain. A row has no draft while more than MAX_BACKLOG tokens are fed again."""
+        again = [size - 1 - length for size, length in zip(sizes, self.lengths, strict=False)]
+        return [0 if a > MAX_BACKLOG else max(0, n - a * may) for n, a, may in zip(budget, again, free, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot(Generic[S]):
     """The state after `length` tokens; None for the initial state."""

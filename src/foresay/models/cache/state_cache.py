@@ -15,7 +15,7 @@ import torch
 
 from foresay.decoding.protocols import Move
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cache.snapshots import Snapshot, thin
+from foresay.models.cache.snapshots import Snapshot, SnapshotRows, thin
 from foresay.models.cache.stores import RowStores, SavedSlots
 
 SLOTS = 24
@@ -163,7 +163,7 @@ class SavedRow:
         return self.states.reach(length)
 
 
-class StateCache(SlotCache):
+class StateCache(SnapshotRows, SlotCache):
     """Keys and values of attention layers, and states of the others, for each row."""
 
     def __init__(self, stores: RowStores, sizes: StateSizes) -> None:

@@ -224,7 +224,9 @@ class DraftModel(SlotCacheRows):
         """Return the module itself to run where no kernels run its layers; None where they do."""
         if self._native is not None or self.paged is not None:
             return None
-        found = copy.deepcopy(module).to(self.device, self.dtype).requires_grad_(False)
+        found = copy.deepcopy(module)
+        found.lm_head = found.embed_tokens = None  # products of their own
+        found = found.to(self.device, self.dtype).requires_grad_(False)
         linears.freeze_linears(found, self._make, all_dtypes=self._make is not unquantized)
         return found
 

@@ -232,6 +232,14 @@ class BlockConfig(DraftConfig):
         return {**own, **(_DSPARK if self.is_dspark else _DFLASH).write(self.fields()), "attention_bias": False}
 
     @classmethod
+    def describes(cls, values: Mapping[str, Any]) -> bool:
+        """See DraftConfig."""
+        listed = values.get("architectures")
+        if isinstance(listed, list) and any("eagle3" in str(one).lower() for one in listed):
+            return False
+        return values.get(KIND) in tuple(cls.SPECULATORS) or "dflash_config" in values or "target_layer_ids" in values
+
+    @classmethod
     def usual(cls, values: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """See DraftConfig."""
         if KIND in values:
@@ -291,11 +299,3 @@ def _needed(fields: Fields, name: str) -> int:
     if not (value := getattr(fields, name)):
         raise ConfigError("is missing", param=name)
     return int(value)
-
-
-def is_block(values: Mapping[str, Any]) -> bool:
-    """Return True if a config.json is that of a block drafter."""
-    kind, listed = values.get(KIND), values.get("architectures")
-    if isinstance(listed, list) and any("eagle3" in str(one).lower() for one in listed):
-        return False
-    return kind in tuple(BlockConfig.SPECULATORS) or "dflash_config" in values or "target_layer_ids" in values

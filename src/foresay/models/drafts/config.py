@@ -78,6 +78,11 @@ class DraftConfig(ABC):
         return self.hidden_size
 
     @classmethod
+    def describes(cls, values: Mapping[str, Any]) -> bool:
+        """Return True if a config.json is that of this kind."""
+        return values.get(KIND) in tuple(cls.SPECULATORS)
+
+    @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
         """Build from a config.json of any layout. Raises ConfigError that names a missing, invalid or unsupported field."""
         return cls.made(cls.stated(values), f"the {cls.NOUN}'s config.json")

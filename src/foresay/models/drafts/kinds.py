@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from foresay.errors import ConfigError
-from foresay.models.drafts.block_config import BlockConfig, is_block
+from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import KIND, DraftConfig, HeadConfig
 
 KINDS: tuple[type[DraftConfig], ...] = (BlockConfig, HeadConfig)
@@ -27,7 +27,7 @@ def kind_of(values: Mapping[str, Any]) -> str | None:
     if found := next((one for one in _ARCHITECTURES if one in text), None):
         return found
     own = values.get("dflash_config")
-    if is_block(values):
+    if BlockConfig.describes(values):
         convolved = any(part.get("conv_kernel_size") for part in (values, own) if isinstance(part, Mapping))
         return "dflash2" if convolved else "dspark" if own is None else "dflash"
     return "eagle3" if "eagle_config" in values else None
@@ -56,4 +56,4 @@ def reader(values: Mapping[str, Any]) -> type[DraftConfig]:
     kind, known = values.get(KIND), [name for one in KINDS for name in one.SPECULATORS]
     if KIND in values and kind not in known:
         raise ConfigError(f"is not supported; it must be one of {', '.join(map(repr, known))}", param=KIND, value=kind)
-    return BlockConfig if is_block(values) else HeadConfig
+    return next((one for one in KINDS if one.describes(values)), HeadConfig)

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.recurrent_cache import RecurrentCache
 from foresay.models.cache.slot_cache import SlotCache
-from foresay.models.cache.snapshots import MAX_BACKLOG, MAX_SHARED
+from foresay.models.cache.snapshots import MAX_SHARED
 from foresay.models.cache.state_cache import StateCache
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
@@ -75,14 +75,13 @@ class RecurrentModel(CausalModel):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        if self.fused is not None:  # a draft beyond what a row keeps is fed again
-            return replace(super().capabilities, max_backlog=MAX_BACKLOG)
+        if self.fused is not None:
+            return super().capabilities
         on_cpu = self.hardware.on_cpu
         return Capabilities(
             num_layers=self.num_layers,
             prefill_together=not on_cpu,
             prefill_in_any_pieces=False,
-            max_backlog=MAX_BACKLOG,
         )
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from foresay.errors import ConfigError, ModelNotFoundError
 from foresay.files import fingerprint
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.files import read_config, read_draft
 from foresay.models.sources.assistants import is_assistant, load_assistant, load_gguf_assistant
 from foresay.models.sources.gguf_drafts import read_gguf_draft
@@ -44,9 +43,8 @@ def load_draft(
         (_file(text, noun), read_gguf_draft) if text.endswith(".gguf") else (_folder(text, noun, options), read_draft)
     )
     draft = replace(read(path), learned=fingerprint(path))
-    found: Kind = "block" if isinstance(draft.config, BlockConfig) else "head"
-    if kind not in (None, found):
-        problem = f"is {_NOUNS[found]}, not {_NOUNS[kind or found]}; draft with {found}({text})"
+    if kind not in (None, found := draft.config.DRAFTER):
+        problem = f"is a {draft.config.NOUN}, not {noun}; draft with {found}({text})"
         raise ConfigError(problem, param="path", value=text)
     return draft
 

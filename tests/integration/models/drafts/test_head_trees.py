@@ -10,7 +10,7 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import HeadDrafter
-from foresay.drafters.head_cache import HeadCache
+from foresay.drafters.feature_cache import FeatureCache
 from foresay.drafters.hidden_states import BRANCHES
 from foresay.lengths import ConstantLength
 from foresay.models.drafts.base import NEXT
@@ -85,5 +85,5 @@ def test_a_tree_has_the_nodes_of_a_search_by_single_passes(dtype: torch.dtype, m
     wanted = [searched(head, row) for head, row in zip(heads, rows, strict=True)]
     assert sum(max(map(len, nodes)) > 3 for nodes in wanted) > 3, "no tree is deep"
     assert [grown(head, row) for head, row in zip(heads, rows, strict=True)] == wanted
-    monkeypatch.setattr(HeadCache, "keep_nodes", lambda self, index: None)
+    monkeypatch.setattr(FeatureCache, "keep_nodes", lambda self, index: None)
     assert [grown(head, row) for head, row in zip(heads, rows, strict=True)] != wanted, "control: nodes were dropped"

@@ -17,7 +17,7 @@ from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, PromptLookup, target_features
-from foresay.drafters.head_cache import HeadCache
+from foresay.drafters.target_features import TargetFeatures
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
@@ -164,7 +164,7 @@ class _Reference(HeadDrafter):
 
     def propose(self, rows: Any, budget: Any, policy: Any) -> Any:
         proposal = super().propose(rows, budget, policy)
-        head = self.context.head
+        head = self.context.reader
         for i, row in enumerate(rows):
             tokens = torch.from_numpy(row.tokens.copy())
             drafts = proposal.token_ids[i, : proposal.num_tokens[i]]
@@ -256,14 +256,14 @@ def test_states_at_wrong_positions_would_be_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_pass_that_is_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    distribute = HeadCache._distribute
+    distribute = TargetFeatures._distribute
 
-    def losing(self: HeadCache) -> None:
+    def losing(self: TargetFeatures) -> None:
         if len(self._passes) > 3:
             self._passes[1] = self._passes[0]
         distribute(self)
 
-    monkeypatch.setattr(HeadCache, "_distribute", losing)
+    monkeypatch.setattr(TargetFeatures, "_distribute", losing)
     with pytest.raises(AssertionError):
         _paused()
 

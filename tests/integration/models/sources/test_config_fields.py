@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 import foresay
 from foresay.errors import ModelLoadError, ModelNotFoundError, PromptError
-from foresay.models.drafts.block_config import is_block
+from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.files import write_draft
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.config_checks import CONFIG_FIELDS, TOKENIZER_FIELDS, report_unread
@@ -253,7 +253,7 @@ def test_the_folder_of_another_draft_names_its_drafter(values: dict[str, Any], d
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     wanted = rf"load its target with drafter='{drafter}\({folder}\)'" if drafter != "mtp" else "with drafter='mtp'"
-    assert is_block(values) is (drafter == "block")
+    assert BlockConfig.describes(values) is (drafter == "block")
     for arguments in (
         {"target": target, "draft": folder},
         {"target": folder},

@@ -1,4 +1,4 @@
-"""The cache of a draft head over ragged rows: pairs of hidden states and following tokens (EAGLE-3, Li et al. 2025).
+"""The cache of a draft on hidden states over ragged rows: pairs of features and following tokens (EAGLE-3, Li et al. 2025).
 
 Draft tokens are cached with the head's own output instead, and are rewound once the hidden states of the target are known.
 """
@@ -12,11 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from foresay.decoding.devices import moved
-from foresay.decoding.protocols import Logits, ModelInput, ModelOutput
+from foresay.decoding.proposal import Verification
+from foresay.decoding.protocols import Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
 from foresay.decoding.stopping import StoppingRule
-from foresay.drafters.draft_cache import MAX_CATCH_UP
-from foresay.drafters.target_features import FeatureCache, ReadsStates, RowFeatures
+from foresay.drafters.draft_cache import MAX_CATCH_UP, DraftCache
+from foresay.drafters.target_features import ReadsStates, RowFeatures, TargetFeatures
 
 _MOST_ON_DEVICE = 64
 """Most pairs of a row of a pass on a device: what a step accepted is fed at once."""
@@ -46,31 +47,66 @@ class DraftsAtOnce(Protocol):
         ...
 
 
-class HeadCache(FeatureCache):
-    """A head's cache over ragged rows, fed with the target's hidden states.
+class FeatureCache(DraftCache):
+    """The cache of a draft over ragged rows, fed with features of the target's hidden states.
 
-    The head's input is a token and, in `ModelInput.features`, the features before it; its hidden states NEXT replace them.
+    As a head reads them: its input is a token and, in `ModelInput.features`, the features before it, and its hidden states NEXT
+    replace them. Other kinds run other passes.
     """
 
-    def __init__(self, head: ReadsStates, vocab_size: int) -> None:
-        self.head = head
+    def __init__(self, reader: ReadsStates, vocab_size: int) -> None:
+        super().__init__(reader, vocab_size)
+        self.reader, self.features = reader, TargetFeatures(reader)
         self._last_output: torch.Tensor | None = None
         """[B, 1, D], the head's output for each row's last token, which the next pass reads."""
         self._outputs: torch.Tensor | None = None
         """[B, K, D], the head's outputs of the last pass."""
-        super().__init__(head, vocab_size)
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """Admit new rows with the target's hidden states of their prompts, except for the last position."""
+        super().admit(rows, first)
+        self.features.admit(rows.rows[first:])
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Apply the engine's moves to the cache rows and their features."""
+        super().rearrange(moves, count)
+        self.features.rearrange(moves, count)
+
+    def reset(self) -> None:
+        """Forget every row."""
+        super().reset()
+        self.features = TargetFeatures(self.reader)
+
+    def add_target(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
+        """Add the hidden states of a target pass at committed positions, and rewind draft tokens."""
+        self.features.add(rows, verification, target)
+        self.rewind(rows)
+
+    def rewind(self, rows: Rows) -> None:
+        """Rewind draft tokens."""
+        self.cache.truncate([0 if one is None else one.cached for one in self.features.rows])
+
+    def room(self, rows: Rows, budget: Sequence[int]) -> list[int]:
+        """Return how many tokens each row may draft; 0 for rows with unknown hidden states."""
+        room = super().room(rows, budget)
+        return [n if one is not None and one.count else 0 for n, one in zip(room, self.features.rows, strict=True)]
 
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
         """Prefill long contexts in separate passes, until at most MAX_CATCH_UP pairs are pending."""
-        self._rewind()
-        self._compute([one if on else None for one, on in zip(self._features, wanted, strict=True)])
-        for index, (row, one) in enumerate(zip(rows, self._features, strict=True)):
-            while one is not None and wanted[index] and len(one.pending) > self._most_pending:
-                count = min(self.head.capabilities.prefill_chunk, len(one.pending) - 1)
+        for index, (row, one) in enumerate(zip(rows, self._rewound(rows, wanted), strict=True)):
+            while one is not None and len(one.pending) > self._most_pending:
+                count = min(self.reader.capabilities.prefill_chunk, len(one.pending) - 1)
                 tokens = torch.from_numpy(row.tokens[one.cached + 1 : one.cached + 1 + count])[None]
-                model_input = ModelInput(tokens.to(self.head.device), [count], index, logits=Logits.NONE)
+                model_input = ModelInput(tokens.to(self.reader.device), [count], index, logits=Logits.NONE)
                 super().forward(dataclasses.replace(model_input, features=one.pending[None, :count]))
                 one.mark_cached(count)
+
+    def _rewound(self, rows: Rows, wanted: Sequence[bool]) -> list[RowFeatures | None]:
+        """Rewind draft tokens; return the wanted rows with their features computed, None for the others."""
+        self.rewind(rows)
+        some = [one if on else None for one, on in zip(self.features.rows, wanted, strict=True)]
+        self.features.compute(some)
+        return some
 
     @property
     def _most_pending(self) -> int:
@@ -89,7 +125,7 @@ class HeadCache(FeatureCache):
             on = [flag and len(draft) > step for draft, flag in zip(drafted, fed, strict=True)]
             tokens = [[int(draft[step]) if flag else 0] for draft, flag in zip(drafted, on, strict=True)]
             model_input = ModelInput(
-                torch.tensor(tokens, device=self.head.device), [int(flag) for flag in on], logits=Logits.LAST
+                torch.tensor(tokens, device=self.reader.device), [int(flag) for flag in on], logits=Logits.LAST
             )
             output = self._merged(output, self.forward(model_input), on)
         return output
@@ -105,17 +141,17 @@ class HeadCache(FeatureCache):
 
     def _pending(self, rows: Rows, fed: Sequence[bool]) -> tuple[list[RowFeatures | None], ModelInput]:
         """Return the rows that are fed, None for others, and a pass over their pending pairs."""
-        parts = [one if on else None for one, on in zip(self._features, fed, strict=True)]
-        self._compute(parts)
+        parts = [one if on else None for one, on in zip(self.features.rows, fed, strict=True)]
+        self.features.compute(parts)
         self._repeat_last(parts)
         counts = [0 if one is None else len(one.pending) for one in parts]
         tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
-        features = torch.zeros(*tokens.shape, self.head.width, dtype=self.head.dtype, device=self.head.device)
+        features = torch.zeros(*tokens.shape, self.reader.width, dtype=self.reader.dtype, device=self.reader.device)
         for i, (row, one) in enumerate(zip(rows, parts, strict=True)):
             if one is not None:
                 tokens[i, : counts[i]] = torch.from_numpy(row.tokens[one.cached + 1 : one.count + 1])
                 features[i, : counts[i]] = one.pending
-        return parts, ModelInput(moved(tokens, self.head.device), counts, logits=Logits.LAST, features=features)
+        return parts, ModelInput(moved(tokens, self.reader.device), counts, logits=Logits.LAST, features=features)
 
     def _repeat_last(self, parts: Sequence[RowFeatures | None]) -> None:
         """Make the last pair of rows without a pending one pending again."""
@@ -126,7 +162,7 @@ class HeadCache(FeatureCache):
 
     def _merged(self, old: ModelOutput, new: ModelOutput, on: Sequence[bool]) -> ModelOutput:
         """Return the new output for rows that were fed, the old one for the others."""
-        which = torch.tensor(on, device=self.head.device)[:, None, None]
+        which = torch.tensor(on, device=self.reader.device)[:, None, None]
         hidden = {n: torch.where(which, new.hidden[n], old.hidden[n]) for n in old.hidden}
         self._last_output = self._outputs = hidden[NEXT]
         assert new.logits is not None and old.logits is not None
@@ -153,19 +189,19 @@ class HeadCache(FeatureCache):
     @property
     def drafts_at_once(self) -> bool:
         """True if the head can draft several tokens in one call."""
-        head = self.head
+        head = self.reader
         return isinstance(head, DraftsAtOnce) and head.drafts_at_once and self.model.vocab_size == head.vocab_size
 
     def draft_at_once(self, rows: Rows, most: int, rule: StoppingRule) -> tuple[list[int], list[float]] | None:
         """Feed the only row's pending pairs and draft after them, in one call; None if it is not possible."""
-        one = self._features[0]
+        one = self.features.rows[0]
         if one is None or not self.drafts_at_once:
             return None
-        assert isinstance(self.head, DraftsAtOnce)
-        self._compute([one])
+        assert isinstance(self.reader, DraftsAtOnce)
+        self.features.compute([one])
         self._repeat_last([one])
         known = torch.from_numpy(rows[0].tokens[one.cached + 1 : one.count + 1])
-        drawn = self.head.draft_at_once(known, one.pending, self.cache, most, tuple(rows[0].eos), rule)
+        drawn = self.reader.draft_at_once(known, one.pending, self.cache, most, tuple(rows[0].eos), rule)
         if drawn is not None:
             one.mark_cached(len(known))
             self.model.row_passes += len(drawn[0])
