@@ -37,7 +37,7 @@ def scores(model: Any) -> torch.Tensor:
 def difference(path: Path, wanted: torch.Tensor) -> float:
     """Between the kernels' scores of a file and others, as a share of their range."""
     model: Any = load_model(path, LoadOptions(dtype="fp32")).model
-    assert model.fused.compiled
+    assert model.fused.is_native
     cache, ids = model.new_cache(), torch.tensor([prompts()[3]])
     cache.add_rows(1)
     found = model.forward(ModelInput(ids, [ids.shape[1]]), cache).scores()[0]

@@ -85,7 +85,7 @@ def fused(model: PreTrainedModel, weights: str = "float32") -> CausalModel:
     freeze_linears(model, *rounds, all_dtypes=True)
     found = (RecurrentModel if is_recurrent(model) else CausalModel)(model)
     assert use_fused_layers(found) is None
-    assert found.fused is not None and found.fused.compiled and found.batch_invariant
+    assert found.fused is not None and found.fused.is_native and found.batch_invariant
     return found
 
 

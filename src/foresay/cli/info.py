@@ -89,7 +89,7 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
     if fused.paged is not None:
         pool = fused.paged.pool
         return f"fused layers, keys and values in pages of {pool.num_tokens} tokens ({pool.nbytes / 1e9:.1f} GB)"
-    return "fused layers, kernels compiled for this machine" if fused.compiled else "fused layers"
+    return "fused layers, kernels compiled for this machine" if fused.is_native else "fused layers"
 
 
 def _memory(model: LanguageModel, weight_bytes: int, rows: int, length: int | None) -> str:

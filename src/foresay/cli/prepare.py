@@ -38,5 +38,5 @@ def run(given: Given) -> int:
     )
     click.echo(f"  model: loads in {perf_counter() - began:.1f} s")
     click.echo(f"  forward pass: {passes(scorer)}")
-    compiled = isinstance(scorer, CausalModel) and scorer.fused is not None and scorer.fused.compiled
+    compiled = isinstance(scorer, CausalModel) and scorer.fused is not None and scorer.fused.is_native
     return 0 if compiled else 1

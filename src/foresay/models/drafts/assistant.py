@@ -21,6 +21,7 @@ from transformers.models.gemma4_unified.configuration_gemma4_unified import Gemm
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedTextModel
 
 from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.devices import is_remote
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
@@ -168,7 +169,7 @@ class Assistant(OnLastStates):
         self.device, self.dtype = target.device, target.model.dtype
         self.num_parameters = sum(weight.numel() for weight in module.parameters())
         self._module = module.to(self.device, self.dtype).eval()
-        if self.device.type == "cpu":
+        if not is_remote(self.device):
             self._module.freeze(make)
         self._embed = target.model.get_input_embeddings()
         self._source: _Readable | None = None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from foresay.decoding.devices import launching_on
+from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
+from foresay.decoding.devices import is_remote, launching_on
 from foresay.decoding.distributions import VocabularySubset
 from foresay.decoding.protocols import KVCache, LanguageModel
 from foresay.decoding.rows import Rows
@@ -71,7 +72,19 @@ class SlotCacheRows(LanguageModel):
 
     def new_cache(self) -> Any:
         """Return a cache without rows."""
-        return SlotCache() if self.paged is None else self.paged.new_cache()
+        return self.paged.new_cache() if self.paged else SlotCache()
+
+    def _capabilities(self, *, trees: bool = True, is_native: bool = False, alone: bool = False) -> Capabilities:
+        """See LanguageModel. is_native: our CPU kernels run the passes. alone: without kernels prompts are prefilled singly."""
+        paged = self.paged is not None
+        return Capabilities(
+            trees=trees,
+            num_layers=LAST,
+            prefill_together=not alone or is_native or paged or is_remote(self.device),
+            prefill_chunk=PAGED_CHUNK if paged else PREFILL_CHUNK,
+            ragged=is_native or paged,
+            own_threads=is_native,
+        )
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
@@ -174,7 +187,7 @@ class DraftModel(SlotCacheRows):
         products: Sequence[Product],
     ) -> NativeLayers | None:
         """Return the layers for the kernels; None without them. products: the others of a pass."""
-        if self.device.type != "cpu" or not all(isinstance(one, NativeProduct) for one in (self._head, *products)):
+        if is_remote(self.device) or not all(isinstance(one, NativeProduct) for one in (self._head, *products)):
             return None
         try:
             return NativeLayers(list(layers), self._norm, activation, 1.0, self.dtype)
@@ -199,7 +212,7 @@ class DraftModel(SlotCacheRows):
 
     def new_cache(self) -> Any:
         """Return a cache without rows."""
-        return super().new_cache() if self._native is None else self._native.new_cache()
+        return self._native.new_cache() if self._native else super().new_cache()
 
     def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the target's hidden states, given as layer -> [..., H], as one vector for each position, [..., L * H]."""
@@ -260,8 +273,9 @@ def draft_on_pages(
     norm: after the layers. head: the output layer, a product that the kernels read. rotary: of all layers. states, features: see
     Decoder. width: of the states. first_position: that of a row's first token.
     """
-    table = None if target.paged is None else rotary.until(target.max_length + first_position)
-    if target.paged is None or table is None:
+    pages = target.paged
+    table = rotary.until(target.max_length + first_position) if pages else None
+    if not pages or table is None:
         return None
     from foresay.models.gpu.layers import PagedLayers, check_linear, linear, outputs_of
     from foresay.models.gpu.passes import Decoder, passes_on
@@ -291,7 +305,7 @@ def draft_on_pages(
             max_length=target.max_length,
             free_bytes=target.memory_bytes(),
             capture=capture_on(device),
-            most_pages=target.paged.pool.num_pages,
+            most_pages=pages.pool.num_pages,
         )
     except LookupError as error:
         logger.warning("the draft's passes are not made over pages: %s", error)

@@ -19,7 +19,7 @@ import torch
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.chains import Drawn, Sampling
-from foresay.decoding.devices import moved
+from foresay.decoding.devices import is_remote, moved
 from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -77,7 +77,7 @@ class BlockModel(DraftModel):
         self._native = self._compiled(self._layers, activation, products)
         self.paged = self._on_pages(self._layers, activation, self._states, features=False)
         self._module = self._run_module(module)
-        self._context_passes = None if self.paged is None else self._over_context(self.paged)
+        self._context_passes = self._over_context(self.paged) if self.paged else None
         self._chains: BlockChains | None = None
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
@@ -141,8 +141,7 @@ class BlockModel(DraftModel):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        native = self._native is not None
-        return Capabilities(trees=True, num_layers=LAST, ragged=native or self.paged is not None, own_threads=native)
+        return self._capabilities(is_native=self._native is not None)
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """Not supported: blocks are computed by `run_block`."""
@@ -206,7 +205,7 @@ class BlockModel(DraftModel):
 
     def _cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of positions, [n, R] float32 each."""
-        if self.device.type == "cpu":
+        if not is_remote(self.device):
             return self._rotary_table(positions)
         cos, sin = self._rotary(torch.empty(0, device=self.device), positions[None])
         return cos[0].float(), sin[0].float()

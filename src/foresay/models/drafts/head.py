@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.stopping import StoppingRule
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -188,7 +188,7 @@ class HeadModel(DraftModel, PagedChains):
 
     def _compiled_chain(self) -> NativeChain | None:
         table = table_of(self._embed)
-        if self._native is None or table is None or not isinstance(self._head, NativeProduct):
+        if not self._native or table is None or not isinstance(self._head, NativeProduct):
             return None
         if self.subset is None and self._head.out_features > self.vocab_size:
             return None
@@ -235,16 +235,7 @@ class HeadModel(DraftModel, PagedChains):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        native = self._native is not None or self.paged is not None
-        joint = native or self.device.type != "cpu"
-        return Capabilities(
-            trees=True,
-            num_layers=LAST,
-            prefill_together=joint,
-            prefill_chunk=PREFILL_CHUNK if self.paged is None else PAGED_CHUNK,
-            ragged=native,
-            own_threads=self._native is not None,
-        )
+        return self._capabilities(is_native=self._native is not None, alone=True)
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.capabilities import PAGED_CHUNK, PREFILL_CHUNK, Capabilities
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.devices import is_remote
 from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, learned_by
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import SlotCache
@@ -71,7 +72,7 @@ class MtpHead(OnLastStates, PagedChains):
         self.num_mtp_layers, self.subset = len(layers.layers), None
         self._layers = layers.eval()
         self.paged = self._on_pages()
-        if self.device.type == "cpu" and self.paged is None:
+        if not (is_remote(self.device) or self.paged):
             linears.freeze_linears(layers.layers, make, all_dtypes=make is not linears.unquantized)
 
     def _on_pages(self) -> PagedPasses | None:
@@ -79,7 +80,7 @@ class MtpHead(OnLastStates, PagedChains):
         layers, (one, *others) = self._layers, self._layers.layers
         config = layers.config
         shared = (layers.use_shared_post_norm, layers.has_per_layer_rope, getattr(config, "unpadded_vocab_size", None))
-        if self.target.paged is None or others or any(shared) or one.post_norm is None:
+        if not self.target.paged or others or any(shared) or one.post_norm is None:
             return None
         if getattr(config, "logits_mup_width_multiplier", None) is not None:
             return None
@@ -130,14 +131,7 @@ class MtpHead(OnLastStates, PagedChains):
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        is_single, ragged = self.num_mtp_layers == 1, self.paged is not None
-        return Capabilities(
-            trees=is_single,
-            num_layers=LAST,
-            prefill_together=self.device.type != "cpu",
-            prefill_chunk=PAGED_CHUNK if ragged else PREFILL_CHUNK,
-            ragged=ragged,
-        )
+        return self._capabilities(trees=self.num_mtp_layers == 1, alone=True)
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:

@@ -114,6 +114,14 @@ class PagedPasses:
         """Return a cache without rows. owner: a cache over this pool whose pages it shares; see PagedCache."""
         return PagedCache(self.pool, owner)
 
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """See LanguageModel."""
+        return self.pool.bytes_of(lengths)
+
+    def free_bytes(self) -> int:
+        """See LanguageModel."""
+        return self.pool.free_bytes
+
     def __call__(
         self, model_input: ModelInput, cache: PagedCache
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:

@@ -170,7 +170,7 @@ class CausalModel(TransformersModel, PagedChains):
                 from foresay.decoding import sampling_kernels  # Triton
 
                 sampling_kernels.warm_up(self.vocab_size, self.model.dtype, self.device)
-        if self.fused.paged is None and self.fused.needs_kernels and not self.fused.compiled:
+        if self.fused.paged is None and self.fused.needs_kernels and not self.fused.is_native:
             self.fused = None
             raise NotFusedError("such layers are fused by kernels only, which do not run this model")
 
@@ -197,23 +197,18 @@ class CausalModel(TransformersModel, PagedChains):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         own = super().capabilities
-        if self.paged is None:
+        if (pages := self.paged) is None:
             return own
-        return dataclasses.replace(
-            own,
-            ragged=True,
-            prefill_in_any_pieces=False,
-            prefill_chunk=PAGED_CHUNK,
-            max_rows=self.paged.table.num_rows,
-        )
+        more: dict[str, Any] = {"prefill_chunk": PAGED_CHUNK, "max_rows": pages.table.num_rows}
+        return dataclasses.replace(own, ragged=True, prefill_in_any_pieces=False, **more)
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel."""
-        return super().cache_bytes(lengths) if self.paged is None else self.paged.pool.bytes_of(lengths)
+        return self.paged.cache_bytes(lengths) if self.paged else super().cache_bytes(lengths)
 
     def free_bytes(self) -> int:
         """See LanguageModel."""
-        return self.memory_bytes() if self.paged is None else self.paged.pool.free_bytes
+        return self.paged.free_bytes() if self.paged else self.memory_bytes()
 
     def memory_bytes(self) -> int:
         """Bytes of the model's devices that are not in use."""
@@ -247,7 +242,7 @@ class CausalModel(TransformersModel, PagedChains):
     @property
     def batch_invariant(self) -> bool:
         """See TransformersModel. The compiled kernels compute each token independently of the others."""
-        return self.fused is not None and self.fused.compiled
+        return self.fused is not None and self.fused.is_native
 
     def new_cache(self) -> Any:
         """Return a cache without rows: a SlotCache, or a PagedCache for passes over pages."""
@@ -256,9 +251,8 @@ class CausalModel(TransformersModel, PagedChains):
                 "the model was changed after it was loaded: its passes are made by its family's own code now"
             )
             self.fused = None
-        if self.paged is not None:
-            return self.paged.new_cache()
-        return (None if self.fused is None else self.fused.new_cache()) or SlotCache()
+        maker = self.paged or self.fused
+        return (None if maker is None else maker.new_cache()) or SlotCache()
 
     def borrowed(self, owner: Any) -> Any:
         """See TransformersModel. Drops the fused layers if the owner's cache no longer has the layout that they read."""

@@ -85,7 +85,7 @@ class FusedDecoder:
         self._native = self._compiled()
         self.needs_kernels = not all(layer.is_plain for layer in self._layers)
         """True for layers that PyTorch's operations do not compute."""
-        if self._native is None and self.needs_kernels and not Hardware(model.device).gpu_kernels:
+        if self.needs_kernels and not (self.is_native or Hardware(model.device).gpu_kernels):
             raise NotFusedError("such layers are fused by the compiled kernels only, which do not run this model")
 
     def __call__(
@@ -212,7 +212,7 @@ class FusedDecoder:
         )
 
     @property
-    def compiled(self) -> bool:
+    def is_native(self) -> bool:
         """True if the layers run on kernels compiled for this machine."""
         return self._native is not None
 

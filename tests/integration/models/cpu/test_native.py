@@ -369,7 +369,7 @@ def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     model = CausalModel(weights)
     assert use_fused_layers(model) is None
     assert model.fused is not None
-    assert model.fused.compiled
+    assert model.fused.is_native
     return model
 
 
@@ -534,7 +534,7 @@ def test_what_is_lacking_is_said_once_and_passes_go_on(
             model = CausalModel(make("llama"))
             assert use_fused_layers(model) is None
             assert model.fused is not None
-            assert not model.fused.compiled
+            assert not model.fused.is_native
             assert run(model, prompts, params, gamma=0)[0] == wanted
     [said] = caplog.messages
     assert said.startswith("forward passes run without compiled kernels: ")

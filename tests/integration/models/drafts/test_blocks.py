@@ -284,7 +284,7 @@ def test_greedy_output_over_a_recurrent_target(fused: bool) -> None:
     model = RecurrentModel(make("qwen3_5", 3, vocab_size=SMALL, tie_word_embeddings=False))
     if fused:
         model.use_fused()
-        assert model.fused is not None and model.fused.compiled
+        assert model.fused is not None and model.fused.is_native
     block = BlockModel(random_block(model), model)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)

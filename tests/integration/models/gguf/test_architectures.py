@@ -40,7 +40,7 @@ def test_every_architecture_has_a_case() -> None:
 def test_blocks_score_as_their_numbers_do(case: str, tmp_path: Path) -> None:
     path = file_of(case, tmp_path, "Q8_0")
     kept: Any = load_model(path, LoadOptions(activations="float32"))
-    assert kept.weights == "GGUF" and kept.model.fused.compiled
+    assert kept.weights == "GGUF" and kept.model.fused.is_native
     numbers = scores(load_model(path, LoadOptions(dtype="fp32")).model)
     assert error(scores(kept.model), numbers) < 0.05
 
@@ -82,7 +82,7 @@ def test_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", model_of("gpt-oss"), kinds)
     kept: Any = load_model(path, LoadOptions(activations="float32")).model
     experts = kept.model.model.layers[1].mlp.experts
-    assert {one.product.bits for one in (*experts.gate_up, *experts.down)} == {4.25} and kept.fused.compiled
+    assert {one.product.bits for one in (*experts.gate_up, *experts.down)} == {4.25} and kept.fused.is_native
     numbers: Any = load_model(path, LoadOptions(dtype="fp32")).model
     assert error(scores(kept), scores(numbers)) < 0.05
     other = copy.deepcopy(model_of("gpt-oss"))

@@ -69,7 +69,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     own = outputs(other)
     assert use_fused_layers(frozen(model)) is None
     assert model.fused is not None
-    assert model.fused.compiled == kernels
+    assert model.fused.is_native == kernels
     torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
     parents[1, 3] = 0
     with pytest.raises(AssertionError):  # control: the tree counts

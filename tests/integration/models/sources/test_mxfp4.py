@@ -35,7 +35,7 @@ def test_experts_stay_in_their_blocks(tmp_path: Path) -> None:
     """Each number is the stored one; no layer is expanded."""
     path, reference = folder_of(tmp_path / "tiny")
     loaded: Any = load_model(path)
-    assert loaded.precision == "bfloat16, MXFP4 weights" and loaded.model.fused.compiled
+    assert loaded.precision == "bfloat16, MXFP4 weights" and loaded.model.fused.is_native
     for own, wanted in zip(loaded.model.model.model.layers, reference.model.layers, strict=True):
         experts, dense = own.mlp.experts, wanted.mlp.experts
         assert isinstance(experts, FrozenExperts)
