@@ -23,7 +23,7 @@ _ALIASES = {
     "prefill_wait_s": "prefill_wait",
 }
 """Names of Python arguments, and of the options that set them in commands without an option of the same name."""
-_PATHS = ("path", "folder", "expression")
+_PATHS = ("path", "folder", "memory", "expression")
 """Names of Python arguments that several options set: files, folders and expressions."""
 
 

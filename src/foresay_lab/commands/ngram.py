@@ -38,7 +38,7 @@ def build(given: Given) -> Iterator[str]:
 
         ngrams.count_corpus(counter, reader, names, max_tokens=given.max_tokens, on_progress=show_speed)
         if not counter.num_tokens:
-            raise ConfigError("contain no text", param="files", value=list(files))
+            raise ConfigError(f"has no words in {', '.join(files)}", param="text")
         table = counter.table(fingerprint=tokenizer_fingerprint(names), files=files)
         table.save(output)
     seconds = perf_counter() - began

@@ -119,8 +119,8 @@ def load_checkpoint(
     ours = json.loads(json.dumps(dict(plan)))
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
-            text = f"was started with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; use the same, or remove it"
-            raise ConfigError(text, param="folder", value=folder)
+            text = f"was started with {{{name}}}, not {ours.get(name)!r}; use the same, or remove it"
+            raise ConfigError(text, param="folder", value=folder, **{name: theirs.get(name)})
     try:
         shapes = {name: tuple(weight.shape) for name, weight in trainable_parameters(model).items()}
         check_shapes(weights, shapes, _WEIGHTS, "the draft has")

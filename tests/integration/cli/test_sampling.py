@@ -107,4 +107,4 @@ def test_other_engines_do_not_apply_the_models_constraints(
     said = shell.refused(
         "bench", "b.jsonl", "--model", str(folder), "--prompts", "p.jsonl", "--against", "transformers"
     )
-    assert "other engines do not apply the model's generation config (repetition_penalty=1.25" in said
+    assert "--against: other engines lack the model's generation config (repetition_penalty=1.25" in said

@@ -273,7 +273,7 @@ def test_what_the_command_refuses(
     shell = tiny.Shell(monkeypatch, capsys)
     for args, said in (
         (["--host", "0.0.0.0"], "reachable from other machines"),
-        (["--keys-file", str(tmp_path / "none")], "cannot read keys"),
+        (["--keys-file", str(tmp_path / "none")], "--keys-file"),
         (["--port", "70000"], "--port 70000"),
     ):
         assert said in shell.refused("serve", "--model", "nowhere", *args)
@@ -286,4 +286,4 @@ def test_what_the_command_refuses(
                 patch.delitem(sys.modules, name)
             patch.setitem(sys.modules, missing, None)
             said = shell.refused("serve", "--model", "nowhere")
-        assert f"the server needs {missing}: pip install 'foresay[server]'" in said
+        assert f"server needs {missing}: pip install 'foresay[server]'" in said

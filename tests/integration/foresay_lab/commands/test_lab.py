@@ -101,7 +101,7 @@ def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder:
     base = ["record", "r.jsonl", *which, "--prompts", "p.jsonl"]
     assert shell(*base, "-n", "4")[0] == 0
     before = Path("r.jsonl").read_bytes()
-    assert "'r.jsonl' was started with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
+    assert "r.jsonl was started with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
     assert "was started with settings.prompts=" in shell.refused(*base, "-n", "4", "--count", "2")
     assert "--seed has no effect at temperature 0" in shell.refused(*base, "--seed", "1")
     assert Path("r.jsonl").read_bytes() == before
@@ -113,7 +113,7 @@ def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder:
     message = shell.refused(*other, "--prompts", "long.txt")
     assert message.startswith("prompt 'long-1': the prompt has 5000 tokens; the model's context is 4096")
     Path("mine.json").write_text('{"my": "file"}')
-    assert "was not changed" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
+    assert "is unchanged" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
     assert Path("mine.json").read_text() == '{"my": "file"}'
 
 
@@ -295,21 +295,18 @@ def test_costs_by_the_sources_names(shell: tiny.Shell, made: Path, folder: Path,
 
 
 def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
-    assert shell.refused("replay", "none.jsonl") == "cannot read 'none.jsonl': No such file or directory"
-    assert "unknown drafter 'sufix'" in shell.refused("replay", str(made), "--drafter", "sufix")
+    assert shell.refused("replay", "none.jsonl").startswith("RECORDING none.jsonl ")
+    assert "--drafter sufix" in shell.refused("replay", str(made), "--drafter", "sufix")
     assert "replay it with a profile of the target" in shell.refused("replay", str(made), "--length", "throughput")
-    assert (
-        shell.refused("replay", str(made), "--costs", "previous_work")
-        == "--costs 'previous_work' must be TABLE=NAME, a cost table and the target's name in it"
-    )
-    assert "no methods to compare" in shell.refused("replay", str(made), "--drafter", "none")
+    assert shell.refused("replay", str(made), "--costs", "previous_work").startswith("--costs previous_work ")
+    assert "--drafter names nothing to compare" in shell.refused("replay", str(made), "--drafter", "none")
     refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work=gpt"]
-    assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
-    assert "--prompts applies to the prompts" in shell.refused("replay", str(made), "--prompts", "p.jsonl")
+    assert "gpt is unknown" in shell.refused(*refused)
+    assert "--prompts is for a log of tensors" in shell.refused("replay", str(made), "--prompts", "p.jsonl")
     assert "--weights applies to the model" in shell.refused("replay", str(made), "--weights", "int8")
     Path("x.json").write_text("hello")
-    assert "'x.json' is not a recording" in shell.refused("replay", "x.json")
-    assert "'x.json' is not a profile" in shell.refused("replay", str(made), "--profile", "x.json")
+    assert "RECORDING x.json is not a recording" in shell.refused("replay", "x.json")
+    assert "--profile x.json is not a profile" in shell.refused("replay", str(made), "--profile", "x.json")
     lines = made.read_text().splitlines()
     Path("bad.jsonl").write_text("\n".join([*lines[:2], '{"id": 3}', *lines[2:]]) + "\n")
     assert shell.refused("replay", "bad.jsonl").startswith("bad.jsonl, line 3: ")
@@ -337,12 +334,8 @@ def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
 
 
 def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    assert (
-        shell.refused("profile", *which, "--batch-size", "1,x")
-        == "--batch-size '1,x' must be integers separated by commas, such as 1,4,8"
-    )
-    message = shell.refused("profile", *which, "--length", "3,-1")
-    assert message == "--length '3,-1' must be integers of at least 0"
+    assert shell.refused("profile", *which, "--batch-size", "1,x").startswith("--batch-size 1,x ")
+    assert shell.refused("profile", *which, "--length", "3,-1").startswith("--length 3,-1 ")
     assert "5000" in shell.refused("profile", *which, "--context", "5000", "--batch-size", "1")
     assert not (here / "cache" / "profiles").exists()
 
@@ -445,8 +438,8 @@ def test_tune_writes_settings_that_are_picked_up(
     plain = json.loads(shell("generate", *which, "--drafter", "none", "-n", "8", "--json", TEXTS[0])[1])
     assert json.loads(out)["token_ids"] == plain["token_ids"] and json.loads(out)["stats"]["num_drafted"] > 0
     assert shell("generate", *which, "-n", "8", TEXTS[0])[2] == "", "a model that is named needs no settings"
-    assert "--output 'foresay.toml' exists; add --force to replace it" in shell.refused(*command)
-    assert "the folder 'nowhere' does not exist" in shell.refused(*command, "-o", "nowhere/foresay.toml")
+    assert "--output foresay.toml exists" in shell.refused(*command)
+    assert "the folder 'nowhere'" in shell.refused(*command, "-o", "nowhere/foresay.toml")
     assert shell(*command, "--force", "--recording", "r.jsonl")[0] == 2, "no such recording"
     assert read_settings("foresay.toml") == said
 
@@ -641,8 +634,8 @@ def test_tune_from_a_recording(
     assert 'activations = "float32"' in Path("rounded.toml").read_text()
     assert "activations" not in Path("foresay.toml").read_text()
     other = tiny.save(here / "other")
-    assert "the recording is of " in shell.refused("tune", "--model", str(other), *args, "-o", "x.toml")
-    assert "--batch-size 1,2 has several sizes, and without --latency it takes one" in shell.refused(
+    assert "--recording is of " in shell.refused("tune", "--model", str(other), *args, "-o", "x.toml")
+    assert "--batch-size 1,2 without --latency" in shell.refused(
         "tune", *which, *args, "--batch-size", "1,2", "-o", "x"
     )
 
@@ -674,5 +667,5 @@ def test_ctrl_c_during_live_runs_leaves_an_answer(
 
 def test_a_bad_settings_file_is_one_line(shell: tiny.Shell, here: Path) -> None:
     Path("foresay.toml").write_text('target = "tiny"\ncolour = 3\n')
-    assert shell.refused("generate", "x").startswith("foresay.toml: unknown setting 'colour'")
+    assert shell.refused("generate", "x").startswith("foresay.toml: setting='colour'")
     assert os.path.exists("foresay.toml")

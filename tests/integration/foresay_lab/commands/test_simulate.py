@@ -80,21 +80,21 @@ def test_bursts_and_traces(shell: tiny.Shell, made: Path) -> None:
 
 
 def test_what_it_refuses(shell: tiny.Shell, made: Path) -> None:
-    assert "--rate 'x' must be numbers" in shell.refused(*command(made, "--rate", "x"))
+    assert "--rate x must be numbers" in shell.refused(*command(made, "--rate", "x"))
     assert "rate" in shell.refused(*command(made, "--rate", "0"))
-    assert "--total-rate needs a latency target" in shell.refused(*command(made, "--total-rate", "5"))
+    assert "--total-rate 5 needs" in shell.refused(*command(made, "--total-rate", "5"))
     plain = ["simulate", str(made / "r.jsonl"), "--profile", str(made / "profile.json"), "--trace", "none.txt"]
-    assert "cannot read" in shell.refused(*plain)
+    assert "--trace none.txt cannot be read" in shell.refused(*plain)
     for name in ("rate", "burst", "requests", "seed", "first-p99", "gap-p99"):
         assert f"drop --{name}" in shell.refused(*plain, f"--{name}", "3")
     assert "drafts nothing" in shell.refused(*command(made, "--drafter", "none", "--length", "3"))
-    assert "the profile does not contain the drafting times" in shell.refused(
+    assert "has no drafting times" in shell.refused(
         *command(made, "--drafter", f"model({made / 'tiny'})", "--model", str(made / "tiny"))
     )
-    assert "unknown drafter" in shell.refused(*command(made, "--drafter", "sufix"))
+    assert "--drafter sufix is unknown" in shell.refused(*command(made, "--drafter", "sufix"))
     assert "--requests -5 must be an integer" in shell.refused(*command(made, "--rate", "1", "--requests", "-5"))
     assert "--dtype applies to the model" in shell.refused(*command(made, "--rate", "1", "--dtype", "bf16"))
     (made / "log.txt").write_text("tensor([[1, 2]])\n")
     log = ["simulate", str(made / "log.txt"), "--profile", str(made / "profile.json")]
-    assert "is a log of tensors without prompts" in shell.refused(*log)
+    assert "is a log of tensors" in shell.refused(*log)
     assert "is not a profile" in shell.refused("simulate", str(made / "r.jsonl"), "--profile", str(made / "p.txt"))

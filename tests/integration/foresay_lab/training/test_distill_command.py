@@ -123,7 +123,7 @@ def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, she
     assert shell("distill", str(head), *made)[0] == 0
     asked = ("export", str(head), str(out), "--model", str(target), "--layout", layout)
     if layout == "plain":
-        assert "--verifier is a field of" in shell.refused(*asked, "--verifier", "org/name")
+        assert "--verifier org/name " in shell.refused(*asked, "--verifier", "org/name")
     else:
         asked = (*asked, "--verifier", "org/name")
     code, said, err = shell(*asked)
@@ -160,8 +160,8 @@ def test_a_block_drafter_is_written_exported_and_drafts(
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["Qwen3DSparkModel"] and config["target_layer_ids"] == [0, 2]
     export = ("export", str(out), str(exported), "--model", str(target))
-    assert "--layout chooses" in shell.refused(*export, "--layout", "speculators")
-    assert "--verifier is a field of" in shell.refused(*export, "--verifier", "org/name")
+    assert "--layout speculators " in shell.refused(*export, "--layout", "speculators")
+    assert "--verifier org/name " in shell.refused(*export, "--verifier", "org/name")
     code, said, err = shell(*export)
     assert (code, err) == (0, "") and "layers 1, 3" in said and "proposes 64 tokens" in said
     assert {"lm_head.weight", "embed_tokens.weight"} <= load_file(exported / "model.safetensors").keys()
@@ -177,7 +177,7 @@ def test_a_block_drafter_is_written_exported_and_drafts(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--kind", "medusa"), "kind 'medusa'"),
+        (("--kind", "medusa"), "--kind medusa"),
         (("--block-size", "4"), "--block-size applies to --kind block and dflash2"),
         (("--kind", "dflash2", "--from", "x", "--rank", "2"), "--from sets the shape"),
         (("--kind", "block", "--draft-steps", "3"), "--draft-steps applies to --kind head"),
@@ -266,9 +266,7 @@ def test_on_texts_that_a_server_keeps(target: Path, recorded: Path, shell: tiny.
     with pytest.raises(VocabularyMismatchError, match="another vocabulary"):
         read_outputs(str(folder), 1000, "other", length)
     (tmp_path / "empty").mkdir()
-    assert "cannot use the memory" in shell.refused(
-        "distill", str(tmp_path / "x"), *options(target, tmp_path / "empty")
-    )
+    assert "cannot be used" in shell.refused("distill", str(tmp_path / "x"), *options(target, tmp_path / "empty"))
 
 
 def test_several_processes_take_the_steps_of_one(
@@ -404,10 +402,8 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(
 def test_what_is_refused(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     out = str(tmp_path / "head")
     assert "--outputs" in shell.refused("distill", out, "--model", str(target))
-    assert "loss 'kl'" in shell.refused("distill", out, *options(target, recorded, "--loss", "kl"))
-    assert "--hidden-layers '1,x'" in shell.refused(
-        "distill", out, *options(target, recorded, "--hidden-layers", "1,x")
-    )
+    assert "--loss kl" in shell.refused("distill", out, *options(target, recorded, "--loss", "kl"))
+    assert "--hidden-layers 1,x" in shell.refused("distill", out, *options(target, recorded, "--hidden-layers", "1,x"))
     assert "--hidden-layers [1, 9]" in shell.refused(
         "distill", out, *options(target, recorded, "--hidden-layers", "1,9")
     )
@@ -458,7 +454,7 @@ def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, shell
         check=False,
     )
     (line,) = [one for one in done.stderr.splitlines() if one.startswith("foresay: ")]
-    assert done.returncode == 2 and line == f"foresay: cannot write {str(out)!r}: File too large", done.stderr
+    assert done.returncode == 2 and line == f"foresay: OUTPUT {out} cannot be written: File too large", done.stderr
     assert "Traceback" not in done.stderr
     assert not [path for path in out.rglob("*") if path.suffix in (".safetensors", ".work")]
     assert shell(*asked)[0] == 0
