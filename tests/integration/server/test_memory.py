@@ -13,6 +13,7 @@ from foresay.errors import ConfigError, VocabularyMismatchError
 from foresay.spec.remembering import remembering
 from helpers import tiny
 from helpers.families import make
+from helpers.refusals import refused
 from helpers.serving import Running
 
 PROMPT = list(range(70, 90))
@@ -134,7 +135,7 @@ def test_expressions(drafter: str, expected: str) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "max_gram", "hybrid(max_gram, head=x)"])
 def test_drafters_without_a_memory(drafter: str) -> None:
-    with pytest.raises(ConfigError, match="a memory is for drafter suffix"):
+    with refused("memory", "/m"):
         remembering(drafter, "/m")
 
 
