@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from foresay.errors import ConfigError
-from foresay.text.grammar_library import compiled, gbnf_rules, lark_of_gbnf
+from foresay.text.grammar_library import bytes_alone, compiled, gbnf_rules, lark_of_gbnf
 
 MAX_STEPS = 1200
 """Limit on the number of intersections, times that of terminals in each: about a second."""
@@ -99,13 +99,11 @@ def losing_texts(source: str) -> set[str]:
 
 def _overlapping(lost: str, names: Sequence[str], budget: list[int], cost: int) -> list[str]:
     """Return the terminals that have a text in common with `lost`, by halves. Raises ConfigError if they are too many."""
-    from llguidance import LLTokenizer
-
     budget[0] -= cost
     if budget[0] < 0:
         raise ConfigError("is too large to be examined", param="grammar")
     try:
-        compiled(LLTokenizer("byte"), f"{lost} ({' | '.join(names)})\n", is_lark=True)
+        compiled(bytes_alone(), f"{lost} ({' | '.join(names)})\n", is_lark=True)
     except ConfigError as error:
         if "NoExtensionBias" in str(error):  # the library's name of the reason: no text
             return []

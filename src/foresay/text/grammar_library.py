@@ -61,6 +61,13 @@ def gbnf_rules(text: str) -> Mapping[str, Any]:
     return rules
 
 
+def bytes_alone() -> Any:
+    """Return a vocabulary of single bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
 def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
     """Compile a schema and compute its first mask. tokenizer: from `vocabulary`. text: JSON, or a grammar in Lark's syntax.
 
