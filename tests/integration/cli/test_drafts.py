@@ -23,6 +23,7 @@ from helpers import tiny
 from helpers.blocks import random_block
 from helpers.fake_hub import FakeHub, entry
 from helpers.heads import random_head
+from helpers.refusals import refused
 
 BASE = "org/target"
 
@@ -173,7 +174,7 @@ def test_no_draft_and_wrong_uses_are_refused(fake: FakeHub, target: Path, folder
 
 
 def test_other_arguments_are_checked_before_a_request(fake: FakeHub, target: Path) -> None:
-    with pytest.raises(ConfigError, match="--rule coin"):
+    with refused("rule", "coin"):
         foresay.load(target, drafter="published", rule="coin")
     with pytest.raises(ConfigError, match="max_batch_size"):
         foresay.load(target, drafter="published", max_batch_size=0)
