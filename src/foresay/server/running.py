@@ -91,9 +91,11 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
 
 
 def _cannot_listen(settings: ServerSettings, error: OSError) -> ConfigError:
-    hint = "; stop the process that listens there, or choose another --port" if error.errno == errno.EADDRINUSE else ""
-    reason = error.strerror or str(error)
-    return ConfigError(f"cannot be listened at: {reason}{hint}", param="port", value=settings.port)
+    reason = f"cannot be listened at: {error.strerror or error}"
+    if error.errno == errno.EADDRINUSE:
+        hint = "stop the process that listens there, or choose another"
+        return ConfigError(f"{reason}; {hint}", param="port", value=settings.port)
+    return ConfigError(reason, param="host", value=settings.host)
 
 
 def configuration(app: App, settings: ServerSettings) -> uvicorn.Config:

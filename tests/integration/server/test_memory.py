@@ -133,9 +133,15 @@ def test_expressions(drafter: str, expected: str) -> None:
     assert remembering(drafter, "/m") == expected
 
 
-@pytest.mark.parametrize("drafter", ["none", "prompt_lookup", "max_gram", "hybrid(max_gram, head=x)"])
-def test_drafters_without_a_memory(drafter: str) -> None:
-    with refused("memory", "/m"):
+@pytest.mark.parametrize(
+    ("drafter", "param", "value"),
+    [
+        *((one, "memory", "/m") for one in ("none", "prompt_lookup", "max_gram")),
+        ("hybrid(max_gram, head=x)", "drafter", "max_gram"),
+    ],
+)
+def test_drafters_without_a_memory(drafter: str, param: str, value: str) -> None:
+    with refused(param, value):
         remembering(drafter, "/m")
 
 

@@ -232,7 +232,12 @@ FACTS: dict[str, tuple[str, dict[str, Any], Change, str]] = {
         added("weight_g_idx", lambda one: torch.arange(one.shape[1]).repeat(64)),
         "actorder is None, and weight_g_idx stores",
     ),
-    "a preset": (INT4, {"config_groups": {"W4A16": ["Linear"]}}, same, r"config_groups\.W4A16 should be an object"),
+    "a preset": (
+        INT4,
+        {"config_groups": {"W4A16": ["Linear"]}},
+        same,
+        r"config_groups\.W4A16=\['Linear'\] should be an object",
+    ),
     "dynamic weights": (INT4, weights(dynamic=True), same, "dynamic is true for weights"),
     "strategy and scales": (
         ROWS,
