@@ -39,7 +39,7 @@ MOST = {
     "models/llama_cpp": 458,
     "models/sources": 4283,
     "records": 1082,
-    "server": 5977,
+    "server": 5979,
     "spec": 1331,
     "text": 4918,
     "kernels in C++": 3873,
