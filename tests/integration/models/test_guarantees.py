@@ -26,7 +26,7 @@ from helpers.racing import race
 from helpers.support import Always, Loop, Never, Sometimes, run
 
 PARAMS = SamplingParams(max_new_tokens=NEW)
-STATES = on("own code", "mamba", "qwen3_5", "jamba", "recurrent_gemma", "rwkv")
+STATES = on("own code", "mamba", "qwen3_5", "jamba", "zamba2")
 """Families of different kinds whose own code keeps states, for tests that need no more."""
 ON_KERNELS = on("kernels", *HYBRIDS)
 cells = pytest.mark.parametrize
