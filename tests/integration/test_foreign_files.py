@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def refusal(call: Callable[[], object], kind: type[ForesayError] = ConfigError) 
     return str(caught.value)
 
 
+def names(found: str, message: str) -> bool:
+    """True if an error contains a message, whose "field should be ..." has the field with its value."""
+    field, should, rest = message.partition(" should be")
+    return (
+        re.search(f"{re.escape(field)}=.* should be{re.escape(rest)}", found) is not None if should else message in found
+    )
+
+
 # -- recordings ----------------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +81,7 @@ def test_logs_are_read_once(tmp_path: Path, text: str, message: str) -> None:
 def test_many_tensors_are_read_once(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("tensor([[7]])\n" * 100_000 + "tensor([[...]])\n")
-    assert "line 100001: the tensor was printed abbreviated" in refusal(
+    assert "line 100001: the tensor was printed without some tokens" in refusal(
         lambda: Recording.load(path, prompts=[[1]] * 200_000)
     )
 
@@ -86,19 +95,19 @@ def ours(path: Path, line: str, **header: Any) -> Path:
 @pytest.mark.parametrize(
     ("line", "header", "message"),
     [
-        ('{"id": {}, "prompt": [1], "output": [2]}', {}, "id should be a valid string, not {}"),
+        ('{"id": {}, "prompt": [1], "output": [2]}', {}, "id should be a valid string"),
         ('{"id": "a", "prompt": [1], "output": [2], "seed": -1}', {}, "seed should be greater than or equal to 0"),
         ('{"id": "a", "prompt": [1], "output": [2], "logprobs": [1e999]}', {}, "logprobs.0 should be a finite number"),
         ('{"id": "a", "prompt": ' + "[" * 100_000, {}, "recursion limit exceeded"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"heat": 1}}, "params: unknown parameter 'heat'"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"heat": 1}}, "params: parameter='heat' is unknown"),
         ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"top_p": 7}}, "params: top_p=7 must be"),
         ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"logit_bias": 3}}, "params: logit_bias=3 must map"),
         ('{"id": "a", "prompt": [1], "output": [2]}', {"vocab_size": 10**18}, "vocab_size should be less than"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"model": []}, "model should be a valid string, not []"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"model": []}, "model should be a valid string"),
     ],
 )
 def test_recordings_of_other_types(tmp_path: Path, line: str, header: dict[str, Any], message: str) -> None:
-    assert message in refusal(lambda: Recording.load(ours(tmp_path / "r.jsonl", line, **header)))
+    assert names(refusal(lambda: Recording.load(ours(tmp_path / "r.jsonl", line, **header))), message)
 
 
 # -- results, profiles, replays, settings ----------------------------------------------------------------------------------
@@ -107,7 +116,7 @@ def test_recordings_of_other_types(tmp_path: Path, line: str, header: dict[str, 
 def test_results_nested_too_deeply(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text('{"format": "foresay-results", "version": 2, "settings": ' + "[" * 100_000 + "\n")
-    assert "line 1: not JSON: recursion limit exceeded" in refusal(lambda: Results.load(path))
+    assert "line 1 is not JSON: recursion limit exceeded" in refusal(lambda: Results.load(path))
     path.write_text('{"format": "foresay-results", "version": 2, "settings": [1]}\n')
     assert "line 1: settings=[1] must be an object" in refusal(lambda: Results.load(path))
 
@@ -115,12 +124,12 @@ def test_results_nested_too_deeply(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("timings.0.seconds", "1", 'timings.0.seconds should be a valid number, not "1"'),
-        ("timings.0.columns", 0, "timings.0.columns should be greater than or equal to 1, not 0"),
+        ("timings.0.seconds", "1", "timings.0.seconds should be a valid number"),
+        ("timings.0.columns", 0, "timings.0.columns should be greater than or equal to 1"),
         ("floor.bytes_per_s", 0, "floor.bytes_per_s should be greater than or equal to 1"),
         ("fills.1", [32, 0.5], "fills has two times for the same point"),
         ("drafts.suffix.1", [1, 4, 0.5], "drafts.suffix has two times for the same point"),
-        ("token_bytes", None, "token_bytes should be a valid number, not null"),
+        ("token_bytes", None, "token_bytes should be a valid number"),
         ("ragged", "no", "ragged should be a valid boolean"),
         ("machine", 3, "machine should be"),
         ("model", ["x"], "model should be a valid string"),
@@ -138,7 +147,7 @@ def test_profiles_of_other_types(tmp_path: Path, field: str, value: Any, message
         part, place = part[place], key
     part[place] = value
     path.write_text(json.dumps(values))
-    assert message in refusal(lambda: Profile.load(path))
+    assert names(refusal(lambda: Profile.load(path)), message)
 
 
 def test_a_kept_replay_that_is_none(tmp_path: Path) -> None:
@@ -151,7 +160,7 @@ def test_a_kept_replay_that_is_none(tmp_path: Path) -> None:
         with open_grid(path, {}):
             pass
 
-    assert "line 2: not a replay: recording: field required" in refusal(opened)
+    assert "line 2: recording: not a replay: field required" in refusal(opened)
 
 
 @pytest.mark.parametrize(
@@ -216,13 +225,13 @@ def head(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": "16"}, 'hidden_size should be a valid integer, not "16"'),
+        ({"hidden_size": "16"}, "hidden_size should be a valid integer"),
         ({"hidden_size": 2**40}, "hidden_size should be less than or equal to"),
-        ({"head_dim": 3}, "head_dim should be a multiple of 2, not 3"),
+        ({"head_dim": 3}, "head_dim should be a multiple of 2"),
         ({"num_key_value_heads": 0}, "num_key_value_heads should be greater than or equal to 1"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps should be a valid number"),
-        ({"hidden_act": "gelo"}, "unknown activation 'gelo'. Did you mean 'gelu'?"),
+        ({"hidden_act": "gelo"}, "activation='gelo' is unknown. Did you mean 'gelu'?"),
         ({"rope_theta": 0}, "rope_theta should be greater than 0"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_scaling.rope_type should be"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
@@ -234,7 +243,7 @@ def head(tmp_path: Path) -> Path:
         ({"vocab_size": [40]}, "vocab_size should be a valid integer"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}},
-            'eagle_aux_hidden_state_layer_ids=["a"] must be numbers of layers from 0 on',
+            "eagle_aux_hidden_state_layer_ids=['a'] must be numbers of layers from 0 on",
         ),
         ({"target_hidden_size": 1.5}, "target_hidden_size should be a valid integer"),
     ],
@@ -242,7 +251,7 @@ def head(tmp_path: Path) -> Path:
 def test_configurations_of_heads(head: Path, changes: dict[str, Any], message: str) -> None:
     values = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(values | changes))
-    assert message in refusal(lambda: read_draft(head))
+    assert names(refusal(lambda: read_draft(head)), message)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +350,7 @@ def test_checkpoints_of_other_types(tmp_path: Path, file: str, changes: dict[str
     else:
         save_file(load_file(path) | changes, path)
     found = refusal(lambda: load_checkpoint(tmp_path / "c", {"a": 1, "processes": 1}, model, [optimiser]))
-    assert message in found and found.endswith("remove it to start again")
+    assert names(found, message) and found.endswith("remove it to start again")
 
 
 @pytest.mark.parametrize("length", ["long", [1], {}])
