@@ -46,7 +46,9 @@ def names(found: str, message: str) -> bool:
     """True if an error contains a message, whose "field should be ..." has the field with its value."""
     field, should, rest = message.partition(" should be")
     return (
-        re.search(f"{re.escape(field)}=.* should be{re.escape(rest)}", found) is not None if should else message in found
+        re.search(f"{re.escape(field)}=.* should be{re.escape(rest)}", found) is not None
+        if should
+        else message in found
     )
 
 

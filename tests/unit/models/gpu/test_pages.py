@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from foresay.decoding.protocols import ModelInput
-from foresay.errors import ConfigError, OutOfMemoryError
+from foresay.errors import OutOfMemoryError
 from foresay.models.gpu.attention import PAGE
 from foresay.models.gpu.flat import PagedTokens, PageTable, size_of
 from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
+from helpers.refusals import refused
 
 
 def make(pages: int = 8) -> tuple[PagePool, PagedCache]:
@@ -139,7 +140,7 @@ def test_a_tree_of_too_many_nodes_is_refused() -> None:
     _, cache = make()
     cache.add_rows(1)
     parents = torch.tensor([[-1, *[0] * 65]])
-    with pytest.raises(ConfigError, match="a tree has 65 nodes in one row; allowed are 64"):
+    with refused("nodes", 65):
         PagedTokens.of(ModelInput(torch.zeros(1, 66, dtype=torch.int64), [66], parents=parents), cache, 4)
 
 
