@@ -18,11 +18,11 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory, ModelTreeDrafter, SuffixTreeDrafter
 from foresay.engine import Engine
-from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
+from helpers.refusals import refused
 from helpers.sequential import decided, value_of
 from helpers.support import Loop, run
 from helpers.trees import TableTree
@@ -151,7 +151,7 @@ def test_siblings_that_see_each_other(rule: str, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("rule", ["block", "lenience", "typical"])
 def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
-    with pytest.raises(ConfigError, match=f"rule '{rule}' verifies chains, and TableTree proposes trees"):
+    with refused("rule", rule):
         run(TARGET, [PROMPT], SamplingParams(max_new_tokens=4), drafter=TableTree(DRAFT), rule=rule)
 
 
