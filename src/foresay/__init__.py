@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import import_module
-from pathlib import Path
+from pkgutil import get_data
 from typing import TYPE_CHECKING, Any
 
 from foresay.version import __version__ as __version__
@@ -54,7 +54,10 @@ if TYPE_CHECKING:  # the list of public names, which _modules reads too; a name 
 @cache
 def _modules() -> dict[str, str]:
     """Return the module of each public name."""
-    imports = re.findall(r"^    from (\S+) import (.*)", Path(__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    source = get_data(__name__, "__init__.py")
+    if source is None:
+        raise ImportError("foresay finds its public names in its source, which this bundle leaves out; import from its modules")
+    imports = re.findall(r"^    from (\S+) import (.*)", source.decode(), re.MULTILINE)
     return {name: module for module, names in imports for name in re.findall(r"as (\w+)", names)}
 
 
