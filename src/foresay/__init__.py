@@ -56,9 +56,7 @@ def _modules() -> dict[str, str]:
     """Return the module of each public name."""
     source = get_data(__name__, "__init__.py")
     if source is None:
-        raise ImportError(
-            "foresay finds its public names in its source, which this bundle leaves out; import from its modules"
-        )
+        raise ImportError("foresay's public names are read from its source, which is missing; import from its modules")
     imports = re.findall(r"^    from (\S+) import (.*)", source.decode(), re.MULTILINE)
     return {name: module for module, names in imports for name in re.findall(r"as (\w+)", names)}
 
