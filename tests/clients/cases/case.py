@@ -25,6 +25,10 @@ class Check:
     """The expected status, if it is one."""
 
 
+def status(code: int, reply: int = -1) -> Check:
+    return Check(f"[{reply}] status {code}", lambda replies: replies[reply].status == code, code)
+
+
 @dataclass(frozen=True, slots=True)
 class From:
     """A value of an earlier reply, as part of a body."""
@@ -139,6 +143,34 @@ def _refused_route(request: Request, reply: Reply) -> str:
     route = request.path.partition("?")[0]
     message = value_at(reply.body, "error.message")
     return route if reply.status == 404 and f"{request.method} {route}: " in str(message) else ""
+
+
+class together(tuple[Request, ...]):  # noqa: N801 - read as a verb
+    """Requests that are sent at the same time."""
+
+
+def cases(rows: Mapping[str, Any]) -> list[Case]:
+    """Return the cases of rows: name -> request, or (requests, *rest).
+
+    rest: checks and lists of them, of which status 200 is one unless another status of the last reply is; at most one
+    outcome, if the case does not pass; the name of a server as text.
+    """
+    return [_case(name, row) for name, row in rows.items()]
+
+
+def _case(name: str, row: Any) -> Case:
+    requests, *rest = row if type(row) is tuple else (row,)
+    checks, ours, server = list[Check](), PASSED, "tiny"
+    for one in rest:
+        if isinstance(one, Outcome):
+            ours = one
+        elif isinstance(one, str):
+            server = one
+        else:
+            checks += [one] if isinstance(one, Check) else one
+    if not any(re.match(r"(\[-1\] )?status (\d|is not)", one.text) for one in checks):
+        checks.insert(0, status(200))
+    return Case(name, requests, checks, ours, server, isinstance(requests, together))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from clients.cases.case import Check
+from clients.cases.case import Check, status
 from clients.cases.replies import MISSING, Reply, value_at, values_at
 
 
 def _about(path: str, text: str, test: Callable[[Any], bool], reply: int) -> Check:
     return Check(f"[{reply}] {path} {text}", lambda replies: test(value_at(replies[reply].body, path)))
-
-
-def status(code: int, reply: int = -1) -> Check:
-    return Check(f"[{reply}] status {code}", lambda replies: replies[reply].status == code, code)
 
 
 def ok(*checks: Check, reply: int = -1) -> list[Check]:
@@ -77,10 +73,7 @@ def count(path: str, number: int, reply: int = -1) -> Check:
 
 def at_least(path: str, number: int, reply: int = -1) -> Check:
     return _about(
-        path,
-        f"has at least {number} items",
-        lambda found: hasattr(found, "__len__") and len(found) >= number,
-        reply,
+        path, f"has at least {number} items", lambda found: hasattr(found, "__len__") and len(found) >= number, reply
     )
 
 

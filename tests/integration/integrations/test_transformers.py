@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
-    GenerationConfig,
     LogitsProcessor,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -28,18 +25,6 @@ from helpers import tiny
 from helpers.refusals import refused
 
 TEXTS = ["hello world, hello", "a b c a b c a b", "x"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny.llama()
-    model.generation_config = GenerationConfig(eos_token_id=0, bos_token_id=1, pad_token_id=1, max_new_tokens=24)
-    return model
 
 
 def _one(text: str = TEXTS[0]) -> dict[str, Any]:
@@ -70,22 +55,23 @@ def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tupl
 
 @pytest.mark.parametrize(
     "ours",
-    [{}, {"drafter": "none"}, {"num_draft_tokens": 3}, {"rule": "block"}, {"rule": "coupled"}, {"length": "heuristic"}],
+    [
+        *({}, {"drafter": "none"}, {"num_draft_tokens": 3}, {"rule": "block"}, {"rule": "coupled"}),
+        *({"length": "heuristic"}, {"draft": 1}, {"draft": 0}),  # seeds: one that is often wrong, one that is right
+    ],
     ids=str,
 )
 def test_greedy_is_what_generate_writes(model: PreTrainedModel, ours: dict[str, Any]) -> None:
+    """One prompt and a batch of left-padded ones."""
+    if "draft" in ours:
+        ours = {"draft": tiny.llama(seed=ours["draft"])}
     plain, fast = _both(model, _one(), do_sample=False, **ours)
-    assert fast == plain
-    assert len(fast[0]) == _one()["input_ids"].shape[1] + 24
-
-
-def test_greedy_batch_of_left_padded_prompts(model: PreTrainedModel) -> None:
-    plain, fast = _both(model, _batch(), do_sample=False)
-    assert fast == plain
-    tails = [row[-24:] for row in fast]
-    assert len({tuple(tail) for tail in tails}) == 3  # not one row three times
-    for text, tail in zip(TEXTS, tails, strict=True):
-        assert _both(model, _one(text), do_sample=False)[1][0][-24:] == tail
+    assert fast == plain and len(fast[0]) == _one()["input_ids"].shape[1] + 24
+    plain, fast = _both(model, _batch(), do_sample=False, **ours)
+    assert fast == plain and len({tuple(row[-24:]) for row in fast}) == 3, "not one row three times"
+    if not ours:
+        for text, row in zip(TEXTS, fast, strict=True):
+            assert _both(model, _one(text), do_sample=False)[1][0][-24:] == row[-24:]
 
 
 def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
@@ -93,117 +79,85 @@ def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
         model.generate(**_one(), custom_generate=foresay.generate, length="heuristic", num_draft_tokens=3)
 
 
-def test_a_draft_model(model: PreTrainedModel) -> None:
-    plain, fast = _both(model, _batch(), do_sample=False, draft=tiny.llama(seed=1))
-    assert fast == plain
-    again = _both(model, _batch(), do_sample=False, draft=tiny.llama())[1]  # every draft token right
-    assert again == plain
-
-
-def test_end_tokens_and_padding(model: PreTrainedModel) -> None:
-    """Rows end at different lengths, and the shorter ones are padded."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_end_tokens_and_padding(model: PreTrainedModel, first: int) -> None:
+    """Rows end at different lengths, and the shorter ones are padded; by the first of the end tokens if by none."""
     ends = [model.generate(**_one(text), do_sample=False)[0, -24:].tolist() for text in TEXTS]
     eos = [ends[0][5], ends[1][11]]
     plain, fast = _both(model, _batch(), do_sample=False, eos_token_id=eos, pad_token_id=1)
-    assert fast == plain
-    assert 1 in fast[0] and fast[0][-1] == 1
+    assert fast == plain and fast[0][-1] == 1
+    model.generation_config.pad_token_id = None
+    plain, fast = _both(model, _batch(), do_sample=False, eos_token_id=[eos[first], eos[1 - first]])
+    assert fast == plain and fast[0][-1] == eos[first]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"repetition_penalty": 1.7},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 20, "eos_token_id": 43},
-        {"min_length": 30, "eos_token_id": 43},
-        {"bad_words_ids": [[43], [39]]},
-        {"suppress_tokens": [43, 39, 20]},
-        {"max_length": 25, "max_new_tokens": None},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[39, 20]]},
-        {"forced_eos_token_id": 0},
-        {"sequence_bias": {(43,): -50.0, (20, 17): 20.0}},
-    ],
-    ids=str,
-)
-def test_greedy_under_settings(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    unset = model.generate(**_one(), do_sample=False).tolist()
-    plain, fast = _both(model, _one(), do_sample=False, **settings)
-    assert fast == plain
-    assert plain != unset, "the setting must matter, or this tests nothing"
+class Odd(LogitsProcessor):
+    """Allows odd tokens after contexts of an even length, and even ones after others."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:, int(input_ids.shape[1]) % 2 :: 2] = -torch.inf
+        return scores
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"begin_suppress_tokens": "first"},
-        {"exponential_decay_length_penalty": (4, 3.0), "eos_token_id": 43},
-        {"forced_eos_token_id": 0},
-        {"min_length": 36, "eos_token_id": 43},
-        {"min_new_tokens": 20, "eos_token_id": 43},
-    ],
-    ids=str,
-)
-def test_settings_that_count_tokens_in_a_left_padded_batch(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """transformers counts the padding; a processor that looks at the length must see the same length."""
-    unset = model.generate(**_batch(), do_sample=False).tolist()
+PENALTY = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.7)]}
+BIAS = {"sequence_bias": {(43,): -5.0}}
+LEAST = MinNewTokensLengthLogitsProcessor(_one()["input_ids"].shape[1], 10, 43, device="cpu")
+SETTINGS: list[tuple[dict[str, Any], bool]] = [
+    *(({"repetition_penalty": 1.7}, False), ({"no_repeat_ngram_size": 2}, False)),
+    *(({"min_new_tokens": 20, "eos_token_id": 43}, False), ({"min_length": 30, "eos_token_id": 43}, False)),
+    *(({"bad_words_ids": [[43], [39]]}, False), ({"suppress_tokens": [43, 39, 20]}, False)),
+    *(({"max_length": 25, "max_new_tokens": None}, False), ({"forced_eos_token_id": 0}, False)),
+    ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[39, 20]]}, False),
+    *(({"sequence_bias": {(43,): -50.0, (20, 17): 20.0}}, False), ({"logits_processor": [Odd()]}, False)),
+    ({"eos_token_id": 43, "logits_processor": [LEAST]}, False),  # next to a setting that states nothing
+    # transformers counts the padding: a processor that looks at the length must see the same length
+    ({"begin_suppress_tokens": "first"}, True),
+    ({"exponential_decay_length_penalty": (4, 3.0), "eos_token_id": 43}, True),
+    *(({"forced_eos_token_id": 0}, True), ({"min_length": 36, "eos_token_id": 43}, True)),
+    ({"min_new_tokens": 20, "eos_token_id": 43}, True),
+    # the setting leaves each row's padding out, by a tensor with a position for each row; the caller's own does not
+    *(({"repetition_penalty": 1.7}, True), ({"repetition_penalty": 1.7, **BIAS}, True)),
+    *((PENALTY, True), ({**PENALTY, **BIAS}, True)),
+]
+"""Settings, and whether they are those of a left-padded batch."""
+
+
+@pytest.mark.parametrize(("settings", "is_batch"), SETTINGS, ids=str)
+def test_greedy_under_settings(model: PreTrainedModel, settings: dict[str, Any], is_batch: bool) -> None:
+    inputs = _batch() if is_batch else _one()
+    eos = {"eos_token_id": 43} if LEAST in settings.get("logits_processor", []) else {}
+    unset = model.generate(**inputs, do_sample=False, **eos).tolist()
     if settings.get("begin_suppress_tokens") == "first":
-        width = _batch()["input_ids"].shape[1]
+        width = inputs["input_ids"].shape[1]
         settings = {"begin_suppress_tokens": sorted({row[width] for row in unset} | {row[width + 9] for row in unset})}
-    plain, fast = _both(model, _batch(), do_sample=False, **settings)
+    plain, fast = _both(model, inputs, do_sample=False, **settings)
+    assert fast == plain
     assert plain != unset, "the setting must matter, or this tests nothing"
-    assert fast == plain
 
 
-@pytest.mark.parametrize("settings", [{}, {"sequence_bias": {(43,): -5.0}}], ids=str)
-@pytest.mark.parametrize("own", [[], [RepetitionPenaltyLogitsProcessor(1.7)]], ids=["setting", "own"])
-def test_a_repetition_penalty_in_a_left_padded_batch(
-    model: PreTrainedModel, own: list[Any], settings: dict[str, Any]
-) -> None:
-    """The setting leaves each row's padding out, by a tensor with a position for each row; the caller's own does not."""
-    asked = {"logits_processor": own} if own else {"repetition_penalty": 1.7}
-    plain, fast = _both(model, _batch(), do_sample=False, **asked, **settings)
-    assert fast == plain
-    unset = model.generate(**_batch(), do_sample=False).tolist()
-    assert plain != unset
+class After(StoppingCriteria):
+    def __init__(self, token: int) -> None:
+        self.token = token
 
-
-def test_processors_of_the_callers_own(model: PreTrainedModel) -> None:
-    class Odd(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            scores = scores.clone()
-            scores[:, int(input_ids.shape[1]) % 2 :: 2] = -torch.inf
-            return scores
-
-    plain, fast = _both(model, _one(), do_sample=False, logits_processor=[Odd()])
-    assert fast == plain
-    tail = fast[0][-24:]
-    assert all((a - b) % 2 == 1 for a, b in pairwise(tail))
-
-
-def test_a_length_processor_of_the_callers_own(model: PreTrainedModel) -> None:
-    """`min_new_tokens` stated as a processor object, next to a setting that states nothing."""
-    inputs = _one()
-    least = MinNewTokensLengthLogitsProcessor(inputs["input_ids"].shape[1], 10, 43, device="cpu")
-    unset, _ = _both(model, inputs, do_sample=False, eos_token_id=43)
-    plain, fast = _both(model, inputs, do_sample=False, eos_token_id=43, logits_processor=[least])
-    assert plain != unset
-    assert fast == plain
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
 
 
 def test_stopping_criteria(model: PreTrainedModel) -> None:
-    class After(StoppingCriteria):
-        def __init__(self, token: int) -> None:
-            self.token = token
-
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            return input_ids[:, -1] == self.token
-
+    """Of the caller's own, stop strings (as an argument: test_transformers_arguments), and a time limit."""
+    tokenizer, length = tiny.tokenizer(), _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, -24:].tolist()
-    plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=[After(whole[9])])
-    assert fast == plain
-    assert len(fast[0]) == _one()["input_ids"].shape[1] + whole.index(whole[9]) + 1
-    plain, fast = _both(model, _batch(), do_sample=False, stopping_criteria=[After(whole[9])])
-    assert fast == plain
+    strings = StopStringCriteria(tokenizer, [tokenizer.decode(whole)[6:9]])
+    for inputs, criterion in ((_one(), After(whole[9])), (_batch(), After(whole[9])), (_one(), strings)):
+        plain, fast = _both(model, inputs, do_sample=False, stopping_criteria=[criterion])
+        assert fast == plain
+        if len(fast) == 1:
+            assert len(fast[0]) < length + 24 and (
+                criterion is strings or len(fast[0]) == length + whole.index(whole[9]) + 1
+            )
+    timed = {"stopping_criteria": [MaxTimeCriteria(0.0)], "custom_generate": foresay.generate}
+    assert model.generate(**_one(), do_sample=False, **timed).shape[1] == length + 1
 
 
 def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> None:
@@ -222,31 +176,6 @@ def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> No
         unset = model.generate(**_one(), do_sample=False, **settings).tolist()
         plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=criteria, **settings)
         assert fast == plain != unset, (criteria, settings)
-
-
-def test_the_padding_is_the_first_of_several_end_tokens(model: PreTrainedModel) -> None:
-    ends = [model.generate(**_one(text), do_sample=False)[0, -24:].tolist() for text in TEXTS]
-    for eos in ([ends[0][5], ends[1][11]], [ends[1][11], ends[0][5]]):
-        model.generation_config.pad_token_id = None
-        plain, fast = _both(model, _batch(), do_sample=False, eos_token_id=eos)
-        assert fast == plain
-        assert fast[0][-1] == eos[0]
-
-
-def test_a_time_limit_ends_the_output(model: PreTrainedModel) -> None:
-    fast = model.generate(
-        **_one(), do_sample=False, stopping_criteria=[MaxTimeCriteria(0.0)], custom_generate=foresay.generate
-    )
-    assert fast.shape[1] == _one()["input_ids"].shape[1] + 1
-
-
-def test_stop_strings(model: PreTrainedModel) -> None:
-    """As a criterion; as an argument: test_transformers_arguments."""
-    tokenizer = tiny.tokenizer()
-    whole = tokenizer.decode(model.generate(**_one(), do_sample=False)[0, -24:])
-    plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=[StopStringCriteria(tokenizer, [whole[6:9]])])
-    assert fast == plain
-    assert len(fast[0]) < _one()["input_ids"].shape[1] + 24
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
@@ -268,7 +197,9 @@ def test_sampling_repeats_with_its_seed_or_pytorchs(model: PreTrainedModel) -> N
     assert _sampled(model) != first
 
 
-def test_returned_sequences_differ(model: PreTrainedModel) -> None:
+def test_returned_sequences_differ_and_a_dictionary_may_be_asked_for(model: PreTrainedModel) -> None:
+    asked = model.generate(**_one(), do_sample=False, return_dict_in_generate=True, custom_generate=foresay.generate)
+    assert asked.sequences.tolist() == model.generate(**_one(), do_sample=False).tolist()
     out = model.generate(
         **_one(), do_sample=True, temperature=2.0, num_return_sequences=3, seed=1, custom_generate=foresay.generate
     )
@@ -276,18 +207,10 @@ def test_returned_sequences_differ(model: PreTrainedModel) -> None:
     assert len({tuple(row) for row in out.tolist()}) == 3
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.7, "top_k": 3},
-        {"temperature": 3.0, "top_p": 0.6},
-        {"temperature": 3.0, "min_p": 0.3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"temperature": 0.7, "top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], ids=str)
 def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     """Which tokens may come first, by transformers' own scores, and how often: 400 draws, false alarm below 1e-6."""
-    settings = {"top_k": 0, **settings}
+    settings = {"top_k": 0, "temperature": 3.0, **settings}
     inputs = _one()
     scores = model.generate(
         **inputs, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
@@ -319,11 +242,6 @@ def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> Non
     ):
         with pytest.raises(error, match=message):  # type: ignore[call-overload]
             model.generate(**given, do_sample=False, custom_generate=foresay.generate)
-
-
-def test_a_dictionary_is_returned_when_asked_for(model: PreTrainedModel) -> None:
-    out = model.generate(**_one(), do_sample=False, return_dict_in_generate=True, custom_generate=foresay.generate)
-    assert out.sequences.tolist() == model.generate(**_one(), do_sample=False).tolist()
 
 
 # -- the model afterwards --------------------------------------------------------------------------------------------

@@ -7,13 +7,11 @@ import inspect
 import itertools
 import re
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    GenerationConfig,
     GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
@@ -72,18 +70,6 @@ SETTINGS: dict[str, Any] = {
     "force_words_ids": [[5]],
 }
 """Settings that are refused in a call."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny.llama()
-    model.generation_config = GenerationConfig(eos_token_id=0, bos_token_id=1, pad_token_id=1, max_new_tokens=24)
-    return model
 
 
 IDS = torch.tensor([tiny.tokenizer()("hello world, hello").input_ids])

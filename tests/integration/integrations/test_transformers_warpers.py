@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from foresay.decoding.distributions import build_distributions
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.integrations import transformers as integration
-from helpers import reference, tiny
+from helpers import reference
 from helpers.families import make
 from helpers.making import make_row
 
@@ -45,11 +45,6 @@ PROMPT = [5, 2, 3, 5]
 EOS = 6
 DEFAULTS: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "temperature": 1.0}
 """Settings that use no warper at all, whatever transformers' defaults are."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 @pytest.fixture(scope="module")
@@ -97,20 +92,12 @@ def _handed(
     """The list and the settings that transformers hands to a custom_generate."""
     handed: list[Any] = []
 
-    def look(
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        handed.extend((logits_processor, generation_config))
+    def look(model: PreTrainedModel, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        handed.extend((given["logits_processor"], given["generation_config"]))
         return input_ids
 
-    model.generate(
-        torch.tensor([PROMPT]), logits_processor=LogitsProcessorList(own), **DEFAULTS | settings, custom_generate=look
-    )
+    own = LogitsProcessorList(own)
+    model.generate(torch.tensor([PROMPT]), logits_processor=own, **DEFAULTS | settings, custom_generate=look)
     return handed[0], handed[1]
 
 
@@ -125,11 +112,9 @@ def _distribution(params: SamplingParams, config: GenerationConfig, logits: torc
     eos = frozenset() if config.eos_token_id is None else frozenset([int(config.eos_token_id)])
     row = make_row(PROMPT, eos=eos, **{name: getattr(params, name) for name in SamplingParams.__slots__})
     distributions = build_distributions(logits[None, None].clone(), Rows([row]), counts=[0])
-    return (
-        _point(int(distributions.greedy_ids[0, 0]), len(logits))
-        if distributions.probs is None
-        else distributions.probs[0].double()
-    )
+    if distributions.probs is None:
+        return _point(int(distributions.greedy_ids[0, 0]), len(logits))
+    return distributions.probs[0].double()
 
 
 def _point(token: int, size: int) -> torch.Tensor:
@@ -307,19 +292,12 @@ ALL: list[Any] = [*PAIRED, EpsilonLogitsWarper(0.1), EtaLogitsWarper(0.1), TopHL
 
 
 def test_greedy_writes_the_same_under_every_warper(model: PreTrainedModel) -> None:
-    ids = torch.tensor([PROMPT])
+    greedy = {"inputs": torch.tensor([PROMPT]), "do_sample": False, "max_new_tokens": 20}
     for own in [[one] for one in ALL] + [ALL, ALL[::-1]]:
+        plain = model.generate(**greedy, logits_processor=own)
         for drafter in ("none", "auto"):
-            plain = model.generate(ids, do_sample=False, max_new_tokens=20, logits_processor=own)
-            fast = model.generate(
-                ids,
-                do_sample=False,
-                max_new_tokens=20,
-                logits_processor=own,
-                custom_generate=foresay.generate,
-                drafter=drafter,
-            )
-            assert fast.tolist() == plain.tolist(), (_names(own), drafter)
+            ours = {"custom_generate": foresay.generate, "drafter": drafter}
+            assert model.generate(**greedy, logits_processor=own, **ours).tolist() == plain.tolist(), (own, drafter)
 
 
 def _firsts(model: PreTrainedModel, own: list[Any], settings: dict[str, Any], **ours: Any) -> set[int]:
@@ -376,17 +354,9 @@ def _joint(model: PreTrainedModel, own: list[Any]) -> np.ndarray:
 
 
 def _written(model: PreTrainedModel, own: list[Any], rule: str) -> list[list[int]]:
-    out = model.generate(
-        torch.tensor([PROMPT] * 500),
-        logits_processor=own,
-        **DEFAULTS | BESIDE_OWN,
-        max_new_tokens=LENGTH + 1,
-        custom_generate=foresay.generate,
-        draft=_model(1),
-        num_draft_tokens=2,
-        rule=rule,
-        seed=17,
-    )
+    ours = {"custom_generate": foresay.generate, "draft": _model(1), "num_draft_tokens": 2, "rule": rule, "seed": 17}
+    settings = {**DEFAULTS, **BESIDE_OWN, "max_new_tokens": LENGTH + 1}
+    out = model.generate(torch.tensor([PROMPT] * 500), logits_processor=own, **settings, **ours)
     return [row[len(PROMPT) : len(PROMPT) + LENGTH] for row in out.tolist()]
 
 
@@ -435,13 +405,8 @@ def test_an_error_of_the_callers_own_surfaces_as_it_was_raised(
         return scores
 
     ours: dict[str, Any] = {"draft": _model(1), "num_draft_tokens": 3} if drafted else {"drafter": "none"}
+    ours |= {"custom_generate": foresay.generate, "max_new_tokens": 8, **sample}
+    own = [TemperatureLogitsWarper(0.5), broken, *behind]
     with pytest.raises(OwnError) as raised:
-        model.generate(
-            torch.tensor([PROMPT] * 2),
-            logits_processor=[TemperatureLogitsWarper(0.5), broken, *behind],
-            max_new_tokens=8,
-            **sample,
-            custom_generate=foresay.generate,
-            **ours,
-        )
+        model.generate(torch.tensor([PROMPT] * 2), logits_processor=own, **ours)
     assert raised.value is error

@@ -93,24 +93,6 @@ def test_the_responses_api_takes_the_same_object(value: dict[str, Any], pattern:
             assert texts == [chat["content"]] * len(DRAFTERS)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"structured_outputs": {}}, "structured_outputs", "needs json"),
-        ({"structured_outputs": {"regex": "[.*"}}, "structured_outputs.regex", "regex parse error"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "structured_outputs.json"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
-        ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
-         "structured_outputs", "text.format"),
-        ({"structured_outputs": {"regex": "a"}, "tool_choice": "required",
-          "tools": [{"type": "function", "name": "time"}]}, "structured_outputs.regex", "requires calls"),
-        ({"guided_regex": "a"}, "guided_regex", "not supported"),
-    ],
-)  # fmt: skip
-def test_contradictions_in_the_responses_api(fields: dict[str, Any], param: str, message: str, server: Running) -> None:
-    assert_refused(server.post("/v1/responses", input="hello", **fields), param, message)
-
-
 def test_forced_tokens_of_a_choice_are_drafted(server: Running) -> None:
     plain, drafted = (
         outputs(server, "completions", guided_choice=CHOICES, temperature=0, foresay={"stats": True, **one})[1]
@@ -130,41 +112,43 @@ def test_an_answer_after_reasoning(chain: Running) -> None:
     assert called.get("tool_calls") or re.fullmatch("[0-9]", called["content"])
 
 
-@pytest.mark.parametrize("route", ["chat/completions", "completions"])
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"structured_outputs": {}}, "structured_outputs", "needs json"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "needs json"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "structured_outputs.json"),
-        ({"guided_regex": "a", "grammar": GBNF}, "grammar", "cannot be combined with guided_regex"),
-        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice", "response_format"),
-        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "grammar"),
-        ({"structured_outputs": {"regex": "[.*"}}, "structured_outputs.regex", "regex parse error"),
-        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        ({"guided_json": "[]"}, "guided_json", "not an object"),
-        ({"guided_json": {"type": "nothing"}}, "guided_json", "schema is not supported"),
-        ({"grammar": 'root ::= "a" other'}, "grammar", "no rule 'other'"),
-        ({"grammar": "start: missing"}, "grammar", "missing"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
-        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "supported"),
-        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "structured_outputs.disable_any_whitespace", ""),
-        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
-        ({"guided_regex": "a{1000}{1000}"}, "guided_regex", "needs more"),
-    ],
-)  # fmt: skip
+def outputs_of(**members: Any) -> dict[str, Any]:
+    return {"structured_outputs": members}
+
+
+BOTH = ["chat/completions", "completions"]
+CALL = {"tool_choice": "required", "tools": [{"type": "function", "name": "time"}]}
+REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
+    *(([*BOTH, "responses"], outputs_of(**{name: value}), f"structured_outputs.{name}") for name, value in (
+        ("regex", "[.*"), ("regex", ""), ("choice", []), ("json", "{"), ("structural_tag", "{}"))),
+    *(([*BOTH, "responses"], outputs_of(json={}, **{name: value}), f"structured_outputs.{name}") for name, value in (
+        ("regex", "a"), ("whitespace_pattern", " "), ("disable_any_whitespace", True))),
+    *(([*BOTH, "responses"], outputs_of(**members), "structured_outputs") for members in ({}, {"json_object": False})),
+    *((BOTH, {name: value}, name) for name, value in (
+        ("guided_json", "[]"), ("guided_json", {"type": "nothing"}), ("grammar", 'root ::= "a" other'),
+        ("grammar", "start: missing"), ("guided_whitespace_pattern", " "), ("guided_regex", "a{1000}{1000}"))),
+    (BOTH, {"guided_regex": "a", "grammar": GBNF}, "grammar"),
+    (BOTH, {"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+    (BOTH, {"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    (["responses"], {"guided_regex": "a"}, "guided_regex"),
+    (["responses"], outputs_of(regex="a") | {"text": {"format": {"type": "json_object"}}}, "structured_outputs"),
+    (["responses"], outputs_of(regex="a") | CALL, "structured_outputs.regex"),
+    (BOTH[:1], outputs_of(regex="a") | {"tool_choice": "required", "tools": [TIME]}, "structured_outputs.regex"),
+]  # fmt: skip
+"""Routes, fields that contradict each other or have no support, and the parameter of the error."""
+
+
+@pytest.mark.parametrize(("routes", "fields", "param"), REFUSED)
 def test_contradictions_and_members_without_support(
-    fields: dict[str, Any], param: str, message: str, route: str, server: Running
+    routes: list[str], fields: dict[str, Any], param: str, server: Running
 ) -> None:
-    given = {"messages": TALK} if route == "chat/completions" else {"prompt": "hello"}
-    assert_refused(server.post(f"/v1/{route}", **given, **fields), param, message)
-
-
-def test_calls_that_are_required_exclude_a_constraint(server: Running) -> None:
-    refused = server.chat(tools=[TIME], tool_choice="required", structured_outputs={"regex": "a"})
-    assert_refused(refused, "structured_outputs.regex", "requires calls")
+    prompts = {
+        "chat/completions": {"messages": TALK},
+        "completions": {"prompt": "hello"},
+        "responses": {"input": "hello"},
+    }
+    for route in routes:
+        assert_refused(server.post(f"/v1/{route}", **prompts[route], **fields), param)
 
 
 def test_a_backend_is_a_hint(server: Running) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clients.cases.bodies import FLAG, TALK, WEATHER, call, chat
-from clients.cases.case import Case, Request, different
+from clients.cases.case import Request, cases, different
 from clients.cases.expect import count, each, empty, equals, error, json_text, lacks, no_more, ok, text, that
 
 CODE: dict[str, Any] = {
@@ -40,37 +40,20 @@ def one_streamed(name: str, argument: str) -> list[Any]:
     return ok(count("calls", 1), equals("calls.0.names", [name]), arguments, empty("texts.0"))
 
 
-REQUIRED = [
-    Case("a required call of a constant", required(FLAG), one_call("test", "success"), server="tools"),
-    Case("a required call of code", required(CODE), one_call("python", "code"), server="tools"),
-    Case(
-        "a stream of a required call of a constant",
-        required(FLAG, stream=True),
-        one_streamed("test", "success"),
-        server="tools",
-    ),
-    Case(
-        "a stream of a required call of code",
-        required(CODE, stream=True),
-        one_streamed("python", "code"),
-        server="tools",
-    ),
-]
-NO_CALL = [
-    Case(
-        f"no call: {name}{' in a stream' if stream else ''}",
-        chat(TALK, max_tokens=64, tools=tools, tool_choice=choice, stream=stream),
-        ok(no_more("events.*.choices.*.delta.tool_calls") if stream else lacks(CALLS)),
-        server="tools",
-    )
-    for name, tools, choice in (
-        ("no tools", None, None),
-        ("an empty list", [], None),
-        ("a tool", [FLAG], None),
-        ("a choice of none", [CODE], "none"),
-    )
-    for stream in (False, True)
-]
+REQUIRED = cases({
+    "a required call of a constant": (required(FLAG), one_call("test", "success"), "tools"),
+    "a required call of code": (required(CODE), one_call("python", "code"), "tools"),
+    "a stream of a required call of a constant": (required(FLAG, stream=True), one_streamed("test", "success"),
+        "tools"),
+    "a stream of a required call of code": (required(CODE, stream=True), one_streamed("python", "code"), "tools"),
+})  # fmt: skip
+NO_CALL = cases({
+    f"no call: {name}{' in a stream' if stream else ''}": (chat(TALK, max_tokens=64, tools=tools,
+        tool_choice=choice, stream=stream), no_more("events.*.choices.*.delta.tool_calls") if stream
+        else lacks(CALLS), "tools") for name, tools, choice
+        in (("no tools", None, None), ("an empty list", [], None), ("a tool", [FLAG], None),
+        ("a choice of none", [CODE], "none")) for stream in (False, True)
+})  # fmt: skip
 RESULT = [
     {"role": "system", "content": "You are a tools-calling assistant."},
     {"role": "user", "content": "What is the y coordinate at 30 degrees?"},
@@ -78,87 +61,32 @@ RESULT = [
     {"role": "tool", "name": "calculate", "content": "0.55644242476", "tool_call_id": "call_6789"},
 ]
 LOCATION = equals(f"{CALLS}.0.function.name", "get_current_weather")
-MODEL = [
-    Case(
-        "a call that the model writes",
-        chat(TALK, tools=[WEATHER], temperature=0),
-        ok(
-            count(CALLS, 1),
-            LOCATION,
-            json_text(f"{CALLS}.0.function.arguments", lambda found: found["city"] == "Dallas"),
-        ),
-        server="calls",
-    ),
-    Case(
-        "a stream of a call that the model writes",
-        chat(TALK, tools=[WEATHER], temperature=0, stream=True),
-        ok(count("calls", 1), json_text("calls.0.arguments", lambda found: found["city"] == "Dallas")),
-        server="calls",
-    ),
-    Case(
-        "an answer to the result of a call",
-        chat(RESULT, tools=[WEATHER], temperature=0),
-        ok(lacks(CALLS), text("choices.0.message.content", "98")),
-        server="answers",
-    ),
-    Case(
-        "a stream of an answer to the result of a call",
-        chat(RESULT, tools=[WEATHER], temperature=0, stream=True),
-        ok(equals("calls", []), text("texts.0", "98")),
-        server="answers",
-    ),
-    Case(
-        "thoughts",
-        chat(TALK, temperature=0),
-        ok(
-            text("choices.0.message.reasoning_content", "Let me think"),
-            text("choices.0.message.content", "^It is 98"),
-            lacks(CALLS),
-        ),
-        server="thinks",
-    ),
-    Case(
-        "a stream of thoughts",
-        chat(TALK, temperature=0, stream=True),
-        ok(text("reasoning", "Let me think"), text("texts.0", "It is 98")),
-        server="thinks",
-    ),
-    Case(
-        "an answer without thoughts",
-        chat(TALK, temperature=0),
-        ok(lacks("choices.0.message.reasoning_content"), text("choices.0.message.content", "^It is 98")),
-        server="answers",
-    ),
-    Case(
-        "hello world by a tool",
-        chat(
-            [{"role": "user", "content": "print hello world with python"}],
-            tools=[CODE],
-            tool_choice="required",
-            max_tokens=300,
-            parallel_tool_calls=False,
-        ),
-        one_call("python", "code"),
-        server="tools",
-    ),
-    Case(
-        "each piece of a call has an index",
-        chat(TALK, tools=[WEATHER], temperature=0, stream=True),
-        ok(
-            each("events.*.choices.*.delta.tool_calls.*.index", "0", lambda one: one == 0),
-            that("one id", lambda bodies: len(bodies[-1]["calls"][0]["ids"]) == 1),
-        ),
-        server="calls",
-    ),
-]
+MODEL = cases({
+    "a call that the model writes": (chat(TALK, tools=[WEATHER], temperature=0), count(CALLS, 1), LOCATION,
+        json_text(f"{CALLS}.0.function.arguments", lambda found: found["city"] == "Dallas"), "calls"),
+    "a stream of a call that the model writes": (chat(TALK, tools=[WEATHER], temperature=0, stream=True),
+        count("calls", 1), json_text("calls.0.arguments", lambda found: found["city"] == "Dallas"), "calls"),
+    "an answer to the result of a call": (chat(RESULT, tools=[WEATHER], temperature=0), lacks(CALLS),
+        text("choices.0.message.content", "98"), "answers"),
+    "a stream of an answer to the result of a call": (chat(RESULT, tools=[WEATHER], temperature=0, stream=True),
+        equals("calls", []), text("texts.0", "98"), "answers"),
+    "thoughts": (chat(TALK, temperature=0), text("choices.0.message.reasoning_content", "Let me think"),
+        text("choices.0.message.content", "^It is 98"), lacks(CALLS), "thinks"),
+    "a stream of thoughts": (chat(TALK, temperature=0, stream=True), text("reasoning", "Let me think"),
+        text("texts.0", "It is 98"), "thinks"),
+    "an answer without thoughts": (chat(TALK, temperature=0), lacks("choices.0.message.reasoning_content"),
+        text("choices.0.message.content", "^It is 98"), "answers"),
+    "hello world by a tool": (chat([{"role": "user", "content": "print hello world with python"}],
+        tools=[CODE], tool_choice="required", max_tokens=300, parallel_tool_calls=False),
+        one_call("python", "code"), "tools"),
+    "each piece of a call has an index": (chat(TALK, tools=[WEATHER], temperature=0, stream=True),
+        each("events.*.choices.*.delta.tool_calls.*.index", "0", lambda one: one == 0),
+        that("one id", lambda bodies: len(bodies[-1]["calls"][0]["ids"]) == 1), "calls"),
+})  # fmt: skip
 BAD = {"role": "assistant", "content": None, "tool_calls": [call("test", "{")]}
-SENT = [
-    Case(
-        "arguments of an earlier call that are no JSON",
-        chat([TALK[1], BAD, TALK[1]], max_tokens=8),
-        error(400),
-        different("The template gets the text that the model wrote, so that a conversation with a cut call can go on."),
-        server="tools",
-    ),
-]
+SENT = cases({
+    "arguments of an earlier call that are no JSON": (chat([TALK[1], BAD, TALK[1]], max_tokens=8), error(400),
+        different(
+        "The template gets the text that the model wrote, so that a conversation with a cut call can go on."), "tools"),
+})  # fmt: skip
 SUITES = {"test_tool_call.py": [*REQUIRED, *NO_CALL, *MODEL, *SENT]}

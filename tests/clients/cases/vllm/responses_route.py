@@ -5,21 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from clients.cases.bodies import post
-from clients.cases.case import Case, From, Request, refused
-from clients.cases.expect import (
-    at_least,
-    count,
-    each,
-    equals,
-    has,
-    integer,
-    json_text,
-    lacks,
-    ok,
-    text,
-    that,
-    within,
-)
+from clients.cases.case import From, Request, cases, refused
+from clients.cases.expect import at_least, count, each, equals, has, integer, json_text, lacks, text, that, within
 
 QUESTION = "What is 13 * 24?"
 LAST = "output.-1.content.0.text"
@@ -39,53 +26,21 @@ def assistant(words: str, **fields: Any) -> dict[str, Any]:
 
 REASONED: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": None}
 DONE = equals("status", "completed")
-BASIC = [
-    Case(
-        "a question",
-        respond(),
-        ok(
-            equals("output.-1.type", "message"),
-            text(LAST, "98"),
-            equals("output.0.type", "reasoning"),
-            text("output.0.content.0.text", "Let me think"),
-        ),
-        server="thinks",
-    ),
-    Case("instructions", respond(instructions="End with QED."), ok(text(LAST))),
-    Case(
-        "a conversation",
-        respond(
-            [
-                {"role": "system", "content": "End with QED."},
-                {"role": "user", "content": "What is 5 * 3?"},
-                {"role": "assistant", "content": "15. QED."},
-                {"role": "user", "content": "Times 2."},
-            ]
-        ),
-        ok(text(LAST)),
-    ),
-    Case(
-        "a content with its type",
-        respond([{"role": "user", "content": [{"type": "input_text", "text": "Hello!"}]}]),
-        ok(DONE),
-        server="answers",
-    ),
-    Case(
-        "log-probabilities",
-        respond(include=["message.output_text.logprobs"], top_logprobs=5),
-        ok(count("output.-1.content.-1.logprobs.0.top_logprobs", 5)),
-    ),
-    Case(
-        "a stream",
-        respond(stream=True),
-        ok(
-            equals("kinds.0", "response.created"),
-            that("deltas", lambda bodies: "response.output_text.delta" in bodies[-1]["kinds"]),
-            equals("kinds.-1", "response.completed"),
-        ),
-        server="answers",
-    ),
-]
+BASIC = cases({
+    "a question": (respond(), equals("output.-1.type", "message"), text(LAST, "98"),
+        equals("output.0.type", "reasoning"), text("output.0.content.0.text", "Let me think"), "thinks"),
+    "instructions": (respond(instructions="End with QED."), text(LAST)),
+    "a conversation": (respond([{"role": "system", "content": "End with QED."},
+        {"role": "user", "content": "What is 5 * 3?"}, {"role": "assistant", "content": "15. QED."},
+        {"role": "user", "content": "Times 2."}]), text(LAST)),
+    "a content with its type": (respond([{"role": "user", "content": [{"type": "input_text", "text": "Hello!"}]}]),
+        DONE, "answers"),
+    "log-probabilities": (respond(include=["message.output_text.logprobs"], top_logprobs=5),
+        count("output.-1.content.-1.logprobs.0.top_logprobs", 5)),
+    "a stream": (respond(stream=True), equals("kinds.0", "response.created"),
+        that("deltas", lambda bodies: "response.output_text.delta" in bodies[-1]["kinds"]),
+        equals("kinds.-1", "response.completed"), "answers"),
+})  # fmt: skip
 
 
 def _texts(body: Any) -> str:
@@ -106,123 +61,38 @@ def _closed(body: Any) -> bool:
     return not stack
 
 
-SIMPLE = [
-    Case(
-        "no effort of reasoning",
-        respond(reasoning={"effort": "none"}),
-        ok(DONE, lacks("incomplete_details")),
-        server="answers",
-    ),
-    Case(
-        "the prompt in the response",
-        respond(enable_response_messages=True),
-        ok(has("input_messages")),
-        refused("enable_response_messages"),
-    ),
-    Case(
-        "an earlier reasoning with its text",
-        respond(
-            [
-                {"type": "message", "role": "user", "content": "Hello."},
-                {
-                    "type": "reasoning",
-                    "id": "lol",
-                    "content": [{"type": "reasoning_text", "text": "A greeting."}],
-                    "summary": [],
-                },
-            ]
-        ),
-        ok(equals("output.0.type", "reasoning"), equals("output.1.type", "message"), text("output.1.content.0.text")),
-        server="thinks",
-    ),
-    Case(
-        "earlier items with ids",
-        respond(
-            [
-                user("Be short."),
-                assistant("Yes.", id="msg_1", status="completed"),
-                {**REASONED, "id": "rs_1", "status": "completed"},
-                user("Go."),
-            ]
-        ),
-        ok(DONE, text(LAST)),
-        server="answers",
-    ),
-    Case(
-        "earlier items without ids",
-        respond([user("Be short."), assistant("Yes."), REASONED, user("Go.")]),
-        ok(DONE, text(LAST)),
-        server="answers",
-    ),
-    Case(
-        "a second turn",
-        [
-            respond("Remember 729."),
-            respond([user("Remember 729."), assistant("Yes."), REASONED, user("Which number?")]),
-        ],
-        ok(text(LAST)),
-        server="answers",
-    ),
-    Case(
-        "a second turn with the items of the first",
-        [respond("Remember 729."), respond([From(0, "output.0"), user("Which number?")])],
-        ok(text(LAST)),
-        server="answers",
-    ),
-    Case(
-        "a stream has the text of its last event",
-        respond("Say hello.", stream=True),
-        ok(
-            that(
-                "equal texts",
-                lambda bodies: (
-                    _texts(bodies[-1]) == bodies[-1]["events"][-1]["response"]["output"][-1]["content"][0]["text"]
-                ),
-            )
-        ),
-        server="answers",
-    ),
-    Case(
-        "log-probabilities in a stream",
-        respond(stream=True, top_logprobs=3, include=["message.output_text.logprobs"]),
-        ok(has("events.4.logprobs")),
-    ),
-    Case(
-        "reasoning tokens",
-        respond(temperature=0),
-        ok(integer("usage.output_tokens_details.reasoning_tokens", 1)),
-        server="thinks",
-    ),
-    Case(
-        "reasoning tokens of a stream",
-        respond(temperature=0, stream=True),
-        ok(integer("events.-1.response.usage.output_tokens_details.reasoning_tokens", 1)),
-        server="thinks",
-    ),
-    Case(
-        "an effort of low, which the template does not read",
-        respond(reasoning={"effort": "low"}),
-        ok(DONE),
-        server="thinks",
-    ),
-    Case(
-        "an output that is cut",
-        respond(max_output_tokens=20),
-        ok(equals("status", "incomplete"), equals("incomplete_details.reason", "max_output_tokens")),
-    ),
-    Case(
-        "fields of sampling",
-        respond(temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, seed=42),
-        ok(within("status", "completed", "incomplete"), text(LAST)),
-        refused("top_k"),
-    ),
-    Case(
-        "parts of a stream are closed",
-        respond(stream=True, tools=[], background=False),
-        ok(that("closed", lambda bodies: _closed(bodies[-1]))),
-        server="thinks",
-    ),
-]
+SIMPLE = cases({
+    "no effort of reasoning": (respond(reasoning={"effort": "none"}), DONE, lacks("incomplete_details"), "answers"),
+    "the prompt in the response": (respond(enable_response_messages=True), has("input_messages"),
+        refused("enable_response_messages")),
+    "an earlier reasoning with its text": (respond([{"type": "message", "role": "user", "content": "Hello."},
+        {"type": "reasoning", "id": "lol", "content": [{"type": "reasoning_text", "text": "A greeting."}],
+        "summary": []}]), equals("output.0.type", "reasoning"), equals("output.1.type", "message"),
+        text("output.1.content.0.text"), "thinks"),
+    "earlier items with ids": (respond([user("Be short."), assistant("Yes.", id="msg_1", status="completed"),
+        {**REASONED, "id": "rs_1", "status": "completed"}, user("Go.")]), DONE, text(LAST), "answers"),
+    "earlier items without ids": (respond([user("Be short."), assistant("Yes."), REASONED, user("Go.")]), DONE,
+        text(LAST), "answers"),
+    "a second turn": ([respond("Remember 729."), respond([user("Remember 729."), assistant("Yes."), REASONED,
+        user("Which number?")])], text(LAST), "answers"),
+    "a second turn with the items of the first": ([respond("Remember 729."),
+        respond([From(0, "output.0"), user("Which number?")])], text(LAST), "answers"),
+    "a stream has the text of its last event": (respond("Say hello.", stream=True),
+        that("equal texts", lambda bodies: (_texts(bodies[-1])
+        == bodies[-1]["events"][-1]["response"]["output"][-1]["content"][0]["text"])), "answers"),
+    "log-probabilities in a stream": (respond(stream=True, top_logprobs=3,
+        include=["message.output_text.logprobs"]), has("events.4.logprobs")),
+    "reasoning tokens": (respond(temperature=0), integer("usage.output_tokens_details.reasoning_tokens", 1), "thinks"),
+    "reasoning tokens of a stream": (respond(temperature=0, stream=True),
+        integer("events.-1.response.usage.output_tokens_details.reasoning_tokens", 1), "thinks"),
+    "an effort of low, which the template does not read": (respond(reasoning={"effort": "low"}), DONE, "thinks"),
+    "an output that is cut": (respond(max_output_tokens=20), equals("status", "incomplete"),
+        equals("incomplete_details.reason", "max_output_tokens")),
+    "fields of sampling": (respond(temperature=0.7, top_p=0.9, top_k=40, repetition_penalty=1.2, seed=42),
+        within("status", "completed", "incomplete"), text(LAST), refused("top_k")),
+    "parts of a stream are closed": (respond(stream=True, tools=[], background=False),
+        that("closed", lambda bodies: _closed(bodies[-1])), "thinks"),
+})  # fmt: skip
 EVENT = {
     "type": "json_schema",
     "name": "calendar_event",
@@ -235,23 +105,13 @@ EVENT = {
     "description": "A calendar event.",
     "strict": True,
 }
-STRUCTURED = [
-    Case(
-        "a schema",
-        respond(text={"format": EVENT}),
-        ok(json_text(LAST, lambda found: found["date"] in ("Friday", "Monday"))),
-    ),
-    Case(
-        "a schema and instructions",
-        respond(text={"format": EVENT}, instructions="Extract it."),
-        ok(json_text(LAST, lambda found: set(found) == {"date"})),
-    ),
-    Case(
-        "a stream of a schema",
-        respond(text={"format": EVENT}, stream=True),
-        ok(that("JSON", lambda bodies: "date" in _texts(bodies[-1]))),
-    ),
-]
+STRUCTURED = cases({
+    "a schema": (respond(text={"format": EVENT}), json_text(LAST, lambda found: found["date"] in ("Friday", "Monday"))),
+    "a schema and instructions": (respond(text={"format": EVENT}, instructions="Extract it."),
+        json_text(LAST, lambda found: set(found) == {"date"})),
+    "a stream of a schema": (respond(text={"format": EVENT}, stream=True),
+        that("JSON", lambda bodies: "date" in _texts(bodies[-1]))),
+})  # fmt: skip
 WEATHER = {
     "type": "function",
     "name": "get_current_weather",
@@ -276,80 +136,28 @@ def _added(body: Any, kind: str) -> list[Any]:
 
 
 CITY = that("a call of a city", lambda bodies: '"city"' in _call(bodies[-1])["arguments"])
-CALLS = [
-    Case(
-        "a call",
-        respond(tools=[WEATHER], tool_choice="auto", temperature=0),
-        ok(CITY, that("reasoning", lambda bodies: bodies[-1]["output"][0]["type"] == "reasoning")),
-        server="calls",
-    ),
-    Case(
-        "a required call",
-        respond(
-            tools=[WEATHER], tool_choice="required", temperature=0, max_output_tokens=200, parallel_tool_calls=False
-        ),
-        ok(CITY),
-        server="tools",
-    ),
-    Case(
-        "a named call",
-        respond(tools=[WEATHER], tool_choice=NAMED, temperature=0, max_output_tokens=200),
-        ok(CITY),
-        server="tools",
-    ),
-    Case(
-        "a required call that is cut",
-        respond(tools=[WEATHER], tool_choice="required", max_output_tokens=1),
-        ok(
-            at_least("output", 1),
-            each("output.*.type", "is no call", lambda one: one != "function_call"),
-            equals("incomplete_details.reason", "max_output_tokens"),
-        ),
-        server="tools",
-    ),
-    Case(
-        "a result",
-        [
-            respond(tools=[WEATHER], tool_choice=NAMED, temperature=0, max_output_tokens=200),
-            respond(
-                [
-                    {"role": "user", "content": "The weather?"},
-                    {
-                        "type": "function_call",
-                        "call_id": "call_1",
-                        "name": "get_current_weather",
-                        "arguments": '{"city": "Paris"}',
-                    },
-                    {"type": "function_call_output", "call_id": "call_1", "output": "20 degrees"},
-                ],
-                tools=[WEATHER],
-            ),
-        ],
-        ok(text(LAST)),
-        server="tools",
-    ),
-    Case(
-        "arguments of a stream",
-        respond(tools=[WEATHER], stream=True, temperature=0),
-        ok(
-            that(
-                "equal arguments",
-                lambda bodies: (
-                    "".join(one["delta"] for one in _added(bodies[-1], "response.function_call_arguments.delta"))
-                    == _added(bodies[-1], "response.output_item.done")[-1]["item"]["arguments"]
-                    == '{"city": "Dallas", "state": "TX"}'
-                ),
-            ),
-        ),
-        server="calls",
-    ),
-    Case(
-        "parts of a stream of a call are closed",
-        respond(tools=[WEATHER], stream=True, temperature=0),
-        ok(that("closed", lambda bodies: _closed(bodies[-1]))),
-        server="calls",
-    ),
-]
+CALLS = cases({
+    "a call": (respond(tools=[WEATHER], tool_choice="auto", temperature=0), CITY,
+        that("reasoning", lambda bodies: bodies[-1]["output"][0]["type"] == "reasoning"), "calls"),
+    "a required call": (respond(tools=[WEATHER], tool_choice="required", temperature=0,
+        max_output_tokens=200, parallel_tool_calls=False), CITY, "tools"),
+    "a named call": (respond(tools=[WEATHER], tool_choice=NAMED, temperature=0, max_output_tokens=200), CITY, "tools"),
+    "a required call that is cut": (respond(tools=[WEATHER], tool_choice="required", max_output_tokens=1),
+        at_least("output", 1), each("output.*.type", "is no call", lambda one: one != "function_call"),
+        equals("incomplete_details.reason", "max_output_tokens"), "tools"),
+    "a result": ([respond(tools=[WEATHER], tool_choice=NAMED, temperature=0, max_output_tokens=200),
+        respond([{"role": "user", "content": "The weather?"},
+        {"type": "function_call", "call_id": "call_1", "name": "get_current_weather",
+        "arguments": '{"city": "Paris"}'}, {"type": "function_call_output", "call_id": "call_1",
+        "output": "20 degrees"}], tools=[WEATHER])], text(LAST), "tools"),
+    "arguments of a stream": (respond(tools=[WEATHER], stream=True, temperature=0),
+        that("equal arguments", lambda bodies: ("".join(one["delta"] for one
+        in _added(bodies[-1], "response.function_call_arguments.delta"))
+        == _added(bodies[-1], "response.output_item.done")[-1]["item"]["arguments"]
+        == '{"city": "Dallas", "state": "TX"}')), "calls"),
+    "parts of a stream of a call are closed": (respond(tools=[WEATHER], stream=True, temperature=0),
+        that("closed", lambda bodies: _closed(bodies[-1])), "calls"),
+})  # fmt: skip
 SUITES = {
     "openai/responses/test_basic.py": BASIC,
     "openai/responses/test_simple.py": SIMPLE,

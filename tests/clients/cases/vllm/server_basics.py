@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clients.cases.bodies import AUTHORIZED, HELLO, ORIGIN, chat, complete, get, post
-from clients.cases.case import Case, Request, different, refused
+from clients.cases.case import Case, Request, cases, different, refused, together
 from clients.cases.expect import count, equals, error, has, header, integer, no_header, ok, status, text, that, written
 
 STORY = [{"role": "user", "content": "Write a long story"}]
@@ -11,38 +11,22 @@ LONG = Request(
     path="/v1/chat/completions", body={"messages": STORY, "max_tokens": 4000, "min_tokens": 4000}, give_up_s=0.4
 )
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
-BASIC = [
-    Case("the version", get("/version"), ok(text("version"))),
-    Case("health", get("/health"), ok()),
-    Case(
-        "a request after cancelled ones",
-        [LONG, LONG, chat(STORY, max_tokens=10)],
-        [status(0, 0), status(0, 1), *ok(count("choices", 1))],
-    ),
-    Case(
-        "cancelled requests at the same time",
-        [*[LONG] * 6, chat(STORY, max_tokens=10)],
-        ok(count("choices", 1)),
-        together=True,
-    ),
-    Case(
-        "a content type that is not JSON",
-        Request(path="/v1/chat/completions", body=b"a=b", headers=FORM),
+BASIC = cases({
+    "the version": (get("/version"), text("version")),
+    "health": get("/health"),
+    "a request after cancelled ones": ([LONG, LONG, chat(STORY, max_tokens=10)], status(0, 0), status(0, 1),
+        count("choices", 1)),
+    "cancelled requests at the same time": (together([*[LONG] * 6, chat(STORY, max_tokens=10)]), count("choices", 1)),
+    "a content type that is not JSON": (Request(path="/v1/chat/completions", body=b"a=b", headers=FORM),
         error(415),
-        different(
-            "A form's type without a page's headers is read as JSON, because `curl -d` sends it; the body is none."
+        different("A form's type without a page's headers is read as JSON, because `curl -d` sends it; the body is none.")
         ),
-    ),
-    Case("the load", get("/load"), ok(integer("server_load")), refused("/load")),
-]
-LISTED = [
-    Case("the first model", get("/v1/models"), ok(equals("data.0.id", "tiny"), equals("object", "list"))),
-    Case(
-        "the root of a model",
-        get("/v1/models"),
-        ok(has("data.0.root")),
-    ),
-]
+    "the load": (get("/load"), integer("server_load"), refused("/load")),
+})  # fmt: skip
+LISTED = cases({
+    "the first model": (get("/v1/models"), equals("data.0.id", "tiny"), equals("object", "list")),
+    "the root of a model": (get("/v1/models"), has("data.0.root")),
+})  # fmt: skip
 NAMES = (
     *("num_requests_running", "num_requests_waiting", "prompt_tokens_total", "generation_tokens_total"),
     *("request_success_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_bucket"),
@@ -54,132 +38,65 @@ OTHERS = (
     "iteration_tokens_total",
     "kv_cache_usage_perc",
 )
-METRICS = [
-    *(
-        Case(f"the metric {name}", [complete(max_tokens=5), get("/metrics")], ok(written(f"foresay_{name}[ {{]")))
-        for name in NAMES
-    ),
-    *(
-        Case(
-            f"the metric {name}",
-            [complete(max_tokens=5), get("/metrics")],
-            ok(written(f"foresay_{name}[ {{]")),
-            different("The server does not measure it."),
-        )
-        for name in OTHERS
-    ),
-    Case(
-        "nothing runs and nothing waits after an aborted request",
-        [LONG, chat(STORY, max_tokens=4), get("/metrics")],
-        ok(written(r"foresay_num_requests_running 0\.0"), written(r"foresay_num_requests_waiting 0\.0")),
-    ),
-]
+METRICS = cases({
+    **{f"the metric {name}": ([complete(max_tokens=5), get("/metrics")], written(f"foresay_{name}[ {{]")) for name
+        in NAMES},
+    **{f"the metric {name}": ([complete(max_tokens=5), get("/metrics")], written(f"foresay_{name}[ {{]"),
+        different("The server does not measure it.")) for name in OTHERS},
+    "nothing runs and nothing waits after an aborted request": ([LONG, chat(STORY, max_tokens=4),
+        get("/metrics")], written(r"foresay_num_requests_running 0\.0"), written(r"foresay_num_requests_waiting 0\.0")),
+})  # fmt: skip
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 WRONG = {"Authorization": "Bearer wrong"}
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-KEYS = [
-    *(Case(f"no key: {path}", post(path, {}), error(401), server="keys") for path in ROUTES),
-    *(Case(f"a wrong key: {path}", post(path, {}, headers=WRONG), error(401), server="keys") for path in ROUTES),
-    Case("the right key", get("/v1/models", headers=AUTHORIZED), ok(), server="keys"),
-    Case("health without a key", get("/health"), ok(), server="keys"),
-    Case(
-        "health with a slash at its end, without a key",
-        get("/health/"),
-        ok(),
-        different("A path with a slash at its end is another path, which needs a key."),
-        server="keys",
-    ),
-    Case("models with a slash at its end, without a key", get("/v1/models/"), error(401), server="keys"),
-    Case(
-        "options of a route are no preflight request",
-        Request(method="OPTIONS", path="/metrics"),
-        error(401),
-        server="keys",
-    ),
-    Case(
-        "options without an origin",
-        Request(method="OPTIONS", path="/metrics", headers=PREFLIGHT),
-        error(401),
-        server="keys",
-    ),
-    Case(
-        "a preflight request needs no key",
-        Request(method="OPTIONS", path="/metrics", headers={"Origin": ORIGIN, **PREFLIGHT}),
-        [status(200), header("access-control-allow-origin", ORIGIN)],
-        server="origins_and_keys",
-    ),
-]
+KEYS = cases({
+    **{f"no key: {path}": (post(path, {}), error(401), "keys") for path in ROUTES},
+    **{f"a wrong key: {path}": (post(path, {}, headers=WRONG), error(401), "keys") for path in ROUTES},
+    "the right key": (get("/v1/models", headers=AUTHORIZED), "keys"),
+    "health without a key": (get("/health"), "keys"),
+    "health with a slash at its end, without a key": (get("/health/"),
+        different("A path with a slash at its end is another path, which needs a key."), "keys"),
+    "models with a slash at its end, without a key": (get("/v1/models/"), error(401), "keys"),
+    "options of a route are no preflight request": (Request(method="OPTIONS", path="/metrics"), error(401), "keys"),
+    "options without an origin": (Request(method="OPTIONS", path="/metrics", headers=PREFLIGHT), error(401), "keys"),
+    "a preflight request needs no key": (Request(method="OPTIONS", path="/metrics",
+        headers={"Origin": ORIGIN, **PREFLIGHT}), status(200),
+        header("access-control-allow-origin", ORIGIN), "origins_and_keys"),
+})  # fmt: skip
 ATTACKER = {"Origin": "http://attacker.example"}
-CORS = [
-    Case(
-        "no origin may read by default",
-        get("/v1/models", headers=ATTACKER),
-        ok(no_header("access-control-allow-origin")),
-    ),
-    Case(
-        "no origin may send JSON by default",
-        Request(method="OPTIONS", path="/v1/chat/completions", headers={**ATTACKER, **PREFLIGHT}),
-        [status(400), no_header("access-control-allow-origin")],
-        different("Without allowed origins OPTIONS is answered with 405, which browsers take as a refusal too."),
-    ),
-    Case(
-        "an allowed origin reads",
-        get("/v1/models", headers={"Origin": ORIGIN}),
-        ok(header("access-control-allow-origin", ORIGIN)),
-        server="origins",
-    ),
-    Case(
-        "an allowed origin sends JSON",
-        Request(method="OPTIONS", path="/v1/chat/completions", headers={"Origin": ORIGIN, **PREFLIGHT}),
-        [status(200), header("access-control-allow-origin", ORIGIN)],
-        server="origins",
-    ),
-]
-NUMBERS = [
-    Case("each response has an id", get("/health"), ok(header("x-request-id", ".+"))),
-    Case(
-        "the id of the client comes back",
-        get("/health", headers={"X-Request-Id": "caller"}),
-        ok(header("x-request-id", "caller")),
-        different("Ids of requests are the server's own, so that a client cannot choose text in its log."),
-    ),
-]
+CORS = cases({
+    "no origin may read by default": (get("/v1/models", headers=ATTACKER), no_header("access-control-allow-origin")),
+    "no origin may send JSON by default": (Request(method="OPTIONS", path="/v1/chat/completions",
+        headers={**ATTACKER, **PREFLIGHT}), status(400), no_header("access-control-allow-origin"),
+        different("Without allowed origins OPTIONS is answered with 405, which browsers take as a refusal too.")),
+    "an allowed origin reads": (get("/v1/models", headers={"Origin": ORIGIN}),
+        header("access-control-allow-origin", ORIGIN), "origins"),
+    "an allowed origin sends JSON": (Request(method="OPTIONS", path="/v1/chat/completions",
+        headers={"Origin": ORIGIN, **PREFLIGHT}), status(200), header("access-control-allow-origin", ORIGIN),
+        "origins"),
+})  # fmt: skip
+NUMBERS = cases({
+    "each response has an id": (get("/health"), header("x-request-id", ".+")),
+    "the id of the client comes back": (get("/health", headers={"X-Request-Id": "caller"}),
+        header("x-request-id", "caller"),
+        different("Ids of requests are the server's own, so that a client cannot choose text in its log.")),
+})  # fmt: skip
 LONG_VALUE = "A" * 100_000
-FAILED = [
-    Case(
-        "a missing field is named", post("/v1/chat/completions", {}), [*error(400), equals("error.param", "messages")]
-    ),
-    Case(
-        "a field of a wrong type is named",
-        chat("not-a-list"),
-        [*error(400, "not-a-list"), equals("error.param", "messages")],
-    ),
-    Case(
-        "a field of a message is named without names of types",
-        chat([HELLO[0], {"role": "user", "content": 5}]),
-        [*error(400), equals("error.param", "messages.1.content")],
-    ),
-    Case("a stop string of a wrong type is named", chat(HELLO, stop=5), [*error(400), equals("error.param", "stop")]),
-    Case(
-        "many wrong values give a short error",
-        post("/v1/completions", {"prompt": [{"a": 1}] * 1000}),
-        [*error(400), that("short", lambda bodies: len(str(bodies[0])) < 4000)],
-    ),
-    Case(
-        "a long wrong value is cut",
-        chat(HELLO, max_tokens=LONG_VALUE),
-        [*error(400), that("short", lambda bodies: len(str(bodies[0])) < 4000)],
-    ),
-    Case("a short wrong value is repeated", chat(HELLO, max_tokens="five"), error(400, "five")),
-    Case(
-        "an error does not name a file of the server",
-        chat("x"),
-        [
-            *error(400),
-            that("no path", lambda bodies: "/src/" not in str(bodies[0]) and "Traceback" not in str(bodies[0])),
-        ],
-    ),
-]
+FAILED = cases({
+    "a missing field is named": (post("/v1/chat/completions", {}), error(400), equals("error.param", "messages")),
+    "a field of a wrong type is named": (chat("not-a-list"), error(400, "not-a-list"),
+        equals("error.param", "messages")),
+    "a field of a message is named without names of types": (chat([HELLO[0], {"role": "user", "content": 5}]),
+        error(400), equals("error.param", "messages.1.content")),
+    "a stop string of a wrong type is named": (chat(HELLO, stop=5), error(400), equals("error.param", "stop")),
+    "many wrong values give a short error": (post("/v1/completions", {"prompt": [{"a": 1}] * 1000}), error(400),
+        that("short", lambda bodies: len(str(bodies[0])) < 4000)),
+    "a long wrong value is cut": (chat(HELLO, max_tokens=LONG_VALUE), error(400),
+        that("short", lambda bodies: len(str(bodies[0])) < 4000)),
+    "a short wrong value is repeated": (chat(HELLO, max_tokens="five"), error(400, "five")),
+    "an error does not name a file of the server": (chat("x"), error(400),
+        that("no path", lambda bodies: "/src/" not in str(bodies[0]) and "Traceback" not in str(bodies[0]))),
+})  # fmt: skip
 
 
 def _routes(*routes: tuple[str, Request]) -> list[Case]:
@@ -188,27 +105,24 @@ def _routes(*routes: tuple[str, Request]) -> list[Case]:
 
 
 POOLING = [
-    Case("embeddings", post("/v1/embeddings", {"input": "a"}), ok()),
-    *_routes(
-        ("pooling", post("/pooling", {"input": "a"})),
-        ("classes", post("/classify", {"input": "a"})),
+    *cases({
+        "embeddings": post("/v1/embeddings", {"input": "a"}),
+    }),
+    *_routes(("pooling", post("/pooling", {"input": "a"})), ("classes", post("/classify", {"input": "a"})),
         ("scores", post("/score", {"text_1": "a", "text_2": "b"})),
-        ("ranks", post("/rerank", {"query": "a", "documents": ["b"]})),
-    ),
-]
+        ("ranks", post("/rerank", {"query": "a", "documents": ["b"]}))),
+]  # fmt: skip
 SPEECH = _routes(
     ("transcriptions", post("/v1/audio/transcriptions", {"file": "a"})),
     ("translations", post("/v1/audio/translations", {"file": "a"})),
 )
 ADAPTERS = [
     *_routes(("an adapter is loaded", post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"}))),
-    Case(
-        "an adapter that does not exist",
-        post("/v1/load_lora_adapter", {"lora_name": "notfound", "lora_path": "/not/an/adapter"}),
-        error(404),
-        refused("/v1/load_lora_adapter"),
-    ),
-]
+    *cases({
+        "an adapter that does not exist": (post("/v1/load_lora_adapter",
+            {"lora_name": "notfound", "lora_path": "/not/an/adapter"}), error(404), refused("/v1/load_lora_adapter")),
+    }),
+]  # fmt: skip
 SLEEP = _routes(
     ("sleep", post("/sleep?level=1", None)),
     ("whether it sleeps", get("/is_sleeping")),
@@ -219,28 +133,18 @@ CACHE = _routes(("the prefix cache is emptied", post("/reset_prefix_cache", None
 PAUSE = _routes(
     ("pause", post("/pause", None)), ("whether it pauses", get("/is_paused")), ("resume", post("/resume", None))
 )
-RENDER = [
-    Case(name, request, ok(), refused(request.path))
-    for name, request in (
-        ("token ids of a completion", post("/v1/completions/render", {"prompt": "Hello"})),
+RENDER = cases({
+    name: (request, refused(request.path)) for name, request
+        in (("token ids of a completion", post("/v1/completions/render", {"prompt": "Hello"})),
         ("token ids of a chat", post("/v1/chat/completions/render", {"messages": HELLO})),
-        ("token ids of Anthropic's messages", post("/v1/messages/render", {"messages": HELLO, "max_tokens": 4})),
-    )
-]
-CUT = [
-    Case(
-        "a text that is cut",
-        post("/v1/embeddings", {"input": "a b c", "truncate_prompt_tokens": 2}),
-        ok(equals("usage.prompt_tokens", 2)),
-        refused("truncate_prompt_tokens"),
-    ),
-    Case(
-        "a text that is cut at the context",
-        post("/v1/embeddings", {"input": "a b c", "truncate_prompt_tokens": -1}),
-        ok(),
-        refused("truncate_prompt_tokens"),
-    ),
-]
+        ("token ids of Anthropic's messages", post("/v1/messages/render", {"messages": HELLO, "max_tokens": 4})))
+})  # fmt: skip
+CUT = cases({
+    "a text that is cut": (post("/v1/embeddings", {"input": "a b c", "truncate_prompt_tokens": 2}),
+        equals("usage.prompt_tokens", 2), refused("truncate_prompt_tokens")),
+    "a text that is cut at the context": (post("/v1/embeddings",
+        {"input": "a b c", "truncate_prompt_tokens": -1}), refused("truncate_prompt_tokens")),
+})  # fmt: skip
 SUITES = {
     "openai/basic/test_basic.py": BASIC,
     "openai/test_models.py": LISTED,
