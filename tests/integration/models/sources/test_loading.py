@@ -310,16 +310,6 @@ def test_a_model_of_mostly_other_weights_stays_where_it_is(tmp_path: Path, monke
 # -- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_gguf_file_is_the_model_it_was_made_of(source: Path) -> None:
-    model = tiny.llama()
-    generator = foresay.load(source, dtype="fp32", num_draft_tokens=3)
-    ids = tiny.tokenizer()("hello world, hello").input_ids
-    assert generator.tokenizer("hello world, hello").input_ids == ids
-    plain = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20)[0, len(ids) :].tolist()
-    assert generator.generate("hello world, hello", max_new_tokens=20).token_ids == plain
-    assert generator.target.eos_token_ids == {0}
-
-
 @pytest.mark.parametrize("raw", [b"", b"GG", b"\x89PNG\r\n", b"ggml" * 10])
 def test_a_file_that_is_no_gguf(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "x.gguf"
@@ -327,15 +317,6 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, raw: bytes) -> None:
     with pytest.raises(ModelLoadError, match=r"is not a GGUF file .* download it again") as caught:
         load_model(path)
     assert str(path) in _one_line(caught.value)
-
-
-@pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.99])
-def test_a_gguf_file_cut_short(source: Path, share: float) -> None:
-    raw = source.read_bytes()
-    source.write_bytes(raw[: max(4, int(len(raw) * share))])
-    with pytest.raises(ModelLoadError) as caught:
-        load_model(source, LoadOptions(dtype="fp32"))
-    assert str(source) in _one_line(caught.value)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
