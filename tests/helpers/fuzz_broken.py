@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 from foresay.errors import ConfigError
 from helpers.fuzzing import Format
 
 
-def _cases(seed: int, count: int, folder: Path) -> Iterator[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(count):
-        (folder / str(number)).write_bytes(bytes([number]))
-        yield folder / str(number)
+def _write(place: Path, rng: Random) -> Path:
+    (place / place.name).write_bytes(bytes([int(place.name)]))
+    return place / place.name
 
 
 def _format(check: Callable[[], object]) -> Format:
     """The first and last file are read, the third is refused."""
-
-    def read(path: Path) -> None:
-        if path.name == "1":
-            check()
-        if path.name == "2":
-            _refuse("refused")
-
-    return Format(_cases, read)
+    return Format(_write, lambda path: {"1": check, "2": lambda: _refuse("refused")}.get(path.name, list)())
 
 
 def _refuse(text: str) -> None:

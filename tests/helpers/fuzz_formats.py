@@ -26,26 +26,22 @@ from foresay_lab.replay.cost_tables import read_costs
 from foresay_lab.replay.grid import open_grid
 from foresay_lab.replay.replay import replay
 from foresay_lab.report.report import read_report
-from helpers import fuzz_tensors
+from helpers import fuzz_gguf, fuzz_requests, fuzz_tensors
 from helpers.fuzz_mutators import mutate_bytes, mutate_json, mutate_lines
-from helpers.fuzzing import Format, files, one_file, working_folder
+from helpers.fuzzing import Format, one_file, working_folder
 
 STEPS = [
     Step(0, (1, 2), (Origin.DRAFT, Origin.RESIDUAL), 3, 1, (1, 1), draft_s=0.2, target_s=0.4, total_s=0.8),
     Step(0, (4,), (Origin.BONUS,), 0, 0, (), FinishReason.STOP, target_s=0.1, total_s=0.2),
 ]
 CELLS = (Cell("none", "chat", 1), Cell("suffix, 12", "chat", 1))
+PROMPT = PromptResult.of("a", "chat", STEPS)
 RUNS = [
-    Run(
-        *(cell, repeat, 2.0 + repeat, 10),
-        plain_seconds=4.0,
-        identical=True,
-        stats=Stats.of(STEPS).as_dict(),
-        prompts=(PromptResult.of("a", "chat", STEPS),),
-    )
+    Run(cell, repeat, 2.0 + repeat, 10, 4.0, identical=True, stats=Stats.of(STEPS).as_dict(), prompts=(PROMPT,))
     for cell in CELLS
     for repeat in (0, 1)
 ]
+MORE = (Failure(CELLS[0], 3, "e"), Prediction(CELLS[1], 5.0, 2.0), Trace(CELLS[1], "a", (("hi", "draft"),)))
 HEADER = {
     "model": "tiny",
     "vocab_size": 50,
@@ -60,18 +56,18 @@ RECORDS = [
     Record("b/2", (7,), (8, 9), seed=9, token_probs=(0.25, 0.5), top=(((8, -1.5), (2, -2.0)), ((9, -0.1),))),
 ]
 LOG = "tensor([[ 5,  6,\n          7]])\ntensor([[8, 9]], device='cuda:0')\ntensor([[1,\n         2, 3]])\n"
+TALK = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
 ROWS = [
     {"id": "x", "prompt": "Write.", "category": "chat", "raw": False, "followups": ["More."]},
-    {"prompt": [{"role": "user", "content": "Hi"}]},
-    {
-        "messages": [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "Ho"},
-            {"role": "user", "content": "Hm"},
-        ]
-    },
+    {"prompt": TALK[:1]},
+    {"messages": TALK},
     {"instruction": "Do.", "input": "this"},
 ]
+ARRIVALS = [1.5, {"timestamp": 2.5}, 3]
+REPLAY = {
+    "method": "none", "estimate": False, "tokens_per_pass": [1.5, None, None], "acceptance_rate": None, "draft_utilization": None,
+    "discard_rate": 0.0, "seconds": 1.0, "stats": Stats.of(STEPS).as_dict(),
+}  # fmt: skip
 
 
 @cache
@@ -79,31 +75,14 @@ def _lines(kind: str) -> list[Any]:
     """The lines of a sound file."""
     with working_folder() as folder:
         path = folder / "file"
-        if kind == "recording":
-            with recording_writer(path, HEADER) as writer:
-                for record in RECORDS:
-                    writer.append(record.as_line())
-        elif kind == "results":
-            more = (
-                Failure(CELLS[0], 3, "e"),
-                Prediction(CELLS[1], 5.0, 2.0),
-                Trace(CELLS[1], "a", (("hi", "draft"),)),
-            )
-            with results_writer(
-                path, {"model": "tiny", "seeds": [1]}, {"time": "now", "machine": {"cores": 2}}
-            ) as writer:
-                for one in (*RUNS, *more):
-                    writer.append(one.as_line())
-        else:
-            facts = {"method": "none", "estimate": False, "tokens_per_pass": [1.5, None, None], "acceptance_rate": None}
-            facts |= {
-                "draft_utilization": None,
-                "discard_rate": 0.0,
-                "seconds": 1.0,
-                "stats": Stats.of(STEPS).as_dict(),
-            }
+        if kind == "replays":
             with open_grid(path, {"batch_size": 1}) as kept:
-                kept.add("r", "d", facts)
+                kept.add("r", "d", REPLAY)
+        else:
+            of_results = ({"model": "tiny", "seeds": [1]}, {"time": "now", "machine": {"cores": 2}})
+            with recording_writer(path, HEADER) if kind == "recording" else results_writer(path, *of_results) as writer:
+                for one in RECORDS if kind == "recording" else (*RUNS, *MORE):
+                    writer.append(one.as_line())  # type: ignore[attr-defined]
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -115,18 +94,17 @@ def _read_recording(path: Path) -> None:
     replay(recording, None, ConstantLength(0))
 
 
+PIECES = (b"tensor([[", b"tensor([[1]]\n", b"tensor([[1]])\n", b"tensor([[1, 2,\n", b"[[", b"tensor(")
+INSERTED = (b"-1", b"9" * 5000, b"9" * 30, b"1e5", b"...", b"\xff", b"_1", b"1 2")
+
+
 def _log(rng: random.Random) -> bytes:
-    text = LOG.encode()
-    if rng.random() < 0.1:
-        piece = rng.choice(
-            (b"tensor([[", b"tensor([[1]]\n", b"tensor([[1]])\n", b"tensor([[1, 2,\n", b"[[", b"tensor(")
-        )
-        return text + piece * rng.choice((10, 1000, 50_000)) + rng.choice((b"", text))
-    if rng.random() < 0.3:
+    text, kind = LOG.encode(), rng.random()
+    if kind < 0.1:
+        return text + rng.choice(PIECES) * rng.choice((10, 1000, 50_000)) + rng.choice((b"", text))
+    if kind < 0.35:
         at = rng.randrange(len(text))
-        return (
-            text[:at] + rng.choice((b"-1", b"9" * 5000, b"9" * 30, b"1e5", b"...", b"\xff", b"_1", b"1 2")) + text[at:]
-        )
+        return text[:at] + rng.choice(INSERTED) + text[at:]
     return mutate_bytes(text, rng)
 
 
@@ -135,22 +113,18 @@ def _read_log(path: Path) -> None:
     replay(recording, None, ConstantLength(0))
 
 
+NUMBERS = ("", "_", "1__2", "-1", "9" * 30, "9" * 5000, "1.5", "x", " 1 ", "1_" * 50_000 + "1", "\u0661")
+
+
 def _cache(rng: random.Random) -> bytes:
     pairs: Any = {"1_2": "1_2_3_4", "9": "9_8"} if rng.random() < 0.5 else {"5_6_7": "0_3_4", "8": "0_2"}
     if rng.random() < 0.4:
-        odd = rng.choice(
-            ("", "_", "1__2", "-1", "9" * 30, "9" * 5000, "1.5", "x", " 1 ", "1_" * 50_000 + "1", "\u0661")
-        )
-        key = rng.choice(sorted(pairs))
+        odd, key = rng.choice(NUMBERS), rng.choice(sorted(pairs))
         pairs = {**pairs, **({key: odd} if rng.random() < 0.5 else {odd: pairs[key]})}
     return mutate_json(pairs, rng)
 
 
 # -- results, profiles, settings and other JSON and text -------------------------------------------------------------------
-
-
-def _read_results(path: Path) -> None:
-    read_report([path / "file"])
 
 
 def _profile() -> Any:
@@ -175,6 +149,13 @@ def _read_profile(path: Path) -> None:
         profile.floor.seconds(2, 100.0)
 
 
+NAMES = ("target", "length", "max_batch_size", "measured", "x", "a.b", "a" + ".b" * 3000, "[" * 3000)
+VALUES = (
+    "[" * 5000, "[" * 5000 + "]" * 5000, "{a=" * 2000 + "1" + "}" * 2000, "9" * 5000, "nan", "1979-05-27", '""', "-1", "true",
+    "[]", '"x"', "0", "inf", "9223372036854775808", '"\\ud800"', "'''",
+)  # fmt: skip
+
+
 def _settings(rng: random.Random) -> bytes:
     with working_folder() as folder:
         given = Settings(target="tiny", drafter="suffix", length=4, max_batch_size=8, dtype="float32")
@@ -182,29 +163,16 @@ def _settings(rng: random.Random) -> bytes:
         text = (folder / "s.toml").read_text()
     if rng.random() < 0.3:
         text = f"[models.a]\n{text}"
-    if rng.random() < 0.6:
-        odd = (
-            "[" * 5000,
-            "[" * 5000 + "]" * 5000,
-            "{a=" * 2000 + "1" + "}" * 2000,
-            "9" * 5000,
-            "nan",
-            "1979-05-27",
-            '""',
-        )
-        values = [*odd, "-1", "true", "[]", '"x"', "0", "inf", "9223372036854775808", '"\\ud800"', "'''"]
-        name = rng.choice(("target", "length", "max_batch_size", "measured", "x", "a.b", "a" + ".b" * 3000, "[" * 3000))
-        lines = [one for one in text.splitlines() if not one.startswith(name)] if rng.random() < 0.7 else [text]
-        return "\n".join([f"{name} = {rng.choice(values)}", *lines]).encode()
-    return mutate_bytes(text.encode(), rng)
-
-
-def _data(rng: random.Random) -> bytes:
-    return mutate_lines(ROWS, rng) if rng.random() < 0.6 else mutate_json(ROWS, rng)
+    if rng.random() < 0.4:
+        return mutate_bytes(text.encode(), rng)
+    name = rng.choice(NAMES)
+    lines = [one for one in text.splitlines() if not one.startswith(name)] if rng.random() < 0.7 else [text]
+    return "\n".join([f"{name} = {rng.choice(VALUES)}", *lines]).encode()
 
 
 def _write_data(place: Path, rng: random.Random) -> Path:
-    data, name = _data(rng), rng.choice(("d.jsonl", "d.json", "d.csv", "d.txt"))
+    data = mutate_lines(ROWS, rng) if rng.random() < 0.6 else mutate_json(ROWS, rng)
+    name = rng.choice(("d.jsonl", "d.json", "d.csv", "d.txt"))
     if rng.random() < 0.4:
         name += ".gz"
         if rng.random() < 0.15:
@@ -213,18 +181,6 @@ def _write_data(place: Path, rng: random.Random) -> Path:
         data = mutate_bytes(data, rng) if rng.random() < 0.5 else data
     (place / name).write_bytes(data)
     return place
-
-
-def _read_data(path: Path) -> None:
-    load_items(str(next(path.iterdir())))
-
-
-def _read_arrivals(path: Path) -> None:
-    from_trace(path / "file")
-
-
-def _arrivals(rng: random.Random) -> bytes:
-    return mutate_lines([1.5, {"timestamp": 2.5}, 3], rng)
 
 
 def _read_costs(path: Path) -> None:
@@ -287,19 +243,24 @@ def _read_replays(path: Path) -> None:
 
 
 FORMATS: dict[str, Format] = {
+    "gguf": fuzz_gguf.FORMAT,
+    "requests": fuzz_requests.FORMAT,
     **fuzz_tensors.FORMATS,
-    "recording": Format(one_file("file", lambda rng: mutate_lines(_lines("recording"), rng)), _read_recording),
-    "tensor-log": Format(one_file("file", _log), _read_log),
-    "cs-drafting": Format(one_file("file", _cache), _read_recording),
-    "results": Format(one_file("file", lambda rng: mutate_lines(_lines("results"), rng)), _read_results),
-    "replays": Format(one_file("file", lambda rng: mutate_lines(_lines("replays"), rng)), _read_replays),
-    "profile": Format(one_file("file", lambda rng: mutate_json(_profile(), rng)), _read_profile),
+    **{
+        name: Format(one_file("file", made), check)
+        for name, made, check in (
+            ("recording", lambda rng: mutate_lines(_lines("recording"), rng), _read_recording),
+            ("tensor-log", _log, _read_log),
+            ("cs-drafting", _cache, _read_recording),
+            ("results", lambda rng: mutate_lines(_lines("results"), rng), lambda path: read_report([path / "file"])),
+            ("replays", lambda rng: mutate_lines(_lines("replays"), rng), _read_replays),
+            ("profile", lambda rng: mutate_json(_profile(), rng), _read_profile),
+            ("settings", _settings, lambda path: read_models(path / "file") or read_settings(path / "file")),
+            ("arrivals", lambda rng: mutate_lines(ARRIVALS, rng), lambda path: from_trace(path / "file")),
+            ("published", lambda rng: mutate_json(PUBLISHED, rng), _read_published),
+            ("costs", lambda rng: mutate_json({"a": 70.0, "b": 2}, rng), _read_costs),
+        )
+    },
     "memory": Format(one_file("memory.db", lambda rng: mutate_bytes(_memory(), rng)), _read_memory),
-    "settings": Format(
-        one_file("s.toml", _settings), lambda path: read_models(path / "s.toml") or read_settings(path / "s.toml")
-    ),
-    "data": Format(files(_write_data), _read_data),
-    "arrivals": Format(one_file("file", _arrivals), _read_arrivals),
-    "published": Format(one_file("file", lambda rng: mutate_json(PUBLISHED, rng)), _read_published),
-    "costs": Format(one_file("file", lambda rng: mutate_json({"a": 70.0, "b": 2}, rng)), _read_costs),
+    "data": Format(_write_data, lambda path: load_items(str(next(path.iterdir())))),
 }

@@ -1,17 +1,13 @@
-"""Damaged and hostile GGUF files made from tiny models, and the one check of each.
-
-`cases` writes the files, each from its seed and number alone; `check` loads one and accepts finite scores or one of foresay's
-errors. `fuzzing.py` runs them.
-"""
+"""Damaged and hostile GGUF files made from tiny models, and the one check of each: finite scores, or one of foresay's errors."""
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 import struct
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +17,14 @@ import torch
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ForesayError
 from foresay.models.gguf import packed
 from foresay.models.gguf.mtp import mtp_layers_of_file
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make
+from helpers.fuzz_mutators import mutate_bytes
+from helpers.fuzzing import Format, working_folder
 from helpers.gguf_files import write_gguf
 from helpers.mtp import layers_of_gguf
 
@@ -66,8 +63,6 @@ class Image:
     version: int = 3
     num_tensors: int | None = None
     num_values: int | None = None
-    raw: list[Callable[[bytearray], None]] = field(default_factory=list)
-    """Changes to the finished bytes."""
 
     def written(self) -> bytes:
         """The bytes of the file."""
@@ -81,12 +76,9 @@ class Image:
             at = len(data) if one.offset is None else one.offset
             count = len(one.dims) if one.num_dims is None else one.num_dims
             out += struct.pack("<Q", len(one.name)) + one.name + struct.pack("<I", count)
-            out += struct.pack(f"<{len(one.dims)}QIQ", *one.dims, one.kind, at)
+            out += struct.pack(f"<{len(one.dims)}QIQ", *(n % (1 << 64) for n in one.dims), one.kind, at)
             data += one.data + bytes(-len(one.data) % ALIGNMENT)
-        out += bytes(-len(out) % ALIGNMENT) + data
-        for change in self.raw:
-            change(out)
-        return bytes(out)
+        return bytes(out + bytes(-len(out) % ALIGNMENT) + data)
 
 
 @cache
@@ -115,8 +107,8 @@ def bases() -> dict[str, Image]:
         "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),
         "qwen3next": ("qwen3_next", {**fours, "attn_qkv": "Q8_0", "attn_gate": "Q4_1", "ffn_up_exps": "Q4_0"}),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "sound.gguf"
+    with working_folder() as folder:
+        path = folder / "sound.gguf"
         mtp = {name: layers_of_gguf(model(made[name][0]), made[name][0]) for name in WITH_MTP}
         return {
             name: _image(write_gguf(path, model(family), kinds, mtp=mtp.get(name)))
@@ -126,26 +118,20 @@ def bases() -> dict[str, Image]:
 
 def model(family: str, **changes: object) -> torch.nn.Module:
     """A tiny model of a family, for the tiny tokenizer."""
-    sizes: dict[str, object] = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
-    layers = {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "num_hidden_layers": 4,
-    }
-    inputs = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": len(tiny.tokenizer())}
+    vocabulary = len(tiny.tokenizer())
+    sizes: dict[str, object] = {"vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 96}
+    kinds = ["sliding_attention", "full_attention"]
+    inputs = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": vocabulary}
+    mamba = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 16, "shared_intermediate_size": 64}
     own: dict[str, dict[str, object]] = {
         "qwen2": {"use_sliding_window": False},
         "phi3": {"sliding_window": None},
         "gpt_oss": {"swiglu_limit": 7.0},
         "glm4_moe": {"moe_intermediate_size": 32},
-        "gemma4": {**layers, **inputs},
-        "gemma4_moe": {"layer_types": layers["layer_types"][:2], "moe_intermediate_size": 32},
+        "gemma4": {"layer_types": kinds * 2, "num_kv_shared_layers": 2, "num_hidden_layers": 4, **inputs},
+        "gemma4_moe": {"layer_types": kinds, "moe_intermediate_size": 32},
         "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        "granitemoehybrid": {
-            "layer_types": ["mamba", "attention"],
-            "mamba_n_heads": 16,
-            "shared_intermediate_size": 64,
-        },
+        "granitemoehybrid": mamba,
         "qwen3_5": {"num_hidden_layers": 4},
         "qwen3_next": {"num_hidden_layers": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     }
@@ -166,25 +152,7 @@ def _image(path: Path) -> Image:
     return Image(values, tensors)
 
 
-def cases(seed: int, count: int, folder: Path, first: int = 0) -> Iterator[tuple[str, Path]]:
-    """(name, path) of `count` files from number `first` on, one at a time: each path is gone when the next is requested."""
-    for number in range(first, first + count):
-        dice = random.Random(f"gguf {seed} {number}")
-        base = dice.choice(list(bases()))
-        image = copied(bases()[base])
-        done = []
-        for _ in range(dice.choice((1, 1, 1, 2, 3))):
-            change = dice.choice(CHANGES)
-            change(image, dice)
-            done.append(change.__name__.strip("_"))
-        name = f"{seed}-{number}-{base}-{'+'.join(done)}{DENSE if dice.random() < 0.2 else ''}"
-        path = folder / f"{name}.gguf"
-        path.write_bytes(image.written())
-        yield name, path
-        path.unlink(missing_ok=True)
-
-
-def read(path: Path) -> None:
+def check(path: Path) -> None:
     """Load a file with its multi-token-prediction layers, and score four tokens.
 
     Raises what loading raises, and AssertionError for scores that are not finite.
@@ -202,60 +170,149 @@ def read(path: Path) -> None:
     packed.settle()  # no thread stays that waits until it may write to the disk
 
 
-def check(path: Path) -> None:
-    """`read`, where a refusal in one line is as good as success."""
-    try:
-        read(path)
-    except ForesayError as error:
-        if "\n" in str(error):
-            raise AssertionError(f"an error of more than a line: {error!r}") from error
-
-
-def copied(image: Image) -> Image:
-    """The same parts, to be changed."""
-    tensors = [Tensor(one.name, list(one.dims), one.kind, one.data) for one in image.tensors]
-    return Image(list(image.values), tensors)
-
-
 # -- changes -----------------------------------------------------------------------------------------------------------
 
-
-def _flip(image: Image, dice: random.Random) -> None:
-    """Some bytes, mostly of the head."""
-    head, flips = dice.random() < 0.7, dice.choice((1, 1, 2, 8, 64))
-    places = [(dice.random(), dice.randrange(1, 256)) for _ in range(flips)]
-
-    def change(data: bytearray) -> None:
-        size = min(len(data), 12_000) if head else len(data)
-        for share, bits in places:
-            if size:
-                data[int(share * size)] ^= bits
-
-    image.raw.append(change)
-
-
-def _cut(image: Image, dice: random.Random) -> None:
-    share = dice.choice((dice.random(), dice.random() * 0.1, 0.999))
-    image.raw.append(lambda data: data.__delitem__(slice(int(share * len(data)), None)))
-
-
-def _lengthen(image: Image, dice: random.Random) -> None:
-    size = dice.choice((1, 31, 4096))
-    image.raw.append(lambda data: data.extend(dice.randbytes(size)))
+TEXTS = (b"", b"llama", b"qwen2", b"gemma3", b"yarn", b"linear", b"\xff\xfe", b"x" * 70_000)
+KEYS = (
+    b"attention.key_length attention.value_length rope.scaling.factor rope.scale_linear rope.dimension_count "
+    b"attention.sliding_window final_logit_softcapping expert_count"
+).split()
+"""Keys that a sound file need not have."""
+RENAMED = (
+    b"",
+    b"rope_freqs.weight",
+    b"output.weight",
+    b"blk.99999999999.attn_q.weight",
+    b"blk.0.attn_q.bias",
+    b"\xff",
+    b"x" * 100_000,
+)
+ADDED = (b"rope_freqs.weight", b"output.weight", b"blk.0.attn_q.bias", b"blk.7.attn_q.weight", b"other")
+OF_VALUES = ("counts", *["value"] * 4, "kind", "nested", "missing", "double", *["added"] * 2)
+OF_TENSORS = (*["dims"] * 2, *["sizes"] * 3, "stored", "offset", "missing", "double", "swapped", "renamed", "added")
+OF_BYTES = ("bytes", "bytes", "cut", "lengthen")
 
 
-def _counts(image: Image, dice: random.Random) -> None:
-    which = dice.choice(("version", "num_tensors", "num_values"))
-    setattr(image, which, dice.choice(COUNTS))
+def write(place: Path, dice: random.Random) -> Path:
+    """A file with one to three changes, which its name lists."""
+    base = dice.choice(list(bases()))
+    image, kinds, last = copy.deepcopy(bases()[base]), [], []
+    for _ in range(dice.choice((1, 1, 1, 2, 3))):
+        kind = dice.choice(
+            [*OF_BYTES, *(f"value_{one}" for one in OF_VALUES), *(f"tensor_{one}" for one in OF_TENSORS)]
+        )
+        kinds.append(kind)
+        if kind in OF_BYTES:
+            last.append(kind)
+        elif kind.startswith("value_") and image.values:
+            _change_values(image, kind.removeprefix("value_"), dice)
+        elif kind.startswith("tensor_") and image.tensors:
+            _change_tensors(image, kind.removeprefix("tensor_"), dice)
+    data = image.written()
+    for kind in last:
+        data = _change_bytes(data, kind, dice)
+    path = place / f"{base}-{'+'.join(kinds)}{DENSE if dice.random() < 0.2 else ''}.gguf"
+    path.write_bytes(data)
+    return path
 
 
-def _value(image: Image, dice: random.Random) -> None:
-    """Another value of the same type; of a list, another type or length."""
+FORMAT = Format(write, check)
+
+
+def _change_bytes(data: bytes, kind: str, dice: random.Random) -> bytes:
+    """Of the finished file, mostly of its head."""
+    if kind == "cut":
+        return data[: int(len(data) * dice.choice((dice.random(), dice.random() * 0.1, 0.999)))]
+    if kind == "lengthen":
+        return data + dice.randbytes(dice.choice((1, 31, 4096)))
+    head = 12_000 if dice.random() < 0.7 else len(data)
+    return mutate_bytes(data[:head], dice) + data[head:]
+
+
+def _change_values(image: Image, what: str, dice: random.Random) -> None:
     i = dice.randrange(len(image.values))
-    if dice.random() < 0.7:  # numbers make a model
-        i = dice.choice([j for j, (_, kind, _) in enumerate(image.values) if kind in FORMATS])
-    key, kind, _ = image.values[i]
-    image.values[i] = (key, kind, _other(kind, image.values[i][2], dice))
+    numbers = [j for j, (_, kind, _) in enumerate(image.values) if kind in FORMATS]
+    if what == "value" and numbers and dice.random() < 0.7:  # numbers make a model
+        i = dice.choice(numbers)
+    key, kind, value = image.values[i]
+    match what:
+        case "counts":
+            setattr(image, dice.choice(("version", "num_tensors", "num_values")), dice.choice(COUNTS))
+        case "value":  # of the same type; of a list, another type or length
+            image.values[i] = (key, kind, _other(kind, value, dice))
+        case "kind":
+            kind = dice.choice((*FORMATS, 8))
+            image.values[i] = (
+                key,
+                kind,
+                struct.pack("<Q3s", 3, b"two") if kind == 8 else struct.pack("<" + FORMATS[kind], 1),
+            )
+        case "nested":  # lists in lists
+            inner = struct.pack("<IQ", 9, 1) * dice.choice((1, 10, 5000)) + struct.pack("<IQI", 4, 1, 7)
+            image.values[i] = (key, 9, inner)
+        case "missing":
+            del image.values[i]
+        case "double":
+            image.values.insert(i, dice.choice(image.values))
+        case "added":
+            family = next((value[8:] for key, _, value in image.values if key == b"general.architecture"), b"llama")
+            kind = dice.choice((4, 5, 6, 6))
+            value = _other(kind, struct.pack("<" + FORMATS[kind], 16), dice)
+            image.values.append((family + b"." + dice.choice(KEYS), kind, value))
+            if dice.random() < 0.2:
+                alignment = struct.pack("<I", dice.choice((0, 1, 3, 8, 64, 1 << 31)))
+                image.values.append((b"general.alignment", 4, alignment))
+
+
+def _change_tensors(image: Image, what: str, dice: random.Random) -> None:
+    one, other = dice.choice(image.tensors), dice.choice(image.tensors)
+    match what:
+        case "dims":
+            _change_dims(one, dice)
+        case "sizes" if one.dims and one.data and one.kind in set(gguf.GGMLQuantizationType):  # earlier changes
+            _change_sizes(one, dice)
+        case "stored":
+            one.kind = dice.choice((*range(45), 1 << 31))
+        case "offset":
+            at = dice.randrange(40_000)
+            one.offset = dice.choice((*COUNTS, at, at // 32 * 32))
+        case "missing":
+            image.tensors.remove(one)
+        case "double":
+            image.tensors.append(copy.deepcopy(one))
+        case "swapped":
+            one.name, other.name = other.name, one.name
+        case "renamed":
+            one.name = dice.choice(RENAMED)
+        case "added":
+            count = dice.choice((1, 8, 64, 5))
+            numbers = struct.pack(f"<{count}f", *(dice.choice((*FLOATS, 1.0, 1.0)) for _ in range(count)))
+            image.tensors.append(Tensor(dice.choice(ADDED), [count], 0, numbers))
+
+
+def _change_dims(one: Tensor, dice: random.Random) -> None:
+    """Another shape over the same bytes."""
+    way = dice.randrange(4)
+    if way == 0 and one.dims:
+        one.dims[dice.randrange(len(one.dims))] = dice.choice(COUNTS)
+    elif way == 1:
+        one.dims.reverse()
+    elif way == 2:
+        one.num_dims = dice.choice(COUNTS) % (1 << 32)
+    else:
+        one.dims = [dice.choice((1, 2, 32, 64, 1 << 32, 1 << 63)) for _ in range(dice.choice((0, 1, 3, 4, 5, 70_000)))]
+
+
+def _change_sizes(one: Tensor, dice: random.Random) -> None:
+    """Another shape, and as many bytes as it takes."""
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(one.kind)]
+    i = dice.randrange(len(one.dims))
+    one.dims[i] = dice.choice((1, 32, 64, 96, 128, 2 * one.dims[i], one.dims[i] + 1, max(1, one.dims[i] - 1), 1 << 20))
+    if dice.random() < 0.2:
+        one.dims.append(2)
+    count = math.prod(one.dims)
+    if count < 1 << 19:
+        one.data = (one.data * (count // numbers * size // len(one.data) + 1))[: count // numbers * size]
 
 
 def _other(kind: int, value: bytes, dice: random.Random) -> bytes:
@@ -268,160 +325,9 @@ def _other(kind: int, value: bytes, dice: random.Random) -> bytes:
         new = dice.choice((*COUNTS, old + 1, old - 1, 2 * old, old // 2, old * 1000, 7, 13))
         return (new % (1 << 8 * size)).to_bytes(size, "little")
     if kind == 8:
-        text = dice.choice((b"", b"llama", b"qwen2", b"gemma3", b"yarn", b"linear", b"\xff\xfe", b"x" * 70_000))
+        text = dice.choice(TEXTS)
         return struct.pack("<Q", dice.choice((len(text), *COUNTS[-5:]))) + text
     inner, count = struct.unpack_from("<IQ", value)
     if dice.random() < 0.5:
         return struct.pack("<IQ", inner, dice.choice((*COUNTS, count - 1, count + 1))) + value[12:]
     return struct.pack("<IQ", dice.choice((*range(13), 99)), count) + value[12:]
-
-
-def _kind(image: Image, dice: random.Random) -> None:
-    """A value of another type."""
-    i = dice.randrange(len(image.values))
-    kind = dice.choice((*FORMATS, 8))
-    value = struct.pack("<Q3s", 3, b"two") if kind == 8 else struct.pack("<" + FORMATS[kind], 1)
-    image.values[i] = (image.values[i][0], kind, value)
-
-
-def _nested(image: Image, dice: random.Random) -> None:
-    """Lists in lists."""
-    depth = dice.choice((1, 10, 5000))
-    i = dice.randrange(len(image.values))
-    value = struct.pack("<IQ", 9, 1) * depth + struct.pack("<IQI", 4, 1, 7)
-    image.values[i] = (image.values[i][0], 9, value)
-
-
-def _missing_value(image: Image, dice: random.Random) -> None:
-    del image.values[dice.randrange(len(image.values))]
-
-
-def _double_value(image: Image, dice: random.Random) -> None:
-    image.values.insert(dice.randrange(len(image.values)), dice.choice(image.values))
-
-
-def _added_value(image: Image, dice: random.Random) -> None:
-    """Values that a sound file need not have."""
-    family = next((value[8:] for key, _, value in image.values if key == b"general.architecture"), b"llama")
-    key = dice.choice(
-        (
-            b"attention.key_length",
-            b"attention.value_length",
-            b"rope.scaling.factor",
-            b"rope.scale_linear",
-            b"rope.dimension_count",
-            b"attention.sliding_window",
-            b"final_logit_softcapping",
-            b"expert_count",
-        )
-    )
-    kind = dice.choice((4, 5, 6, 6))
-    old = struct.pack("<" + FORMATS[kind], 16)
-    image.values.append((family + b"." + key, kind, _other(kind, old, dice)))
-    if dice.random() < 0.2:
-        image.values.append((b"general.alignment", 4, struct.pack("<I", dice.choice((0, 1, 3, 8, 64, 1 << 31)))))
-
-
-def _dims(image: Image, dice: random.Random) -> None:
-    """Another shape over the same bytes."""
-    one = dice.choice(image.tensors)
-    way = dice.randrange(4)
-    if way == 0 and one.dims:
-        one.dims[dice.randrange(len(one.dims))] = dice.choice(COUNTS)
-    elif way == 1:
-        one.dims.reverse()
-    elif way == 2:
-        one.num_dims = dice.choice(COUNTS) % (1 << 32)
-    else:
-        one.dims = [dice.choice((1, 2, 32, 64, 1 << 32, 1 << 63)) for _ in range(dice.choice((0, 1, 3, 4, 5, 70_000)))]
-
-
-def _sizes(image: Image, dice: random.Random) -> None:
-    """Another shape, and as many bytes as it takes."""
-    one = dice.choice(image.tensors)
-    if not one.dims or one.kind not in set(gguf.GGMLQuantizationType):  # after earlier changes
-        return
-    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(one.kind)]
-    i = dice.randrange(len(one.dims))
-    one.dims[i] = dice.choice((1, 32, 64, 96, 128, 2 * one.dims[i], one.dims[i] + 1, max(1, one.dims[i] - 1), 1 << 20))
-    if dice.random() < 0.2:
-        one.dims.append(2)
-    count = 1
-    for n in one.dims:
-        count *= n
-    if count < 1 << 19:
-        one.data = (one.data * (count // numbers * size // len(one.data) + 1))[: count // numbers * size]
-
-
-def _stored(image: Image, dice: random.Random) -> None:
-    """Another type."""
-    dice.choice(image.tensors).kind = dice.choice((*range(45), 1 << 31))
-
-
-def _offset(image: Image, dice: random.Random) -> None:
-    one, other = dice.choice(image.tensors), dice.randrange(40_000)
-    one.offset = dice.choice((*COUNTS, other, other // 32 * 32))
-
-
-def _missing_tensor(image: Image, dice: random.Random) -> None:
-    image.tensors.remove(dice.choice(image.tensors))
-
-
-def _double_tensor(image: Image, dice: random.Random) -> None:
-    one = dice.choice(image.tensors)
-    image.tensors.append(Tensor(one.name, list(one.dims), one.kind, one.data))
-
-
-def _swapped(image: Image, dice: random.Random) -> None:
-    one, other = dice.choice(image.tensors), dice.choice(image.tensors)
-    one.name, other.name = other.name, one.name
-
-
-def _renamed(image: Image, dice: random.Random) -> None:
-    names = (
-        b"",
-        b"rope_freqs.weight",
-        b"output.weight",
-        b"blk.99999999999.attn_q.weight",
-        b"blk.0.attn_q.bias",
-        b"\xff",
-    )
-    dice.choice(image.tensors).name = dice.choice((*names, b"x" * 100_000))
-
-
-def _added_tensor(image: Image, dice: random.Random) -> None:
-    names = (b"rope_freqs.weight", b"output.weight", b"blk.0.attn_q.bias", b"blk.7.attn_q.weight", b"other")
-    count = dice.choice((1, 8, 64, 5))
-    numbers = struct.pack(f"<{count}f", *(dice.choice((*FLOATS, 1.0, 1.0)) for _ in range(count)))
-    image.tensors.append(Tensor(dice.choice(names), [count], 0, numbers))
-
-
-CHANGES = (
-    _flip,
-    _flip,
-    _cut,
-    _lengthen,
-    _counts,
-    _value,
-    _value,
-    _value,
-    _value,
-    _kind,
-    _nested,
-    _missing_value,
-    _double_value,
-    _added_value,
-    _added_value,
-    _dims,
-    _dims,
-    _sizes,
-    _sizes,
-    _sizes,
-    _stored,
-    _offset,
-    _missing_tensor,
-    _double_tensor,
-    _swapped,
-    _renamed,
-    _added_tensor,
-)

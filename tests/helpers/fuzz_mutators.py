@@ -1,6 +1,6 @@
-"""Mutators of files: JSON by its values, safetensors by its header and tensors, anything by its bytes.
+"""Mutators of files and requests: JSON by its values, safetensors by its header and tensors, anything by its bytes.
 
-Every choice comes from the `random.Random` that is given, so that a seed and a number name a file.
+Every choice comes from the `random.Random` that is given, so that a seed and a number name a case.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import math
 import random
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _DEEP, _DIGITS = re.compile(r'"@deep (\d+)(.)@"'), re.compile(r'"@digits (\d+)@"')
 _SIZES = {"F8_E4M3": 1, "I8": 1, "F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
-
+_NAMES = ("", "x", "format", "kind")
+_MARKS = (b"[", b"{", b'"', b"]", b"}", b",", b"\0", b"\n", b"\xff\xfe", b"\r", b"\xef\xbb\xbf")
 Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """name -> (dtype, shape, data)."""
 
 
-def extreme(rng: random.Random) -> Any:
-    """A value that a field does not expect; marks in it are replaced by `dump`."""
+def extreme(rng: random.Random, odd: Sequence[Any] = ()) -> Any:
+    """A value that a field does not expect, half of the time one of `odd`; marks in it are replaced by `dump`."""
+    if odd and rng.random() < 0.5:
+        return rng.choice(odd)
     depth = rng.choice((3, 70, 300, 2000, 100_000))
     return rng.choice(
         (
@@ -48,12 +51,16 @@ def _nested(depth: int, opening: str) -> str:
     return "[" * depth + "]" * depth if opening == "[" else '{"a":' * depth + "1" + "}" * depth
 
 
-def mutate_value(value: Any, rng: random.Random) -> Any:
-    """A copy of a JSON value with one to three of its parts changed."""
-    root = {"": json.loads(json.dumps(value))}
+def copied(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def mutate_value(value: Any, rng: random.Random, odd: Sequence[Any] = (), names: Sequence[str] = _NAMES) -> Any:
+    """A copy of a JSON value with one to three of its parts changed. odd: further values. names: of unknown fields."""
+    root = {"": copied(value)}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if places := _places(root):
-            _change(*rng.choice(places), rng)
+            _change(*rng.choice(places), rng, odd, names)
     return root.get("")
 
 
@@ -69,52 +76,56 @@ def _places(root: Any) -> list[tuple[Any, Any]]:
     return out
 
 
-def _change(holder: Any, key: Any, rng: random.Random) -> None:
+def _change(holder: Any, key: Any, rng: random.Random, odd: Sequence[Any], names: Sequence[str]) -> None:
     was = holder[key]
-    kind = rng.randrange(9)
-    if kind == 0:
-        del holder[key]
-    elif kind == 1 and isinstance(holder, dict):
-        holder[rng.choice(("", "x", str(key) + "s", "format", "kind"))] = holder.pop(key)
-    elif kind == 2:
-        holder[key] = [was] * rng.choice((0, 1, 2, 50))
-    elif kind == 3 and isinstance(was, list):
-        holder[key] = was * rng.choice((0, 2, 30)) + [extreme(rng)] * rng.randrange(2)
-    elif kind == 4 and isinstance(was, int | float) and abs(was) < 1e300:
-        holder[key] = rng.choice((was + 1, was - 1, -was, was * 1000, was / 2, float(was), str(was)))
-    elif kind == 5:
-        holder[key] = json.loads(json.dumps(rng.choice([h[k] for h, k in _places({"": holder})])))
-    else:
-        holder[key] = extreme(rng)
+    match rng.randrange(9):
+        case 0:
+            del holder[key]
+        case 1 if isinstance(holder, dict):
+            name = rng.choice((*names, str(key) + "s"))
+            holder[name] = holder.pop(key) if rng.random() < 0.5 else extreme(rng, odd)
+        case 2:
+            holder[key] = [was] * rng.choice((0, 1, 2, 50))
+        case 3 if isinstance(was, list):
+            holder[key] = was * rng.choice((0, 2, 30)) + [extreme(rng, odd)] * rng.randrange(2)
+        case 3 if isinstance(holder, list):
+            holder += [was] * rng.choice((1, 50, 1100))
+        case 4 if isinstance(was, int | float) and abs(was) < 1e300:
+            holder[key] = rng.choice((was + 1, was - 1, was + 0.5, -was, was * 1000, was / 2, float(was), str(was)))
+        case 5:
+            holder[key] = copied(rng.choice([h[k] for h, k in _places({"": holder})]))
+        case _:
+            holder[key] = copied(extreme(rng, odd))
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """The bytes cut, flipped, repeated or mixed."""
+    """The bytes cut, flipped, repeated, mixed or encoded otherwise."""
     size = len(data)
     at, to = sorted((rng.randrange(size + 1), rng.randrange(size + 1)))
+    piece = data[at : at + 40] or b"x"
     out = bytearray(data)
-    kind = rng.randrange(8)
-    if kind == 0:
-        return data[:at]
-    if kind == 1:
-        for _ in range(rng.choice((1, 2, 8, 64))):
-            if out:
-                out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
-    elif kind == 2:
-        del out[at:to]
-    elif kind == 3:
-        out[at:at] = data[at:to]
-    elif kind == 4:
-        out[at:at] = rng.choice((b"[", b"{", b'"', b"]", b"}", b",", b"\0", b"\n", b"\xff\xfe", b"\r", b"\xef\xbb\xbf"))
-    elif kind == 5:
-        out[at:at] = rng.choice((b"[", b"{", b'"', b"\\", b"\n", b'{"a":')) * rng.choice((200, 100_000))
-    elif kind == 6:
-        piece = data[at : at + 40] or b"x"
-        out[at:at] = piece * (rng.choice((3, 1000, 1_000_000)) // len(piece) + 1)
-    else:
-        return rng.choice(
-            (b"", b"\n", b"null", b"[]", b"{}", b"0", b"NaN", b'""', bytes(rng.randrange(256) for _ in range(64)))
-        )
+    match rng.randrange(10):
+        case 0:
+            del out[at:]
+        case 1:
+            for _ in range(rng.choice((1, 2, 8, 64)) if out else 0):
+                out[rng.randrange(size)] ^= rng.choice((1 << rng.randrange(8), rng.randrange(1, 256)))
+        case 2:
+            del out[at:to]
+        case 3:
+            out[at:at] = data[at:to]
+        case 4:
+            out[at:at] = rng.choice(_MARKS)
+        case 5:
+            out[at:at] = rng.choice((b"[", b"{", b'"', b"\\", b"\n", b'{"a":')) * rng.choice((200, 100_000))
+        case 6:
+            out[at:at] = piece * (rng.choice((3, 1000, 1_000_000)) // len(piece) + 1)
+        case 7:
+            return rng.choice((b"", b"\n", b"null", b"[]", b"{}", b"0", b"NaN", b'""', rng.randbytes(64)))
+        case 8:
+            return rng.choice((data + data, b"\xef\xbb\xbf" + data, data.replace(b'"', b"'", 1)))
+        case _:
+            return data.decode("latin-1").encode(rng.choice(("utf-16", "utf-8")))
     return bytes(out)
 
 
@@ -153,7 +164,10 @@ def joined(header: Any, data: bytes, *, length: int | None = None) -> bytes:
 
 
 def mutate_tensors(
-    tensors: Tensors, metadata: Mapping[str, str] | None, rng: random.Random, facts: Callable[[str, random.Random], str]
+    tensors: Tensors,
+    metadata: Mapping[str, str] | None,
+    rng: random.Random,
+    facts: Callable[[str, random.Random], str] = lambda text, rng: text + "x",
 ) -> bytes:
     """A safetensors file: sound with other tensors or metadata, or with a header or bytes that are damaged.
 
@@ -178,30 +192,29 @@ def _other_tensors(tensors: Tensors, rng: random.Random) -> Tensors:
     out = dict(tensors)
     name = rng.choice(sorted(out))
     dtype, shape, raw = out[name]
-    kind = rng.randrange(7)
-    if kind == 0:
-        del out[name]
-    elif kind == 1:
-        out[rng.choice((name + "s", "", "x", "1.weight", "0.linear.weight", "a.b.c"))] = out.pop(name)
-    elif kind == 2:
-        other = rng.choice(sorted(_SIZES))
-        out[name] = (other, shape, bytes(math.prod(shape) * _SIZES[other]))
-    elif kind == 3:
-        sizes = list(shape)
-        if sizes and rng.random() < 0.7:
-            sizes[rng.randrange(len(sizes))] = rng.choice((0, 1, 2, 3, 7, 64, 1000))
-        else:
-            sizes = rng.choice(([], [0], [1], [1, 1, 1], [0, 2**62], [3, 0, 5], sizes[::-1], [*sizes, 1]))
-        out[name] = (dtype, tuple(sizes), bytes(math.prod(sizes) * _SIZES[dtype]))
-    elif kind == 4 and raw:
-        width = _SIZES[dtype]
-        changed = bytearray(raw)
-        for _ in range(rng.choice((1, 3, 20))):
-            at = rng.randrange(len(raw) // width) * width
-            changed[at : at + width] = rng.choice((b"\xff", b"\x00", b"\x7f", b"\x80")) * width
-        out[name] = (dtype, shape, bytes(changed))
-    elif kind == 5:
-        out[rng.choice(("extra", "level_5.keys", "lm_head.weight", "embed_tokens.weight"))] = out[name]
-    else:
-        out = dict(sorted(out.items(), key=lambda _: rng.random()))
+    match rng.randrange(7):
+        case 0:
+            del out[name]
+        case 1:
+            out[rng.choice((name + "s", "", "x", "1.weight", "0.linear.weight", "a.b.c"))] = out.pop(name)
+        case 2:
+            other = rng.choice(sorted(_SIZES))
+            out[name] = (other, shape, bytes(math.prod(shape) * _SIZES[other]))
+        case 3:
+            sizes = list(shape)
+            if sizes and rng.random() < 0.7:
+                sizes[rng.randrange(len(sizes))] = rng.choice((0, 1, 2, 3, 7, 64, 1000))
+            else:
+                sizes = rng.choice(([], [0], [1], [1, 1, 1], [0, 2**62], [3, 0, 5], sizes[::-1], [*sizes, 1]))
+            out[name] = (dtype, tuple(sizes), bytes(math.prod(sizes) * _SIZES[dtype]))
+        case 4 if raw:
+            width, changed = _SIZES[dtype], bytearray(raw)
+            for _ in range(rng.choice((1, 3, 20))):
+                at = rng.randrange(len(raw) // width) * width
+                changed[at : at + width] = rng.choice((b"\xff", b"\x00", b"\x7f", b"\x80")) * width
+            out[name] = (dtype, shape, bytes(changed))
+        case 5:
+            out[rng.choice(("extra", "level_5.keys", "lm_head.weight", "embed_tokens.weight"))] = out[name]
+        case _:
+            out = dict(sorted(out.items(), key=lambda _: rng.random()))
     return out

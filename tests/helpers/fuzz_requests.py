@@ -1,16 +1,31 @@
 """Mutated request bodies of the server's API, the same for a seed. No case may be the server's error.
 
-Owns which requests there are to begin with, and how they are broken. `violation` finds what is wrong with an answer.
+Owns which requests there are to begin with, and how they are broken. `violation` finds what is wrong with an answer. As a format
+of `scripts/fuzz`, a case is a file, and reading it is answering it by the application.
 """
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import base64
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import httpx
+
+import foresay
+from foresay.errors import PromptError
+from foresay.server.app import make_app
+from foresay.server.service import Service
+from foresay.server.settings import ServerSettings
+from helpers import tiny
+from helpers.fuzz_mutators import dump, mutate_bytes, mutate_value
+from helpers.fuzzing import Format, working_folder
 
 TEXT = "the number 7 and 8"
 CHAT: dict[str, Any] = {
@@ -26,15 +41,9 @@ COMPLETION: dict[str, Any] = {
     "model": "tiny", "prompt": [[72, 73, 74], [75, 76]], "max_tokens": 2, "logprobs": 2, "echo": True, "temperature": 0,
     "stop": "q", "suffix": None, "best_of": 1, "seed": 1,
 }  # fmt: skip
-SCHEMA = {
-    "type": "json_schema",
-    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"enum": [1]}}}},
-}
-FUNCTION: dict[str, Any] = {
-    "name": "f",
-    "description": "d",
-    "parameters": {"type": "object", "properties": {"a": {"enum": [1]}}},
-}
+PROPERTIES = {"type": "object", "properties": {"a": {"enum": [1]}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": PROPERTIES}}
+FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": PROPERTIES}
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 TALK_WITH_TOOLS: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -58,7 +67,7 @@ RESPONSES: dict[str, Any] = {
 }  # fmt: skip
 MESSAGES: dict[str, Any] = {
     "model": "tiny", "max_tokens": 3, "system": [{"type": "text", "text": "brief"}], "temperature": 0.5, "top_k": 4,
-    "stop_sequences": ["x"], "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}], "tool_choice": {"type": "auto"},
+    "stop_sequences": ["x"], "tools": [{"name": "f", "input_schema": PROPERTIES}], "tool_choice": {"type": "auto"},
     "thinking": {"type": "disabled"}, "metadata": {"user_id": "me"}, "stream": False,
     "messages": [
         {"role": "user", "content": "hi"},
@@ -79,6 +88,7 @@ OLLAMA_CHAT: dict[str, Any] = {
         {"role": "tool", "tool_name": "f", "content": "1"},
     ],
 }  # fmt: skip
+_MESSAGES, _FEW = CHAT["messages"], {"max_tokens": 3}
 ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", TOOLS),
     ("/v1/responses", RESPONSES),
@@ -88,40 +98,28 @@ ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/api/generate", {**OLLAMA, "prompt": TEXT, "system": "brief"}),
     ("/api/generate", {**OLLAMA, "prompt": TEXT, "raw": True, "format": "", "stream": True}),
     ("/api/embed", {"model": "tiny", "input": [TEXT, "and"], "dimensions": 64, "truncate": True}),
-    (
-        "/v1/embeddings",
-        {"model": "tiny", "input": [TEXT, [5, 6]], "encoding_format": "base64", "pooling": "last", "user": "me"},
-    ),
+    ("/v1/embeddings", {"model": "tiny", "input": [TEXT, [5, 6]], "encoding_format": "base64", "pooling": "last", "user": "me"}),
     ("/v1/embeddings", {"input": [5, 6], "dimensions": 64}),
     ("/api/show", {"model": "tiny", "verbose": True}),
     ("/v1/chat/completions", CHAT),
-    ("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 3, "response_format": SCHEMA}),
-    (
-        "/v1/chat/completions",
-        {"messages": CHAT["messages"], "max_tokens": 3, "structured_outputs": {"choice": ["a", "b"]}},
-    ),
-    (
-        "/v1/completions",
-        {"prompt": TEXT, "max_tokens": 3, "grammar": 'root ::= "a" | [b-d]', "thinking_token_budget": 2},
-    ),
+    ("/v1/chat/completions", {**_FEW, "messages": _MESSAGES, "response_format": SCHEMA}),
+    ("/v1/chat/completions", {**_FEW, "messages": _MESSAGES, "structured_outputs": {"choice": ["a", "b"]}}),
+    ("/v1/completions", {**_FEW, "prompt": TEXT, "grammar": 'root ::= "a" | [b-d]', "thinking_token_budget": 2}),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", {**COMPLETION, "prompt": TEXT, "max_tokens": 0}),
-    (
-        "/v1/completions",
-        {"prompt": [TEXT, "and"], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
-    ),
+    ("/v1/completions", {**_FEW, "prompt": [TEXT, "and"], "stream": True, "stream_options": {"include_usage": True}}),
     ("/tokenize", {"model": "tiny", "prompt": TEXT}),
-    ("/tokenize", {"messages": CHAT["messages"]}),
+    ("/tokenize", {"messages": _MESSAGES}),
     ("/detokenize", {"tokens": [72, 73]}),
-    ("/predict", {"prompt": TEXT, "max_tokens": 3}),
-)
-ODD: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, -(2**63), 2**63, 2**64, 10**400, float("nan"), float("inf"),
-    "", "x", "\x00", "\ud800", "x\udfffy", "\ufffd", "\U0010ffff", "1", "none", "lenience(2)", "suffix", "[" * 300, "é" * 2000,
-    [], {}, [[]], [None],
-    [0] * 3000, ["x"] * 1500, [[1]] * 1500, {"type": "text"}, {"a": {"b": [1]}}, {str(i): i for i in range(1500)},
-    [[[[[[[[[[]]]]]]]]]], [-1], [999_999], [TEXT, 5], [[1], "x"], {"\ud800": 1},
+    ("/predict", {**_FEW, "prompt": TEXT}),
 )  # fmt: skip
+ODD: tuple[Any, ...] = (
+    "x\udfffy", "\ufffd", "\U0010ffff", "1", "none", "lenience(2)", "suffix", "[" * 300, "é" * 2000, [0] * 3000, ["x"] * 1500,
+    [[1]] * 1500, {"type": "text"}, {"a": {"b": [1]}}, {str(i): i for i in range(1500)}, [[[[[[[[[[]]]]]]]]]], [-1], [999_999],
+    [TEXT, 5], [[1], "x"], {"\ud800": 1},
+)  # fmt: skip
+"""Values next to those of `fuzz_mutators.extreme`."""
+UNKNOWN = ("x", "temprature", "\ud800", "", "a" * 5000, "tools", "echo", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,64 +131,21 @@ class Case:
     content_type: str
 
 
+def case(chance: random.Random) -> Case:
+    """A valid request, or one with one to three changes of its fields; some are changed in their bytes also."""
+    path, body = chance.choice(ROUTES)
+    if chance.random() < 0.75:
+        body = mutate_value(body, chance, ODD, UNKNOWN)
+    raw = dump(body, chance).encode("utf-8", "surrogatepass")
+    if chance.random() < 0.15:
+        raw = mutate_bytes(raw, chance)
+    kind = "application/json" if chance.random() < 0.97 else chance.choice(("text/plain", "", "application/xml"))
+    return Case(path, raw, kind)
+
+
 def cases(seed: int, count: int) -> Iterator[Case]:
-    """`count` requests: valid ones with one to three mutations of their fields, and some also of their bytes."""
     chance = random.Random(seed)
-    for _ in range(count):
-        path, valid = chance.choice(ROUTES)
-        body = copy.deepcopy(valid)
-        for _ in range(chance.choice((0, 1, 1, 1, 2, 3))):
-            _mutate(body, chance)
-        raw = json.dumps(body).encode()
-        if chance.random() < 0.15:
-            raw = chance.choice(_BYTES)(raw, chance)
-        kind = "application/json" if chance.random() < 0.97 else chance.choice(("text/plain", "", "application/xml"))
-        yield Case(path, raw, kind)
-
-
-def _mutate(body: dict[str, Any], chance: random.Random) -> None:
-    """Change one position, at any depth: give it an odd value, remove it, repeat it, or add an unknown field."""
-    inner: Any = body
-    places = list(_places(inner))
-    if not places:
-        body["prompt"] = copy.deepcopy(chance.choice(ODD))
-        return
-    owner, key = chance.choice(places)
-    kind = chance.random()
-    if kind < 0.5:
-        owner[key] = copy.deepcopy(chance.choice(ODD))
-    elif kind < 0.6 and isinstance(owner[key], int | float):
-        owner[key] += chance.choice((-1, 1, 0.5, 3))
-    elif kind < 0.75:
-        del owner[key]
-    elif kind < 0.85 and isinstance(owner, list):
-        owner.extend(copy.deepcopy(owner[key]) for _ in range(chance.choice((1, 50, 1100))))
-    elif isinstance(owner, dict):
-        owner[chance.choice(("x", "temprature", "\ud800", "", "a" * 5000, "tools", "echo"))] = copy.deepcopy(
-            chance.choice(ODD)
-        )
-
-
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(object or list, key) of everything inside, in order; of long lists the beginning."""
-    if isinstance(value, dict | list):
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))[:20]
-        for key in keys:
-            yield value, key
-            yield from _places(value[key])
-
-
-_BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    lambda raw, chance: raw[: chance.randrange(len(raw) + 1)],
-    lambda raw, chance: raw + raw,
-    lambda raw, chance: raw.replace(b'"', b"'", 1),
-    lambda raw, chance: raw[: (cut := chance.randrange(len(raw)))] + b"\xff\xfe" + raw[cut:],
-    lambda raw, chance: b"\xef\xbb\xbf" + raw,
-    lambda raw, chance: raw.decode().encode("utf-16"),
-    lambda raw, chance: b"[" * 20_000,
-    lambda raw, chance: b'{"prompt": ' + b"9" * 6000 + b"}",
-    lambda raw, chance: raw[:-1] + b', "prompt": "twice"}',
-)
+    return (case(chance) for _ in range(count))
 
 
 def violation(status: int, content_type: str, body: bytes, path: str = "") -> str | None:
@@ -202,18 +157,48 @@ def violation(status: int, content_type: str, body: bytes, path: str = "") -> st
     if not content_type.startswith("application/json"):
         return f"an error of the type {content_type!r}"
     error = json.loads(body).get("error")
+    shaped = isinstance(error, dict) and {"message", "type", "param", "code"} <= error.keys()
     if path.startswith("/api/"):
-        return (
-            None
-            if isinstance(error, str) and error and len(body) <= 5000
-            else f"an error of another shape: {body[:200]!r}"
-        )
-    if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= error.keys():
-        return f"an error of another shape: {body[:200]!r}"
+        shaped = isinstance(error, str) and bool(error)
+    if not shaped or len(body) > 5000:
+        return f"an error of another shape, or of {len(body)} bytes: {body[:200]!r}"
+    if path.startswith("/api/"):
+        return None
     if not error["message"] or not error["type"]:
         return "an error without words"
-    if len(body) > 5000:
-        return f"an error of {len(body)} bytes"
     if status == 400 and not error["param"]:
         return f"no param: {error['message']}"
     return None
+
+
+@cache
+def _client() -> tuple[asyncio.Runner, httpx.AsyncClient]:
+    """The application over a tiny model, and a client of it, in this process."""
+    with working_folder() as folder:
+        model = foresay.load(str(tiny.save(folder, tiny.llama(context=96), chat=True)), num_draft_tokens=3)
+    app: Any = make_app(Service.of(model, ServerSettings(max_body_bytes=1 << 20), ["tiny"]))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+    return asyncio.Runner(), client
+
+
+def _write(place: Path, rng: random.Random) -> Path:
+    one, path = case(rng), place / "request.json"
+    body = base64.b64encode(one.body).decode()
+    path.write_text(json.dumps({"path": one.path, "type": one.content_type, "body": body}), encoding="utf-8")
+    return path
+
+
+def _check(path: Path) -> None:
+    """Answer a request. Raises PromptError for one that is refused, as it should be, and AssertionError for a bad answer."""
+    one = json.loads(path.read_text(encoding="utf-8"))
+    runner, client = _client()
+    headers = {"content-type": one["type"]}
+    answer = runner.run(client.post(one["path"], content=base64.b64decode(one["body"]), headers=headers, timeout=60))
+    kind = answer.headers.get("content-type", "")
+    wrong = violation(answer.status_code, kind, answer.content, one["path"])
+    assert wrong is None, wrong
+    if answer.status_code >= 400:
+        raise PromptError(f"answered {answer.status_code}")
+
+
+FORMAT = Format(_write, _check)

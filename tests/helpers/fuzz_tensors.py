@@ -42,17 +42,23 @@ from helpers.fuzz_mutators import (
     mutate_value,
     safetensors,
 )
-from helpers.fuzzing import Format, files, one_file, working_folder
+from helpers.fuzzing import Format, one_file, working_folder
 from helpers.quantized import CASES, EXPANDED
 
 QUANTIZED = CASES | EXPANDED
 LAYER = (64, 128)
 """Rows and columns of a quantized layer."""
+FIELDS: dict[str, Any] = {
+    "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+}  # fmt: skip
+"""Fields of the layer of a draft."""
+Weights = tuple[Tensors, dict[str, str] | None]
+"""The tensors and the metadata of a file."""
 
-# -- tables, heads, checkpoints ---------------------------------------------------------------------------------
 
-
-def _stored(path: Path) -> tuple[Tensors, dict[str, str] | None]:
+def _stored(path: Path) -> Weights:
     kinds = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "bool": "BOOL"}
     arrays = load_file(path)
     with safe_open(path, framework="numpy") as file:
@@ -62,8 +68,26 @@ def _stored(path: Path) -> tuple[Tensors, dict[str, str] | None]:
     }, metadata
 
 
+def _config(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return found
+
+
+def _write(place: Path, config: dict[str, Any], weights: Weights, rng: random.Random) -> Path:
+    """A folder whose configuration, weights or both are changed."""
+    which = rng.random()
+    text = mutate_json(config, rng) if which < 0.55 else dump(config).encode()
+    (place / "config.json").write_bytes(text)
+    data = mutate_tensors(*weights, rng) if which > 0.45 else joined(*safetensors(*weights))
+    (place / "model.safetensors").write_bytes(data)
+    return place
+
+
+# -- tables, heads, checkpoints ---------------------------------------------------------------------------------
+
+
 @cache
-def _table() -> tuple[Tensors, dict[str, str] | None]:
+def _table() -> Weights:
     with working_folder() as folder:
         tables.small().save(folder / "t.safetensors")
         return _stored(folder / "t.safetensors")
@@ -79,63 +103,24 @@ def _read_table(path: Path) -> None:
     table.check(tables.MARK, table.vocab_size)
 
 
-def _list(rng: random.Random) -> bytes:
-    return mutate_json([1, 2, None, 4, 0, -1], rng)
-
-
 @cache
-def _head() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | None]]:
+def _head() -> tuple[list[dict[str, Any]], Weights]:
     """config.json of both layouts, and the weights."""
-    layer: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-    layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    config = HeadConfig(
-        layer=layer,
-        vocab_size=40,
-        draft_vocab_size=10,
-        target_hidden_size=12,
-        hidden_layers=(0, 1, 2),
-        norm_before_residual=False,
-        target="tiny",
-    )
+    sizes: dict[str, Any] = {"vocab_size": 40, "draft_vocab_size": 10, "target_hidden_size": 12}
+    config = HeadConfig(layer=FIELDS, **sizes, hidden_layers=(0, 1, 2), norm_before_residual=False, target="tiny")
     module = HeadModule(config, 3)
     module.embed_tokens = torch.nn.Embedding(40, 16)
-    head = StoredDraft(config, module, torch.arange(0, 40, 4))
+    head, configs = StoredDraft(config, module, torch.arange(0, 40, 4)), []
     with working_folder() as folder:
-        write_draft(head, folder, lm_head=torch.zeros(10, 16))
-        plain = json.loads((folder / "config.json").read_text())
-        write_draft(head, folder, layout="speculators", lm_head=torch.zeros(10, 16))
-        both = {"plain": plain, "speculators": json.loads((folder / "config.json").read_text())}
-        return both, _stored(folder / "model.safetensors")
+        for layout in ("plain", "speculators"):
+            write_draft(head, folder, layout=layout, lm_head=torch.zeros(10, 16))
+            configs.append(_config(folder))
+        return configs, _stored(folder / "model.safetensors")
 
 
 def _write_head(place: Path, rng: random.Random) -> Path:
-    return _write_draft(*_head(), place, rng)
-
-
-def _write_block(place: Path, rng: random.Random) -> Path:
-    return _write_draft(*_block(), place, rng)
-
-
-def _write_draft(
-    configs: dict[str, dict[str, Any]], weights: tuple[Tensors, dict[str, str] | None], place: Path, rng: random.Random
-) -> Path:
-    config: Any = configs[rng.choice(sorted(configs))]
-    tensors, metadata = weights
-    changes_config = rng.random() < 0.6
-    text = mutate_json(config, rng) if changes_config else dump(config).encode()
-    (place / "config.json").write_bytes(text)
-    kept = (
-        mutate_tensors(tensors, metadata, rng, lambda t, r: t + "x")
-        if not changes_config
-        else _sound(tensors, metadata)
-    )
-    (place / "model.safetensors").write_bytes(kept)
-    return place
-
-
-def _sound(tensors: Tensors, metadata: dict[str, str] | None) -> bytes:
-    return joined(*safetensors(tensors, metadata))
+    configs, weights = _head()
+    return _write(place, rng.choice(configs), weights, rng)
 
 
 def _read_head(path: Path) -> None:
@@ -145,29 +130,17 @@ def _read_head(path: Path) -> None:
 
 
 @cache
-def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | None]]:
+def _block() -> tuple[list[dict[str, Any]], Weights]:
     """config.json of all layouts, and the weights."""
-    layer: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
-    layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    config = BlockConfig(
-        layer=layer,
-        sights=(Sight(window=3), Sight()),
-        vocab_size=40,
-        draft_vocab_size=10,
-        hidden_layers=(0, 1, 2),
-        block_size=4,
-        mask_token_id=39,
-        path=PathShape("gated", 6),
-        has_confidence=True,
-        confidence_reads_markov=True,
-    )
+    sizes: dict[str, Any] = {"vocab_size": 40, "draft_vocab_size": 10, "block_size": 4, "mask_token_id": 39}
+    more: dict[str, Any] = {"hidden_layers": (0, 1, 2), "has_confidence": True, "confidence_reads_markov": True}
+    shape = PathShape("gated", 6)
+    config = BlockConfig(layer=FIELDS, sights=(Sight(window=3), Sight()), path=shape, **sizes, **more)
     block = StoredDraft(config, BlockModule(config), torch.arange(0, 40, 4))
     with working_folder() as folder:
         write_draft(block, folder, lm_head=torch.zeros(10, 16), embeddings=torch.zeros(40, 16))
-        plain = json.loads((folder / "config.json").read_text())
-        weights = _stored(folder / "model.safetensors")
-    names = ("model_type", "num_hidden_layers", "vocab_size", "layer_types", *layer)
+        plain, weights = _config(folder), _stored(folder / "model.safetensors")
+    names = ("model_type", "num_hidden_layers", "vocab_size", "layer_types", *FIELDS)
     dflash = {**plain, "dflash_config": {n: plain.pop(n) for n in ("mask_token_id", "target_layer_ids")}}
     plain |= dflash["dflash_config"]
     speculators = {
@@ -177,7 +150,12 @@ def _block() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] |
         "speculators_config": {"verifier": {"name_or_path": "org/name", "architectures": ["A"]}},
         **{n: v for n, v in plain.items() if n not in (*names, "architectures", "target_layer_ids")},
     }
-    return {"dspark": plain, "dflash": {**dflash, "sample_from_anchor": True}, "speculators": speculators}, weights
+    return [plain, {**dflash, "sample_from_anchor": True}, speculators], weights
+
+
+def _write_block(place: Path, rng: random.Random) -> Path:
+    configs, weights = _block()
+    return _write(place, rng.choice(configs), weights, rng)
 
 
 def _read_block(path: Path) -> None:
@@ -188,25 +166,22 @@ def _read_block(path: Path) -> None:
 
 
 @cache
-def _acceptance() -> tuple[dict[str, Any], Tensors, Tensors]:
-    """config.json, our weights, and weights named as in published heads."""
+def _acceptance() -> tuple[dict[str, Any], tuple[Tensors, Tensors]]:
+    """config.json; our weights, and weights named as in published heads."""
     with working_folder() as folder:
         AcceptanceHead(8, 2).save(folder)
-        ours, _ = _stored(folder / "model.safetensors")
-        names = {"blocks.0.": "0.linear.", "blocks.1.": "1.linear.", "out.": "2."}
-        theirs = {}
-        for name, tensor in ours.items():
-            old = next(one for one in names if name.startswith(one))
-            theirs[names[old] + name.removeprefix(old)] = tensor
-        return json.loads((folder / "config.json").read_text()), ours, theirs
+        config, (ours, _) = _config(folder), _stored(folder / "model.safetensors")
+    theirs = {}
+    for name, tensor in ours.items():
+        for own, other in (("blocks.0.", "0.linear."), ("blocks.1.", "1.linear."), ("out.", "2.")):
+            name = name.replace(own, other)
+        theirs[name] = tensor
+    return config, (ours, theirs)
 
 
 def _write_acceptance(place: Path, rng: random.Random) -> Path:
-    config, ours, theirs = _acceptance()
-    text = mutate_json(config, rng) if rng.random() < 0.4 else dump(config).encode()
-    (place / "config.json").write_bytes(text)
-    (place / "model.safetensors").write_bytes(mutate_tensors(rng.choice((ours, theirs)), None, rng, lambda t, r: t))
-    return place
+    config, weights = _acceptance()
+    return _write(place, config, (rng.choice(weights), None), rng)
 
 
 def _read_acceptance(path: Path) -> None:
@@ -220,24 +195,18 @@ def _quantized(case: str) -> tuple[dict[str, Any], Tensors]:
     make_layer, given, values = QUANTIZED[case]
     kinds = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float16: "F16", torch.float32: "F32"}
     kinds[torch.float8_e4m3fn] = "F8_E4M3"
-    _, made = make_layer(torch.Size(LAYER), torch.Generator().manual_seed(0), **given)
-    stored = {
-        n: (kinds[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8)) for n, t in made.items()
-    }
-    return {"quantization_config": values}, {
-        n: (kind, shape, t.numpy().tobytes()) for n, (kind, shape, t) in stored.items()
-    }
+    stored = {}
+    for name, one in make_layer(torch.Size(LAYER), torch.Generator().manual_seed(0), **given)[1].items():
+        data = one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        stored[name] = (kinds[one.dtype], tuple(one.shape), data)
+    return {"quantization_config": values}, stored
 
 
 def _write_quantized(place: Path, rng: random.Random) -> Path:
     config, tensors = _quantized(rng.choice(sorted(QUANTIZED)))
-    changes_config = rng.random() < 0.6
-    (place / "config.json").write_bytes(mutate_json(config, rng) if changes_config else dump(config).encode())
     if rng.random() < 0.2:
         (place / "hf_quant_config.json").write_bytes(mutate_json({"quantization": {"quant_algo": "FP8"}}, rng))
-    data = _sound(tensors, None) if changes_config else mutate_tensors(tensors, None, rng, lambda t, r: t)
-    (place / "model.safetensors").write_bytes(data)
-    return place
+    return _write(place, config, (tensors, None), rng)
 
 
 def _read_quantized(path: Path) -> None:
@@ -260,26 +229,32 @@ def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
+def _step(model: torch.nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+    optimiser.step()
+
+
 PLAN = {"model": "tiny", "epochs": 2, "processes": 1}
 
 
 @cache
-def _checkpoint() -> tuple[Any, dict[str, tuple[Tensors, dict[str, str] | None]]]:
+def _checkpoint() -> tuple[Any, dict[str, Weights]]:
     model, optimiser = _trained()
-    model(torch.ones(1, 3)).sum().backward()
-    optimiser.step()
+    _step(model, optimiser)
     with working_folder() as folder:
         save_checkpoint(folder / "c", State(step=3), PLAN, model, [optimiser])
-        names = ("weights.safetensors", "optimiser.safetensors")
-        return json.loads((folder / "c" / "state.json").read_text()), {n: _stored(folder / "c" / n) for n in names}
+        weights = {n: _stored(folder / "c" / n) for n in ("weights.safetensors", "optimiser.safetensors")}
+        return json.loads((folder / "c" / "state.json").read_text()), weights
 
 
 def _write_checkpoint(place: Path, rng: random.Random) -> Path:
     state, weights = _checkpoint()
-    which = rng.choice(("state.json", *sorted(weights)))
+    which = rng.choice(("", "state.json", *sorted(weights)))  # a sound one now and then, since few others are read
     (place / "state.json").write_bytes(mutate_json(state, rng) if which == "state.json" else dump(state).encode())
-    for name, (tensors, metadata) in weights.items():
-        data = mutate_tensors(tensors, metadata, rng, lambda t, r: t) if name == which else _sound(tensors, metadata)
+    for name, stored in weights.items():
+        data = joined(*safetensors(*stored))
+        if name == which:
+            data = mutate_tensors(*stored, rng)
         (place / name).write_bytes(data)
     return place
 
@@ -287,8 +262,7 @@ def _write_checkpoint(place: Path, rng: random.Random) -> Path:
 def _read_checkpoint(path: Path) -> None:
     model, optimiser = _trained()
     load_checkpoint(path, PLAN, model, [optimiser])
-    model(torch.ones(1, 3)).sum().backward()
-    optimiser.step()
+    _step(model, optimiser)
 
 
 # -- tokenizers ------------------------------------------------------------------------------------------------------------
@@ -325,11 +299,11 @@ def _read_tokenizer(path: Path) -> None:
 
 FORMATS: dict[str, Format] = {
     "ngram": Format(one_file("t.safetensors", lambda rng: mutate_tensors(*_table(), rng, _fact)), _read_table),
-    "ngram-list": Format(one_file("t.json", _list), _read_table),
-    "head": Format(files(_write_head), _read_head),
-    "block": Format(files(_write_block), _read_block),
-    "acceptance-head": Format(files(_write_acceptance), _read_acceptance),
-    "quantized": Format(files(_write_quantized), _read_quantized),
-    "checkpoint": Format(files(_write_checkpoint), _read_checkpoint),
-    "tokenizer": Format(files(_write_tokenizer), _read_tokenizer),
+    "ngram-list": Format(one_file("t.json", lambda rng: mutate_json([1, 2, None, 4, 0, -1], rng)), _read_table),
+    "head": Format(_write_head, _read_head),
+    "block": Format(_write_block, _read_block),
+    "acceptance-head": Format(_write_acceptance, _read_acceptance),
+    "quantized": Format(_write_quantized, _read_quantized),
+    "checkpoint": Format(_write_checkpoint, _read_checkpoint),
+    "tokenizer": Format(_write_tokenizer, _read_tokenizer),
 }

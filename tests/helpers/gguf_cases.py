@@ -15,30 +15,24 @@ from helpers.families import make
 from helpers.gguf_files import write_gguf
 
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 128,
-}
+}  # fmt: skip
 OLMO3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {**YARN, "truncate": True, "factor": 8.0, "attention_factor": 1.2079441541679836},
 }
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 264}
 GRANITE = {
-    "mamba_n_heads": 16,
-    "mamba_d_conv": 3,
-    "mamba_n_groups": 2,
-    "shared_intermediate_size": 64,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.8,
-    "logits_scaling": 2.0,
-    "attention_multiplier": 0.3,
-}
+    "mamba_n_heads": 16, "mamba_d_conv": 3, "mamba_n_groups": 2, "shared_intermediate_size": 64, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.8, "logits_scaling": 2.0, "attention_multiplier": 0.3,
+}  # fmt: skip
 DENSE_GRANITE = {"num_local_experts": 0, "mamba_conv_bias": False, "position_embedding_type": "rope"}
+SMALL = {"moe_intermediate_size": 32}
+LFM2 = {"norm_eps": 0.3, "conv_L_cache": 4}
+QWEN = {"head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}
+SHARED = {**SMALL, "shared_expert_intermediate_size": 64}
+GLM = {"head_dim": 32, "first_k_dense_replace": 2, "n_shared_experts": 2, "norm_topk_prob": False, **SMALL}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {"num_experts_per_tok": 1}),
@@ -46,13 +40,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen3": ("qwen3", {}),
-    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "moe_intermediate_size": 32}),
+    "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], **SMALL}),
     "gemma": ("gemma", {"head_dim": 32}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {"num_hidden_layers": 6}),
     "gemma4": ("gemma4", GEMMA4),
     "gemma4-equal": ("gemma4_equal", {**GEMMA4, "hidden_size_per_layer_input": 0}),
-    "gemma4-moe": ("gemma4_moe", {**GEMMA4, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 32}),
+    "gemma4-moe": ("gemma4_moe", {**GEMMA4, "hidden_size_per_layer_input": 0, **SMALL}),
     "phi3": ("phi3", {"sliding_window": None}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {"max_position_embeddings": 4096, "rope_parameters": OLMO3}),
@@ -62,48 +56,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitehybrid": ("granitemoehybrid", {**GRANITE, "num_experts_per_tok": 3}),
     "granitehybrid-dense": ("granitemoehybrid", {**GRANITE, **DENSE_GRANITE}),
     "gpt-oss": ("gpt_oss", {"swiglu_limit": 7.0, "max_position_embeddings": 4096, "rope_parameters": YARN}),
-    "glm4moe": (
-        "glm4_moe",
-        {
-            "head_dim": 32,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 2,
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-        },
-    ),
-    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False, "norm_eps": 0.3, "conv_L_cache": 4}),
-    "qwen35": ("qwen3_5", {"head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3}),
-    "lfm2moe": (
-        "lfm2_moe",
-        {
-            "moe_intermediate_size": 32,
-            "norm_eps": 0.3,
-            "conv_L_cache": 4,
-            "num_dense_layers": 1,
-            "num_experts_per_tok": 3,
-        },
-    ),
-    "qwen35moe": (
-        "qwen3_5_moe",
-        {
-            "head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
-    "qwen3next": (
-        "qwen3_next",
-        {
-            "head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 64,
-        },
-    ),
+    "glm4moe": ("glm4_moe", GLM),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False, **LFM2}),
+    "lfm2moe": ("lfm2_moe", {**LFM2, **SMALL, "num_dense_layers": 1, "num_experts_per_tok": 3}),
+    "qwen35": ("qwen3_5", QWEN),
+    "qwen35moe": ("qwen3_5_moe", {**QWEN, **SHARED}),
+    "qwen3next": ("qwen3_next", {**QWEN, **SHARED}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": None}),
 }
 """Families of helpers/families.py by the name of a case."""

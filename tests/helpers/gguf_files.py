@@ -21,68 +21,37 @@ _NAMES = {one.model_type: name for name, one in reversed(ARCHITECTURES.items())}
     "ministral3": "mistral3",
 }
 _SCALES = {
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
     "attention_scale": "attention_multiplier",
-}
-_SHARED = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
+}  # fmt: skip
+_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED = {**_COUNTS, **_WIDTH, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_WINDOW = {"sliding_window": "sliding_window"}
 _VALUES: dict[str, dict[str, str]] = {
     "qwen3_next": _SHARED,
     "qwen3_5_moe_text": _SHARED,
-    "qwen3_moe": {
-        "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-    },
-    "lfm2_moe": {
-        "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "leading_dense_block_count": "num_dense_layers",
-    },
-    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "qwen3_moe": {**_COUNTS, **_WIDTH},
+    "lfm2_moe": {**_COUNTS, **_WIDTH, "leading_dense_block_count": "num_dense_layers"},
+    "mixtral": {**_COUNTS, "expert_count": "num_local_experts"},
     "granite": _SCALES,
     "granitemoehybrid": _SCALES,
     "glm4_moe": {
-        "expert_count": "n_routed_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_count": "n_shared_experts",
-        "leading_dense_block_count": "first_k_dense_replace",
-        "expert_weights_norm": "norm_topk_prob",
-        "expert_weights_scale": "routed_scaling_factor",
-        "expert_group_count": "n_group",
-        "expert_group_used_count": "topk_group",
+        **_COUNTS, **_WIDTH, "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace", "expert_weights_norm": "norm_topk_prob",
+        "expert_weights_scale": "routed_scaling_factor", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
     },
-    "gpt_oss": {
-        "expert_count": "num_local_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "intermediate_size",
-        "sliding_window": "sliding_window",
-    },
+    "gpt_oss": {**_COUNTS, **_WINDOW, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"},
     "gemma4_text": {
-        "sliding_window": "sliding_window",
-        "shared_kv_layers": "num_kv_shared_layers",
-        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        **_WINDOW, "shared_kv_layers": "num_kv_shared_layers", "embedding_length_per_layer_input": "hidden_size_per_layer_input",
         "final_logit_softcapping": "final_logit_softcapping",
     },
-    "olmo3": {"sliding_window": "sliding_window"},
-    "exaone4": {"sliding_window": "sliding_window"},
-    "gemma2": {"sliding_window": "sliding_window"},
-    "gemma3_text": {"sliding_window": "sliding_window"},
-}
+    **dict.fromkeys(("olmo3", "exaone4", "gemma2", "gemma3_text"), _WINDOW),
+}  # fmt: skip
 """Methods of the writer without "add_" -> fields of the configuration, by family."""
-_GEMMA4_MOE = {
-    "expert_count": "num_experts",
-    "expert_used_count": "top_k_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
+_GEMMA4_MOE = {**_COUNTS, **_WIDTH, "expert_used_count": "top_k_experts"}
+_NUMBERS = ("bias", "_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
+"""Ends of the names of tensors that no file quantizes."""
 _GEMMA4_SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 
 
@@ -141,14 +110,7 @@ def write_gguf(
     for name, weight in _tensors(model, mtp or {}, depth + more, joint).items():
         values = np.ascontiguousarray(weight.detach().float().numpy())
         own = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
-        if (
-            own is None
-            and kind is not None
-            and values.ndim > 1
-            and not name.endswith(
-                ("bias", "_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight")
-            )
-        ):
+        if own is None and values.ndim > 1 and not name.endswith(_NUMBERS):
             own = kind
         if own is None:
             writer.add_tensor(name, values)
@@ -250,16 +212,14 @@ def _tensors(
     config, (family, one) = model.config, architecture_of(model)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[family], blocks)
-    of_mtp = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH.GLM4_MOE, blocks
-    )  # older packages know the names in GLM-4's files alone
+    of_mtp = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, blocks)  # older packages know the names in these alone
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if one.interleaved else {}
     tensors = {}
     weights = {**model.state_dict(), **mtp}
     if config.model_type == gguf_hybrids.NEXT and "ssm_in" not in joint:
         weights = gguf_hybrids.by_kind(config, weights)
     if "gate_up_exps" not in joint and config.model_type != "gemma4_text":  # whose experts are always joint
-        weights = (_alternating_experts if config.model_type == "gpt_oss" else _split_experts)(weights)
+        weights = _split_experts(weights, alternate=config.model_type == "gpt_oss")
     for name, weight in weights.items():
         if config.model_type == gguf_hybrids.GRANITE and (found := gguf_hybrids.of_granite(config, name, weight)):
             tensors |= found
@@ -286,31 +246,21 @@ def _tensors(
     return tensors
 
 
-def _split_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A file has a tensor for each of the three parts of a layer's experts."""
+def _split_experts(weights: Mapping[str, torch.Tensor], *, alternate: bool) -> dict[str, torch.Tensor]:
+    """A file has a tensor for each of the three parts of a layer's experts.
+
+    alternate: as in gpt-oss, whose weights are [in, out], and whose outputs and biases are those of gate and up in turn.
+    """
     split = {}
     for name, weight in weights.items():
         stem, _, kind = name.rpartition(".")
-        if kind == "gate_up_proj" and weight.dim() == 3:
-            split[f"{stem}.gate_proj.weight"], split[f"{stem}.up_proj.weight"] = weight.chunk(2, 1)
-        elif kind == "down_proj" and weight.dim() == 3:
-            split[f"{stem}.down_proj.weight"] = weight
-        else:
-            split[name] = weight
-    return split
-
-
-def _alternating_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same for gpt-oss: its weights are [in, out], and outputs and biases are those of gate and up in turn."""
-    split = {}
-    for name, weight in weights.items():
-        stem, _, kind = name.rpartition(".")
-        rows = weight.transpose(1, 2) if weight.dim() == 3 else weight
         suffix = "bias" if kind.endswith("_bias") else "weight"
-        if kind.startswith("gate_up_proj"):
-            split[f"{stem}.gate_proj.{suffix}"], split[f"{stem}.up_proj.{suffix}"] = rows[:, ::2], rows[:, 1::2]
-        elif kind.startswith("down_proj"):
-            split[f"{stem}.down_proj.{suffix}"] = rows
-        else:
+        rows = weight.transpose(1, 2) if alternate and weight.dim() == 3 else weight
+        if not (alternate or weight.dim() == 3) or not kind.startswith(("gate_up_proj", "down_proj")):
             split[name] = weight
+        elif kind.startswith("gate_up_proj"):
+            gate, up = (rows[:, ::2], rows[:, 1::2]) if alternate else rows.chunk(2, 1)
+            split |= {f"{stem}.gate_proj.{suffix}": gate, f"{stem}.up_proj.{suffix}": up}
+        else:
+            split[f"{stem}.down_proj.{suffix}"] = rows
     return split

@@ -123,83 +123,51 @@ def scheme(bits: int, kind: str = "int", **more: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights | more, "input_activations": None}}
 
 
-CASES: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
-    "AWQ": (awq, {}, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
-    "GPTQ": (gptq, {}, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}),
-    "GPTQ with levels of zero": (
-        gptq,
-        {"symmetric": False},
-        {"quant_method": "gptq", "bits": 4, "sym": False, "group_size": GROUP},
-    ),
+def compressed(kind: str, scheme: dict[str, Any]) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": scheme}
+
+
+GROUPED = {"bits": 4, "group_size": GROUP}
+ROWS = {"strategy": "channel", "group_size": None}
+FP8_GROUPS = scheme(8, "float", **ROWS)
+FP8_BLOCKS = scheme(8, "float", strategy="block", group_size=None, block_structure="64x32")
+BLOCKS = {"weight_block_size": [64, 32], "activation_scheme": "dynamic"}
+EARLY = {"weight_block_size": [48, 48], "scale_fmt": "float"}
+Case = tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "AWQ": (awq, {}, {"quant_method": "awq", **GROUPED, "version": "gemm", "zero_point": True}),
+    "GPTQ": (gptq, {}, {"quant_method": "gptq", **GROUPED, "sym": True, "desc_act": False}),
+    "GPTQ with levels of zero": (gptq, {"symmetric": False}, {"quant_method": "gptq", **GROUPED, "sym": False}),
     "GPTQ, second version": (
-        gptq,
-        {"symmetric": False, "version": 2},
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+        gptq, {"symmetric": False, "version": 2}, {"quant_method": "gptq", **GROUPED, "checkpoint_format": "gptq_v2"},
     ),
     "GPTQ, 8 bits": (gptq, {"bits": 8}, {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
-    "compressed-tensors int4": (
-        packed,
-        {},
-        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": scheme(4)},
-    ),
+    "compressed-tensors int4": (packed, {}, compressed("pack-quantized", scheme(4))),
     "compressed-tensors int4 with levels of zero": (
-        packed,
-        {"symmetric": False},
-        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": scheme(4, symmetric=False)},
+        packed, {"symmetric": False}, compressed("pack-quantized", scheme(4, symmetric=False)),
     ),
-    "compressed-tensors int8": (
-        int8,
-        {},
-        {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "config_groups": scheme(8, strategy="channel", group_size=None),
-        },
-    ),
+    "compressed-tensors int8": (int8, {}, compressed("int-quantized", scheme(8, **ROWS))),
     "ModelOpt int8": (int8_of_modelopt, {}, {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}),
-}
-EXPANDED: dict[str, tuple[Callable[..., Made], dict[str, Any], dict[str, Any]]] = {
+}  # fmt: skip
+EXPANDED: dict[str, Case] = {
     "GPTQ in the order of activations": (
         gptq,
         {"ordered": True},
-        {"quant_method": "gptq", "bits": 4, "desc_act": True, "group_size": GROUP},
+        {"quant_method": "gptq", **GROUPED, "desc_act": True},
     ),
-    "FP8": (fp8, {}, {"quant_method": "fp8", "weight_block_size": [64, 32], "activation_scheme": "dynamic"}),
-    "FP8 of rows": (
-        fp8,
-        {"kind": "rows"},
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": scheme(8, "float", strategy="channel", group_size=None),
-        },
-    ),
-    "FP8 of blocks that end early": (
-        fp8,
-        {"kind": "early"},
-        {"quant_method": "fp8", "weight_block_size": [48, 48], "scale_fmt": "float"},
-    ),
+    "FP8": (fp8, {}, {"quant_method": "fp8", **BLOCKS}),
+    "FP8 of rows": (fp8, {"kind": "rows"}, compressed("float-quantized", FP8_GROUPS)),
+    "FP8 of blocks that end early": (fp8, {"kind": "early"}, {"quant_method": "fp8", **EARLY}),
     "FP8 of a matrix": (fp8, {"kind": "matrix"}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
-    "FP8 of blocks in a text": (
-        fp8,
-        {},
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": scheme(8, "float", strategy="block", group_size=None, block_structure="64x32"),
-        },
-    ),
-    "ModelOpt FP8": (fp8_of_modelopt, {"kind": "matrix"}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
-    "ModelOpt FP8 of rows": (
-        fp8_of_modelopt,
-        {"kind": "rows"},
-        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-    ),
-    "ModelOpt FP8 of blocks": (
-        fp8_of_modelopt,
-        {"kind": "large"},
-        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
-    ),
+    "FP8 of blocks in a text": (fp8, {}, compressed("float-quantized", FP8_BLOCKS)),
+    **{
+        name: (fp8_of_modelopt, {"kind": kind}, {"quant_method": "modelopt", "quant_algo": algorithm})
+        for name, kind, algorithm in (
+            ("ModelOpt FP8", "matrix", "FP8"),
+            ("ModelOpt FP8 of rows", "rows", "FP8_PER_CHANNEL_PER_TOKEN"),
+            ("ModelOpt FP8 of blocks", "large", "fp8_pb_wo"),
+        )
+    },
 }
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
@@ -210,15 +178,8 @@ def folder_of(
     """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32."""
     values = (CASES | EXPANDED)[case][2]
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
-    model = make(
-        "qwen2",
-        3,
-        num_hidden_layers=layers,
-        vocab_size=VOCAB,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        **sizes,
-    )
+    sizes |= {"vocab_size": VOCAB, "num_hidden_layers": layers, "num_key_value_heads": 2}
+    model = make("qwen2", 3, **sizes, tie_word_embeddings=False)
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16).float()
     tiny.save(path, model)

@@ -46,9 +46,8 @@ def names(found: str, message: str) -> bool:
     """True if an error contains a message, whose "field should be ..." has the field with its value."""
     field, should, rest = message.partition(" should be")
     return (
-        re.search(f"{re.escape(field)}=.* should be{re.escape(rest)}", found) is not None
-        if should
-        else message in found
+        re.search(f"{re.escape(field)}=.*{should}{re.escape(rest)}" if should else re.escape(message), found)
+        is not None
     )
 
 
@@ -68,48 +67,43 @@ def test_a_long_text_does_not_widen_the_others() -> None:
         ("tensor([[" * 300_000 + "1]])\n", "line 1: not a list of token ids"),
         ("tensor([[" + "[" * 1_000_000 + "]])", "line 1: not a list of token ids"),
         ("tensor([[" + "9" * 30 + "]])", "must be an integer in [0, 16777215]"),
+        ("tensor([[7]])\n" * 100_000 + "tensor([[...]])\n", "line 100001: the tensor was printed without some tokens"),
     ],
+    ids=range(5),
 )
 def test_logs_are_read_once(tmp_path: Path, text: str, message: str) -> None:
     """Brackets that nothing closes made the time a square of the file's size."""
     path = tmp_path / "log.txt"
     path.write_text(text)
     if message:
-        assert message in refusal(lambda: Recording.load(path, prompts=[[1]]))
+        assert message in refusal(lambda: Recording.load(path, prompts=[[1]] * 200_000))
     else:
         assert Recording.load(path, prompts=[[1]]).records[0].output == (1, 2)
 
 
-def test_many_tensors_are_read_once(tmp_path: Path) -> None:
-    path = tmp_path / "log.txt"
-    path.write_text("tensor([[7]])\n" * 100_000 + "tensor([[...]])\n")
-    assert "line 100001: the tensor was printed without some tokens" in refusal(
-        lambda: Recording.load(path, prompts=[[1]] * 200_000)
-    )
-
-
-def ours(path: Path, line: str, **header: Any) -> Path:
-    first = {"format": "foresay-recording", "version": 1, "vocab_size": 50, **header}
-    path.write_text(json.dumps(first) + "\n" + line + "\n")
-    return path
+LINE: dict[str, Any] = {"id": "a", "prompt": [1], "output": [2]}
 
 
 @pytest.mark.parametrize(
     ("line", "header", "message"),
     [
-        ('{"id": {}, "prompt": [1], "output": [2]}', {}, "id should be a valid string"),
-        ('{"id": "a", "prompt": [1], "output": [2], "seed": -1}', {}, "seed should be greater than or equal to 0"),
-        ('{"id": "a", "prompt": [1], "output": [2], "logprobs": [1e999]}', {}, "logprobs.0 should be a finite number"),
+        ({"id": {}}, {}, "id should be a valid string"),
+        ({"seed": -1}, {}, "seed should be greater than or equal to 0"),
+        ({"logprobs": [float("inf")]}, {}, "logprobs.0 should be a finite number"),
         ('{"id": "a", "prompt": ' + "[" * 100_000, {}, "recursion limit exceeded"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"heat": 1}}, "params: parameter='heat' is unknown"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"top_p": 7}}, "params: top_p=7 must be"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"logit_bias": 3}}, "params: logit_bias=3 must map"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"vocab_size": 10**18}, "vocab_size should be less than"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', {"model": []}, "model should be a valid string"),
+        ({}, {"params": {"heat": 1}}, "params: parameter='heat' is unknown"),
+        ({}, {"params": {"top_p": 7}}, "params: top_p=7 must be"),
+        ({}, {"params": {"logit_bias": 3}}, "params: logit_bias=3 must map"),
+        ({}, {"vocab_size": 10**18}, "vocab_size should be less than"),
+        ({}, {"model": []}, "model should be a valid string"),
     ],
 )
-def test_recordings_of_other_types(tmp_path: Path, line: str, header: dict[str, Any], message: str) -> None:
-    assert names(refusal(lambda: Recording.load(ours(tmp_path / "r.jsonl", line, **header))), message)
+def test_recordings_of_other_types(tmp_path: Path, line: Any, header: dict[str, Any], message: str) -> None:
+    path = tmp_path / "r.jsonl"
+    first = {"format": "foresay-recording", "version": 1, "vocab_size": 50, **header}
+    text = line if isinstance(line, str) else json.dumps(LINE | line).replace("Infinity", "1e999")
+    path.write_text(f"{json.dumps(first)}\n{text}\n")
+    assert names(refusal(lambda: Recording.load(path)), message)
 
 
 # -- results, profiles, replays, settings ----------------------------------------------------------------------------------
@@ -211,15 +205,8 @@ LAYER = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    config = HeadConfig(
-        layer=LAYER,
-        vocab_size=40,
-        draft_vocab_size=40,
-        target_hidden_size=16,
-        hidden_layers=(0, 1, 2),
-        norm_before_residual=False,
-        target="tiny",
-    )
+    sizes: dict[str, Any] = {"vocab_size": 40, "draft_vocab_size": 40, "target_hidden_size": 16}
+    config = HeadConfig(layer=LAYER, **sizes, hidden_layers=(0, 1, 2), norm_before_residual=False, target="tiny")
     write_draft(StoredDraft(config, HeadModule(config, 3), None), tmp_path)
     return tmp_path
 
@@ -243,10 +230,7 @@ def head(tmp_path: Path) -> Path:
         ),
         ({"max_position_embeddings": -1}, "max_position_embeddings should be"),
         ({"vocab_size": [40]}, "vocab_size should be a valid integer"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}},
-            "eagle_aux_hidden_state_layer_ids=['a'] must be numbers of layers from 0 on",
-        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "layer_ids=['a'] must be numbers of layers"),
         ({"target_hidden_size": 1.5}, "target_hidden_size should be a valid integer"),
     ],
 )
@@ -330,16 +314,8 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         ("state.json", {"plan": []}, "plan should be an object"),
         ("weights.safetensors", {"bias": torch.zeros(3)}, "bias of weights.safetensors is [3], and the draft has [2]"),
         ("weights.safetensors", {"more": torch.zeros(3)}, "has more, which it should not have"),
-        (
-            "optimiser.safetensors",
-            {"0.0.exp_avg": torch.zeros(())},
-            "'0.0.exp_avg' of shape [], which fits no parameter",
-        ),
-        (
-            "optimiser.safetensors",
-            {"0.0.exp_avg": torch.zeros(7)},
-            "'0.0.exp_avg' of shape [7], which fits no parameter",
-        ),
+        ("optimiser.safetensors", {"0.0.exp_avg": torch.zeros(())}, "'0.0.exp_avg' of shape [], which fits no"),
+        ("optimiser.safetensors", {"0.0.exp_avg": torch.zeros(7)}, "'0.0.exp_avg' of shape [7], which fits no"),
         ("optimiser.safetensors", {"0.9.exp_avg": torch.zeros(2)}, "disagree about '0.9.exp_avg'"),
     ],
 )

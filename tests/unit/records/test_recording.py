@@ -30,19 +30,14 @@ from helpers.refusals import refused, refuses
 
 ANY: Schema[Any] = Schema(Any, "a value")
 HEADER: dict[str, Any] = {
-    "model": "tiny",
-    "vocab_size": 50,
-    "eos": [0],
-    "tokenizer": None,
+    "model": "tiny", "vocab_size": 50, "eos": [0], "tokenizer": None, "provenance": {"time": "now"},
     "params": {"max_new_tokens": 8, "stop": ("x", "yz"), "logit_bias": [(3, 1.5)]},
     "settings": {"chat": True, "dtype": "float32"},
-    "provenance": {"time": "now"},
-}
+}  # fmt: skip
+TOP = ((8, -1.5), (2, -2.0))
 RECORDS = [
     Record("a", (1, 2), (3, 4, 5), finish_reason="stop", category="chat"),
-    Record(
-        "b/2", (7,), (8,), source=(4, 4), seed=9, token_probs=(0.25,), logprobs=(-1.5,), top=(((8, -1.5), (2, -2.0)),)
-    ),
+    Record("b/2", (7,), (8,), source=(4, 4), seed=9, token_probs=(0.25,), logprobs=(-1.5,), top=(TOP,)),
 ]
 
 
@@ -67,22 +62,9 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_not_written(tmp_path: Path) -> None:
-    _, line = (tmp_path / write(tmp_path / "r.jsonl", RECORDS[:1])).read_text().splitlines()
-    assert json.loads(line) == {
-        "id": "a",
-        "prompt": [1, 2],
-        "output": [3, 4, 5],
-        "finish_reason": "stop",
-        "category": "chat",
-    }
-
-
-def test_going_on_reads_what_is_there(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl", RECORDS[:1])
-    with recording_writer(path, {**HEADER, "provenance": {"time": "later"}}) as writer:
-        assert [line["id"] for line in writer.lines] == ["a"]
-        writer.append(RECORDS[1].as_line())
-    assert list(Recording.load(path).records) == RECORDS
+    _, line = write(tmp_path / "r.jsonl", RECORDS[:1]).read_text().splitlines()
+    known = {"id": "a", "prompt": [1, 2], "output": [3, 4, 5], "finish_reason": "stop", "category": "chat"}
+    assert json.loads(line) == known
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
@@ -91,7 +73,7 @@ def test_a_killed_writer_loses_its_last_line_alone(tmp_path: Path, cut: int) -> 
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     assert [r.id for r in Recording.load(path).records] == ["a"], "a reader does not wait for the writer"
-    with recording_writer(path, HEADER) as writer:
+    with recording_writer(path, {**HEADER, "provenance": {"time": "later"}}) as writer:
         assert [line["id"] for line in writer.lines] == ["a"]
         writer.append(RECORDS[1].as_line())
     assert path.read_bytes() == whole
@@ -144,18 +126,12 @@ def test_another_header_names_what_differs(tmp_path: Path, changes: dict[str, An
 
 
 def test_a_header_alone_is_no_beginning(tmp_path: Path) -> None:
-    """As a run leaves it that was refused before its first line: there is nothing to lose."""
+    """As a run leaves it that was refused before its first line; values that are equal in JSON do not differ."""
     path = write(tmp_path / "r.jsonl", [])
-    write(path, model="other")
+    write(path, model="other", params={"stop": ("a",), "logit_bias": {5: 1.0}})
+    write(path, [], model="other", params={"stop": ["a"], "logit_bias": {"5": 1.0}})
     recording = Recording.load(path)
     assert recording.model == "other" and list(recording.records) == RECORDS
-
-
-def test_tuples_and_number_keys_are_the_same_settings(tmp_path: Path) -> None:
-    """A header goes through JSON: values that are equal there do not differ."""
-    path = write(tmp_path / "r.jsonl", params={"stop": ("a",), "logit_bias": {5: 1.0}})
-    write(path, [], params={"stop": ["a"], "logit_bias": {"5": 1.0}})
-    assert len(Recording.load(path).records) == 2
 
 
 def test_two_writers_at_once(tmp_path: Path) -> None:
@@ -182,27 +158,29 @@ def test_a_line_is_there_whole_when_append_returns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "param", "value"),
     [
-        ("{", "", None),
-        ("", "", None),
-        ("[1]", "", [1]),
+        *[("{", "", None), ("", "", None), ("[1]", "", [1]), ('{"prompt": [1], "output": [2]}', "id", mock.ANY)],
         ('{"id": "a", "prompt": [1], "output": [2]}', "id", "a"),
-        ('{"prompt": [1], "output": [2]}', "id", mock.ANY),
-        ('{"id": "c", "prompt": [1], "output": [2], "colour": 3}', "colour", 3),
         ('{"id": "c", "prompt": [1]}', "output", mock.ANY),
-        ('{"id": "c", "prompt": [], "output": [2]}', "prompt", []),
-        ('{"id": "c", "prompt": [1], "output": [50]}', "output", 50),
-        ('{"id": "c", "prompt": [1], "output": [true]}', "output.0", True),
-        ('{"id": "c", "prompt": [-1], "output": [1]}', "prompt.0", -1),
-        ('{"id": "c", "prompt": [1], "output": [1], "source": []}', "source", []),
-        ('{"id": "c", "prompt": [1], "output": [1], "finish_reason": "bored"}', "finish_reason", "bored"),
-        ('{"id": "c", "prompt": [1], "output": [1, 2], "token_probs": [0.5]}', "token_probs", mock.ANY),
-        ('{"id": "c", "prompt": [1], "output": [1], "logprobs": ["a"]}', "logprobs.0", "a"),
-        ('{"id": "c", "prompt": [1], "output": [1], "top": [[1]]}', "top.0.0", 1),
+        *[
+            ({"id": "c", "prompt": [1], "output": [1], **changes}, param, value)
+            for changes, param, value in (
+                ({"colour": 3}, "colour", 3),
+                ({"prompt": []}, "prompt", []),
+                ({"output": [50]}, "output", 50),
+                ({"output": [True]}, "output.0", True),
+                ({"prompt": [-1]}, "prompt.0", -1),
+                ({"source": []}, "source", []),
+                ({"finish_reason": "bored"}, "finish_reason", "bored"),
+                ({"output": [1, 2], "token_probs": [0.5]}, "token_probs", mock.ANY),
+                ({"logprobs": ["a"]}, "logprobs.0", "a"),
+                ({"top": [[1]]}, "top.0.0", 1),
+            )
+        ],
     ],
 )
-def test_malformed_lines_are_named_by_number(tmp_path: Path, line: str, param: str, value: Any) -> None:
-    path = write(tmp_path / "r.jsonl", RECORDS[:1])
-    path.write_text(path.read_text() + line + "\n" + '{"id": "z", "prompt": [1], "output": [2]}\n')
+def test_malformed_lines_are_named_by_number(tmp_path: Path, line: Any, param: str, value: Any) -> None:
+    path, text = write(tmp_path / "r.jsonl", RECORDS[:1]), line if isinstance(line, str) else json.dumps(line)
+    path.write_text(path.read_text() + text + "\n" + '{"id": "z", "prompt": [1], "output": [2]}\n')
     refuses(lambda: Recording.load(path), param, value, at=f"{path}, line 3")
 
 
@@ -249,14 +227,7 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
 
 # -- logs of tensors ---------------------------------------------------------------------------------------------------
 
-LOG = """tensor([[ 5,  6,
-          7]])
-tensor([[8, 9]], device='cuda:0')
-tensor([[1,
-         2,
-
-         3, 4]])
-"""
+LOG = "tensor([[ 5,  6,\n          7]])\ntensor([[8, 9]], device='cuda:0')\ntensor([[1,\n         2,\n\n         3, 4]])\n"
 
 
 def test_a_log_of_tensors(tmp_path: Path) -> None:
@@ -282,13 +253,10 @@ def test_a_log_of_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_logs_that_cannot_be_read(tmp_path: Path, text: str, param: str, value: Any) -> None:
+    """Nor can one without its prompts."""
     path = tmp_path / "log.txt"
     path.write_text(text)
     refuses(lambda: Recording.load(path, prompts=[[1], [2]]), param.format(path), value)
-
-
-def test_a_log_needs_its_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "log.txt"
     path.write_text(LOG)
     refuses(lambda: Recording.load(path), "path", str(path))
 
@@ -298,47 +266,34 @@ def test_a_log_needs_its_prompts(tmp_path: Path) -> None:
 
 def cache(tmp_path: Path, pairs: Any) -> Path:
     path = tmp_path / "cache.json"
-    path.write_text(json.dumps(pairs))
+    path.write_bytes(pairs if isinstance(pairs, bytes) else json.dumps(pairs).encode())
     return path
 
 
-def test_a_cache_of_a_decoder_only_target(tmp_path: Path) -> None:
-    recording = Recording.load(cache(tmp_path, {"1_2": "1_2_3_4", "9": "9_8"}))
-    assert [(r.prompt, r.output, r.source) for r in recording.records] == [((1, 2), (3, 4), None), ((9,), (8,), None)]
-    assert recording.vocab_size == 10 and recording.settings == {"read_from": "CS-Drafting cache"}
+DECODED = [((1, 2), (3, 4), None), ((9,), (8,), None)]
+PAIRED = [((0,), (3, 4), (5, 6, 7)), ((0,), (2,), (8,))]
 
 
-def test_a_cache_of_an_encoder_decoder(tmp_path: Path) -> None:
-    recording = Recording.load(cache(tmp_path, {"5_6_7": "0_3_4", "8": "0_2"}))
-    assert [(r.prompt, r.output, r.source) for r in recording.records] == [
-        ((0,), (3, 4), (5, 6, 7)),
-        ((0,), (2,), (8,)),
-    ]
-    assert recording.vocab_size == 9, "sources count"
+@pytest.mark.parametrize(
+    ("pairs", "records", "vocab"),
+    [({"1_2": "1_2_3_4", "9": "9_8"}, DECODED, 10), ({"5_6_7": "0_3_4", "8": "0_2"}, PAIRED, 9)],
+    ids=["of a decoder", "of a pair, whose sources count"],
+)
+def test_a_cache(tmp_path: Path, pairs: Any, records: list[Any], vocab: int) -> None:
+    recording = Recording.load(cache(tmp_path, pairs))
+    assert [(r.prompt, r.output, r.source) for r in recording.records] == records
+    assert recording.vocab_size == vocab and recording.settings == {"read_from": "CS-Drafting cache"}
 
 
 @pytest.mark.parametrize(
     "pairs",
     [
-        {"1_2": "1_2_3", "5_6": "0_7"},
-        {"1_2": "1_2"},
-        {"1_2": "1_2_3", "4": "0"},
-        {"1_x": "1_2"},
-        {"1": "1_-2"},
-        {"1": ""},
-        {"1": [1, 2]},
-        {},
+        *[{"1_2": "1_2_3", "5_6": "0_7"}, {"1_2": "1_2"}, {"1_2": "1_2_3", "4": "0"}, {"1_x": "1_2"}, {"1": "1_-2"}],
+        *[{"1": ""}, {"1": [1, 2]}, {}, b'{"1": "1_2"', b'{"1": "\xff"}'],
     ],
 )
 def test_caches_that_cannot_be_read(tmp_path: Path, pairs: Any) -> None:
     refuses(lambda: Recording.load(cache(tmp_path, pairs)), "path", tmp_path / "cache.json")
-
-
-def test_a_cache_that_is_no_json(tmp_path: Path) -> None:
-    path = tmp_path / "cache.json"
-    for data in (b'{"1": "1_2"', b'{"1": "\xff"}'):
-        path.write_bytes(data)
-        refuses(lambda: Recording.load(path), "path", path)
 
 
 # -- a recording as a model --------------------------------------------------------------------------------------------
@@ -384,18 +339,9 @@ def test_a_recording_as_a_model_refuses() -> None:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 CELL = Cell("suffix, 12", "chat", 1)
+KEPT = (Origin.DRAFT, Origin.DRAFT, Origin.RESIDUAL)
 STEPS = [
-    Step(
-        0,
-        (1, 2, 3),
-        (Origin.DRAFT, Origin.DRAFT, Origin.RESIDUAL),
-        4,
-        2,
-        (1, 1, 1),
-        draft_s=0.2,
-        target_s=0.4,
-        total_s=0.8,
-    ),
+    Step(0, (1, 2, 3), KEPT, 4, 2, (1, 1, 1), draft_s=0.2, target_s=0.4, total_s=0.8),
     Step(0, (4,), (Origin.BONUS,), 0, 0, (), FinishReason.STOP, batch_size=2, target_s=0.1, total_s=0.2),
 ]
 
@@ -406,7 +352,7 @@ def test_a_prompts_record_by_the_published_names() -> None:
     assert (one.num_LM_call, one.num_mismatched_tokens, one.num_drafted, one.num_tested) == (2, 2, 4, 3)
     assert (one.spec_time, one.target_s, one.draft_s) == pytest.approx((0.9, 0.45, 0.2))
     alone = {"target_time", "draft_time", "generated_length_target", "generated_length_draft"}
-    assert alone.isdisjoint(vars_of_result(one)), "in the source, those of the target and the draft model alone"
+    assert alone.isdisjoint(dataclasses.asdict(one)), "in the source, those of the target and the draft model alone"
     assert one.finish_reason == "stop"
     empty = PromptResult.of("a", "chat", [])
     assert (empty.num_drafted, empty.finish_reason) == (0, "")
@@ -419,11 +365,11 @@ def test_results_round_trip(tmp_path: Path) -> None:
     with results_writer(path, {"model": "tiny"}, {"time": "now"}) as writer:
         for one in (run, whole):
             writer.append(one.as_line())
-        writer.append(
-            {"kind": "failed", "cell": {"method": "x", "dataset": "d", "batch_size": 2}, "repeat": 0, "error": "e"}
-        )
-        writer.append({"kind": "prediction", "cell": vars_of(CELL), "tokens_per_s": 5.0, "tokens_per_pass": 2.0})
-        writer.append({"kind": "trace", "cell": vars_of(CELL), "id": "a", "pieces": [["hi", "draft"]]})
+        failed = {"method": "x", "dataset": "d", "batch_size": 2}
+        cell = {name: getattr(CELL, name) for name in ("method", "dataset", "batch_size", "sampling")}
+        writer.append({"kind": "failed", "cell": failed, "repeat": 0, "error": "e"})
+        writer.append({"kind": "prediction", "cell": cell, "tokens_per_s": 5.0, "tokens_per_pass": 2.0})
+        writer.append({"kind": "trace", "cell": cell, "id": "a", "pieces": [["hi", "draft"]]})
     results = Results.load(path)
     assert results.runs == [run, whole] and (run.tokens_per_s, run.speed_up, whole.speed_up) == (5, 2, None)
     assert results.by_cell() == {CELL: [run, whole]}
@@ -434,14 +380,6 @@ def test_results_round_trip(tmp_path: Path) -> None:
         damaged = tmp_path / "bad.jsonl"
         damaged.write_text(path.read_text() + bad + "\n")
         refuses(lambda damaged=damaged: Results.load(damaged), param, at=f"{damaged}, line 7")
-
-
-def vars_of_result(one: PromptResult) -> set[str]:
-    return {field.name for field in dataclasses.fields(one)}
-
-
-def vars_of(cell: Cell) -> dict[str, Any]:
-    return {name: getattr(cell, name) for name in ("method", "dataset", "batch_size", "sampling")}
 
 
 # -- stats ---------------------------------------------------------------------------------------------------------------

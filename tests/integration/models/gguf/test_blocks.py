@@ -34,15 +34,8 @@ LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ff
 
 def llama(*, tied: bool = False, **changes: Any) -> PreTrainedModel:
     """Rows of whole groups, and weights large enough that texts vary."""
-    model = make(
-        "llama",
-        4,
-        vocab_size=len(tiny.tokenizer()),
-        hidden_size=64,
-        intermediate_size=96,
-        tie_word_embeddings=tied,
-        **changes,
-    )
+    sizes = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
+    model = make("llama", 4, **sizes, tie_word_embeddings=tied, **changes)
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data *= 0.2 / weight.std()
@@ -168,26 +161,50 @@ def logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
     return out
 
 
+def of(kind: str, *others: str, **more: str) -> dict[str, str]:
+    """One type for the products of all layers, and for other tensors."""
+    return dict.fromkeys((*LAYERS, *others), kind) | more
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).square().mean().sqrt() / wanted.std())
+
+
+IDS = tiny.tokenizer()("hello world, hello").input_ids
+EIGHT = {"token_embd": "Q8_0", "output": "Q8_0"}
+
+
+KINDS = [*(of(kind, **EIGHT) for kind in ("Q4_1", "Q4_0", "Q8_0")), of("Q4_1", attn_v="Q8_0"), of("Q4_1", *EIGHT)]
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "kinds", [dict.fromkeys(LAYERS, "Q4_1"), dict.fromkeys(LAYERS, "Q4_0"), dict.fromkeys(LAYERS, "Q8_0")]
-)
-def test_the_scores_are_those_of_the_dequantised_model(tmp_path: Path, kinds: dict[str, str], tied: bool) -> None:
-    """But for the rounding of weights to bf16, and of inputs to 8 bits."""
-    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), {**kinds, "token_embd": "Q8_0", "output": "Q8_0"})
-    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
-    assert kept.weights == "GGUF"
-    ids = tiny.tokenizer()("hello world, hello").input_ids
-    a, b = logits(kept, ids), logits(whole, ids)
-    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
+@pytest.mark.parametrize("kinds", KINDS)
+def test_the_scores_are_those_of_the_dequantised_model(
+    tmp_path: Path, kinds: dict[str, str], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the rounding of weights to bf16, and of inputs to 8 bits; a machine without kernels reads it dequantized.
+
+    Layers of several types are one call too, and embeddings are looked up in their blocks, which may be the head's.
+    """
+    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), kinds)
+    kept: Any = load_model(path)
+    whole: Any = load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
+    assert kept.weights == "GGUF" and kept.model.fused.is_native
+    assert kept.model.num_parameters == whole.model.num_parameters
+    wanted = logits(whole, IDS)
+    assert difference(logits(kept, IDS), wanted) < 0.08
     other = write_gguf(tmp_path / "other.gguf", tiny.llama())
-    assert float((logits(load_model(other), ids) - b).square().mean().sqrt() / b.std()) > 0.5, (
-        "the bound separates the models"
-    )
+    assert difference(logits(load_model(other), IDS), wanted) > 0.5, "the bound separates the models"
+    if kinds.get("token_embd") == "Q4_1":
+        head, table = kept.model.model.lm_head.product, kept.model.model.model.embed_tokens.product
+        assert (head.bits, table.bits, head is table) == (5.0, 5.0, tied)
+        monkeypatch.setattr(Hardware, "cpu_kernels", False)
+        with refused("model", "tiny.gguf"):
+            load_model(path)
 
 
 def test_what_the_layers_hold(tmp_path: Path) -> None:
-    kinds = {**dict.fromkeys(LAYERS, "Q4_1"), "attn_v": "Q8_0", "ffn_down": "Q8_0", "output": "Q8_0"}
+    kinds = of("Q4_1", attn_v="Q8_0", ffn_down="Q8_0", output="Q8_0")
     del kinds["ffn_gate"]
     model = load_model(write_gguf(tmp_path / "tiny.gguf", llama(), kinds)).model.model  # type: ignore[attr-defined]
     layer = model.model.layers[0]
@@ -200,7 +217,7 @@ def test_what_the_layers_hold(tmp_path: Path) -> None:
 
 
 def test_any_draft_and_any_batch_write_the_same(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), of("Q4_1"))
     prompts = ["hello world", "you and I", "hello hello hello"]
     plain = foresay.load(path, drafter="none")
     alone = [plain.generate(p, max_new_tokens=24, ignore_eos=True).token_ids for p in prompts]
@@ -212,14 +229,14 @@ def test_any_draft_and_any_batch_write_the_same(tmp_path: Path) -> None:
 def test_an_architecture_that_is_not_read_is_left_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), of("Q4_1"))
     monkeypatch.setattr(reading, "ARCHITECTURES", frozenset())
     assert load_model(path).weights == ""
 
 
 @pytest.mark.parametrize("options", [{"weights": "bf16"}, {"dtype": "fp32"}, {"device_map": "cpu"}])
 def test_whoever_asks_for_something_else_gets_it(tmp_path: Path, options: dict[str, str]) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), of("Q4_1"))
     assert load_model(path, LoadOptions(**options)).weights == ""  # type: ignore[arg-type]
 
 
@@ -232,9 +249,7 @@ def test_a_file_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", without)
     path = write_gguf(tmp_path / "tiny.gguf", llama())
-    with pytest.raises(
-        ModelLoadError, match=r"lacks 1 of the model's tensors \(model.layers.1.post_attention_layernorm"
-    ):
+    with pytest.raises(ModelLoadError, match=r"lacks 1 of .* \(model.layers.1.post_attention_layernorm"):
         load_model(path)
 
 
@@ -277,25 +292,13 @@ def test_the_head_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short(tmp_path: Path, kept: int) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama())
     path.write_bytes(path.read_bytes()[:kept])
-    where = (
-        "it ends within its header" if 0 < kept < 2000 else "extends past the end of the file|it ends within its header"
-    )
-    with pytest.raises(ModelLoadError, match=rf"damaged or truncated \(.*({where})"):
+    where = "" if 0 < kept < 2000 else "extends past the end of the file|"
+    with pytest.raises(ModelLoadError, match=rf"damaged or truncated \(.*({where}it ends within its header)"):
         load_model(path)
 
 
-@pytest.mark.parametrize(("place", "value"), [(4, 9), (16, 1 << 60), (8, 1 << 60)])
-def test_a_head_that_says_something_impossible(tmp_path: Path, place: int, value: int) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf", llama())
-    data = bytearray(path.read_bytes())
-    data[place : place + 8] = value.to_bytes(8, "little")
-    path.write_bytes(data)
-    with pytest.raises(ModelLoadError, match="damaged or truncated"):
-        read_header(path)
-
-
 def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
-    kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q8_0")
+    kinds = of("Q8_0", "token_embd", "output")
     tied, own = (load_model(write_gguf(tmp_path / f"{t}.gguf", llama(tied=t), kinds)) for t in (True, False))
     body = tied.model.model  # type: ignore[attr-defined]
     assert body.lm_head.product is body.model.embed_tokens.product
@@ -306,35 +309,6 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
     for loaded, is_tied in ((tied, True), (own, False)):
         dense = llama(tied=is_tied)
         assert loaded.model.num_parameters == dense.num_parameters()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_4_bit_embedding_is_looked_up(tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own blocks, which may be the head's too; a machine without kernels reads the file dequantized."""
-    kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q4_1")
-    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), kinds)
-    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
-    body = kept.model.model  # type: ignore[attr-defined]
-    head, table = body.lm_head.product, body.model.embed_tokens.product
-    assert (head.bits, table.bits, head is table) == (5.0, 5.0, tied)
-    ids = tiny.tokenizer()("hello world, hello").input_ids
-    a, b = logits(kept, ids), logits(whole, ids)
-    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
-    assert kept.model.num_parameters == whole.model.num_parameters  # type: ignore[attr-defined]
-    monkeypatch.setattr(Hardware, "cpu_kernels", False)
-    with refused("model", "tiny.gguf"):
-        load_model(path)
-
-
-def test_layers_of_several_types_are_one_call_too(tmp_path: Path) -> None:
-    """As llama.cpp's usual mixtures have them: values in more bits than queries and keys."""
-    kinds = {**dict.fromkeys(LAYERS, "Q4_1"), "attn_v": "Q8_0"}
-    path = write_gguf(tmp_path / "tiny.gguf", llama(), kinds)
-    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
-    assert kept.model.fused.is_native  # type: ignore[attr-defined]
-    ids = tiny.tokenizer()("hello world, hello").input_ids
-    a, b = logits(kept, ids), logits(whole, ids)
-    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
 
 
 def rescaled(monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float, factors: torch.Tensor | None = None) -> None:
@@ -352,27 +326,29 @@ def rescaled(monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float, factors:
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", scaled)
 
 
-def test_scaled_positions_that_nobody_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rescaled(monkeypatch, gguf.RopeScalingType.YARN, 4.0)
-    path = write_gguf(tmp_path / "tiny.gguf", llama())
-    with pytest.raises(ModelLoadError, match=r"scales its rotary positions \(llama.rope.scaling.type"):
-        load_model(path)
+@pytest.mark.parametrize(
+    ("kind", "factors", "message"),
+    [
+        (gguf.RopeScalingType.YARN, None, r"scales its rotary positions \(llama.rope.scaling.type"),
+        (None, torch.ones(5), "5 rotary frequencies, but its model has 8"),
+    ],
+)
+def test_scaled_positions_that_nobody_reads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, factors: torch.Tensor | None, message: str
+) -> None:
+    rescaled(monkeypatch, kind, 4.0, factors)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(write_gguf(tmp_path / "tiny.gguf", llama()))
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+BOUNDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize("way", ["llama3", "linear"])
 def test_scaled_positions_are_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """As Llama 3.1's files have them: a factor for each frequency; and one for all."""
-    rope = LLAMA3 if way == "llama3" else {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    rope = LINEAR if way == "linear" else {**LINEAR, **BOUNDS, "rope_type": way}
     model = llama(max_position_embeddings=512, rope_parameters=rope)
     rotary = model.model.rotary_emb
     plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
@@ -382,39 +358,31 @@ def test_scaled_positions_are_those_of_the_model(tmp_path: Path, monkeypatch: py
         rescaled(monkeypatch, None, 1.0, factors)
     else:
         rescaled(monkeypatch, gguf.RopeScalingType.LINEAR, 8.0)
-    path = write_gguf(tmp_path / "tiny.gguf", model, dict.fromkeys(LAYERS, "Q8_0"))
+    path = write_gguf(tmp_path / "tiny.gguf", model, of("Q8_0"))
     ids = (tiny.tokenizer()("hello world, hello").input_ids * 30)[:200]
     kept = load_model(path)
     wanted = model(torch.tensor([ids])).logits[0, -40:].detach()
-    assert float((logits(kept, ids)[0, -40:] - wanted).square().mean().sqrt() / wanted.std()) < 0.08
-    numbers = logits(load_model(path, LoadOptions(dtype="fp32")), ids)[0, -40:]
-    assert float((numbers - wanted).square().mean().sqrt() / wanted.std()) < 0.05
+    assert difference(logits(kept, ids)[0, -40:], wanted) < 0.08
+    assert difference(logits(load_model(path, LoadOptions(dtype="fp32")), ids)[0, -40:], wanted) < 0.05
     monkeypatch.setattr(blocks, "scale_positions", lambda *_: None)
-    control = logits(load_model(path), ids)[0, -40:]
-    assert float((control - wanted).square().mean().sqrt() / wanted.std()) > 0.2, "control: it matters"
+    assert difference(logits(load_model(path), ids)[0, -40:], wanted) > 0.2, "control: it matters"
     with pytest.raises(ModelLoadError, match="when transformers loads the file"):  # transformers reads neither
         load_model(path, LoadOptions(device_map="cpu"))
-
-
-def test_factors_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rescaled(monkeypatch, None, 1.0, torch.ones(5))
-    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q8_0"))
-    with pytest.raises(ModelLoadError, match="5 rotary frequencies, but its model has 8"):
-        load_model(path)
 
 
 @pytest.mark.parametrize(("layers", "scalar"), [(46, 64 // 4), (4, 8)])
 def test_the_largest_gemma_scales_its_queries_otherwise(tmp_path: Path, layers: int, scalar: int) -> None:
     writer = gguf.GGUFWriter(tmp_path / "head.gguf", "gemma2")
-    writer.add_context_length(64)
-    writer.add_embedding_length(64)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_key_length(8)
-    writer.add_value_length(8)
-    writer.add_layer_norm_rms_eps(1e-6)
+    sizes = {
+        "context_length": 64,
+        "embedding_length": 64,
+        "block_count": layers,
+        "feed_forward_length": 96,
+        "head_count": 4,
+    }
+    sizes |= {"head_count_kv": 2, "key_length": 8, "value_length": 8}
+    for name, value in (*sizes.items(), ("layer_norm_rms_eps", 1e-6)):
+        getattr(writer, f"add_{name}")(value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -426,7 +394,7 @@ def test_the_largest_gemma_scales_its_queries_otherwise(tmp_path: Path, layers: 
 def test_biases_lie_as_their_rows_do(tmp_path: Path, kind: str | None) -> None:
     """A Llama's queries and keys are interleaved in the file, biases too."""
     model = llama(attention_bias=True)
-    path = write_gguf(tmp_path / "tiny.gguf", model, dict.fromkeys(LAYERS, kind) if kind else None)
+    path = write_gguf(tmp_path / "tiny.gguf", model, of(kind) if kind else None)
     loaded = load_model(path).model.model  # type: ignore[attr-defined]
     attn = loaded.model.layers[1].self_attn
     own = [getattr(model.model.layers[1].self_attn, name).bias for name in ("q_proj", "k_proj", "v_proj")]
@@ -437,7 +405,7 @@ def test_biases_lie_as_their_rows_do(tmp_path: Path, kind: str | None) -> None:
 
 def test_a_file_that_lacks_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration has them: Qwen2's always has."""
-    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), of("Q4_1"))
     head = reading.config_of
 
     def with_biases(*args: Any) -> Any:
@@ -489,32 +457,3 @@ def test_rows_that_are_not_whole_blocks_are_not_packed(shape: tuple[int, ...]) -
         NativeProduct.of_blocks("Q4_0", [np.zeros(shape, dtype=np.uint8)])
     with pytest.raises(ValueError, match="rows of 32, 64 weights are not one matrix"):
         NativeProduct.of_blocks("Q4_0", [np.zeros((1, n), dtype=np.uint8) for n in (18, 36)])
-
-
-def test_attention_of_different_widths_is_refused_when_a_file_is_loaded(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", llama(), dict.fromkeys(LAYERS, "Q4_0"))
-    widen(path, "blk.0.attn_q.weight", 1 << 20)
-    with pytest.raises(ModelLoadError, match=r"'blk.0.attn_q.weight' has shape \[64, 1048576\]"):
-        load_model(path)
-
-
-def widen(path: Path, name: str, width: int) -> None:
-    """Give a tensor rows of another length, in the head of a file and by as much data as that takes at its end."""
-    whole = path.read_bytes()
-    at = whole.index(name.encode()) + len(name) + 4
-    rows = int.from_bytes(whole[at + 8 : at + 16], "little")
-    begin = gguf.GGUFReader(path).tensors[0].data_offset - _offset(whole, gguf.GGUFReader(path).tensors[0].name)
-    offset = -(-(len(whole) - begin) // 32) * 32
-    data = (
-        whole[:at]
-        + width.to_bytes(8, "little")
-        + whole[at + 8 : at + 20]
-        + offset.to_bytes(8, "little")
-        + whole[at + 28 :]
-    )
-    path.write_bytes(data.ljust(begin + offset, b"\0") + bytes(rows * width // 32 * 18))
-
-
-def _offset(whole: bytes, name: str) -> int:
-    at = whole.index(name.encode()) + len(name) + 4
-    return int.from_bytes(whole[at + 20 : at + 28], "little")

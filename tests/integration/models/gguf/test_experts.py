@@ -22,16 +22,8 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def qwen3_moe() -> Any:
-    model = make(
-        "qwen3_moe",
-        4,
-        vocab_size=len(tiny.tokenizer()),
-        hidden_size=64,
-        head_dim=16,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        mlp_only_layers=[],
-    )
+    sizes = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    model = make("qwen3_moe", 4, **sizes, moe_intermediate_size=32, mlp_only_layers=[])
     for weight in model.parameters():
         if weight.dim() >= 2:
             weight.data *= 0.2 / weight.std()
@@ -51,9 +43,8 @@ def scores(model: Any) -> torch.Tensor:
 )
 def test_experts_are_those_of_the_file(tmp_path: Path, kinds: tuple[str, str, str]) -> None:
     """Gate and up projections of the same type, of two types, unquantized, and mixed."""
-    path = write_gguf(
-        tmp_path / "tiny.gguf", qwen3_moe(), {**dict.fromkeys(LAYERS, "Q8_0"), **dict(zip(EXPERTS, kinds, strict=True))}
-    )
+    types = dict.fromkeys(LAYERS, "Q8_0") | dict(zip(EXPERTS, kinds, strict=True))
+    path = write_gguf(tmp_path / "tiny.gguf", qwen3_moe(), types)
     tensors = {one.name: one for one in gguf.GGUFReader(path).tensors}
     loaded: Any = load_model(path).model
     assert loaded.fused is not None and loaded.fused.is_native

@@ -18,17 +18,10 @@ from helpers.gguf_files import write_gguf
 from helpers.gguf_scores import difference, scores
 
 AS_CONVERTED: dict[str, Any] = {
-    "add_head_count_kv": [2, 2, 2],
-    "add_expert_shared_feed_forward_length": 96,
-    "add_expert_count": 0,
-    "add_expert_used_count": 0,
-    "add_ssm_conv_kernel": 4,
-    "add_ssm_state_size": 128,
-    "add_ssm_group_count": 1,
-    "add_ssm_inner_size": 128,
-    "add_ssm_time_step_rank": 64,
-    "add_rope_scaling_finetuned": True,
-}
+    "add_head_count_kv": [2, 2, 2], "add_expert_shared_feed_forward_length": 96, "add_expert_count": 0,
+    "add_expert_used_count": 0, "add_ssm_conv_kernel": 4, "add_ssm_state_size": 128, "add_ssm_group_count": 1,
+    "add_ssm_inner_size": 128, "add_ssm_time_step_rank": 64, "add_rope_scaling_finetuned": True,
+}  # fmt: skip
 """Methods of the writer, and what they write."""
 
 

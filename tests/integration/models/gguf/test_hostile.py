@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_tokenizer
 from helpers import fuzz_gguf, tiny
 from helpers.fuzz_gguf import Image, Tensor
+from helpers.fuzzing import outcome_of
 from helpers.gguf_files import write_gguf
 
 UINT32, INT32, FLOAT32, TEXT, LIST = 4, 5, 6, 8, 9
@@ -38,7 +41,7 @@ def numbers(*values: int) -> tuple[int, bytes]:
 
 
 def image(base: str = "llama") -> Image:
-    return fuzz_gguf.copied(fuzz_gguf.bases()[base])
+    return copy.deepcopy(fuzz_gguf.bases()[base])
 
 
 def put(parts: Image, key: str, value: tuple[int, bytes] | None) -> None:
@@ -66,11 +69,10 @@ def refusal(path: Path, parts: Image, **options: Any) -> str:
 # -- sound files -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["auto", "fp32"])
-def test_a_sound_file_is_its_model(tmp_path: Path, family: str, dtype: str) -> None:
-    """Files of numbers; a head of Qwen3 here is of 8, not of 128. Others are in test_guarantees.py."""
-    model = fuzz_gguf.model(family)
+def test_a_sound_file_is_its_model(tmp_path: Path, dtype: str) -> None:
+    """A file of numbers; a head of Qwen3 here is of 8, not of 128. Others are in test_guarantees.py."""
+    model = fuzz_gguf.model("qwen3")
     loaded = load_model(write_gguf(tmp_path / "tiny.gguf", model), LoadOptions(dtype=dtype))
     assert loaded.weights == ("GGUF" if dtype == "auto" else "")
     ids = torch.tensor([tiny.tokenizer()("hello world, hello").input_ids])
@@ -91,14 +93,6 @@ def _set(**counts: int) -> Callable[[Image], None]:
     return change
 
 
-def _dims(name: str, dims: list[int], num_dims: int | None = None) -> Callable[[Image], None]:
-    def change(parts: Image) -> None:
-        one = tensor(parts, name)
-        one.dims, one.num_dims = dims, num_dims
-
-    return change
-
-
 def _value(key: str, value: tuple[int, bytes]) -> Callable[[Image], None]:
     return lambda parts: put(parts, key, value)
 
@@ -107,7 +101,16 @@ def _twice(what: str) -> Callable[[Image], None]:
     return lambda parts: getattr(parts, what).append(getattr(parts, what)[3])
 
 
+def _tensor(**values: Any) -> Callable[[Image], None]:
+    def change(parts: Image) -> None:
+        for name, value in values.items():
+            setattr(tensor(parts, "output_norm.weight"), name, value)
+
+    return change
+
+
 HEADS: dict[str, tuple[Callable[[Image], None], str]] = {
+    "an unknown version": (_set(version=9), "version"),
     "tensors beyond the file": (_set(num_tensors=1 << 63), "number of tensors is 9223372036854775808, but at most"),
     "values beyond the file": (_set(num_values=LARGE), "number of values is 18446744073709551615, but at most"),
     "a text beyond the file": (_value("x", (TEXT, struct.pack("<Q", LARGE))), "length of the value of 'x' is 1844"),
@@ -117,29 +120,17 @@ HEADS: dict[str, tuple[Callable[[Image], None], str]] = {
     "an unknown type of value": (_value("x", (77, b"")), "the value 'x' is of type 77; types 0 to 12 are"),
     "a value twice": (_twice("values"), r"the value 'llama.\w+' appears twice"),
     "a tensor twice": (_twice("tensors"), r"the tensor 'blk.0.\w+.weight' appears twice"),
-    "70,000 dimensions": (_dims("output_norm.weight", [1] * 70_000), "has 70000 dimensions; at most 4"),
-    "2^31 dimensions": (_dims("output_norm.weight", [64], 1 << 31), "has 2147483648 dimensions; at most 4"),
-    "no dimension": (_dims("output_norm.weight", []), r"'output_norm.weight' has shape \[\]"),
-    "an empty tensor": (_dims("output_norm.weight", [0]), r"'output_norm.weight' has shape \[0\]"),
-    "2^126 numbers": (_dims("output_norm.weight", [1 << 63, 1 << 63]), "extends past the end of the file"),
+    "70,000 dimensions": (_tensor(dims=[1] * 70_000), "has 70000 dimensions; at most 4"),
+    "2^31 dimensions": (_tensor(num_dims=1 << 31), "has 2147483648 dimensions; at most 4"),
+    "no dimension": (_tensor(dims=[]), r"'output_norm.weight' has shape \[\]"),
+    "an empty tensor": (_tensor(dims=[0]), r"'output_norm.weight' has shape \[0\]"),
+    "2^126 numbers": (_tensor(dims=[1 << 63, 1 << 63]), "extends past the end of the file"),
     "an alignment of 3": (_value("general.alignment", number(3)), "general.alignment is 3; it must be a power of two"),
     "an alignment of 0": (_value("general.alignment", number(0)), "general.alignment is 0; it must be a power of two"),
-    "an alignment of words": (
-        _value("general.alignment", text("32")),
-        "general.alignment is '32'; it must be a power of two",
-    ),
-    "an unknown type of tensor": (
-        lambda parts: setattr(tensor(parts, "output_norm.weight"), "kind", 999),
-        "'output_norm.weight' is of type 999, which is unknown to ggml",
-    ),
-    "tensors that overlap": (
-        lambda parts: setattr(tensor(parts, "output_norm.weight"), "offset", 64),
-        "the tensors '.*' and '.*' overlap",
-    ),
-    "a place between": (
-        lambda parts: setattr(tensor(parts, "output_norm.weight"), "offset", 7),
-        "begins at 7, which is not a multiple of 32",
-    ),
+    "an alignment of words": (_value("general.alignment", text("32")), "general.alignment is '32'; it must be a power"),
+    "an unknown type of tensor": (_tensor(kind=999), "'output_norm.weight' is of type 999, which is unknown"),
+    "tensors that overlap": (_tensor(offset=64), "the tensors '.*' and '.*' overlap"),
+    "a place between": (_tensor(offset=7), "begins at 7, which is not a multiple of 32"),
 }
 
 
@@ -157,18 +148,11 @@ def test_a_head_that_disagrees_with_its_file(tmp_path: Path, kind: str) -> None:
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
+NO_FACTORS = [number(value, FLOAT32) for value in (0, float("nan"), float("inf"), -2)]
 VALUES: dict[str, list[tuple[int, bytes] | None]] = {
     "llama.block_count": [
-        number(0),
-        number(3),
-        number(1),
-        number(100_000),
-        number(1 << 63, 10),
-        number(-1, INT32),
-        None,
-        text("2"),
-        number(2.0, FLOAT32),
-        numbers(2, 2),
+        *(number(value) for value in (0, 3, 1, 100_000)), number(1 << 63, 10), number(-1, INT32), None, text("2"),
+        number(2.0, FLOAT32), numbers(2, 2),
     ],
     "llama.embedding_length": [number(0), number(32), number(1 << 31), None],
     "llama.feed_forward_length": [number(0), number(95), numbers(96, 96), None],
@@ -177,17 +161,11 @@ VALUES: dict[str, list[tuple[int, bytes] | None]] = {
     "llama.attention.head_count_kv": [number(0), number(3), number(4), number(8), number(-2, INT32)],
     "llama.attention.key_length": [number(8), number(0), number(1 << 31)],
     "llama.attention.value_length": [number(8)],
-    "llama.attention.layer_norm_rms_epsilon": [
-        number(float("nan"), FLOAT32),
-        number(0, FLOAT32),
-        number(-1e-5, FLOAT32),
-        number(float("inf"), FLOAT32),
-        None,
-    ],
+    "llama.attention.layer_norm_rms_epsilon": [*NO_FACTORS, None],
     "tokenizer.ggml.suppress_tokens": [number(3), numbers(0, 1 << 20), numbers(*range(2000))],
     "llama.rope.dimension_count": [number(0), number(15), number(8), number(1 << 31)],
-    "llama.rope.freq_base": [number(0, FLOAT32), number(float("nan"), FLOAT32), number(float("inf"), FLOAT32)],
-    "llama.rope.scaling.factor": [number(0, FLOAT32), number(float("nan"), FLOAT32), number(-2, FLOAT32)],
+    "llama.rope.freq_base": NO_FACTORS,
+    "llama.rope.scaling.factor": NO_FACTORS,
     "llama.vocab_size": [number(0), number(263), number(265), number(1 << 31)],
     "tokenizer.ggml.bos_token_id": [number(264), number(-1, INT32), text("<bos>")],
     "tokenizer.ggml.eos_token_id": [number(1 << 31), numbers(1)],
@@ -196,7 +174,7 @@ VALUES: dict[str, list[tuple[int, bytes] | None]] = {
     "tokenizer.ggml.tokens": [numbers(*range(264)), text("hello")],
     "tokenizer.ggml.merges": [numbers(1), number(1)],
     "general.architecture": [None, number(1), text(""), text("two\nlines"), text("x" * 1000)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -261,24 +239,16 @@ def _resized(parts: Image, name: str, dims: list[int]) -> None:
 @pytest.mark.parametrize(
     ("name", "dims"),
     [
-        ("token_embd.weight", [64, 263]),
-        ("output.weight", [32, 264]),
-        ("output_norm.weight", [1]),
-        ("blk.1.attn_norm.weight", [65]),
-        ("blk.0.attn_q.weight", [32, 64]),
-        ("blk.0.attn_k.weight", [64, 64]),
-        ("blk.0.attn_v.weight", [64, 33]),
-        ("blk.0.attn_output.weight", [64, 64, 1]),
-        ("blk.1.ffn_gate.weight", [64, 128]),
-        ("blk.1.ffn_up.weight", [96, 64]),
-        ("blk.1.ffn_down.weight", [96, 32]),
+        ("token_embd", [64, 263]), ("output", [32, 264]), ("output_norm", [1]), ("blk.1.attn_norm", [65]),
+        ("blk.0.attn_q", [32, 64]), ("blk.0.attn_k", [64, 64]), ("blk.0.attn_v", [64, 33]), ("blk.0.attn_output", [64, 64, 1]),
+        ("blk.1.ffn_gate", [64, 128]), ("blk.1.ffn_up", [96, 64]), ("blk.1.ffn_down", [96, 32]),
     ],
-)
+)  # fmt: skip
 def test_a_tensor_of_another_shape(tmp_path: Path, name: str, dims: list[int], dtype: str) -> None:
     parts = image()
-    _resized(parts, name, dims)
+    _resized(parts, f"{name}.weight", dims)
     message = refusal(tmp_path / "x.gguf", parts, dtype=dtype)
-    assert f"its tensor '{name}' has shape {dims[::-1]}, but its values describe [" in message
+    assert f"its tensor '{name}.weight' has shape {dims[::-1]}, but its values describe [" in message
 
 
 def test_queries_wider_than_keys(tmp_path: Path) -> None:
@@ -289,29 +259,19 @@ def test_queries_wider_than_keys(tmp_path: Path) -> None:
     assert "its tensor 'blk.0.attn_q.weight' has shape [64, 1048576], but its values describe [64, 64]" in message
 
 
-@pytest.mark.parametrize(("name", "kind"), [("output_norm.weight", "F64"), ("blk.0.attn_norm.weight", "I8")])
-def test_a_norm_of_another_type(tmp_path: Path, name: str, kind: str) -> None:
-    import gguf
-
-    parts, number_of = image(), gguf.GGMLQuantizationType[kind]
-    one = tensor(parts, name)
-    one.kind, one.data = int(number_of), bytes(64 * gguf.GGML_QUANT_SIZES[number_of][1])
-    assert f"'{name}' is of type {kind}; it must be one of F32, F16, BF16" in refusal(tmp_path / "x.gguf", parts)
-
-
-def test_weights_of_whole_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("output_norm.weight", "F64", "F64; it must be one of F32, F16, BF16"),
+        ("blk.0.attn_norm.weight", "I8", "I8; it must be one of F32, F16, BF16"),
+        ("blk.0.attn_q.weight", "I32", "I32, which is not supported for weights"),
+    ],
+)
+def test_a_tensor_of_another_type(tmp_path: Path, name: str, kind: str, message: str) -> None:
     parts = image()
-    tensor(parts, "blk.0.attn_q.weight").kind = 26  # I32, as wide as F32
-    message = refusal(tmp_path / "x.gguf", parts)
-    assert "'blk.0.attn_q.weight' is of type I32, which is not supported for weights" in message
-
-
-def test_a_tensor_too_many(tmp_path: Path) -> None:
-    """A layer more than block_count, as llama.cpp refuses it too."""
-    parts = image()
-    put(parts, "llama.block_count", number(1))
-    message = refusal(tmp_path / "x.gguf", parts)
-    assert "its tensor 'blk.1." in message and "is not among the" in message
+    one, number_of = tensor(parts, name), gguf.GGMLQuantizationType[kind]
+    one.kind, one.data = int(number_of), bytes(torch.Size(one.dims).numel() * gguf.GGML_QUANT_SIZES[number_of][1])
+    assert f"'{name}' is of type {message}" in refusal(tmp_path / "x.gguf", parts)
 
 
 @pytest.mark.parametrize(("base", "name"), [("llama", "blk.1.attn_q.weight"), ("llama-q4_0", "blk.1.attn_q.weight")])
@@ -339,9 +299,7 @@ def test_factors_of_positions(tmp_path: Path, value: float, wanted: str) -> None
     parts = image()
     parts.tensors.append(Tensor(b"rope_freqs.weight", [8], 0, struct.pack("<8f", *[value] * 8)))
     message = refusal(tmp_path / "x.gguf", parts)
-    assert (
-        f"its tensor 'rope_freqs.weight' {wanted}" in message and "; its numbers must be from 0.001 to 1e+06" in message
-    )
+    assert f"its tensor 'rope_freqs.weight' {wanted}" in message and "; its numbers must be from" in message
 
 
 def test_an_architecture_that_transformers_dequantises(tmp_path: Path) -> None:
@@ -363,10 +321,7 @@ def test_one_of_several_files_says_what_reads_them(tmp_path: Path) -> None:
     put(parts, "split.count", number(2, 2))
     del parts.tensors[-3:]
     message = refusal(tmp_path / "x.gguf", parts)
-    assert (
-        "of the model's tensors" in message
-        and "one of several files, which only backend='llama.cpp' supports" in message
-    )
+    assert "one of several files, which only backend='llama.cpp' supports" in message
 
 
 # -- at random ---------------------------------------------------------------------------------------------------------
@@ -377,14 +332,12 @@ def test_the_fuzz_finds_what_is_not_checked(monkeypatch: pytest.MonkeyPatch, tmp
     path, parts = tmp_path / "x.gguf", image()
     put(parts, "llama.attention.layer_norm_rms_epsilon", number(-1e30, FLOAT32))
     path.write_bytes(parts.written())
-    fuzz_gguf.check(path)
+    assert outcome_of(fuzz_gguf.FORMAT, path) == "refused"
     monkeypatch.setattr(values, "FACTORS", {})
-    fuzz_gguf.check(path)  # seen by the pass after loading
+    assert outcome_of(fuzz_gguf.FORMAT, path) == "refused", "seen by the pass after loading"
     monkeypatch.setattr(loading, "check_scores", lambda *_: None)
     for check in ("check_sizes", "confirm"):
         monkeypatch.setattr(self_check, check, lambda *_: None)
-    with pytest.raises(AssertionError, match="not finite"):
-        fuzz_gguf.check(path)
+    assert "not finite" in outcome_of(fuzz_gguf.FORMAT, path)
     monkeypatch.setattr(fuzz_gguf, "load_model", lambda *_: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        fuzz_gguf.check(path)
+    assert "ZeroDivisionError" in outcome_of(fuzz_gguf.FORMAT, path)

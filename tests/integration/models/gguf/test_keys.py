@@ -79,10 +79,7 @@ REFUSED: dict[Any, str] = {
     True: """tokenizer.ggml.remove_extra_whitespaces tokenizer.ggml.normalizer.lowercase tokenizer.ggml.normalizer.strip_accents
         A.use_parallel_residual A.swin_norm A.norm_before_residual""",
     False: "A.attention.causal A.expert_weights_norm",
-    (
-        1,
-        2,
-    ): "tokenizer.ggml.precompiled_charsmap A.rope.dimension_sections A.swiglu_clamp_exp",
+    (1, 2): "tokenizer.ggml.precompiled_charsmap A.rope.dimension_sections A.swiglu_clamp_exp",
     2.5: """A.logit_scale A.residual_scale A.embedding_scale A.expert_weights_scale A.expert_group_scale
         A.router_logit_softcapping A.attention.output_scale A.attention.value_scale A.attention.clamp_kqv
         A.attention.max_alibi_bias A.attention.temperature_scale A.attention.group_norm_epsilon A.rope.scaling.attn_factor

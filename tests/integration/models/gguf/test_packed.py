@@ -36,15 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(path: Path, factor: float = 1.0) -> Path:
     """Several types in one joint product, biases, rows in another order than the file's, and a tied embedding."""
-    model = make(
-        "llama",
-        3,
-        vocab_size=len(tiny.tokenizer()),
-        hidden_size=64,
-        intermediate_size=96,
-        tie_word_embeddings=True,
-        attention_bias=True,
-    )
+    sizes = {"vocab_size": len(tiny.tokenizer()), "hidden_size": 64, "intermediate_size": 96}
+    model = make("llama", 3, **sizes, tie_word_embeddings=True, attention_bias=True)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -109,14 +102,12 @@ def test_a_later_load_maps_what_the_first_one_packed(
     assert torch.equal(scores(path), wanted)
     assert packs == [] and set(names) == {"F32"}
     second: Any = load_model(path).model
-    for (name, one), (_, other) in zip(first.model.named_modules(), second.model.named_modules(), strict=True):
-        product = getattr(one, "product", None)
-        if product is not None:
-            assert torch.equal(product.dense(), other.product.dense()), name
-            assert (product.bias is None) == (other.product.bias is None), name
-            assert product.bias is None or torch.equal(product.bias, other.product.bias), name
-            assert product.bits == other.product.bits and product.nbytes == other.product.nbytes, name
-            assert len(product.parts) == len(other.product.parts), name
+    for (name, one), (_, two) in zip(first.model.named_modules(), second.model.named_modules(), strict=True):
+        if (a := getattr(one, "product", None)) is not None:
+            b = two.product
+            assert torch.equal(a.dense(), b.dense()), name
+            assert a.bias is b.bias is None or torch.equal(a.bias, b.bias), name
+            assert (a.bits, a.nbytes, len(a.parts)) == (b.bits, b.nbytes, len(b.parts)), name
 
 
 def cut(data: bytes) -> bytes:

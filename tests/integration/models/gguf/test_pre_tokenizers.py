@@ -102,9 +102,7 @@ PUBLISHED: dict[str, list[Any]] = {
     "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en jina-v2-code "
     "roberta-bpe exaone4 jais trillion granite-docling mpt olmo": [bytes_of(words=True)],
     "stablelm2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan solar-open grok-2 qwen2": [QWEN2],
-    "qwen35": [
-        S + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ],
+    "qwen35": [S + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
     "poro-chat bloom gpt3-finnish": [split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), bytes_of()],
     "viking": [BLOOM, r"\p{N}"],
     "tekken": [GPT4O.replace("{1,3}", "").replace(S + "?", "")],
@@ -124,15 +122,13 @@ PUBLISHED: dict[str, list[Any]] = {
         r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]"
         r"|\s+(?!\S)|\s+"
     ],
-    "seed-coder": [
-        S + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ],
+    "seed-coder": [S + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
     "ufakzeka": [QWEN2.removeprefix(S + "|")],
     "afmoe": [r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", ASIAN, DEEPSEEK3[2]],
     "laguna": [split(r"(?:\r?\n)+(?!\r?\n)", "merged_with_next"), split(QWEN2), bytes_of()],
     "exaone-moe": [
         S
-        + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+        + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
     ],
 }
 """Names -> patterns as llama.cpp or the family writes them, or the steps of the family's tokenizer.json."""

@@ -85,33 +85,32 @@ def add(name: str, value: Any, kind: str = "uint32") -> Write:
 
 
 @pytest.mark.parametrize(
-    ("method", "write", "named"),
+    ("method", "key", "value", "kind", "named"),
     [
-        ("sliding_window_pattern", add("attention.sliding_window_pattern", 0), "sliding_window_pattern is 0"),
-        ("sliding_window_pattern", add("attention.sliding_window_pattern", 5000), "sliding_window_pattern is 5000"),
-        (
-            "sliding_window_pattern",
-            add("attention.sliding_window_pattern", "SF", "string"),
-            "sliding_window_pattern is",
-        ),
-        ("sliding_window_pattern", add("attention.sliding_window_pattern", [True] * 3, "array"), "is a list of 3"),
-        ("rope_scaling_factor", add("rope.scaling.factor", 4.0, "float32"), None),
-        ("rope_freq_base", add("rope.freq_base_swa", 0.5, "float32"), "rope.freq_base_swa is 0.5"),
-        ("rope_scaling_factor", lambda writer: None, "rope.scaling.factor is 'missing'"),
-        ("rope_freq_base", add("rope.scaling.yarn_attn_factor", 1.1, "float32"), "yarn_attn_factor is 1.1"),
-        ("rope_freq_base", add("rope.scaling.yarn_attn_factor", 1, "uint32"), "yarn_attn_factor is 1;"),
-        ("rope_freq_base", add("rope.scaling.attn_factor", 1.459, "float32"), "scaling.attn_factor is 1.45"),
-        ("rope_freq_base", add("rope.scaling.yarn_log_multiplier", 0.1, "float32"), "yarn_log_multiplier is 0.1"),
-        ("rope_freq_base", add("rope.scaling.yarn_ext_factor", 0.5, "float32"), "yarn_ext_factor is 0.5"),
-        ("rope_freq_base", add("attention.sliding_window", 1 << 31), "sliding_window is 2147483648"),
+        *[
+            ("sliding_window_pattern", "attention.sliding_window_pattern", value, kind, named)
+            for value, kind, named in (
+                (0, "uint32", "pattern is 0"), (5000, "uint32", "pattern is 5000"), ("SF", "string", "pattern is"),
+                ([True] * 3, "array", "is a list of 3"),
+            )
+        ],
+        ("rope_scaling_factor", "rope.scaling.factor", 4.0, "float32", None),
+        ("rope_scaling_factor", "rope.scaling.factor", None, "", "rope.scaling.factor is 'missing'"),
+        ("rope_freq_base", "rope.freq_base_swa", 0.5, "float32", "rope.freq_base_swa is 0.5"),
+        ("rope_freq_base", "rope.scaling.yarn_attn_factor", 1.1, "float32", "yarn_attn_factor is 1.1"),
+        ("rope_freq_base", "rope.scaling.yarn_attn_factor", 1, "uint32", "yarn_attn_factor is 1;"),
+        ("rope_freq_base", "rope.scaling.attn_factor", 1.459, "float32", "scaling.attn_factor is 1.45"),
+        ("rope_freq_base", "rope.scaling.yarn_log_multiplier", 0.1, "float32", "yarn_log_multiplier is 0.1"),
+        ("rope_freq_base", "rope.scaling.yarn_ext_factor", 0.5, "float32", "yarn_ext_factor is 0.5"),
+        ("sliding_window", "attention.sliding_window", 1 << 31, "uint32", "sliding_window is 2147483648"),
     ],
-)
+)  # fmt: skip
 def test_values_that_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, write: Write, named: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, key: str, value: Any, kind: str, named: str | None
 ) -> None:
     """Another factor of the positions alone is honoured."""
-    changes = {"sliding_window": lambda writer: None} if named and "is 2147483648" in named else {}
-    path = file_of(tmp_path / "tiny.gguf", model_of("olmo3"), monkeypatch, **{method: write}, **changes)
+    write = add(key, value, kind) if kind else lambda writer: None
+    path = file_of(tmp_path / "tiny.gguf", model_of("olmo3"), monkeypatch, **{method: write})
     if named is None:
         assert config_of(read_header(path)).rope_parameters[FULL]["factor"] == 4.0
         return
@@ -123,12 +122,8 @@ def test_values_that_are_refused(
 def test_the_usual_factor_of_yarn_may_be_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As converters copy it from OLMo-3's configuration."""
     model = model_of("olmo3", rope_parameters={**ROPE, FULL: {**YARN, "attention_factor": 1.2079441541679836}})
-    path = file_of(
-        tmp_path / "tiny.gguf",
-        model,
-        monkeypatch,
-        rope_scaling_yarn_attn_factor=add(name, 1.2079441541679836, "float32"),
-    )
+    stated = {"rope_scaling_yarn_attn_factor": add(name, 1.2079441541679836, "float32")}
+    path = file_of(tmp_path / "tiny.gguf", model, monkeypatch, **stated)
     assert difference(path, scores(model)) < 1e-5
 
 

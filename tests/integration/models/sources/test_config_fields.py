@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 import foresay
@@ -37,60 +36,28 @@ def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
 
 # -- config.json -----------------------------------------------------------------------------------------------------
 
-ROPE = ("rope_theta", "rope_scaling")
-COMPUTES: dict[str, tuple[str, ...]] = {
-    "llama": ("num_key_value_heads", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias", "head_dim", *ROPE),
-    "mistral": ("sliding_window", "rms_norm_eps", "hidden_act", "head_dim", *ROPE),
-    "mixtral": ("num_local_experts", "num_experts_per_tok", "sliding_window", *ROPE),
-    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers", "rms_norm_eps", *ROPE),
-    "qwen3": ("head_dim", "attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", *ROPE),
-    "qwen3_moe": (
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        *ROPE,
-    ),
-    "gemma2": (
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "query_pre_attn_scalar",
-        "sliding_window",
-        "layer_types",
-    ),
-    "gemma3_text": ("query_pre_attn_scalar", "sliding_window", "layer_types", "rope_local_base_freq", *ROPE),
-    "phi3": ("partial_rotary_factor", "original_max_position_embeddings", "sliding_window", "rope_theta"),
-    "gpt_neox": ("rotary_pct", "rotary_emb_base", "use_parallel_residual", "layer_norm_eps"),
-    "gpt2": ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "layer_norm_epsilon"),
-    "granite": (
-        "embedding_multiplier",
-        "attention_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-        "rms_norm_eps",
-    ),
-    "cohere": ("logit_scale", "use_qk_norm", "layer_norm_eps"),
-    "deepseek_v3": (
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "v_head_dim",
-        "n_routed_experts",
-        "n_group",
-        "topk_group",
-        "routed_scaling_factor",
-        "norm_topk_prob",
-        "first_k_dense_replace",
-        "rope_interleave",
-        *ROPE,
-    ),
-    "gpt_oss": ("sliding_window", "layer_types", "num_local_experts", "num_experts_per_tok", "swiglu_limit", *ROPE),
-    "falcon": ("multi_query", "parallel_attn", "new_decoder_architecture", "alibi", "bias", "layer_norm_epsilon"),
-    "bloom": ("layer_norm_epsilon", "apply_residual_connection_post_layernorm", "pretraining_tp", "slow_but_exact"),
-    "mamba": ("state_size", "conv_kernel", "expand", "use_bias", "use_conv_bias", "time_step_rank", "residual_in_fp32"),
+ROPE = "rope_theta rope_scaling"
+COMPUTES = {
+    "llama": f"num_key_value_heads rms_norm_eps hidden_act attention_bias mlp_bias head_dim {ROPE}",
+    "mistral": f"sliding_window rms_norm_eps hidden_act head_dim {ROPE}",
+    "mixtral": f"num_local_experts num_experts_per_tok sliding_window {ROPE}",
+    "qwen2": f"use_sliding_window sliding_window max_window_layers rms_norm_eps {ROPE}",
+    "qwen3": f"head_dim attention_bias use_sliding_window sliding_window max_window_layers {ROPE}",
+    "qwen3_moe": "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
+    f"{ROPE}",
+    "gemma2": "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar sliding_window layer_types",
+    "gemma3_text": f"query_pre_attn_scalar sliding_window layer_types rope_local_base_freq {ROPE}",
+    "phi3": "partial_rotary_factor original_max_position_embeddings sliding_window rope_theta",
+    "gpt_neox": "rotary_pct rotary_emb_base use_parallel_residual layer_norm_eps",
+    "gpt2": "scale_attn_weights scale_attn_by_inverse_layer_idx reorder_and_upcast_attn layer_norm_epsilon",
+    "granite": "embedding_multiplier attention_multiplier residual_multiplier logits_scaling rms_norm_eps",
+    "cohere": "logit_scale use_qk_norm layer_norm_eps",
+    "deepseek_v3": "q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim n_routed_experts n_group topk_group "
+    f"routed_scaling_factor norm_topk_prob first_k_dense_replace rope_interleave {ROPE}",
+    "gpt_oss": f"sliding_window layer_types num_local_experts num_experts_per_tok swiglu_limit {ROPE}",
+    "falcon": "multi_query parallel_attn new_decoder_architecture alibi bias layer_norm_epsilon",
+    "bloom": "layer_norm_epsilon apply_residual_connection_post_layernorm pretraining_tp slow_but_exact",
+    "mamba": "state_size conv_kernel expand use_bias use_conv_bias time_step_rank residual_in_fp32",
 }
 """Fields of published files that change what a family computes."""
 
@@ -104,18 +71,17 @@ def _logged(values: dict[str, Any], caplog: pytest.LogCaptureFixture, kind: str)
 @pytest.mark.parametrize("kind", COMPUTES)
 def test_fields_that_change_the_computation_are_read(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Each is declared by its class, or consumed by it; an invented one is named: the control."""
-    scaling = {"rope_type": "linear", "factor": 2.0}
-    stored: dict[str, Any] = {}
-    default = AutoConfig.for_model(kind)
-    for name in COMPUTES[kind]:
-        stored[name] = scaling if name == "rope_scaling" else getattr(default, name, 10000.0)
+    default, names = AutoConfig.for_model(kind), COMPUTES[kind].split()
+    stored: dict[str, Any] = {name: getattr(default, name, 10000.0) for name in names}
+    if "rope_scaling" in names:
+        stored["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     assert _logged(stored, caplog, kind) == []
     made = AutoConfig.for_model(kind, **stored)
-    for name in COMPUTES[kind]:
+    for name in names:
         kept = getattr(made, name, None) is not None or stored[name] is None
         assert kept or getattr(made, "rope_parameters", None), name
     (line,) = _logged({**stored, "use_invented_norm": True}, caplog, kind)
-    assert line.startswith("fields in the config.json of it that ") and line.endswith("are ignored: use_invented_norm")
+    assert line.endswith("are ignored: use_invented_norm")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES | RECURRENT))
@@ -129,11 +95,8 @@ def test_fields_that_transformers_writes_are_not_reported(family: str, caplog: p
 
 def test_fields_without_effect_and_unknown_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Further fields of published Llama files; those of a part are named with it."""
-    more: dict[str, Any] = dict.fromkeys(CONFIG_FIELDS) | {
-        "pretraining_tp": 1,
-        "_name_or_path": "x",
-        "use_qk_norm": True,
-    }
+    further = {"pretraining_tp": 1, "_name_or_path": "x", "use_qk_norm": True}
+    more: dict[str, Any] = dict.fromkeys(CONFIG_FIELDS) | further
     assert all(CONFIG_FIELDS.values())
     for name in ("model_type", "auto_map", "quantization_config", "torch_dtype", "use_cache"):
         del more[name]
@@ -141,8 +104,8 @@ def test_fields_without_effect_and_unknown_ones(tmp_path: Path, caplog: pytest.L
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | more), encoding="utf-8")
     load_model(tmp_path)
-    lines = [one.getMessage() for one in caplog.records if "config.json" in one.getMessage()]
-    assert lines == [f"fields in the config.json of {tmp_path} that LlamaConfig does not have are ignored: use_qk_norm"]
+    (line,) = [one.getMessage() for one in caplog.records if "config.json" in one.getMessage()]
+    assert line.endswith("are ignored: use_qk_norm")
     inner = {"text_config": {"model_type": "gemma3_text", "invented": 1, "hidden_size": 8}}
     (line,) = _logged(inner, caplog, "gemma3")
     assert line.endswith("are ignored: text_config.invented")
@@ -151,33 +114,14 @@ def test_fields_without_effect_and_unknown_ones(tmp_path: Path, caplog: pytest.L
 # -- tokenizer_config.json -------------------------------------------------------------------------------------------
 
 TOKENIZER_VALUES: dict[str, Any] = {
-    "bos_token": "<bos>",
-    "eos_token": "<eos>",
-    "unk_token": None,
-    "additional_special_tokens": ["<user>"],
-    "extra_special_tokens": {},
-    "added_tokens_decoder": {},
-    "add_bos_token": False,
-    "add_prefix_space": False,
-    "split_special_tokens": False,
-    "chat_template": tiny.CHAT_TEMPLATE,
-    "clean_up_tokenization_spaces": True,
-    "model_max_length": 1e30,
-    "padding_side": "left",
-    "truncation_side": "left",
-    "legacy": False,
-    "sp_model_kwargs": {},
-    "spaces_between_special_tokens": False,
-    "use_default_system_prompt": False,
-    "response_schema": {},
-    "model_input_names": ["input_ids", "attention_mask"],
-    "errors": "replace",
-    "image_token": "<user>",
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "is_local": True,
-    "backend": "tokenizers",
-    "name_or_path": "somewhere",
-}
+    "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": None, "additional_special_tokens": ["<user>"],
+    "extra_special_tokens": {}, "added_tokens_decoder": {}, "add_bos_token": False, "add_prefix_space": False,
+    "split_special_tokens": False, "chat_template": tiny.CHAT_TEMPLATE, "clean_up_tokenization_spaces": True,
+    "model_max_length": 1e30, "padding_side": "left", "truncation_side": "left", "legacy": False, "sp_model_kwargs": {},
+    "spaces_between_special_tokens": False, "use_default_system_prompt": False, "response_schema": {},
+    "model_input_names": ["input_ids", "attention_mask"], "errors": "replace", "image_token": "<user>",
+    "tokenizer_class": "PreTrainedTokenizerFast", "is_local": True, "backend": "tokenizers", "name_or_path": "somewhere",
+}  # fmt: skip
 """Fields of published files."""
 
 
@@ -189,17 +133,13 @@ def test_fields_of_tokenizer_config(tmp_path: Path, caplog: pytest.LogCaptureFix
     tokenizer = load_tokenizer(tmp_path)
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert tokenizer(text).input_ids == tiny.tokenizer()(text).input_ids
-    generator = foresay.load(tmp_path)
-    assert generator.generate("hello", max_new_tokens=4).text == tiny.tokenizer().decode(
-        generator.generate("hello", max_new_tokens=4).token_ids, clean_up_tokenization_spaces=False
-    )
+    done = foresay.load(tmp_path).generate("hello", max_new_tokens=4)
+    assert done.text == tiny.tokenizer().decode(done.token_ids, clean_up_tokenization_spaces=False)
     caplog.clear()
     path.write_text(json.dumps({**TOKENIZER_VALUES, "normalise_invented": True, "zero_width": 1}), encoding="utf-8")
     load_tokenizer(tmp_path)
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
-    assert (
-        line == f"unknown fields in the tokenizer_config.json of {tmp_path} are ignored: normalise_invented, zero_width"
-    )
+    assert line.endswith("are ignored: normalise_invented, zero_width")
     assert all(TOKENIZER_FIELDS.values())
 
 
@@ -214,9 +154,8 @@ def test_a_folder_without_a_vocabulary_takes_token_ids(
     for name in {"tokenizer.json", "tokenizer_config.json"} - set(left):
         (tmp_path / name).unlink()
     generator = foresay.load(tmp_path)
-    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == [
-        f"{tmp_path} has no tokenizer (tokenizer.json, tokenizer.model, ...): it takes token ids only"
-    ]
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert line.startswith(f"{tmp_path} has no tokenizer")
     assert len(generator.generate([40, 41, 42], max_new_tokens=5).token_ids) == 5
     for prompt in ("hello", [{"role": "user", "content": "hello"}]):
         with refused("tokenizer", kind=PromptError):
@@ -254,11 +193,8 @@ def test_the_folder_of_another_draft_names_its_drafter(values: dict[str, Any], d
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     wanted = rf"load its target with drafter='{drafter}\({folder}\)'" if drafter != "mtp" else "with drafter='mtp'"
     assert BlockConfig.describes(values) is (drafter == "block")
-    for arguments in (
-        {"target": target, "draft": folder},
-        {"target": folder},
-        {"target": target, "drafter": f"model({folder})"},
-    ):
+    drafter = {"drafter": f"model({folder})"}
+    for arguments in ({"target": target, "draft": folder}, {"target": folder}, {"target": target, **drafter}):
         with pytest.raises(ModelLoadError, match=wanted):
             foresay.load(**arguments)
 
@@ -270,15 +206,11 @@ def test_a_head_that_foresay_wrote_names_its_drafter(tmp_path: Path) -> None:
         folder = tmp_path / layout
         folder.mkdir()
         write_draft(random_head(CausalModel(weights)), folder, layout=layout)
-        with pytest.raises(
-            ModelLoadError, match=r"is a draft head, not a language model; load its target with drafter='head\("
-        ):
+        with pytest.raises(ModelLoadError, match=r"load its target with drafter='head\("):
             foresay.load(target, draft=folder)
         assert foresay.load(target, drafter=f"head({folder})").generate("hello", max_new_tokens=3).token_ids
 
 
-def test_an_error_names_a_models_class() -> None:
-    model = tiny.llama()
+def test_a_draft_and_another_drafter_contradict() -> None:
     with refused("drafter", "suffix"):
-        foresay.load(model, draft=model, drafter="suffix")
-    assert torch.is_tensor(model.lm_head.weight)
+        foresay.load(tiny.llama(), draft=tiny.llama(), drafter="suffix")

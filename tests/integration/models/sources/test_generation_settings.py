@@ -35,16 +35,11 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "sequence_bias": {"sequence_bias": [[[43], -50.0], [[20, 17], 20.0]]},
     "eos_token_id": {"eos_token_id": ["fifth", 0]},
     "all together": {
-        "repetition_penalty": 1.3,
-        "sequence_bias": [[[43], 2.5], [[20, 17], 3.0]],
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[39, 20], [41]],
-        "suppress_tokens": [44],
-        "begin_suppress_tokens": [39],
-        "min_new_tokens": 9,
+        "repetition_penalty": 1.3, "sequence_bias": [[[43], 2.5], [[20, 17], 3.0]], "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[39, 20], [41]], "suppress_tokens": [44], "begin_suppress_tokens": [39], "min_new_tokens": 9,
         "forced_eos_token_id": 0,
     },
-}
+}  # fmt: skip
 DRAFTERS = ("none", "suffix", "prompt_lookup(min_ngram=1)", "max_gram", "self(1)")
 
 
@@ -61,11 +56,21 @@ def _saved(folder: Path, **settings: Any) -> tuple[Path, PreTrainedModel]:
     return folder, AutoModelForCausalLM.from_pretrained(folder)
 
 
-def _generated(model: PreTrainedModel, **settings: Any) -> list[int]:
-    ids = torch.tensor([PROMPT])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
-    tail: list[int] = out[0, len(PROMPT) :].tolist()
+def _generated(model: PreTrainedModel, prompt: list[int] = PROMPT, **settings: Any) -> list[int]:
+    """What transformers' `generate` writes, greedily."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **settings)
+    tail: list[int] = out[0, len(prompt) :].tolist()
     return tail
+
+
+def _plain(folder: Path) -> list[int]:
+    """The output without settings."""
+    return _generated(_saved(folder / "plain")[1])
+
+
+def _ours(generator: foresay.Generator, **params: Any) -> list[int]:
+    return list(generator.generate(PROMPT, max_new_tokens=NEW, **params).token_ids)
 
 
 def _concrete(settings: dict[str, Any], plain: list[int]) -> dict[str, Any]:
@@ -84,35 +89,35 @@ def _concrete(settings: dict[str, Any], plain: list[int]) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", CONSTRAINTS.values(), ids=CONSTRAINTS)
 def test_constraints_of_the_file_are_those_of_generate(settings: dict[str, Any], tmp_path: Path) -> None:
     """Greedy outputs equal transformers' `generate` token for token, whatever drafts, also with parameters of the caller."""
-    plain = _generated(_saved(tmp_path / "plain")[1], do_sample=False)
+    plain = _plain(tmp_path)
     folder, model = _saved(tmp_path / "model", **_concrete(settings, plain))
-    wanted = _generated(model, do_sample=False)
+    wanted = _generated(model)
     assert wanted != plain, "a setting without effect proves nothing"
     loaded = foresay.load(folder, dtype="fp32")
     draft = tiny.save(tmp_path / "draft", tiny.llama(seed=1))
     for drafter in (*DRAFTERS, f"model({draft})"):
         generator = foresay.change(loaded, drafter=drafter)
-        assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted, drafter
+        assert _ours(generator) == wanted, drafter
         assert generator.generate(PROMPT, SamplingParams(max_new_tokens=NEW)).token_ids == wanted, drafter
     without = GenerationSettings()
     object.__setattr__(loaded.target, "generation", without)  # the negative control: a merge that does nothing
     kept = "eos_token_id" in settings and len(settings) == 1
-    assert (loaded.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted) is kept
+    assert (_ours(loaded) == wanted) is kept
 
 
-def test_a_minimum_of_the_file_delays_no_stop_string(tmp_path: Path) -> None:
-    """In `generate` it delays the end token alone; a minimum of the request delays both, as in vLLM."""
-    names = tiny.tokenizer()
-    plain = _generated(_saved(tmp_path / "plain")[1], do_sample=False)
-    stop = names.decode(plain[2:4])
-    folder, model = _saved(tmp_path / "model", min_new_tokens=NEW - 1, stop_strings=[stop])
-    ids = torch.tensor([PROMPT])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, tokenizer=names)
-    wanted = out[0, len(PROMPT) :].tolist()
-    assert len(wanted) < NEW - 1
-    generator = foresay.load(folder, dtype="fp32")
-    assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted
-    assert len(generator.generate(PROMPT, max_new_tokens=NEW, min_new_tokens=NEW - 1).token_ids) >= NEW - 1
+def test_stop_strings_of_the_file(tmp_path: Path) -> None:
+    """A minimum of the file delays the end token alone, as in `generate`; one of the request delays both, as in vLLM."""
+    tokenizer = tiny.tokenizer()
+    plain = _plain(tmp_path)
+    stop = tokenizer.decode(plain[2:4])
+    for minimum in ({}, {"min_new_tokens": NEW - 1}):
+        folder, model = _saved(tmp_path / f"model{len(minimum)}", stop_strings=[stop], **minimum)
+        wanted = _generated(model, tokenizer=tokenizer)
+        generator = foresay.load(folder, dtype="fp32")
+        found = generator.generate(PROMPT, max_new_tokens=NEW)
+        assert found.token_ids == wanted and len(wanted) < NEW - 1 and found.stop_string == stop
+        assert len(_ours(generator, min_new_tokens=NEW - 1)) >= NEW - 1
+        assert generator.generate(PROMPT, max_new_tokens=NEW, stop="\0").stop_string is None
 
 
 @pytest.mark.parametrize(
@@ -127,42 +132,24 @@ def test_settings_are_described(settings: dict[str, Any]) -> None:
 def test_a_forced_first_token(tmp_path: Path) -> None:
     """transformers forces it after a single token only."""
     folder, model = _saved(tmp_path, forced_bos_token_id=77, begin_suppress_tokens=[40, 41, 42])
-    ids = torch.tensor([[40]])
-    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
     ours = foresay.load(folder, dtype="fp32").generate([40], max_new_tokens=NEW).token_ids
-    assert ours[0] == 77
-    assert ours == wanted[0, 1:].tolist()
-
-
-def test_stop_strings_of_the_file(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    plain = tokenizer.decode(_generated(_saved(tmp_path / "plain")[1], do_sample=False))
-    folder, model = _saved(tmp_path / "model", stop_strings=[plain[6:9]])
-    wanted = _generated(model, do_sample=False, tokenizer=tokenizer)
-    generator = foresay.load(folder, dtype="fp32")
-    ours = generator.generate(PROMPT, max_new_tokens=NEW)
-    assert ours.token_ids == wanted != _generated(model, do_sample=False, stop_strings=["\0"], tokenizer=tokenizer)
-    assert ours.stop_string == plain[6:9]
-    assert generator.generate(PROMPT, max_new_tokens=NEW, stop="\0").stop_string is None
+    assert ours[0] == 77 and ours == _generated(model, [40])
 
 
 def test_parameters_that_are_given_replace_the_files(tmp_path: Path) -> None:
-    plain = _generated(_saved(tmp_path / "plain")[1], do_sample=False)
+    plain = _plain(tmp_path)
     changes = {"repetition_penalty": 1.7, "min_new_tokens": 20, "eos_token_id": plain[4]}
     generator = foresay.load(_saved(tmp_path / "model", **changes)[0], dtype="fp32")
-    own = generator.generate(PROMPT, max_new_tokens=NEW, repetition_penalty=1.0, min_new_tokens=0)
-    assert own.token_ids == plain[:5]
-    whole = SamplingParams(max_new_tokens=NEW, repetition_penalty=1.0, min_new_tokens=0)
-    assert generator.generate(PROMPT, whole).token_ids == plain[:5]
+    own: dict[str, Any] = {"repetition_penalty": 1.0, "min_new_tokens": 0}
+    assert _ours(generator, **own) == plain[:5]
+    assert generator.generate(PROMPT, SamplingParams(max_new_tokens=NEW, **own)).token_ids == plain[:5]
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
 
+ALL: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
 SAMPLED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "all fields": (
-        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-        {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-    ),
+    "all fields": ({"do_sample": True, **ALL}, ALL),
     "do_sample alone: temperature 1, and no top_k of 50": ({"do_sample": True}, {"temperature": 1.0, "top_k": 0}),
     "without do_sample": ({"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.7, "top_p": 0.8}),
     "do_sample=false": ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
@@ -189,12 +176,8 @@ def test_sampling_model_samples_with_a_seed(tmp_path: Path) -> None:
     same = foresay.load(folder, dtype="fp32")
     sampled = own.generate(PROMPT, max_new_tokens=NEW, seed=5)
     assert sampled.seed == 5
-    assert sampled.token_ids == same.generate(PROMPT, max_new_tokens=NEW, seed=5, temperature=3.0, top_k=20).token_ids
-    assert sampled.token_ids != same.generate(PROMPT, max_new_tokens=NEW).token_ids
-    assert (
-        own.generate(PROMPT, max_new_tokens=NEW, temperature=0.0).token_ids
-        == same.generate(PROMPT, max_new_tokens=NEW).token_ids
-    )
+    assert sampled.token_ids == _ours(same, seed=5, temperature=3.0, top_k=20)
+    assert sampled.token_ids != _ours(same) == _ours(own, temperature=0.0)
     for kept in (own.plain(), foresay.change(own, drafter="max_gram"), own.with_settings(max_batch_size=2)):
         assert kept.generate(PROMPT, max_new_tokens=NEW).seed is not None
     with refused("sampling", "vllm", UnknownNameError):
@@ -217,10 +200,7 @@ def test_warpers_without_a_parameter_of_their_own(name: str, tmp_path: Path) -> 
     assert 1 < int((distribution > 0).sum()) < 60
     assert counts[distribution == 0].sum() == 0
     assert float((counts / 400 - distribution).abs().sum() / 2) < 0.25
-    assert (
-        generator.generate(PROMPT, max_new_tokens=1, temperature=0.0).token_ids
-        == _generated(model, do_sample=False)[:1]
-    )
+    assert generator.generate(PROMPT, max_new_tokens=1, temperature=0.0).token_ids == _generated(model)[:1]
 
 
 # -- the whole table -------------------------------------------------------------------------------------------------
@@ -237,15 +217,9 @@ def test_every_field_of_generation_config_has_a_treatment() -> None:
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "encoder_no_repeat_ngram_size": 3,
-    "encoder_repetition_penalty": 1.5,
-    "guidance_scale": 1.5,
-    "watermarking_config": {"greenlist_ratio": 0.5},
-    "token_healing": True,
-    "constraints": ["a"],
-    "force_words_ids": [[5]],
-    "max_time": 1.0,
-}
+    "encoder_no_repeat_ngram_size": 3, "encoder_repetition_penalty": 1.5, "guidance_scale": 1.5, "token_healing": True,
+    "watermarking_config": {"greenlist_ratio": 0.5}, "constraints": ["a"], "force_words_ids": [[5]], "max_time": 1.0,
+}  # fmt: skip
 
 
 def test_the_cases_of_unsupported_fields_are_complete() -> None:
@@ -263,30 +237,20 @@ def test_other_methods_and_unknown_fields_are_named_once(tmp_path: Path, caplog:
     folder, model = _saved(tmp_path, num_beams=3, max_window_size=6144, chat_format="chatml", use_cache=True)
     generator = foresay.load(folder, dtype="fp32")
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [line for line in lines if "num_beams=3, which foresay does not have" in line] == lines[:1]
-    assert lines[1:] == [
-        f"unknown fields in the generation config of {folder} are ignored: chat_format, max_window_size"
-    ]
-    wanted = _generated(model, do_sample=False, num_beams=1)
-    assert generator.generate(PROMPT, max_new_tokens=NEW).token_ids == wanted
+    assert len(lines) == 2 and "num_beams=3" in lines[0] and lines[1].endswith("ignored: chat_format, max_window_size")
+    assert _ours(generator) == _generated(model, num_beams=1)
 
 
 def test_a_file_without_effect_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Every field at a neutral value, or irrelevant."""
-    at_one = dict.fromkeys(("repetition_penalty", "temperature", "top_p", "typical_p", "guidance_scale"), 1.0)
-    at_one |= {"encoder_repetition_penalty": 1.0, "num_beams": 1, "num_beam_groups": 1}
-    at_zero = ("no_repeat_ngram_size", "min_length", "min_new_tokens", "top_k", "encoder_no_repeat_ngram_size")
-    at_false = ("do_sample", "use_mtp", "is_assistant", "output_scores", "output_attentions", "token_healing")
-    fractions = dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0.0)
-    neutral: dict[str, Any] = {**at_one, **dict.fromkeys(at_zero, 0), **dict.fromkeys(at_false, False), **fractions}
-    neutral |= {
-        "suppress_tokens": [],
-        "begin_suppress_tokens": [],
-        "output_logits": False,
-        "output_hidden_states": False,
-    }
-    neutral |= {"max_length": 9, "early_stopping": False, "num_return_sequences": 1, "length_penalty": 1.0}
+    one = "repetition_penalty temperature top_p typical_p guidance_scale encoder_repetition_penalty length_penalty"
+    zero = "no_repeat_ngram_size min_length min_new_tokens top_k encoder_no_repeat_ngram_size"
+    false = "do_sample use_mtp is_assistant output_scores output_attentions token_healing output_logits early_stopping "
+    fractions = "min_p epsilon_cutoff eta_cutoff penalty_alpha"
+    values = ((one, 1.0), (zero, 0), (false + "output_hidden_states", False), (fractions, 0.0), ("max_length", 9))
+    neutral = {name: value for names, value in values for name in names.split()}
+    neutral |= dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1)
+    neutral |= {"suppress_tokens": [], "begin_suppress_tokens": []}
     folder, model = _saved(tmp_path, **neutral)
-    ours = foresay.load(folder, dtype="fp32").generate(PROMPT, max_new_tokens=NEW)
-    assert ours.token_ids == _generated(model, do_sample=False)
+    assert _ours(foresay.load(folder, dtype="fp32")) == _generated(model)
     assert not [one for one in caplog.records if one.name == "foresay" and one.levelno >= logging.WARNING]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model, load_tokenizer, load_weights
 from helpers import tiny
 from helpers.families import FAMILIES, SEQ2SEQ, make, make_seq2seq
+from helpers.quantized import edit
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    edit(folder, lambda stored: stored.update(values))
 
 
 def refusal(folder: Path) -> str:
@@ -113,10 +112,7 @@ def test_numbers_that_only_a_pass_meets(folder: Path) -> None:
     """No rule names them: the pass after loading does."""
     make("deepseek_v3", 0, vocab_size=264).save_pretrained(folder)
     assert load_model(folder, LoadOptions(dtype="fp32")).model.vocab_size == 264
-    for values, wanted in (
-        ({"n_group": 0}, "ZeroDivisionError"),
-        ({"routed_scaling_factor": 1e39}, "not finite"),
-    ):
+    for values, wanted in (({"n_group": 0}, "ZeroDivisionError"), ({"routed_scaling_factor": 1e39}, "not finite")):
         sound = (folder / "config.json").read_text()
         change(folder, **values)
         assert wanted in refusal(folder)

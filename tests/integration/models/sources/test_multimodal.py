@@ -37,17 +37,9 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """model_type, and what is special about it -> the family of its text, and fields that differ there."""
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "global_head_dim": 8,
-    "depth": 1,
-    "num_heads": 4,
-    "out_hidden_size": 32,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 8, "global_head_dim": 8, "depth": 1, "num_heads": 4, "out_hidden_size": 32,
+}  # fmt: skip
 
 
 def whole(kind: str) -> Any:
@@ -108,19 +100,15 @@ def test_either_order_of_names_is_read(prefix: str, tmp_path: Path) -> None:
     assert list(found.token_ids) == continued(model, "hello", 6)
 
 
-QUANTIZED = {
-    "mistral3": "FP8 of a matrix",
-    "gemma3": "GPTQ",
-    "qwen2_vl": "AWQ",
-    "smolvlm": "compressed-tensors int8",
-    "internvl": "ModelOpt FP8",
-}
+QUANTIZED = [("mistral3", "FP8 of a matrix"), ("gemma3", "GPTQ"), ("qwen2_vl", "AWQ")]
+QUANTIZED += [("smolvlm", "compressed-tensors int8"), ("internvl", "ModelOpt FP8")]
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
-def test_a_quantized_language_model_is_read(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("kind", "case"), QUANTIZED)
+def test_a_quantized_language_model_is_read(
+    kind: str, case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As the same numbers are; the configuration of the quantization is that of the checkpoint, or of its language model."""
-    case = QUANTIZED[kind]
     saved(kind, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     chosen = [name for name in tensors if re.search(r"layers\.\d+\..*_proj\.weight$", name) and not is_of_images(name)]

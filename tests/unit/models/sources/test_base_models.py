@@ -22,51 +22,34 @@ def card(text: str) -> bytes:
     return f"---\n{text}\n---\n# A model\n".encode()
 
 
-def folder_with(path: Path, files: dict[str, bytes]) -> str:
-    path.mkdir()
-    for name, content in files.items():
-        (path / name).write_bytes(content)
-    return str(path)
-
-
-def test_an_alias() -> None:
+def test_an_alias_and_a_hub_id_with_and_without_its_card(fake: FakeHub) -> None:
     assert hub_names("smollm2-135m") == ("HuggingFaceTB/SmolLM2-135M-Instruct",)
-
-
-def test_a_hub_id_with_and_without_its_card(fake: FakeHub) -> None:
     assert hub_names("org/tuned") == ("org/tuned",)
     fake.store("org/tuned", {"README.md": card("base_model:\n- Qwen/Qwen3-8B\n- org/Tuned\n- Qwen/Qwen3-4B")})
     assert hub_names("org/tuned") == ("org/tuned", "Qwen/Qwen3-8B", "Qwen/Qwen3-4B")
 
 
 @pytest.mark.parametrize(
-    ("files", "names"),
+    ("config", "readme", "names"),
     [
-        ({}, ()),
-        ({"config.json": b'{"_name_or_path": "Qwen/Qwen3-8B"}'}, ("Qwen/Qwen3-8B",)),
-        ({"config.json": b'{"_name_or_path": "a/b"}', "README.md": card("base_model: c/d")}, ("a/b", "c/d")),
-        ({"config.json": b'{"_name_or_path": "/home/me/model"}'}, ()),
-        ({"config.json": b'{"_name_or_path": ["a/b"]}'}, ()),
-        ({"config.json": b"\xff{"}, ()),
-        ({"config.json": b"[1]"}, ()),
-        ({"README.md": card("base_model: {a: b}")}, ()),
-        ({"README.md": card("base_model: 'a/b; rm'")}, ()),
-        ({"README.md": card("base_model: [7, null, a/b]")}, ("a/b",)),
-        ({"README.md": card("base_model: [a/b")}, ()),
-        ({"README.md": card("other: 1")}, ()),
-        ({"README.md": b"\xff\xfe\x00"}, ()),
-        ({"README.md": card("base_model: a/b") + b" " * (1 << 20)}, ("a/b",)),
-        ({"README.md": card("base_model: a/b\nother: " + "x" * (1 << 16))}, ()),
-        ({"README.md": b"base_model: a/b"}, ()),
-        ({"README.md": b"---\r\nbase_model: a/b\r\n---\r\n"}, ("a/b",)),
-        (
-            {"README.md": card("base_model:\n" + "\n".join(f"- a/b{i}" for i in range(100)))},
-            tuple(f"a/b{i}" for i in range(15)),
-        ),
+        (None, None, ()),
+        (b'{"_name_or_path": "Qwen/Qwen3-8B"}', None, ("Qwen/Qwen3-8B",)),
+        (b'{"_name_or_path": "a/b"}', card("base_model: c/d"), ("a/b", "c/d")),
+        *[(one, None, ()) for one in (b'{"_name_or_path": "/home/me/model"}', b'{"_name_or_path": ["a/b"]}', b"\xff{", b"[1]")],
+        *[(None, card(one), ()) for one in ("base_model: {a: b}", "base_model: 'a/b; rm'", "base_model: [a/b", "other: 1")],
+        *[(None, one, ()) for one in (b"\xff\xfe\x00", b"base_model: a/b")],
+        (None, card("base_model: a/b\nother: " + "x" * (1 << 16)), ()),
+        (None, card("base_model: [7, null, a/b]"), ("a/b",)),
+        (None, card("base_model: a/b") + b" " * (1 << 20), ("a/b",)),
+        (None, b"---\r\nbase_model: a/b\r\n---\r\n", ("a/b",)),
+        (None, card("base_model:\n" + "\n".join(f"- a/b{i}" for i in range(100))), tuple(f"a/b{i}" for i in range(15))),
     ],
-)
-def test_a_folder(files: dict[str, bytes], names: tuple[str, ...], tmp_path: Path) -> None:
-    assert hub_names(folder_with(tmp_path / "model", files)) == names
+)  # fmt: skip
+def test_a_folder(config: bytes | None, readme: bytes | None, names: tuple[str, ...], tmp_path: Path) -> None:
+    for name, content in (("config.json", config), ("README.md", readme)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    assert hub_names(str(tmp_path)) == names
 
 
 @pytest.mark.parametrize(

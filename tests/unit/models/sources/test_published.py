@@ -16,10 +16,13 @@ KNOWN = {*PREFERRED, "peagle", "dfly"}
 ROW = {"repo": "org/draft", "kind": "eagle3"}
 
 
+def target(**changes: Any) -> dict[str, Any]:
+    return {"targets": [{"name": "org/target", "drafts": [ROW], **changes}]}
+
+
 def stored(folder: Path, changes: dict[str, Any], draft: dict[str, Any] | None = None) -> Path:
     """A table with one target and one draft, with some values changed."""
-    target = {"name": "org/target", "drafts": [{**ROW, **(draft or {})}]}
-    whole = {"format": "foresay-published-drafts", "version": 1, "targets": [target], **changes}
+    whole = {"format": "foresay-published-drafts", "version": 1, **target(drafts=[{**ROW, **(draft or {})}]), **changes}
     path = folder / "table.json"
     path.write_text(json.dumps(whole))
     return path
@@ -32,18 +35,8 @@ def test_the_table_of_the_package() -> None:
     assert all(one.name.casefold() == name for name, one in targets.items())
     assert sum(drafter_of(one.kind) is not None for one in drafts) > 100
     assert all(one.kind != "mtp" or one.repo in {target.name for target in targets.values()} for one in drafts)
-    assert {
-        "z-lab",
-        "incoai",
-        "deepseek-ai",
-        "AngelSlim",
-        "RedHatAI",
-        "LiquidAI",
-        "lmsys",
-        "yuhuili",
-        "Qwen",
-        "google",
-    } <= {one.repo.partition("/")[0] for one in drafts}
+    owners = "z-lab incoai deepseek-ai AngelSlim RedHatAI LiquidAI lmsys yuhuili Qwen google"
+    assert {*owners.split()} <= {one.repo.partition("/")[0] for one in drafts}
 
 
 def test_a_table_is_read(tmp_path: Path) -> None:
@@ -59,27 +52,15 @@ def test_a_table_is_read(tmp_path: Path) -> None:
         ({"version": 2}, "version"),
         ({"more": 1}, "more"),
         ({"targets": {}}, "targets"),
-        ({"targets": [{"name": "org/target", "drafts": []}]}, "drafts"),
-        ({"targets": [{"name": "org/target", "drafts": [ROW, ROW]}]}, "org/draft is listed twice for org/target"),
+        (target(drafts=[]), "drafts"),
+        (target(drafts=[ROW, ROW]), "org/draft is listed twice for org/target"),
         ({"targets": [{"name": name, "drafts": [ROW]} for name in ("a/b", "A/b")]}, "a/b is listed twice"),
-        ({"targets": [{"name": "org/target", "drafts": [ROW], "active_parameters": 0}]}, "active_parameters"),
+        (target(active_parameters=0), "active_parameters"),
         *(
-            ({"targets": [{"name": name, "drafts": [ROW]}]}, "name")
-            for name in (
-                "",
-                "org",
-                "a/b/c",
-                "../b",
-                "a/b\n",
-                "a/\x1b[2J",
-                "a/b;c",
-                "a/é",
-                "/b",
-                "a" * 200 + "/b",
-                7,
-                None,
-            )
+            (target(name=name), "name")
+            for name in ("", "org", "a/b/c", "../b", "a/b\n", "a/\x1b[2J", "a/b;c", "a/é", "/b")
         ),
+        *((target(name=name), "name") for name in ("a" * 200 + "/b", 7, None)),
     ],
 )
 def test_a_damaged_table_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -88,24 +69,13 @@ def test_a_damaged_table_is_refused(changes: dict[str, Any], named: str, tmp_pat
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("repo", "org/../x/y"),
-        ("kind", "EAGLE 3"),
-        ("kind", None),
-        ("parameters", -1),
-        ("parameters", 1.5),
-        ("parameters", "7B"),
-        ("parameters", 2**60),
-        ("bytes", True),
-        ("license", "<b>"),
-        ("license", ""),
-        ("files", "exe"),
-        ("tested", "yes"),
-        ("downloads", 7),
-    ],
-)
+WRONG: dict[str, list[Any]] = {
+    "repo": ["org/../x/y"], "kind": ["EAGLE 3", None], "parameters": [-1, 1.5, "7B", 2**60], "bytes": [True],
+    "license": ["<b>", ""], "files": ["exe"], "tested": ["yes"], "downloads": [7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_damaged_draft_is_refused(field: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_table(stored(tmp_path, {}, {field: value}))
@@ -118,11 +88,8 @@ def test_what_cannot_be_read_of_a_draft_is_named() -> None:
 
     assert refusal() == "None" == refusal(kind="model") == refusal(files="unknown")
     assert "medusa" in refusal(kind="medusa")
-    assert (
-        "pickled" in refusal(files="pickle")
-        and "GGUF" in refusal(files="gguf")
-        and "GGUF" in refusal(kind="model", files="gguf")
-    )
+    assert "pickled" in refusal(files="pickle") and "GGUF" in refusal(files="gguf")
+    assert "GGUF" in refusal(kind="model", files="gguf")
 
 
 def test_sizes_and_ranks() -> None:
