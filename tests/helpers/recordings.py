@@ -6,9 +6,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
+from foresay.models.table import TableModel
 from foresay_lab.data.items import PromptItem
 from helpers.families import VOCAB, make
 
@@ -37,6 +40,14 @@ def numbered(count: int, *, high: int = VOCAB, longest: int = 12, seed: int = 0)
     lengths = [numbers.randrange(1, longest) for _ in range(count)]
     texts = [" ".join(str(numbers.randrange(2, high)) for _ in range(n)) for n in lengths]
     return [PromptItem(f"p{i}", text, category=f"c{i % 2}") for i, text in enumerate(texts)]
+
+
+def cycle(size: int, period: int = 10) -> TableModel:
+    """A target that writes 2, 3, ... and again from the beginning: what came before comes again."""
+    table = torch.full((size, size, size), 1e-6)
+    for token in range(size):
+        table[:, token, 2 + (token - 1) % period] = 1.0
+    return TableModel(table)
 
 
 def loaded(target: Any = None, batch: int = 4, **options: Any) -> Generator:

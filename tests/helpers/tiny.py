@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -132,6 +133,16 @@ class Shell:
         code = _run(list(args))
         printed = self._capsys.readouterr()
         return code, printed.out, printed.err
+
+    def out(self, *args: str) -> str:
+        """What a command prints that succeeds, with nothing on standard error."""
+        code, out, err = self(*args)
+        assert (code, err) == (0, ""), (out, err)
+        return out
+
+    def objects(self, *args: str) -> list[Any]:
+        """The JSON objects that it prints, one per line."""
+        return [json.loads(line) for line in self.out(*args).splitlines()]
 
     def refused(self, *args: str, stdin: bytes = b"") -> str:
         """The one line that a wrong input gives, without its "foresay: "."""

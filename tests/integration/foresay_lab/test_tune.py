@@ -1,12 +1,12 @@
-"""Tuning where the best is known, the settings file it ends in, and benchmarks that survive what happens to them."""
+"""Tuning where the best is known, and the settings file that it ends in."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
+import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,23 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, methods
 from foresay.lengths import ThroughputLength
-from foresay.models.table import TableModel
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
-from foresay.records.results import Cell, Failure, Prediction, Results, Run
 from foresay.spec.settings_file import Settings, read_settings, write_settings
 from foresay_lab import tune as lab_tune
 from foresay_lab.bench import runners
-from foresay_lab.bench.bench import Progress, bench
-from foresay_lab.bench.runners import MethodRunner, Outcome, sampling_name
-from foresay_lab.bench.settings import BenchSettings
-from foresay_lab.data.requests import PromptRequest, RequestBuilder
-from foresay_lab.measure.live_run import DraftFailedError, run_live
+from foresay_lab.data.requests import PromptRequest
+from foresay_lab.measure.live_run import run_live
 from foresay_lab.replay.predict import Expected
+from foresay_lab.replay.record import record
 from foresay_lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
 from helpers import tiny
 from helpers.families import make
-from helpers.recordings import Numbers, loaded, numbered
+from helpers.recordings import Numbers, cycle, loaded, numbered
 from helpers.refusals import refused, refuses
 
 SIZE = 12
+SUFFIX = methods(["suffix"], ["2", "4", "8", "12"])
 
 
 @pytest.fixture(autouse=True)
@@ -46,35 +43,34 @@ def _one_thread() -> Iterator[None]:
     yield from tiny.one_thread()
 
 
-def cycle(period: int = 10) -> TableModel:
-    """A target that writes 2, 3, ... and again from the beginning: what came before comes again."""
-    table = torch.full((SIZE, SIZE, SIZE), 1e-6)
-    for token in range(SIZE):
-        table[:, token, 2 + (token - 1) % period] = 1.0
-    return TableModel(table)
-
-
-TARGET = cycle()
-
-
 def repeating(batch: int = 4) -> Generator:
-    return loaded(cycle(), batch=batch, tokenizer=Numbers(SIZE))
+    return loaded(cycle(SIZE), batch=batch, tokenizer=Numbers(SIZE))
 
 
-def recording(*, repeats: bool, count: int = 6) -> Recording:
-    """Texts that n-gram drafters predict from the second round on, or never: de Bruijn-like pairs that do not return."""
-    records = []
-    for i in range(count):
-        if repeats:
-            text = [2 + (i + k) % 10 for k in range(80)]
-        else:
-            # every step is another pair of tokens: whatever followed a token before does not follow it again
-            text, seen = [i % SIZE], {}
-            for _ in range(40):
-                turn = seen[text[-1]] = seen.get(text[-1], -1) + 1
-                text.append((text[-1] + 1 + turn) % SIZE)
-        records.append(Record(f"p{i}", tuple(text[:20]), tuple(text[20:]), category=f"c{i % 2}"))
-    return Recording(tuple(records), SIZE, model="TableModel", params={"max_new_tokens": 60})
+def comes_again(i: int, size: int) -> list[int]:
+    return [2 + (i + k) % 10 for k in range(size)]
+
+
+def never_comes_again(i: int, size: int) -> list[int]:
+    """Whatever followed a token before does not follow it again."""
+    text, seen = [i % SIZE], dict[int, int]()
+    while len(text) < size:
+        turn = seen[text[-1]] = seen.get(text[-1], -1) + 1
+        text.append((text[-1] + 1 + turn) % SIZE)
+    return text
+
+
+def interrupted(i: int, size: int) -> list[int]:
+    """Five tokens that come again and one that may be another: long drafts are cut short there."""
+    numbers = random.Random(i)
+    return [token for _ in range(size) for token in (2, 3, 4, 5, 6, numbers.randrange(7, 12))][:size]
+
+
+def recording(text: Callable[[int, int], list[int]] = comes_again, count: int = 6, new: int = 60) -> Recording:
+    """Prompts of 20 tokens."""
+    texts = [text(i, 20 + new) for i in range(count)]
+    records = [Record(f"p{i}", tuple(t[:20]), tuple(t[20:]), category=f"c{i % 2}") for i, t in enumerate(texts)]
+    return Recording(tuple(records), SIZE, model="TableModel", params={"max_new_tokens": new})
 
 
 def costs(columns: float, *, batches: float = 0.0) -> Profile:
@@ -87,340 +83,266 @@ def costs(columns: float, *, batches: float = 0.0) -> Profile:
     return Profile("TableModel", "", {}, tuple(timings), ((8, 1e-3), (256, 1e-2)))
 
 
+def tuned(
+    columns: float,
+    recorded: Recording | None = None,
+    named: Sequence[Method] = SUFFIX[2:3],
+    sizes: Sequence[int] = (1,),
+    own: Sequence[Method] = (),
+    **more: float,
+) -> Tuner:
+    """A tuner that has searched; by default for drafts of 8 tokens."""
+    tuner = Tuner(repeating(), recorded or recording(), profile=costs(columns, **more))
+    tuner.search(named, sizes, own)
+    return tuner
+
+
+def names(tuner: Tuner) -> list[str]:
+    return [one.method.name for one in tuner.tuning.candidates]
+
+
 # -- the search --------------------------------------------------------------------------------------------------------
 
-SUFFIX = methods(["suffix"], ["2", "4", "8", "12"])
 
-
-def ranked(tuner: Tuner, named: Sequence[Method] = SUFFIX, sizes: Sequence[int] = (1,)) -> list[str]:
-    return [one.method.name for one in tuner.search(named, sizes)]
-
-
-def test_where_columns_cost_nothing_the_longest_draft_wins() -> None:
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
-    assert ranked(tuner) == ["suffix, 12", "suffix, 8", "suffix, 4", "suffix, 2", "plain"]
-    best, plain = tuner.tuning.candidates[0], tuner.tuning.candidates[-1]
-    assert best.speed_up > 5 and best.expected.tokens_per_pass > 6
-    assert plain.speed_up == 1 and plain.expected.tokens_per_pass == 1
-    assert plain.expected.tokens_per_s == pytest.approx(1.0, rel=0.02), "a token a second, and the prompts"
-
-
-def test_where_columns_cost_passes_nothing_pays() -> None:
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(1.5))
-    names = ranked(tuner)
-    assert names[0] == "plain" and names[1] == "suffix, 2" and names[-1] == "suffix, 12"
-    best, plain = pick(tuner.tuning.candidates)
-    assert best == [] and plain is not None and plain.method.name == PLAIN
-
-
-def test_costs_are_those_of_passes_counted_by_hand() -> None:
-    """Every draft token holds: 60 tokens are passes of K + 1 of them and one of what is left, each column at 0.06 s."""
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.06))
-    ranked(tuner)
-    found = {c.method.length: c.expected for c in tuner.tuning.candidates}
-    for length in (2, 4, 8):
+@pytest.mark.parametrize(("columns", "pays"), [(0.0, True), (0.06, True), (1.5, False)])
+def test_costs_are_those_of_passes_counted_by_hand(columns: float, pays: bool) -> None:
+    """Every draft token holds: 60 tokens are passes of K + 1 of them and one of what is left. Dear columns pay for nothing."""
+    tuner = tuned(columns, named=SUFFIX)
+    ranked = tuner.tuning.candidates
+    assert names(tuner)[:: 1 if pays else -1] == [*(m.name for m in reversed(SUFFIX)), PLAIN]
+    assert bool(pick(ranked)[0]) == pays and pick(ranked)[1] is not None
+    for one in ranked:
+        if one.method.length == "12":  # of which the first pass finds fewer
+            continue
+        length = 0 if one.method.name == PLAIN else int(one.method.length or 0)
         passes, left = divmod(60, length + 1)
-        seconds = passes * (1 + 0.06 * length) + (1 + 0.06 * (left - 1) if left else 0)
-        one = found[str(length)]
-        assert one.tokens_per_pass == 60 / (passes + bool(left)), length
-        assert one.tokens_per_s == pytest.approx(60 / seconds, rel=0.01), length
+        seconds = passes * (1 + columns * length) + (1 + columns * (left - 1) if left else 0)
+        assert one.expected is not None and one.expected.tokens_per_pass == 60 / (passes + bool(left)), length
+        assert one.expected.tokens_per_s == pytest.approx(60 / seconds, rel=0.02), length
+        assert one.method.name != PLAIN or one.speed_up == 1
 
 
 def test_where_columns_cost_something_the_best_is_in_between() -> None:
-    """Five tokens that come again and one that may be another: long drafts are cut short there, short ones never get so far."""
-    records = []
-    for i in range(6):
-        numbers, text = random.Random(i), []
-        while len(text) < 80:
-            text += [2, 3, 4, 5, 6, numbers.randrange(7, 12)]
-        records.append(Record(f"p{i}", tuple(text[:20]), tuple(text[20:80])))
-    interrupted = dataclasses.replace(recording(repeats=True), records=tuple(records))
-    tuner = Tuner(repeating(), interrupted, profile=costs(0.15))
-    assert ranked(tuner)[0] == "suffix, 8"
-    rates = {c.method.length: c.expected.tokens_per_pass for c in tuner.tuning.candidates if c.method.name != PLAIN}
+    tuner = tuned(0.15, recording(interrupted), SUFFIX)
+    assert names(tuner)[0] == "suffix, 8"
+    rates = {c.method.length: c.expected.tokens_per_pass for c in tuner.tuning.candidates if c.expected}
     assert rates["2"] < rates["4"] < rates["8"] < rates["12"], "it writes more per pass, and yet less per second"
 
 
 def test_where_no_guess_is_right_plain_decoding_wins() -> None:
-    tuner = Tuner(repeating(), recording(repeats=False), profile=costs(0.3))
-    names = ranked(tuner, methods(["suffix", "prompt_lookup(min_ngram=1)"], ["4", "8"]))
-    assert names[0] == "plain"
-    tried = tuner.tuning.candidates[1:]
-    assert len(tried) == 4 and {c.expected.tokens_per_pass for c in tried} == {1.0}
-    assert all(c.speed_up < 0.7 for c in tried)
+    named = methods(["suffix", "prompt_lookup(min_ngram=1)"], ["4", "8"])
+    first, *tried = tuned(0.3, recording(never_comes_again), named).tuning.candidates
+    assert first.method.name == PLAIN and len(tried) == 4
+    assert all(c.expected and c.expected.tokens_per_pass == 1 and (c.speed_up or 1) < 0.7 for c in tried)
 
 
-def test_throughput_follows_the_profile() -> None:
-    """The policy that measures is given what passes would cost: it drafts where that pays and hardly where it does not."""
-    named = [Method("suffix", "throughput")]
-    for columns, pays in ((0.0, True), (3.0, False)):
-        tuner = Tuner(repeating(), recording(repeats=True), profile=costs(columns))
-        found = next(c for c in tuner.search(named, (1,)) if c.method.name != PLAIN)
-        assert (found.speed_up > 1.5) == pays and found.speed_up > 0.6
+@pytest.mark.parametrize(("columns", "pays"), [(0.0, True), (3.0, False)])
+def test_throughput_is_given_what_passes_would_cost(columns: float, pays: bool) -> None:
+    found = tuned(columns, named=[Method("suffix", "throughput")]).tuning.candidates
+    speed_up = next(c.speed_up or 0 for c in found if c.method.name != PLAIN)
+    assert (speed_up > 1.5) == pays and speed_up > 0.6
 
 
 def test_batch_sizes_and_latency() -> None:
     """Rows cost a tenth of a pass each: the larger batch writes more in all, each of its requests more slowly."""
-    tuner = Tuner(repeating(), recording(repeats=True, count=8), profile=costs(0.0, batches=0.2))
-    tuner.search(methods(["suffix"], ["8"]), (1, 4))
-    best, plain = pick(tuner.tuning.candidates)
+    found = tuned(0.0, recording(count=8), sizes=(1, 4), batches=0.2).tuning.candidates
+    best, plain = pick(found)
     assert [one.batch_size for one in best] == [4, 1] and plain is not None and plain.batch_size == 4
-    slow, quick = best[0].expected.latency_s, best[1].expected.latency_s
+    slow, quick = (one.expected.latency_s for one in best if one.expected)
     assert quick < slow
-    best, plain = pick(tuner.tuning.candidates, latency_s=(quick + slow) / 2)
+    best, plain = pick(found, latency_s=(quick + slow) / 2)
     assert [one.batch_size for one in best] == [1] and plain is None
-    assert pick(tuner.tuning.candidates, latency_s=quick / 2) == ([], None)
-    assert len(pick(tuner.tuning.candidates, count=1)[0]) == 1
+    assert pick(found, latency_s=quick / 2) == ([], None)
+    assert len(pick(found, count=1)[0]) == 1
 
 
-def candidate(name: str, rate: float, plain: float = 10.0, size: int = 1) -> Candidate:
+def candidate(name: str, rate: float) -> Candidate:
     def at(value: float) -> Expected:
-        return Expected(tokens=100, passes=50, row_passes=50 * size, seconds=100 / value, draft_s=0, fill_s=0)
+        return Expected(tokens=100, passes=50, row_passes=50, seconds=100 / value, draft_s=0, fill_s=0)
 
-    return Candidate(Method(name), size, at(rate), at(plain))
+    return Candidate(Method(name), 1, at(rate), at(10.0))
 
 
-def test_picking_by_hand() -> None:
+def test_what_may_pay_is_picked() -> None:
     some = [candidate("none", 10), candidate("suffix", 9), candidate("max_gram", 30), candidate("prompt_lookup", 9.8)]
     best, plain = pick(some)
-    assert [one.method.drafter for one in best] == ["max_gram", "prompt_lookup"], "what may pay is tried"
-    assert plain is some[0]
+    assert [one.method.drafter for one in best] == ["max_gram", "prompt_lookup"] and plain is some[0]
 
 
 def test_the_best_must_gain_more_than_plain_decoding_differs_from_itself() -> None:
-    one = candidate("suffix", 12)
-    tuning = Tuning(confirmed=[Confirmed(one, 11.0, 1.04, 1.0, 1.1)], plain_spread=0.1)
-    assert tuning.best is None
-    tuning.plain_spread = 0.02
-    assert tuning.best is tuning.confirmed[0]
-    quicker = Confirmed(one, 12.0, 1.03, 1.0, 1.1)
-    tuning.confirmed.append(quicker)
-    assert tuning.best is quicker, "tokens per second decide"
-    assert Tuning().best is None
+    slow, quick = (Confirmed(candidate("suffix", 12), rate, gain, 1.0, 1.1) for rate, gain in ((11, 1.04), (12, 1.03)))
+    for confirmed, spread, best in (
+        ([], 0.0, None),
+        ([slow], 0.1, None),
+        ([slow], 0.02, slow),
+        ([slow, quick], 0.02, quick),  # tokens per second decide
+    ):
+        assert Tuning(confirmed=confirmed, plain_spread=spread).best is best
 
 
 def test_what_cannot_be_replayed_is_left_out_and_named() -> None:
-    named = [*methods(["suffix"], ["4"]), Method("ngram_store(filler_top_k=3)", "4"), Method("suffix", "4", "typical")]
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
-    assert ranked(tuner, named) == ["suffix, 4", "plain"]
+    refused_ones = [Method("ngram_store(filler_top_k=3)", "4"), Method("suffix", "4", "typical")]
+    tuner = tuned(0.0, named=[*SUFFIX[1:2], *refused_ones])
+    assert names(tuner) == ["suffix, 4", "plain"]
     assert set(tuner.tuning.failed) == {"ngram_store(filler_top_k=3), 4", "suffix, 4, typical"}
-    assert "filler_top_k" in tuner.tuning.failed["ngram_store(filler_top_k=3), 4"]
-    assert "lossy" in tuner.tuning.failed["suffix, 4, typical"]
+    for name, reason in (("ngram_store(filler_top_k=3), 4", "filler_top_k"), ("suffix, 4, typical", "lossy")):
+        assert reason in tuner.tuning.failed[name]
 
 
-def test_tuning_refuses_other_recordings() -> None:
-    one = recording(repeats=True)
-    with refused("recording"):
-        Tuner(repeating(), dataclasses.replace(one, params={"temperature": 1.0}))
-    with refused("recording"):
-        Tuner(repeating(), dataclasses.replace(one, model="other"))
+@pytest.mark.parametrize("change", [{"params": {"temperature": 1.0}}, {"model": "other"}])
+def test_tuning_refuses_other_recordings(change: dict[str, Any]) -> None:
+    refuses(lambda: Tuner(repeating(), dataclasses.replace(recording(), **change)), "recording")
 
 
-def test_confirming_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against plain decoding before and after; categories take turns in what is run. A pass is taken for a second."""
-    target = repeating()
-    tuner = Tuner(target, recording(repeats=True), profile=costs(0.0))
-    tuner.search(methods(["suffix"], ["8"]), (2,))
-    runs: list[tuple[str, list[str]]] = []
-    honest = run_live
+def test_a_draft_model_is_heard_once_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = foresay.load(make("llama"), tokenizer=Numbers(), drafter="none")
+    one = record(target, numbered(4), tmp_path / "r.jsonl", SamplingParams(max_new_tokens=16))
+    heard, honest = [], lab_tune.precompute
+    monkeypatch.setattr(lab_tune, "precompute", lambda *args: (heard.append(1), honest(*args))[1])
+    tuner = Tuner(target, one, profile=costs(0.0))
+    found = tuner.search(methods(["self(1)", "self(2)"], ["2", "4", "confidence(0.5)"]), (1, 2))
+    assert len(heard) == 2 and len(found) == 2 * 7 and not tuner.tuning.failed
+    assert {"replay", "drafts"} <= set(tuner.tuning.seconds)
+
+
+def test_a_profile_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(lab_tune, "measure", lambda _, **settings: (asked.update(settings), costs(0.0))[1])
+    Tuner(repeating(), recording()).search(methods(["suffix"], ["4", "12"]), (5,))
+    assert asked["batches"] == [1, 2, 4, 5] and asked["columns"] == [1, 2, 3, 4, 5, 7, 9, 13]
+    assert asked["contexts"] == [50], "a prompt of 20 and half of 60"
+
+
+# -- live runs -----------------------------------------------------------------------------------------------------------
+
+Runs = list[tuple[str, list[str]]]
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Runs, list[float]]:
+    """Receives each live run's drafter and prompts; a pass is taken for a second, times the scales of runs after the first."""
+    runs, scales = Runs(), list[float]()
 
     def watched(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
         runs.append((generator.drafter_name, [ask.id for ask in asks]))
-        live = honest(generator, asks, params)
-        return dataclasses.replace(live, seconds=float(live.stats.num_passes))
+        found = run_live(generator, asks, params)
+        scale = scales.pop(0) if scales and len(asks) > 1 else 1.0
+        return dataclasses.replace(found, seconds=scale * found.stats.num_passes)
 
     monkeypatch.setattr(runners, "run_live", watched)
+    return runs, scales
+
+
+def test_confirming_runs_live(live: tuple[Runs, list[float]]) -> None:
+    """Against plain decoding before and after; categories take turns in what is run."""
+    tuner = tuned(0.0, sizes=(2,))
     [found] = tuner.confirm(tuner.tuning.candidates, repeats=2, count=4)
     assert found.candidate.method.name == "suffix, 8" and tuner.tuning.confirmed == [found]
+    runs = live[0]
     assert [name for name, _ in runs] == ["none", "suffix", "none", "suffix", "none", "suffix", "none"]
     assert runs[2][1] == ["p0", "p1", "p2", "p3"] and len(runs[0][1]) == len(runs[1][1]) == 1
-    tokens = min(lab_tune._CONFIRM_TOKENS, 60)
-    assert found.low == found.speed_up == found.high == found.tokens_per_s == tokens / math.ceil(tokens / 9)
+    assert found.low == found.speed_up == found.high == found.tokens_per_s == 60 / math.ceil(60 / 9)
     assert tuner.tuning.plain_spread == 0
 
 
-def test_a_machine_that_changes_between_runs_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_changes_between_runs_decides_nothing(live: tuple[Runs, list[float]]) -> None:
     """The runs of the shorter drafts are four times as fast as those before them, and so is plain decoding next to them."""
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
-    tuner.search(methods(["suffix"], ["8", "2"]), (1,))
+    tuner = tuned(0.0, named=methods(["suffix"], ["8", "2"]))
     best, _ = pick(tuner.tuning.candidates)
-    assert [one.method.name for one in best] == ["suffix, 8", "suffix, 2"]
-    honest, scales = run_live, iter([1.0, 1.0, 1.0, 1.0, 0.25, 0.0625])  # warm, plain, 8, plain, 2, plain
-
-    def watched(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
-        live = honest(generator, asks, params)
-        scale = 1.0 if len(asks) < 2 else next(scales)
-        return dataclasses.replace(live, seconds=scale * live.stats.num_passes)
-
-    monkeypatch.setattr(runners, "run_live", watched)
-    next(scales)
-    found = tuner.confirm(best, repeats=1, count=2)
-    raw = {one.candidate.method.name: one for one in found}
+    live[1].extend([1.0, 1.0, 1.0, 0.25, 0.0625])  # plain, 8, plain, 2, plain
+    raw = {one.candidate.method.name: one for one in tuner.confirm(best, repeats=1, count=2)}
     assert raw["suffix, 8"].speed_up > raw["suffix, 2"].speed_up > 1
     assert tuner.tuning.confirmed[0] is raw["suffix, 8"]
     tuner.tuning.plain_spread = 0.0
     assert tuner.tuning.best is raw["suffix, 8"]
 
 
-def test_a_method_without_a_prediction_is_run_live_and_may_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the target's own default, if a replay fails: the search alone would never have tried it."""
-    honest = Tuner._expect
-
-    def expect(self: Tuner, method: Method, *given: Any) -> Expected:
-        if method.length == "8":
-            raise ConfigError("cannot be replayed")
-        return honest(self, method, *given)
-
-    monkeypatch.setattr(Tuner, "_expect", expect)
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(9.0))
-    tuner.search(methods(["suffix"], ["4"]), (1,), methods(["suffix"], ["8"]))
+def test_the_target_s_own_methods_are_run_live_without_a_prediction() -> None:
+    """The search alone would never have tried them; one that cannot be run is named, and the others go on."""
+    own = [Method("ngram_store(filler_top_k=3)", "4"), Method("head(nowhere)", "2")]
+    tuner = tuned(9.0, own=own)
     best, plain = pick(tuner.tuning.candidates)
-    assert [(one.method.name, one.expected, one.speed_up) for one in best] == [("suffix, 8", None, None)]
+    assert [(one.method.name, one.expected, one.speed_up) for one in best] == [(one.name, None, None) for one in own]
     assert plain is not None and plain.method.name == PLAIN
     [found] = tuner.confirm(best, repeats=1, count=2)
     assert found.candidate is best[0] and found.predicted is None
-    assert pick(tuner.tuning.candidates, latency_s=0.5) == ([], None), (
-        "it is as slow as plain decoding until it is known"
-    )
-
-
-def test_a_method_that_cannot_be_run_is_named_and_the_others_go_on() -> None:
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
-    tuner.search(methods(["suffix"], ["8"]), (1,), [Method("head(nowhere)", "2")])
-    best, _ = pick(tuner.tuning.candidates)
-    assert [one.candidate.method.name for one in tuner.confirm(best, repeats=1, count=2)] == ["suffix, 8"]
     assert set(tuner.tuning.failed) == {"head(nowhere), 2"}
+    assert pick(tuner.tuning.candidates, latency_s=0.5) == ([], None), "as slow as plain decoding until it is known"
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(math.inf, 7), (3.1 * 960, 7), (2.1 * 960, 5), (1.0, 3)])
-def test_live_runs_fit_the_time(monkeypatch: pytest.MonkeyPatch, seconds: float, runs: int) -> None:
+@pytest.mark.parametrize(("seconds", "count"), [(math.inf, 7), (3.1 * 960, 7), (2.1 * 960, 5), (1.0, 3)])
+def test_live_runs_fit_the_time(live: tuple[Runs, list[float]], seconds: float, count: int) -> None:
     """Plain decoding writes a token a second: 8 prompts of 60 tokens twice are 960 s for one turn of one candidate."""
-    tuner = Tuner(repeating(), recording(repeats=True, count=8), profile=costs(0.0))
-    tuner.search(methods(["suffix"], ["8"]), (1,))
-    best, _ = pick(tuner.tuning.candidates)
-    sizes, honest = [], run_live
-
-    def watched(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
-        sizes.append(len(asks))
-        return honest(generator, asks, params)
-
-    monkeypatch.setattr(runners, "run_live", watched)
-    tuner.confirm(best, repeats=3, seconds=seconds)
-    assert len(sizes) - 2 == runs, "after two that warm up"
-    assert set(sizes[2:]) == ({8} if seconds > 1 else {1})
+    tuner = tuned(0.0, recording(count=8))
+    tuner.confirm(pick(tuner.tuning.candidates)[0], repeats=3, seconds=seconds)
+    sizes = [len(asks) for _, asks in live[0][2:]]  # two that warm up
+    assert (len(sizes), set(sizes)) == (count, {8} if seconds > 1 else {1})
 
 
-def test_the_prediction_that_is_shown_is_of_what_was_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts gain more the longer they are; the first 20 of 60 tokens run live are predicted alone."""
-    monkeypatch.setattr(lab_tune, "_CONFIRM_TOKENS", 20)
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.06))
-    tuner.search(methods(["suffix"], ["8"]), (1,))
+def test_the_prediction_that_is_shown_is_of_what_was_run() -> None:
+    """Texts gain more the longer they are; the first 64 of 107 tokens run live are predicted alone."""
+    tuner = tuned(0.06, recording(new=107))
     best, _ = pick(tuner.tuning.candidates)
     [found] = tuner.confirm(best, repeats=1, count=2)
-    assert found.predicted == pytest.approx(20 / (2 * 1.48 + 1.06), rel=0.01), "9 + 9 + 2 tokens"
-    assert best[0].speed_up == pytest.approx(60 / (6 * 1.48 + 1.3), rel=0.01)
+    assert found.predicted == pytest.approx(64 / (7 * 1.48 + 1), rel=0.01), "7 passes of 9 tokens, and one token"
+    assert best[0].speed_up == pytest.approx(107 / (11 * 1.48 + 1.42), rel=0.01)
 
 
 def test_confirming_refuses_a_method_that_writes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner = Tuner(repeating(), recording(repeats=True), profile=costs(0.0))
-    tuner.search(methods(["suffix"], ["4"]), (1,))
-    honest = Method.generator
-
-    def other(self: Method, target: Generator, size: int) -> Generator:
-        return honest(self, loaded(cycle(7), tokenizer=Numbers(SIZE)), size)
-
-    monkeypatch.setattr(Method, "generator", other)
-    with refused("method", "suffix, 4"):
+    tuner, honest = tuned(0.0), Method.generator
+    other = loaded(cycle(SIZE, 7), tokenizer=Numbers(SIZE))
+    monkeypatch.setattr(Method, "generator", lambda self, _, size: honest(self, other, size))
+    with refused("method", "suffix, 8"):
         tuner.confirm(tuner.tuning.candidates)
-
-
-def test_a_draft_model_is_heard_once_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from foresay_lab.replay.record import record
-
-    target = foresay.load(make("llama"), tokenizer=Numbers(), drafter="none")
-    one = record(target, numbered(4), tmp_path / "r.jsonl", SamplingParams(max_new_tokens=16))
-    heard = 0
-    honest = lab_tune.precompute
-
-    def counted(*args: Any) -> Any:
-        nonlocal heard
-        heard += 1
-        return honest(*args)
-
-    monkeypatch.setattr(lab_tune, "precompute", counted)
-    tuner = Tuner(target, one, profile=costs(0.0))
-    names = ranked(tuner, methods(["self(1)", "self(2)"], ["2", "4", "confidence(0.5)"]), (1, 2))
-    assert heard == 2 and len(names) == 2 * 7 and not tuner.tuning.failed
-    assert {"replay", "drafts"} <= set(tuner.tuning.seconds)
-
-
-def test_a_profile_is_measured_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def noted(target: Generator, **settings: Any) -> Profile:
-        asked.update(settings)
-        return costs(0.0)
-
-    monkeypatch.setattr(lab_tune, "measure", noted)
-    Tuner(repeating(), recording(repeats=True)).search(methods(["suffix"], ["4", "12"]), (5,))
-    assert asked["batches"] == [1, 2, 4, 5] and asked["columns"] == [1, 2, 3, 4, 5, 7, 9, 13]
-    assert asked["contexts"] == [50], "a prompt of 20 and half of 60"
 
 
 # -- foresay.toml ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tune") / "tiny")
-
-
-def test_settings_round_trip(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target": "a"},
+        {"target": 'q"uo\\te\n\x7f', "drafter": "suffix(scale=3)", "length": 8, "rule": "block", "dtype": "fp32"},
+        {"target": "ä/日本", "length": "confidence(0.5)", "max_batch_size": 4},
+        {"target": "a.gguf", "drafter": "suffix", "backend": "llama.cpp"},
+    ],
+)
+def test_settings_round_trip(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = tmp_path / "foresay.toml"
-    for settings in (
-        Settings(target="a"),
-        Settings(
-            target='q"uo\\te\n\x7f', drafter="suffix(scale=3)", length=8, rule="block", max_batch_size=4, dtype="fp32"
-        ),
-        Settings(target="ä/日本", length="confidence(0.5)"),
-        Settings(target="a.gguf", drafter="suffix", backend="llama.cpp"),
-    ):
-        write_settings(path, settings, {"speed_up": 1.5, "prompts": 'a "b"', "good": True, "missing": None})
-        assert read_settings(path) == settings
+    for _ in range(2):
+        write_settings(path, Settings(**settings), {"speed_up": 1.5, "prompts": 'a "b"', "good": True, "no": None})
+        assert read_settings(path) == Settings(**settings)
     assert [p.name for p in tmp_path.iterdir()] == ["foresay.toml"]
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
-    assert "missing" not in path.read_text() and "speed_up = 1.5" in path.read_text()
+    assert "no = " not in path.read_text() and "speed_up = 1.5" in path.read_text()
     with refused("path"):
-        write_settings(tmp_path / "no" / "such", Settings(target="a"), {})
+        write_settings(tmp_path / "no" / "such", Settings(**settings), {})
 
 
 def test_what_a_settings_file_says_is_loaded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative folder is meant from where the file lies, not from where the program runs."""
-    path = folder.parent / "foresay.toml"
-    settings = Settings(target="tiny", drafter="max_gram", length=7, rule="block", max_batch_size=3, dtype="fp32")
-    write_settings(path, settings, {"speed_up": 2.0})
-    monkeypatch.chdir(tmp_path)
-    one = foresay.load(path)
-    assert (one.drafter_name, one.policy.num_draft_tokens, one.rule.name) == ("max_gram", 7, "block")  # type: ignore[attr-defined]
-    assert one.max_batch_size == 3 and one.target.model.model.dtype is torch.float32  # type: ignore[attr-defined]
-    given = foresay.load(str(path), drafter="suffix", rule="match", max_batch_size=2, dtype="bf16")
+    here, near = tmp_path / "foresay.toml", os.path.relpath(folder, tmp_path)
+    settings = Settings(target=near, drafter="max_gram", length=7, rule="block", max_batch_size=3, dtype="fp32")
+    write_settings(here, settings, {"speed_up": 2.0})
+    monkeypatch.chdir(folder)
+    one: Any = foresay.load(here)
+    assert (one.drafter_name, one.policy.num_draft_tokens, one.rule.name) == ("max_gram", 7, "block")
+    assert one.max_batch_size == 3 and one.target.model.model.dtype is torch.float32
+    given: Any = foresay.load(str(here), drafter="suffix", rule="match", max_batch_size=2, dtype="bf16")
     assert (given.drafter_name, given.rule.name, given.max_batch_size) == ("suffix", "match", 2)
     assert isinstance(given.policy, ThroughputLength), "a length belongs to its drafter"
-    assert given.target.model.model.dtype is torch.bfloat16  # type: ignore[attr-defined]
-    assert foresay.load(path, num_draft_tokens=2).policy.num_draft_tokens == 2  # type: ignore[attr-defined]
-    assert foresay.load(path, length="heuristic").policy.start == 5  # type: ignore[attr-defined]
-    assert foresay.load(path, max_ngram=3).drafter_name.startswith("prompt_lookup")
-    assert foresay.load(path, str(folder)).drafter_name.startswith("model(")
-
-
-def test_a_length_without_a_drafter_is_honoured(folder: Path) -> None:
-    path = folder.parent / "short.toml"
-    path.write_text('target = "tiny"\nlength = 3\n')
-    one = foresay.load(path)
-    assert (one.drafter_name, one.policy.num_draft_tokens) == ("suffix", 3)  # type: ignore[attr-defined]
-    path.write_text('target = "tiny"\ndrafter = "none"\n')
-    assert foresay.load(path).drafter_name == "none"
+    assert given.target.model.model.dtype is torch.bfloat16
+    for more, name, value in (({"num_draft_tokens": 2}, "num_draft_tokens", 2), ({"length": "heuristic"}, "start", 5)):
+        assert getattr(foresay.load(here, **more).policy, name) == value
+    assert foresay.load(here, max_ngram=3).drafter_name.startswith("prompt_lookup")
+    assert foresay.load(here, str(folder)).drafter_name.startswith("model(")
+    here.write_text(f'target = "{near}"\nlength = 3\n')
+    bare: Any = foresay.load(here)
+    assert (bare.drafter_name, bare.policy.num_draft_tokens) == ("suffix", 3), "a length without a drafter"
+    here.write_text(f'target = "{near}"\ndrafter = "none"\n')
+    assert foresay.load(here).drafter_name == "none"
 
 
 @pytest.mark.parametrize(
@@ -440,261 +362,36 @@ def test_bad_settings_files(tmp_path: Path, text: str, param: str, value: Any) -
     path = tmp_path / "foresay.toml"
     path.write_text(text)
     refuses(lambda: foresay.load(path), param, value, at=f"{path}: ")
-    path.write_text('target = "a')
+
+
+@pytest.mark.parametrize("data", [b'target = "a', b'target = "\xff"', None])
+def test_settings_files_that_cannot_be_read(tmp_path: Path, data: bytes | None) -> None:
+    path = tmp_path / "foresay.toml"
+    if data is not None:
+        path.write_bytes(data)
     refuses(lambda: foresay.load(path), "path", path)
-
-
-def test_settings_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_bytes(b'target = "\xff"')
-    for path in (tmp_path / "none.toml", tmp_path / "x.toml"):
-        with refused("path", path):
-            foresay.load(path)
 
 
 # -- methods -------------------------------------------------------------------------------------------------------------
 
 
-def test_methods_by_name() -> None:
-    assert [m.name for m in methods(["suffix", "max_gram"])] == ["suffix, throughput", "max_gram, throughput"]
-    assert methods(["self(4)"])[0].name == "self(4), throughput(sampled=4)"
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ((["suffix", "max_gram"],), ["suffix, throughput", "max_gram, throughput"]),
+        ((["self(4)"],), ["self(4), throughput(sampled=4)"]),
+        ((["suffix", "none", "suffix"], ["4", "throughput"]), ["suffix, 4", "suffix, throughput"]),
+        ((["suffix"], ["12"], "block"), ["suffix, 12, block"]),
+    ],
+)
+def test_methods_by_name(given: tuple[Any, ...], named: list[str]) -> None:
+    assert [m.name for m in methods(*given)] == named
+
+
+def test_names_of_methods() -> None:
     assert [m.fixed.name for m in methods(["suffix", "max_gram"])] == ["suffix, 12", "max_gram, 10"]
-    assert [m.name for m in methods(["suffix", "none", "suffix"], ["4", "throughput"])] == [
-        "suffix, 4",
-        "suffix, throughput",
-    ]
-    assert methods(["suffix"], ["12"], "block")[0].name == "suffix, 12, block" and Method("none").name == PLAIN
-    with refused("drafter"):
-        methods(["none"])
-    with refused("drafter", "none"):
-        Method("none", "4")
-    for bad in (("sufix",), ("suffix", "thruput"), ("suffix", "4", "blok"), ("suffix", "-1")):
+    assert Method("none").name == PLAIN
+    refuses(lambda: methods(["none"]), "drafter")
+    for bad in (("none", "4"), ("sufix",), ("suffix", "thruput"), ("suffix", "4", "blok"), ("suffix", "-1")):
         with pytest.raises(ConfigError):
             Method(*bad)
-
-
-def test_names_of_sampling() -> None:
-    assert sampling_name(SamplingParams()) == "greedy"
-    assert sampling_name(SamplingParams(temperature=0.8, top_p=0.9, top_k=5)) == "t=0.8 top_k=5 top_p=0.9"
-
-
-# -- benchmarks ----------------------------------------------------------------------------------------------------------
-
-GREEDY = SamplingParams(max_new_tokens=24)
-
-
-def asks(generator: Generator, count: int = 4) -> list[PromptRequest]:
-    return RequestBuilder(generator).first(numbered(count, high=SIZE))
-
-
-def settings(generator: Generator, **changes: Any) -> BenchSettings:
-    values: dict[str, Any] = {
-        "methods": methods(["suffix", "max_gram"], ["4"]),
-        "datasets": {"d": asks(generator)},
-        "params": (GREEDY,),
-        "repeats": 2,
-    }
-    return BenchSettings(**{**values, **changes})
-
-
-def order(results: Results) -> list[str]:
-    return [run.cell.method for run in results.runs]
-
-
-def test_a_benchmark(tmp_path: Path) -> None:
-    generator, told = repeating(), list[Progress]()
-    results = bench(generator, settings(generator), tmp_path / "r.jsonl", on_run=told.append)
-    # what ran between two plain runs is written when its ratios are known
-    assert order(results) == [PLAIN, PLAIN, "suffix, 4", "max_gram, 4", "suffix, 4", PLAIN, "max_gram, 4"]
-    assert [(one.done, one.total) for one in told] == [(i, 4) for i in range(1, 5)]
-    for run in results.runs:
-        assert run.tokens == 4 * 24 and run.seconds > 0 and run.exact and len(run.prompts) == 4
-        assert run.stats["num_tokens"] == run.tokens == sum(p.generated_length for p in run.prompts)
-        drafted = run.cell.method != PLAIN
-        assert (run.identical, run.note) == ((True, "") if drafted else (None, ""))
-        assert (run.plain_seconds is not None) == drafted and (run.stats["num_drafted"] > 0) == drafted
-    assert {run.cell for run in results.runs} == {
-        Cell(m, "d", 1, "greedy") for m in (PLAIN, "suffix, 4", "max_gram, 4")
-    }
-    assert {(t.cell.method, t.id) for t in results.traces} == {
-        (m, f"p{i}") for m in ("suffix, 4", "max_gram, 4") for i in (0, 1)
-    }
-    assert "".join(text for text, _ in results.traces[0].pieces) == "".join(
-        f"{i} " for i in run_live(generator, asks(generator)[:1], GREEDY).outputs[0]
-    )
-    assert {origin for t in results.traces for _, origin in t.pieces} == {"draft", "residual", "bonus"}
-    assert results.settings["datasets"]["d"]["prompts"] == 4 and results.provenance["versions"]["foresay"]
-
-
-def test_plain_decoding_is_never_far(tmp_path: Path) -> None:
-    """Between any two of its runs lie three of others at most, and each ratio is with those next to it."""
-    generator = repeating()
-    path = tmp_path / "r.jsonl"
-    many = settings(generator, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
-    results = bench(generator, many, path)
-    plain = [i for i, name in enumerate(order(results)) if name == PLAIN]
-    assert len(plain) == 1 + math.ceil(10 / 3)
-    for i, run in enumerate(results.runs):
-        if run.cell.method != PLAIN:
-            near = [results.runs[k] for k in plain]
-            assert min(n.seconds / n.tokens for n in near) <= (run.plain_seconds or 0) / run.tokens + 1e-12
-            assert (run.plain_seconds or 0) / run.tokens <= max(n.seconds / n.tokens for n in near) + 1e-12, i
-
-
-def test_predictions_are_written_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, path = repeating(), tmp_path / "r.jsonl"
-    predicted = [Prediction(Cell("suffix, 4", "d", 1), 100.0, 3.0)]
-    for _ in range(2):
-        bench(generator, settings(generator, repeats=1), path, predictions=predicted)
-    kinds = [json.loads(line).get("kind") for line in path.read_text().splitlines()]
-    assert kinds[1] == "prediction" and kinds.count("prediction") == 1
-    assert Results.load(path).predictions == predicted
-
-
-def test_a_benchmark_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, path = repeating(), tmp_path / "r.jsonl"
-    wanted = settings(generator, methods=methods(["suffix", "max_gram", "prompt_lookup"], ["4"]), repeats=2)
-    honest, count = MethodRunner.run, 0
-
-    def stopped(self: MethodRunner, block: Any, some: Any) -> Outcome:
-        nonlocal count
-        count += len(some) > 1 and self.name != PLAIN
-        if count == 4:
-            raise KeyboardInterrupt
-        return honest(self, block, some)
-
-    monkeypatch.setattr(MethodRunner, "run", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        bench(generator, wanted, path)
-    monkeypatch.setattr(MethodRunner, "run", honest)
-    first = [(run.cell.method, run.repeat) for run in Results.load(path).runs if run.cell.method != PLAIN]
-    assert first == [("suffix, 4", 0), ("max_gram, 4", 0), ("prompt_lookup, 4", 0)]
-    told: list[Progress] = []
-    results = bench(generator, wanted, path, on_run=told.append)
-    runs = [(run.cell.method, run.repeat) for run in results.runs if run.cell.method != PLAIN]
-    assert sorted(runs) == sorted((m.name, r) for m in wanted.methods for r in (0, 1)), "none twice, none missing"
-    assert [one.done for one in told] == [4, 5, 6]
-    before = path.read_bytes()
-    bench(generator, wanted, path)
-    assert path.read_bytes() == before, "nothing is missing: nothing runs, not even plain decoding"
-    more = bench(generator, settings(generator, methods=wanted.methods, repeats=3), path)
-    assert sum(run.cell.method != PLAIN for run in more.runs) == 9, "more repeats go on"
-
-
-def test_a_failing_method_does_not_lose_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, path = repeating(), tmp_path / "r.jsonl"
-    honest = MethodRunner.run
-
-    def failing(self: MethodRunner, block: Any, some: Any) -> Outcome:
-        if self.name == "max_gram, 4":
-            raise DraftFailedError("the drafter failed:\n  ValueError: no")
-        if self.name == "prompt_lookup, 4" and len(some) > 1:
-            raise RuntimeError("CUDA out of memory")
-        return honest(self, block, some)
-
-    monkeypatch.setattr(MethodRunner, "run", failing)
-    wanted = settings(generator, methods=methods(["max_gram", "suffix", "prompt_lookup"], ["4"]), repeats=1)
-    told: list[Progress] = []
-    results = bench(generator, wanted, path, on_run=told.append)
-    assert order(results).count("suffix, 4") == 1 and len(told) == 3
-    assert {(f.cell.method, f.error) for f in results.failures} == {
-        ("max_gram, 4", "the drafter failed: ValueError: no"),
-        ("prompt_lookup, 4", "RuntimeError: CUDA out of memory"),
-    }
-    assert sum(isinstance(one.last, Failure) for one in told) == 2
-    monkeypatch.setattr(MethodRunner, "run", honest)
-    again = bench(generator, wanted, path)
-    assert {run.cell.method for run in again.runs} == {PLAIN, "suffix, 4", "max_gram, 4", "prompt_lookup, 4"}
-    assert order(again).count("suffix, 4") == 1, "what failed is tried again, what ran is not"
-
-
-def test_other_outputs_are_flagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = repeating()
-    honest = MethodRunner.run
-
-    def differing(self: MethodRunner, block: Any, some: Any) -> Outcome:
-        out = honest(self, block, some)
-        if self.name == "suffix, 4" and len(some) > 1:
-            out.outputs[2] = [*out.outputs[2][:-1], 0]
-        return out
-
-    monkeypatch.setattr(MethodRunner, "run", differing)
-    results = bench(generator, settings(generator, repeats=1), tmp_path / "r.jsonl")
-    flags = {run.cell.method: (run.identical, run.note) for run in results.runs}
-    assert flags["suffix, 4"] == (False, "3 of 4 outputs equal those of plain decoding")
-    assert flags["max_gram, 4"] == (True, "")
-
-
-def test_plain_decoding_that_does_not_repeat_itself_ends_the_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator, honest, turn = repeating(), MethodRunner.run, 0
-
-    def drifting(self: MethodRunner, block: Any, some: Any) -> Outcome:
-        nonlocal turn
-        turn += 1
-        out = honest(self, block, some)
-        if self.name == PLAIN:
-            out.outputs[0][-1] = turn
-        return out
-
-    monkeypatch.setattr(MethodRunner, "run", drifting)
-    with pytest.raises(AssertionError, match="plain decoding is not deterministic"):
-        bench(generator, settings(generator), tmp_path / "r.jsonl")
-
-
-def test_sampled_and_lossy_runs_need_not_be_identical(tmp_path: Path) -> None:
-    generator = repeating()
-    hot = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
-    wanted = settings(
-        generator, params=(GREEDY, hot), methods=methods(["suffix"], ["4"], "typical"), repeats=1, batch_sizes=(1, 4)
-    )
-    results = bench(generator, wanted, tmp_path / "r.jsonl")
-    cells = {run.cell: run for run in results.runs if run.cell.method != PLAIN}
-    assert {(c.batch_size, c.sampling) for c in cells} == {(1, "greedy"), (4, "greedy"), (1, "t=1"), (4, "t=1")}
-    assert all(not run.exact for run in cells.values())
-    assert all((run.identical is None) == (c.sampling != "greedy") for c, run in cells.items())
-
-
-def test_stop_strings_stop_every_run(tmp_path: Path) -> None:
-    generator = repeating()
-    params = SamplingParams(max_new_tokens=24, stop=("5 ",))
-    results = bench(generator, settings(generator, params=(params,), repeats=1), tmp_path / "r.jsonl")
-    for run in results.runs:
-        assert run.identical in (None, True) and run.tokens < 4 * 12
-        assert {p.finish_reason for p in run.prompts} == {"stop"}
-
-
-def test_bad_benchmarks(tmp_path: Path) -> None:
-    generator = repeating()
-    for changes, param, value in [
-        ({"datasets": {}}, "datasets", None),
-        ({"datasets": {"d": []}}, "datasets", None),
-        ({"repeats": 0}, "repeats", 0),
-        ({"batch_sizes": (1, 0)}, "batch_size", 0),
-        ({"params": (GREEDY, SamplingParams(max_new_tokens=3))}, "params", "greedy"),
-        ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors", None),
-    ]:
-        with refused(param, value):
-            settings(generator, **changes)
-    path = tmp_path / "r.jsonl"
-    bench(generator, settings(generator, repeats=1), path)
-    with pytest.raises(ConfigError, match=r"started with settings.datasets.d.digest="):
-        bench(generator, settings(generator, datasets={"d": asks(generator, 3)}), path)
-    other = settings(generator, params=(SamplingParams(max_new_tokens=24, banned_token_ids=(3,)),))
-    with pytest.raises(ConfigError, match=r"started with settings\.params="):
-        bench(generator, other, path)
-
-
-def test_a_live_run_is_decoding(tmp_path: Path) -> None:
-    generator = foresay.load(make("llama"), tokenizer=Numbers(), drafter="suffix", max_batch_size=2)
-    some = RequestBuilder(generator).first(numbered(3))
-    live = run_live(generator, some, SamplingParams(max_new_tokens=20))
-    wanted = generator.generate([list(ask.token_ids) for ask in some], max_new_tokens=20)
-    assert live.outputs == [one.token_ids for one in wanted] and live.tokens == sum(map(len, live.outputs))
-    assert [p.id for p in live.prompts(some)] == ["p0", "p1", "p2"] and live.stats.num_tokens == live.tokens
-    hot = SamplingParams(max_new_tokens=20, temperature=0.7)
-    assert run_live(generator, some, hot).outputs == run_live(generator, some, hot).outputs, (
-        "seeds of their own, repeated"
-    )
-    assert run_live(generator, [some[0], some[0]], hot).outputs[0] != run_live(generator, [some[0]] * 2, hot).outputs[1]
-    assert isinstance(Run(Cell("a", "b", 1), 0, 2.0, 4).tokens_per_s, float)

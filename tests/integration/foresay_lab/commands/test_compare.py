@@ -14,6 +14,7 @@ import pytest
 import foresay
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.outcome import Origin, Step
+from foresay.drafters import MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter
 from foresay.engine import Stats
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
@@ -55,16 +56,12 @@ def rows(out: str) -> dict[str, list[str]]:
 
 
 def test_the_usual_methods(shell: tiny.Shell, base: list[str]) -> None:
-    code, out, err = shell(*base, PROMPT)
-    table = rows(out)
-    assert (code, err) == (0, "")
+    table = rows(shell.out(*base, PROMPT))
     assert list(table) == ["method", "plain", *DEFAULT]
-    assert table["method"] == [
-        *("tokens", "seconds", "tokens/s", "drafted", "accepted", "drafts used", "tokens/pass", "speed-up", "identical")
-    ]
+    columns = "tokens|seconds|tokens/s|drafted|accepted|drafts used|tokens/pass|speed-up|identical"
+    assert table["method"] == columns.split("|")
     assert table["plain"][3:] == ["-", "-", "-", "1.00", "1.00x", "-"]
-    for name in DEFAULT:
-        assert table[name][0] == "24" and table[name][-1] == "yes"
+    assert {(table[name][0], table[name][-1]) for name in DEFAULT} == {("24", "yes")}
     assert int(table["suffix"][3]) > 0, "the drafted tokens"
 
 
@@ -79,33 +76,23 @@ def test_on_a_terminal(base: list[str], columns: int, monkeypatch: pytest.Monkey
     assert ("method " in out.decode()) == (columns == 80), "else a paragraph for each"
 
 
-def test_chosen_methods_and_a_draft(shell: tiny.Shell, base: list[str], small: Path) -> None:
+def test_chosen_methods(shell: tiny.Shell, base: list[str]) -> None:
     more = ["--drafter", "suffix(scale=3)", "--drafter", "max_gram", "--drafter", "suffix( scale = 3 )"]
-    code, out, _ = shell(*base, *more, PROMPT)
-    assert code == 0 and list(rows(out)) == ["method", "plain", "suffix(scale=3)", "max_gram"]
-    code, out, _ = shell(*base, "--draft", str(small), PROMPT)
-    table = rows(out)
-    assert code == 0
-    assert list(table) == ["method", "plain", "draft alone", *DEFAULT, f"model({small})"]
-    assert table["draft alone"][-1] == "another"
-    assert table[f"model({small})"][-1] == "yes"
+    assert list(rows(shell.out(*base, *more, PROMPT))) == ["method", "plain", "suffix(scale=3)", "max_gram"]
 
 
-def test_json(shell: tiny.Shell, base: list[str], folder: Path, small: Path) -> None:
+def test_json_with_a_draft_and_repeats(shell: tiny.Shell, base: list[str], folder: Path, small: Path) -> None:
     args = ["--json", "--repeats", "3", "--draft", str(small), "--length", "3", "--raw", PROMPT]
-    code, out, err = shell(*base, *args)
-    record = json.loads(out)
-    by_name = {one["method"]: one for one in record.pop("methods")}
-    assert (code, err, out.count("\n")) == (0, "", 1)
-    assert record["text"] == by_name["plain"]["text"] and record["repeats"] == 3
-    plain = by_name["plain"]
-    expected = foresay.load(folder, drafter="none", dtype="fp32").generate(PROMPT, max_new_tokens=24)
-    assert plain["token_ids"] == expected.token_ids and plain["length"] == 0
-    own = foresay.load(small, drafter="none", dtype="fp32").generate(PROMPT, max_new_tokens=24)
-    assert by_name["draft alone"]["token_ids"] == own.token_ids
-    assert by_name["draft alone"]["identical"] is None and by_name["draft alone"]["exact"] is None
-    for name in (*DEFAULT, f"model({small})"):
-        one = by_name[name]
+    [record] = shell.objects(*base, *args)
+    names = ["plain", "draft alone", *DEFAULT, f"model({small})"]
+    assert [one["method"] for one in record["methods"]] == names
+    plain, alone, *others = record["methods"]
+    assert record["text"] == plain["text"] and record["repeats"] == 3 and plain["length"] == 0
+    for one, model in ((plain, folder), (alone, small)):
+        expected = foresay.load(model, drafter="none", dtype="fp32").generate(PROMPT, max_new_tokens=24)
+        assert one["token_ids"] == expected.token_ids
+    assert alone["identical"] is None and alone["exact"] is None
+    for one in others:
         assert one["identical"] is one["exact"] is True and one["length"] == 3
         assert len(one["all_seconds"]) == 3 and one["seconds"] == sorted(one["all_seconds"])[1]
         ratios = [before / after for before in plain["all_seconds"] for after in one["all_seconds"]]
@@ -143,111 +130,90 @@ def test_noise_is_no_gain(seconds: float, noise: bool, folder: Path) -> None:
 def test_repeats_learn_nothing_from_each_other(shell: tiny.Shell, base: list[str]) -> None:
     """A store that outlives requests would know the whole output the second time."""
     keeping = "ngram_store(keep=true)"
-    given = ["--drafter", "ngram_store", "--drafter", keeping]
+    given = [*base, "--json", "--drafter", "ngram_store", "--drafter", keeping, PROMPT]
     once, thrice = (
-        {one["method"]: one["stats"]["num_passes"] for one in json.loads(shell(*base, *args, PROMPT)[1])["methods"]}
-        for args in (["--json", *given], ["--json", *given, "--repeats", "3"])
+        {one["method"]: one["stats"]["num_passes"] for one in json.loads(shell(*given, *more)[1])["methods"]}
+        for more in ([], ["--repeats", "3"])
     )
     assert once == thrice and once[keeping] == once["ngram_store"]
 
 
 def test_a_length_for_all(shell: tiny.Shell, base: list[str]) -> None:
-    found = json.loads(shell(*base, "--json", "--length", "throughput", PROMPT)[1])["methods"]
-    assert [one["length"] for one in found] == [0, *["ThroughputLength"] * 4]
+    [found] = shell.objects(*base, "--json", "--length", "throughput", PROMPT)
+    assert [one["length"] for one in found["methods"]] == [0, *["ThroughputLength"] * 4]
 
 
-def test_sampled_outputs_need_not_be_the_same(shell: tiny.Shell, base: list[str]) -> None:
-    _, out, _ = shell(*base, "-t", "1", PROMPT)
-    assert {cells[-1] for name, cells in rows(out).items() if name in DEFAULT} == {"sampled"}
-    code, out, _ = shell(*base, "-t", "1", "--rule", "coupled", PROMPT)
-    assert code == 0
-    assert {cells[-1] for name, cells in rows(out).items() if name in DEFAULT} == {"yes"}
-
-
-def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make plain decoding sample, whatever its parameters."""
+@pytest.mark.parametrize(
+    ("args", "sampled_plain", "code", "identical"),
+    [
+        (["-t", "1"], False, 0, "sampled"),
+        (["-t", "1", "--rule", "coupled"], False, 0, "yes"),
+        ([], True, 1, "no"),
+        (["--rule", "lenience(2)"], True, 0, "no"),  # a lossy rule may differ
+    ],
+)
+def test_a_difference_under_an_exact_rule_is_1(
+    shell: tiny.Shell,
+    base: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    sampled_plain: bool,
+    code: int,
+    identical: str,
+) -> None:
+    """Sampled outputs need not be the same. sampled_plain: plain decoding samples, whatever its parameters."""
     honest = Generator.session
 
     def other(generator: Generator, **options: Any) -> Any:
         session: Any = honest(generator, **options)
-        if generator.drafter_name == "none":
+        if sampled_plain and generator.drafter_name == "none":
             session.submit = functools.partial(session.submit, temperature=2.0, seed=0)
         return session
 
     monkeypatch.setattr(Generator, "session", other)
+    found, out, _ = shell(*base, *args, PROMPT)
+    assert found == code
+    assert {cells[-1] for name, cells in rows(out).items() if name in DEFAULT} == {identical}
+    assert code == 0 or sum(": token " in one and "plain decoding has" in one for one in out.splitlines()) == 4
 
 
-def test_a_difference_under_an_exact_rule_is_1(
-    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tampered(monkeypatch)
-    code, out, _ = shell(*base, PROMPT)
-    assert code == 1
-    assert {cells[-1] for name, cells in rows(out).items() if name in DEFAULT} == {"no"}
-    assert sum(": token " in line and "plain decoding has" in line for line in out.splitlines()) == 4
-
-
-def test_a_difference_under_a_lossy_rule_is_allowed(
-    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tampered(monkeypatch)
-    code, out, _ = shell(*base, "--rule", "lenience(2)", PROMPT)
-    table = rows(out)
-    assert code == 0
-    assert {table[name][-1] for name in DEFAULT} == {"no"}
-
-
+@pytest.mark.parametrize("broken", [[MaxGram], [MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter]])
 def test_a_drafter_that_fails_is_told_in_its_row(
-    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
+    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch, broken: list[Any]
 ) -> None:
-    from foresay.drafters import MaxGram
+    """The command fails where no method runs."""
 
-    def broken(*args: object) -> None:
+    def fail(*args: object) -> None:
         raise ValueError("out of order")
 
-    monkeypatch.setattr(MaxGram, "draft_tokens", broken)
+    for drafter in broken:
+        monkeypatch.setattr(drafter, "draft_tokens", fail)
     code, out, _ = shell(*base, PROMPT)
-    assert code == 0
-    assert rows(out)["max_gram"][-1] == "failed" and rows(out)["suffix"][-1] == "yes"
+    outcomes = [rows(out)[name][-1] for name in DEFAULT]
+    assert (code, outcomes.count("failed"), outcomes.count("yes")) == (len(broken) == 4, len(broken), 4 - len(broken))
     assert "max_gram failed: the drafter failed: ValueError: out of order" in out
-
-
-def test_no_method_that_runs_is_1(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from foresay.drafters import MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter
-
-    def broken(*args: object) -> None:
-        raise ValueError("out of order")
-
-    for drafter in (MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter):
-        monkeypatch.setattr(drafter, "draft_tokens", broken)
-    code, out, _ = shell(*base, PROMPT)
-    assert code == 1
-    assert {cells[-1] for name, cells in rows(out).items() if name in DEFAULT} == {"failed"}
 
 
 def test_a_draft_that_cannot_read_the_prompt_is_told_in_its_row(
     shell: tiny.Shell, base: list[str], small: Path
 ) -> None:
     code, out, _ = shell(*base, "--draft", str(small), "x" * 80)
-    assert code == 0
-    assert rows(out)["draft alone"][-1] == "failed"
+    assert code == 0 and rows(out)["draft alone"][-1] == "failed"
     assert "draft alone failed: the prompt has 80 tokens; the model's context is 64" in out
 
 
 def test_a_narrow_terminal_has_a_paragraph_per_method(
     shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = shell(*base, PROMPT)
-    table = out[out.index("method") :]
-    assert max(map(len, table.splitlines())) <= 80
-    monkeypatch.setenv("COLUMNS", "40")
-    _, out, _ = shell(*base, PROMPT)
+    for columns in ("80", "40"):
+        monkeypatch.setenv("COLUMNS", columns)
+        out = shell.out(*base, PROMPT)
+        if columns == "80":
+            assert max(map(len, out[out.index("method") :].splitlines())) <= 80
     lines = [line for line in out[out.index("\nplain\n") + 1 :].splitlines() if not line.startswith("~ ")]
     assert lines[::2] == ["plain", *DEFAULT]
-    assert all(
-        line.startswith("  tokens 24, seconds ") and line.endswith(("yes", "identical -")) for line in lines[1::2]
-    )
+    for line in lines[1::2]:
+        assert line.startswith("  tokens 24, seconds ") and line.endswith(("yes", "identical -"))
 
 
 @pytest.mark.parametrize(
@@ -270,8 +236,7 @@ def test_wrong_options_are_named_before_anything_is_loaded(shell: tiny.Shell, ar
 
 
 def test_methods_lists_what_may_be_written(shell: tiny.Shell) -> None:
-    code, out, err = shell("info", "--methods")
-    assert (code, err) == (0, "")
+    out = shell.out("info", "--methods")
     named = [line.strip().split("(")[0] for line in out.splitlines() if line.startswith("  ") and line[2] != " "]
     assert named == [*DRAFTERS, *RULES, *LENGTHS]
     assert "  confidence(threshold=0.4, low=1, high=20)\n" in out
@@ -289,8 +254,8 @@ def test_methods_lists_what_may_be_written(shell: tiny.Shell) -> None:
     ],
 )
 def test_generate_takes_expressions(shell: tiny.Shell, base: list[str], args: list[str]) -> None:
-    plain = json.loads(shell("generate", *base[2:], "--json", "--drafter", "none", PROMPT)[1])
-    one = json.loads(shell("generate", *base[2:], "--json", *args, PROMPT)[1])
+    [plain] = shell.objects("generate", *base[2:], "--json", "--drafter", "none", PROMPT)
+    [one] = shell.objects("generate", *base[2:], "--json", *args, PROMPT)
     assert one["text"] == plain["text"] and one["exact"] is True
 
 

@@ -1,0 +1,262 @@
+"""`foresay tune`: the settings that it writes and others read, its estimate, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foresay
+from foresay.records.profile import Profile, Timing
+from foresay.spec.settings_file import read_settings
+from foresay_lab import tune as lab
+from foresay_lab.bench import runners
+from foresay_lab.commands import tune_estimate
+from foresay_lab.commands.tune_estimate import Estimate
+from foresay_lab.replay.record import Recorder
+from helpers import tiny
+
+ESTIMATE = r"tuning takes about \d+ (s|min): (\w[\w ]* \d+ (s|min)(, )?)+\n"
+PROMPT = "hello world, hello"
+NUM_PROMPTS = 5
+Tune = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def tune(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch) -> Tune:
+    """Runs `foresay tune` with passes of a second, and so much more for each further column; live runs are real."""
+
+    def run(*args: str, columns: float = 9.0, stdin: bytes = b"") -> tuple[int, str, str]:
+        cost = columns
+
+        def measured(target: Any, *, batches: Any, columns: Any = (), **_: Any) -> Profile:
+            timings = [Timing(b, c, 40, 1.0 + cost * (c - 1), 1.0, 1.0) for b in batches for c in columns]
+            return Profile("tiny", "float32", {}, tuple(timings), ((8, 0.0), (256, 0.0)))
+
+        monkeypatch.setattr(lab, "measure", measured)
+        given = [*args, *([] if "--model" in args or "own.toml" in args else which)]
+        given += [] if "--recording" in args or "--count" in args else ["--prompts", "p.jsonl"]
+        return shell(
+            "tune", *given, *([] if "--length" in args else ["--drafter", "suffix", "--length", "4"]), stdin=stdin
+        )
+
+    return run
+
+
+def refused(done: tuple[int, str, str], message: str) -> None:
+    code, out, err = done
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_it_writes_settings_that_are_picked_up(
+    tune: Tune, shell: tiny.Shell, which: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = lab.Tuner.confirm
+
+    def fast(self: Any, candidates: Any, **more: Any) -> Any:
+        honest(self, candidates[:1], repeats=1, count=1)
+        self.tuning.confirmed = [lab.Confirmed(one, 100.0 - i, 2.0, 1.9, 2.1) for i, one in enumerate(candidates)]
+        return self.tuning.confirmed
+
+    monkeypatch.setattr(lab.Tuner, "confirm", fast)
+    code, out, err = tune("-n", "16", columns=0.0)
+    assert code == 0 and re.match("foresay: " + ESTIMATE, err), err
+    assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
+    said, text = read_settings("foresay.toml"), Path("foresay.toml").read_text()
+    assert (said.target, said.drafter, said.length, said.dtype) == (str(folder), "suffix", 4, "float32")
+    assert said.max_batch_size == 1 and "speed_up = 2.0" in text and "prompts = " in text
+    code, out, err = shell("generate", "-n", "8", "--json", PROMPT)
+    assert (code, err) == (0, f"foresay: settings from foresay.toml (target {folder}, drafter suffix, length 4)\n")
+    [plain] = shell.objects("generate", *which, "--drafter", "none", "-n", "8", "--json", PROMPT)
+    assert json.loads(out)["token_ids"] == plain["token_ids"] and json.loads(out)["stats"]["num_drafted"] > 0
+    shell.out("generate", *which, "-n", "8", PROMPT)  # a model that is named needs no settings
+    refused(tune(), "--output foresay.toml exists")
+    refused(tune("-o", "nowhere/foresay.toml"), "the folder 'nowhere'")
+    refused(tune("--force", "--recording", "r.jsonl"), "r.jsonl")
+    assert read_settings("foresay.toml") == said
+
+
+def test_where_nothing_pays_and_in_another_folder(
+    tune: Tune, shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding is written; the model is found from where the file lies."""
+    tiny.save(here / "m")
+    (here / "out").mkdir()
+    code, out, _ = tune("--model", "m", "-n", "8", "-o", "out/foresay.toml")
+    assert code == 0 and "Plain decoding is fastest: no drafter gains anything here." in out
+    said = read_settings("out/foresay.toml")
+    assert (said.target, said.drafter) == (os.path.join("..", "m"), "none") and not Path("foresay.toml").exists()
+    assert tune("--model", "m", "-n", "8")[0] == 0 and read_settings("foresay.toml").target == "m"
+    monkeypatch.chdir(here / "out")
+    assert json.loads(shell("generate", "-n", "3", "--json", "x")[1])["stats"]["num_drafted"] == 0
+
+
+# -- the estimate --------------------------------------------------------------------------------------------------------
+
+
+def test_the_duration_is_estimated(tune: Tune) -> None:
+    code, out, err = tune("-n", "12", "--estimate")
+    assert (code, err) == (0, "") and re.fullmatch(ESTIMATE, out) and not Path("foresay.toml").exists()
+    for part in ("recording", "timing passes", "replaying 2 candidates", "running 2 live"):  # suffix, and the default
+        assert part in out
+
+
+def test_a_run_fits_its_minutes() -> None:
+    whole = Estimate(100.0, 60.0, 20.0, 300.0, count=48, rounds=3, candidates=20, finalists=4)
+    assert whole.within(1e9) == whole
+    part = whole.within(90.0)
+    assert (part.count, part.rounds, part.live) == (12, 1, 30.0)
+    assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
+    least = whole.within(0.001)
+    assert (least.count, least.rounds) == (4, 1)
+
+
+def test_prompts_that_begin_alike_do_not_shorten_the_estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their beginnings are prefilled once; timing passes prefills random tokens."""
+
+    def timed(target: object, prompts: list[list[int]]) -> tuple[float, float]:
+        return float(len({tuple(ids[: i + 1]) for ids in prompts for i in range(len(ids))})), 0.0
+
+    monkeypatch.setattr(tune_estimate, "_timed", timed)
+    target = foresay.load(folder, drafter="none")
+    of: dict[str, Any] = {"recorded": False, "methods": [], "sizes": [8], "rows": 8, "finalists": 2}
+    alike, apart = (
+        tune_estimate.estimate(target, prompts, (8, 4), **of)
+        for prompts in ([[1] * 40 + [i] for i in range(8)], [[i] * 41 for i in range(8)])
+    )
+    assert alike.recording < apart.recording and alike.timing == apart.timing
+
+
+class Terminal(io.TextIOWrapper):
+    """Standard input that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("answer", "args", "started"), [("n", [], False), ("y", [], True), ("", ["--yes"], True)])
+def test_a_long_run_is_confirmed_on_a_terminal(
+    tune: Tune, monkeypatch: pytest.MonkeyPatch, answer: str, args: list[str], started: bool
+) -> None:
+    long = Estimate(600.0, 0.0, 0.0, 0.0, 8, 3, 1, 3)
+    monkeypatch.setattr("foresay_lab.commands.tune.estimate", lambda *_, **__: long)
+    monkeypatch.setattr("io.TextIOWrapper", Terminal)
+    code, _, err = tune("-n", "8", *args, stdin=f"{answer}\n".encode())
+    assert "tuning takes about 5 min: recording 4 outputs 5 min" in err
+    assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
+
+
+# -- what is run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("default", ["suffix", "hybrid(suffix, self(1))"])
+@pytest.mark.parametrize("args", ["--length 4", "--length throughput", "--drafter suffix --length 4"])
+def test_the_model_s_own_default_is_run(tune: Tune, monkeypatch: pytest.MonkeyPatch, default: str, args: str) -> None:
+    """At its own length, where the replay finds nothing that pays, and whatever the candidates are called."""
+    monkeypatch.setattr("foresay.generation.load.default_drafter", lambda *_: default)
+    live = re.compile(rf"^live: {re.escape(default)}, throughput\S* \d", re.MULTILINE)
+    _, out, err = tune("-n", "12", "--force", *args.split())
+    assert live.search(err), err
+    assert len(re.findall(rf"^{re.escape(default)}, throughput", out, re.MULTILINE)) == 1, "in one row of the table"
+    monkeypatch.setattr("foresay_lab.commands.tune.own_methods", lambda *_, **__: [])
+    assert not live.search(tune("-n", "12", "--force", *args.split())[2]), "what does not pay is not run otherwise"
+
+
+def test_with_a_latency(tune: Tune) -> None:
+    code, _, err = tune("-n", "12", "--latency", "1")
+    message = r"foresay: --latency 1 cannot be met: the fastest candidate takes 1000\.\d ms per token\n"
+    assert code == 2 and re.fullmatch(f"foresay: {ESTIMATE}{message}", err)
+    assert tune("-n", "12", "--latency", "1500", "--batch-size", "1,2")[0] == 0
+    assert read_settings("foresay.toml").max_batch_size == 2, "the larger batch writes more, and is as quick"
+
+
+def test_the_batch_size_is_that_of_what_won(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that the replay ranks first may lose live: then the other's batch size is written."""
+
+    def confirm(self: Any, candidates: Any, **more: Any) -> Any:
+        assert candidates[0].batch_size == 2 and candidates[-1].batch_size == 1
+        self.tuning.confirmed = [lab.Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
+
+    monkeypatch.setattr(lab.Tuner, "confirm", confirm)
+    assert tune("-n", "12", "--latency", "5000", "--batch-size", "1,2", columns=0.0)[0] == 0
+    assert read_settings("foresay.toml").max_batch_size == 1
+
+
+def test_from_a_recording(tune: Tune, shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    shell.out("record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "24")
+    Path("own.toml").write_text(f'target = "{which[1]}"\ndtype = "fp32"\nactivations = "float32"\n')
+    for settings, given in ((Path("foresay.toml"), []), (Path("rounded.toml"), ["own.toml", "-o", "rounded.toml"])):
+        assert tune(*given, "--recording", "r.jsonl")[0] == 0
+        assert 'prompts = "r.jsonl"' in settings.read_text()
+        assert ('activations = "float32"' in settings.read_text()) == bool(given)
+    contradicts = "contradict: a recording has its own prompts"
+    for more, message in (
+        (["--count", "3"], contradicts),
+        (["-n", "20"], contradicts),
+        (["--model", str(tiny.save(here / "other"))], "--recording is of "),
+        (["--batch-size", "1,2"], "--batch-size 1,2 without --latency"),
+    ):
+        refused(tune(*more, "--recording", "r.jsonl", "-o", "x"), message)
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on_with_its_outputs(
+    tune: Tune, here: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run with the same prompts and model records the rest; a complete run removes the file."""
+    recorded: list[object] = []
+    submit = Recorder.submit
+    monkeypatch.setattr(Recorder, "submit", lambda self, *args: (recorded.append(args), submit(self, *args)))
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def performed(code: int, tokens: int = 12) -> int:
+        """Number of outputs that a run records."""
+        recorded.clear()
+        assert tune("--force", "-n", str(tokens))[0] == code
+        return len(recorded)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.Tuner, "search", interrupted)
+        assert performed(130) == NUM_PROMPTS
+        assert len(list(here.rglob("tune/*.jsonl"))) == 1 and performed(130) == 0
+        assert performed(130, 11) == NUM_PROMPTS, "outputs of another length"
+        later = folder / "later.json"
+        later.write_text("{}")
+        assert performed(130) == NUM_PROMPTS, "outputs of another model with this name"
+        later.unlink()
+    assert performed(0) == 0, "the unchanged folder"
+    assert len(list(here.rglob("tune/*.jsonl"))) == 2, "those of the other length and the other model are left"
+    assert performed(0) == NUM_PROMPTS
+
+
+@pytest.mark.parametrize(("runs", "answer"), [(1, "nothing was written"), (4, "wrote foresay.toml")])
+def test_ctrl_c_during_live_runs_leaves_an_answer(
+    tune: Tune, here: Path, monkeypatch: pytest.MonkeyPatch, runs: int, answer: str
+) -> None:
+    """The best of what was measured until then; the outputs that were recorded stay for the next run."""
+    honest, done = runners.run_live, list[str]()
+
+    def watched(generator: Any, asks: Any, params: Any) -> Any:
+        done.append(generator.drafter_name)
+        if sum(one != "none" for one in done) > runs:
+            raise KeyboardInterrupt
+        live = honest(generator, asks, params)
+        return dataclasses.replace(live, seconds=float(live.stats.num_passes))
+
+    monkeypatch.setattr(runners, "run_live", watched)
+    code, out, err = tune("-n", "12", "--minutes", "600", columns=0.0)
+    assert code == 130 and answer in out and "predicted: suffix, 4 " in err
+    assert err.count("live: ") == max(0, runs - 2), "the first run of the candidate, and of the default, only warms up"
+    assert Path("foresay.toml").exists() == (runs > 1)
+    assert list((here / "cache" / "tune").glob("*.jsonl"))
