@@ -135,7 +135,7 @@ class Shell:
         return code, printed.out, printed.err
 
     def out(self, *args: str) -> str:
-        """What a command prints that succeeds, with nothing on standard error."""
+        """Standard output of a command that succeeds, with nothing on standard error."""
         code, out, err = self(*args)
         assert (code, err) == (0, ""), (out, err)
         return out

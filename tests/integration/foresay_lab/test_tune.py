@@ -106,7 +106,7 @@ def names(tuner: Tuner) -> list[str]:
 
 @pytest.mark.parametrize(("columns", "pays"), [(0.0, True), (0.06, True), (1.5, False)])
 def test_costs_are_those_of_passes_counted_by_hand(columns: float, pays: bool) -> None:
-    """Every draft token holds: 60 tokens are passes of K + 1 of them and one of what is left. Dear columns pay for nothing."""
+    """Every draft token holds: 60 tokens are passes of K + 1 of them and one of what is left. Expensive columns pay for none."""
     tuner = tuned(columns, named=SUFFIX)
     ranked = tuner.tuning.candidates
     assert names(tuner)[:: 1 if pays else -1] == [*(m.name for m in reversed(SUFFIX)), PLAIN]

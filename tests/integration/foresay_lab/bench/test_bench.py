@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
-    """Has a function take the place of each run; it gets the method, the number of prompts, and the run itself."""
+    """Replace each run by a function of the method, the number of prompts, and the honest run."""
     honest = MethodRunner.run
 
     def altered(change: Change) -> None:

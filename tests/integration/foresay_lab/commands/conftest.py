@@ -1,4 +1,4 @@
-"""A working folder with prompts, and what the commands are asked of."""
+"""A working folder with prompts, and the model that the commands load."""
 
 from __future__ import annotations
 

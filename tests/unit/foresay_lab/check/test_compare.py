@@ -1,4 +1,4 @@
-"""What a check compares, on hand-made results: what fails, what is only reported, what cannot be compared; and its file."""
+"""The comparisons of a check, on hand-made results: what fails, what is only reported, what cannot be compared; and its file."""
 
 from __future__ import annotations
 
