@@ -123,7 +123,7 @@ SETTINGS: list[tuple[dict[str, Any], bool]] = [
 """Settings, and whether they are those of a left-padded batch."""
 
 
-@pytest.mark.parametrize(("settings", "is_batch"), SETTINGS, ids=str)
+@pytest.mark.parametrize(("settings", "is_batch"), SETTINGS)
 def test_greedy_under_settings(model: PreTrainedModel, settings: dict[str, Any], is_batch: bool) -> None:
     inputs = _batch() if is_batch else _one()
     eos = {"eos_token_id": 43} if LEAST in settings.get("logits_processor", []) else {}
