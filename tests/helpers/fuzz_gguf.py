@@ -23,7 +23,7 @@ from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make
-from helpers.fuzz_mutators import mutate_bytes
+from helpers.fuzz_mutators import flip_bytes, mutate_bytes
 from helpers.fuzzing import Format, working_folder
 from helpers.gguf_files import write_gguf
 from helpers.mtp import layers_of_gguf
@@ -226,7 +226,8 @@ def _change_bytes(data: bytes, kind: str, dice: random.Random) -> bytes:
     if kind == "lengthen":
         return data + dice.randbytes(dice.choice((1, 31, 4096)))
     head = 12_000 if dice.random() < 0.7 else len(data)
-    return mutate_bytes(data[:head], dice) + data[head:]
+    change = dice.choice((flip_bytes, mutate_bytes))  # most others move the head, and such a file is refused at once
+    return change(data[:head], dice) + data[head:]
 
 
 def _change_values(image: Image, what: str, dice: random.Random) -> None:

@@ -98,6 +98,14 @@ def _change(holder: Any, key: Any, rng: random.Random, odd: Sequence[Any], names
             holder[key] = copied(extreme(rng, odd))
 
 
+def flip_bytes(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with some of them changed where they stand."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 2, 8, 64)) if out else 0):
+        out[rng.randrange(len(out))] ^= rng.choice((1 << rng.randrange(8), rng.randrange(1, 256)))
+    return bytes(out)
+
+
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     """The bytes cut, flipped, repeated, mixed or encoded otherwise."""
     size = len(data)
@@ -108,8 +116,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
         case 0:
             del out[at:]
         case 1:
-            for _ in range(rng.choice((1, 2, 8, 64)) if out else 0):
-                out[rng.randrange(size)] ^= rng.choice((1 << rng.randrange(8), rng.randrange(1, 256)))
+            return flip_bytes(data, rng)
         case 2:
             del out[at:to]
         case 3:
