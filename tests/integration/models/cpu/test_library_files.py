@@ -18,7 +18,7 @@ import pytest
 from foresay.models.cpu import build, levels, structs
 from helpers import tiny
 
-FUNCTIONS = (
+FUNCTIONS = [
     "message",
     "check",
     "pass",
@@ -33,25 +33,10 @@ FUNCTIONS = (
     "gate",
     "attend",
     "mix",
-)
+]
 SMALL = '#define FORESAY(name) extern "C" long foresay_##name() { return 0; }\n'
 STRANGER = 12345
 USABLE = [level for level in levels.levels() if levels.supported(level, build._processor())]
-TORN = """
-import sys
-from pathlib import Path
-from foresay.models.cpu import build, levels
-build.SOURCES = (Path(sys.argv[1]),)
-assert build.library() is not None
-whole = build.library_path().read_bytes()
-for share in (0.9, 0.5, 0.1, 0.0):
-    build.library_path().unlink()  # what is loaded stays as it is
-    build.library_path().write_bytes(whole[: int(share * len(whole))])
-    build.library.cache_clear()
-    assert build.library() is not None, build.failure_reason()
-    assert build.library_path().read_bytes() == whole
-print("mended")
-"""
 
 
 def source(*names: str, larger: int = 0) -> str:
@@ -59,11 +44,6 @@ def source(*names: str, larger: int = 0) -> str:
     sizes = ", ".join(str(ctypes.sizeof(kind) + larger) for kind in structs.STRUCTS)
     size_of = f'extern "C" long foresay_struct_size(long i) {{ long sizes[] = {{{sizes}}}; return sizes[i]; }}\n'
     return SMALL + size_of + "\n".join(f"FORESAY({name})" for name in names)
-
-
-def test_structs_of_another_size_are_noticed() -> None:
-    build.SOURCES[0].write_text(source(*FUNCTIONS, larger=8))
-    assert again() is None and build.failure_reason() == "its struct ProductStruct has another size"
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +55,12 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     build.library.cache_clear()
     yield
     build.library.cache_clear()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, "foresay")
+    return caplog
 
 
 def again() -> Any:
@@ -98,28 +84,38 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, changed)
 
 
-def test_a_torn_library_is_compiled_anew(tmp_path: Path) -> None:
-    """In a process of its own: what maps a torn file dies of it."""
-    command = [sys.executable, "-c", TORN, str(build.SOURCES[0])]
-    done = subprocess.run(command, capture_output=True, text=True, env=tiny.environment(), check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "mended"), done.stderr[-500:]
+def test_structs_of_another_size_are_noticed() -> None:
+    build.SOURCES[0].write_text(source(*FUNCTIONS, larger=8))
+    assert again() is None and build.failure_reason() == "its struct ProductStruct has another size"
 
 
-@pytest.mark.parametrize("lost", ["the digest", "a byte of the library", "a byte of the digest"])
+LOST = ["the digest", "a byte of the digest", "a byte of the library", "half of the library", "all of the library"]
+
+
+@pytest.mark.parametrize("lost", LOST)
 def test_a_library_without_its_digest_is_compiled_anew(lost: str) -> None:
+    """Once: a whole one is kept. What maps a torn file dies of it."""
     assert build.library() is not None
     kept = build.library_path()
     digest, whole = kept.with_suffix(".sha256"), kept.read_bytes()
+    parts = {"a byte of": whole[:-1] + bytes([whole[-1] ^ 1]), "half of": whole[: len(whole) // 2], "all of": b""}
     if lost == "the digest":
         digest.unlink()
-    elif lost == "a byte of the library":
-        kept.unlink()  # what is loaded stays as it is
-        kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    else:
+    elif lost == "a byte of the digest":
         digest.write_text("0" + digest.read_text()[1:])
+    else:
+        kept.unlink()  # what is loaded stays as it is
+        kept.write_bytes(parts[lost.partition(" the library")[0]])
     assert again() is not None
     assert kept.read_bytes() == whole
     assert digest.read_text() == hashlib.sha256(whole).hexdigest()
+    before = kept.stat().st_mtime_ns
+    assert again() is not None and kept.stat().st_mtime_ns == before
+
+
+def test_kernels_may_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert again() is None
 
 
 @pytest.mark.parametrize("lacking", ["gate", "message"])
@@ -139,39 +135,33 @@ def test_a_library_that_lacks_a_function_is_compiled_anew(lacking: str, tmp_path
     assert kept.read_bytes() != before
 
 
-@pytest.mark.parametrize("mode", [0o664, 0o646])
-def test_a_library_that_others_may_write_is_named_and_not_opened(mode: int, caplog: pytest.LogCaptureFixture) -> None:
-    assert build.library() is not None
-    build.library_path().chmod(mode)
-    with caplog.at_level(logging.WARNING, "foresay"):
-        assert again() is not None
-    [said] = caplog.messages
-    assert said.startswith(f"{build.library_path()} can be written by other users (mode {mode:o}) and is not used")
-    assert stat.S_IMODE(build.library_path().stat().st_mode) == 0o644, "compiled anew"
-
-
-def test_a_strangers_library_is_named_and_not_opened(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("whose", ["group", "all", "stranger"])
+def test_a_library_that_others_may_write_is_named_and_not_opened(
+    whose: str, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
+    """It is compiled anew."""
     assert build.library() is not None
-    planted = build.library_path().stat().st_ino
-    give_away(build.library_path(), monkeypatch)
-    with caplog.at_level(logging.WARNING, "foresay"):
-        assert again() is not None
-    [said] = caplog.messages
-    assert said.startswith(f"{build.library_path()} belongs to user {STRANGER}")
-    assert build.library_path().stat().st_ino != planted, "compiled anew"
+    path, planted = build.library_path(), build.library_path().stat().st_ino
+    if whose == "stranger":
+        give_away(path, monkeypatch)
+        reason = f"belongs to user {STRANGER}"
+    else:
+        path.chmod(mode := {"group": 0o664, "all": 0o646}[whose])
+        reason = f"can be written by other users (mode {mode:o}) and is not used"
+    assert again() is not None
+    [message] = said.messages
+    assert message.startswith(f"{path} {reason}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644 and path.stat().st_ino != planted
 
 
 def test_a_strangers_folder_is_named_and_nothing_is_read_from_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     assert build.library() is not None
     give_away(build.library_path().parent, monkeypatch)
-    with caplog.at_level(logging.WARNING, "foresay"):
-        assert again() is None
-    [said] = caplog.messages
-    assert f"{build.library_path().parent} belongs to user {STRANGER}" in said and "FORESAY_CACHE" in said
+    assert again() is None
+    [message] = said.messages
+    assert f"{build.library_path().parent} belongs to user {STRANGER}" in message and "FORESAY_CACHE" in message
 
 
 def test_our_folder_is_for_us_alone() -> None:
@@ -209,52 +199,59 @@ def test_what_is_no_file_is_not_opened(planted: str, tmp_path: Path) -> None:
     assert planted == "a folder" or (kept.is_file() and not kept.is_symlink())
 
 
-def full(*args: Any) -> None:
-    raise OSError(28, "No space left on device")
+def compiler(folder: Path, does: str) -> str:
+    """A program in place of a compiler, which names its version."""
+    path = folder / "compiler"
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo 1\n{does}\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_whoever_has_no_kernels_is_told_once(tmp_path: Path) -> None:
-    """By the command line, whose loading of a model keeps everything else off standard error.
-
-    `test_native.py` has the other reasons, as they are logged.
-    """
-    folder, changes = tiny.save(tmp_path / "model"), {"FORESAY_CACHE": str(tmp_path / "new")}
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo 1\necho "No space left on device" >&2\nexit 1\n')
-    compiler.chmod(0o755)
-    changes["CXX"] = str(compiler)
-    done = tiny.foresay("generate", "--model", str(folder), "--max-new-tokens", "3", "hello", **changes)
+    """By the command line, whose loading of a model keeps everything else off standard error."""
+    changes = {
+        "FORESAY_CACHE": str(tmp_path / "new"),
+        "CXX": compiler(tmp_path, 'echo "No space left on device" >&2; exit 1'),
+    }
+    folder = str(tiny.save(tmp_path / "model"))
+    done = tiny.foresay("generate", "--model", folder, "--max-new-tokens", "3", "hello", **changes)
     shown = done.stderr.decode().splitlines()
     assert done.returncode == 0, shown
     [line] = [line for line in shown if "compiled kernels" in line]
     assert line.startswith("forward passes run without compiled kernels: ") and "No space left" in line
 
 
-def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(os, "fsync", full)
-    with caplog.at_level(logging.WARNING, "foresay"):
-        assert build.library() is None
-    [said] = caplog.messages
-    assert said.startswith("forward passes run without compiled kernels: cannot use ") and "No space left" in said
-    assert not list(build.library_path().parent.iterdir()), "nothing is left"
-
-
-def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("lacking", ["a compiler", "a folder", "success", "room on the disk", "time", "an option"])
+def test_what_is_lacking_is_one_line(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
-    kept = build.library_path()
-    kept.parent.mkdir()
-    kept.write_bytes(b"\x7fELF and no more")
-    assert build.library() is not None
-    assert kept.stat().st_size > 1000
-    before = kept.stat().st_mtime_ns
-    build.library.cache_clear()
-    assert build.library() is not None
-    assert kept.stat().st_mtime_ns == before
-    build.library.cache_clear()
-    monkeypatch.setenv(build.SWITCH, "0")
-    assert build.library() is None
+    """Said once; nothing is left on a full disk."""
+    reasons = {"a compiler": "no-such-compiler", "a folder": "cannot use", "success": "failed: "}
+    reasons |= {"room on the disk": "No space left", "time": "took more than", "an option": "--no-such-option"}
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if lacking == "a folder":
+        (tmp_path / "cache").write_text("a file where the folder would be")
+    elif lacking == "success":
+        build.SOURCES[0].write_text("this is no C++")
+    elif lacking == "room on the disk":
+        monkeypatch.setattr(os, "fsync", full)
+    elif lacking == "time":
+        monkeypatch.setenv("CXX", compiler(tmp_path, "exec sleep 60"))
+        monkeypatch.setattr(build, "_TIMEOUT_S", 0.2)
+    else:
+        monkeypatch.setenv("CXX", "no-such-compiler" if lacking == "a compiler" else "g++ --no-such-option")
+    assert build.library() is None and build.library() is None
+    [message] = said.messages
+    assert message.startswith("forward passes run without compiled kernels: ") and reasons[lacking] in message
+    if lacking == "room on the disk":
+        assert not list(build.library_path().parent.iterdir())
+    elif lacking == "an option":
+        with_arguments = build.library_path()
+        monkeypatch.setenv("CXX", "g++")
+        assert build.library_path() != with_arguments
 
 
 # -- compiled in advance ---------------------------------------------------------------------------------------------
@@ -281,21 +278,16 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
 def test_kernels_compiled_beforehand_need_no_compiler(
     prepared: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A processor gets the best ones that it can run."""
     assert build.library_path() == prepared[0] and build.is_compiled()
     monkeypatch.setattr(build, "_processor", lambda: PROCESSOR)
     assert build.library_path() == prepared[levels.levels().index(USABLE[0])] and build.library() is not None
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_processor_gets_the_best_kernels_that_it_can_run(
-    prepared: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        build, "_processor", lambda: f"flags : {ALL.replace('avx512', '').replace('vnni', '').replace('dp', '')}"
-    )
+    fewer = ALL.replace("avx512", "").replace("vnni", "").replace("dp", "")
+    monkeypatch.setattr(build, "_processor", lambda: f"flags : {fewer}")
     assert build.library_path() == prepared[-1]
     monkeypatch.setattr(build, "_processor", lambda: "flags : sse2 fp")
-    assert build.library() is None and "no C++ compiler (no-such-compiler)" in build.failure_reason()
+    assert again() is None and "no C++ compiler (no-such-compiler)" in build.failure_reason()
 
 
 def test_an_instruction_set_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -349,7 +341,7 @@ def test_the_folder_of_precompiled_kernels_is_only_read(prepared: list[Path], mo
 
 @pytest.mark.usefixtures("prepared")
 def test_precompiled_kernels_that_do_not_match_are_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     """A misspelt folder; with a compiler a warning, without one the reason."""
     monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "preparde"))
@@ -357,10 +349,12 @@ def test_precompiled_kernels_that_do_not_match_are_reported(
     assert f"FORESAY_KERNELS={tmp_path / 'preparde'} has no kernels for this version" in build.failure_reason()
     monkeypatch.delenv("CXX")
     assert again() is not None
-    assert "preparde has no kernels for this version of foresay and this processor; they are compiled" in caplog.text
+    assert "preparde has no kernels for this version of foresay and this processor; they are compiled" in said.text
 
 
-def test_an_unknown_machine_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_machines_and_instruction_sets_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match=f"sse9: the instruction sets are {levels.levels()[0]}, "):
+        build.precompile(tmp_path / "none", ["sse9"])
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(build.BuildError, match="no instruction sets are named for a riscv64 machine"):
         build.precompile(tmp_path / "none")
@@ -393,41 +387,27 @@ def packaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_kernels_in_the_package_need_no_compiler(
     packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of any mode: an installation with umask 002 makes them writable for the group, like the Python files of the package."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.library_path() == packaged and build.library() is not None
+    for path in (packaged, packaged.with_suffix(".sha256"), packaged.parent):
+        path.chmod(path.stat().st_mode | 0o020)
+    assert again() is not None, build.failure_reason()
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_chosen_folder_comes_before_the_package(
-    packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    [own] = build.precompile(tmp_path / "chosen", USABLE[:1])
+    """One that does not match is named."""
     monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "chosen"))
+    assert build.library() is not None and build.library_path() == packaged
+    assert f"FORESAY_KERNELS={tmp_path / 'chosen'} has no kernels" in said.text
+    [own] = build.precompile(tmp_path / "chosen", USABLE[:1])
     assert build.library_path() == own != packaged
 
 
-def test_kernels_in_the_package_may_have_any_mode(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation with umask 002 makes them writable for the group, like the Python files of the package."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    for path in (packaged, packaged.with_suffix(".sha256"), packaged.parent):
-        path.chmod(path.stat().st_mode | 0o020)
-    assert build.library() is not None, build.failure_reason()
-
-
-def test_a_chosen_folder_that_does_not_match_is_named(
-    packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "none"))
-    assert build.library() is not None and build.library_path() == packaged
-    assert f"FORESAY_KERNELS={tmp_path / 'none'} has no kernels" in caplog.text
-
-
-def test_damaged_kernels_in_the_package_are_compiled(packaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_kernels_in_the_package_are_compiled(packaged: Path, said: pytest.LogCaptureFixture) -> None:
     packaged.with_suffix(".sha256").write_text("0" * 64)
-    assert build.library() is not None and "the kernels in the package are not used" in caplog.text
+    assert build.library() is not None and "the kernels in the package are not used" in said.text
     assert build.library_path(prebuilt=False).is_file() and build.library_path(prebuilt=False) != packaged
-
-
-def test_unknown_instruction_sets_are_named(tmp_path: Path) -> None:
-    with pytest.raises(build.BuildError, match=f"sse9: the instruction sets are {levels.levels()[0]}, "):
-        build.precompile(tmp_path, ["sse9"])
