@@ -220,7 +220,7 @@ FORMAT = Format(write, check)
 
 
 def _change_bytes(data: bytes, kind: str, dice: random.Random) -> bytes:
-    """Of the finished file, mostly of its head."""
+    """Return the finished file with bytes changed, mostly of its head."""
     if kind == "cut":
         return data[: int(len(data) * dice.choice((dice.random(), dice.random() * 0.1, 0.999)))]
     if kind == "lengthen":

@@ -156,7 +156,7 @@ READ = (
     r"""(?:environ(?:\.(?:get|pop|setdefault)\(|\[)|getenv\(|\b(?:variables|envvar)=)\s*["']?([\w.]+)"""
     r"""|["']?([\w.]+)["']? in os\.environ\b"""
 )
-"""What is read from the environment by name, or by a constant; prefixes of options that are also variables."""
+"""Variables read by name or by a constant, and prefixes of options that are also variables."""
 
 
 def undocumented_variables(sources: Mapping[str, str], text: str) -> set[str]:

@@ -145,7 +145,7 @@ class After(StoppingCriteria):
 
 
 def test_stopping_criteria(model: PreTrainedModel) -> None:
-    """Of the caller's own, stop strings (as an argument: test_transformers_arguments), and a time limit."""
+    """The caller's own criteria, stop strings (as an argument: test_transformers_arguments), and a time limit."""
     tokenizer, length = tiny.tokenizer(), _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, -24:].tolist()
     strings = StopStringCriteria(tokenizer, [tokenizer.decode(whole)[6:9]])

@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("chat/completions", "messages.1.content.+", {"type": "image_url", "image_url": {"url": PIXEL}}),
     ("chat/completions", "tools.+", {"type": "web_search"}),
 ]  # fmt: skip
-"""Route, place in the body of an agent, and what no model here can do."""
+"""Route, path in the body of an agent, and the features that no model here has."""
 
 
 @pytest.mark.parametrize(("route", "path", "value"), REFUSED)

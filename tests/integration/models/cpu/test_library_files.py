@@ -225,7 +225,7 @@ def test_whoever_has_no_kernels_is_told_once(tmp_path: Path) -> None:
 def test_what_is_lacking_is_one_line(
     lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    """Said once; nothing is left on a full disk."""
+    """Logged once; nothing is left on a full disk."""
     reasons = {"a compiler": "no-such-compiler", "a folder": "cannot use", "success": "failed: "}
     reasons |= {"room on the disk": "No space left", "time": "took more than", "an option": "--no-such-option"}
 
@@ -387,7 +387,7 @@ def packaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_kernels_in_the_package_need_no_compiler(
     packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of any mode: an installation with umask 002 makes them writable for the group, like the Python files of the package."""
+    """The mode may be any: an installation with umask 002 makes them writable for the group, like the package's Python files."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.library_path() == packaged and build.library() is not None
     for path in (packaged, packaged.with_suffix(".sha256"), packaged.parent):

@@ -461,7 +461,7 @@ def test_a_child_process_has_threads_of_its_own() -> None:
 
 
 def test_passes_go_on_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is lacking is said in test_library_files.py."""
+    """Missing compilers are in test_library_files.py."""
     prompts, params = [[5, 9, 17], [7]], SamplingParams(max_new_tokens=8)
     wanted = run(CausalModel(make("llama")), prompts, params, gamma=0)[0]
     monkeypatch.setenv(build.SWITCH, "0")

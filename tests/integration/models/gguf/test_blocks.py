@@ -184,7 +184,7 @@ def test_the_scores_are_those_of_the_dequantised_model(
 ) -> None:
     """But for the rounding of weights to bf16, and of inputs to 8 bits; a machine without kernels reads it dequantized.
 
-    Layers of several types are one call too, and embeddings are looked up in their blocks, which may be the head's.
+    Layers of several types are one call too, and embeddings read rows of their blocks, which may be the head's.
     """
     path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), kinds)
     kept: Any = load_model(path)

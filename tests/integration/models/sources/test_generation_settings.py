@@ -57,7 +57,7 @@ def _saved(folder: Path, **settings: Any) -> tuple[Path, PreTrainedModel]:
 
 
 def _generated(model: PreTrainedModel, prompt: list[int] = PROMPT, **settings: Any) -> list[int]:
-    """What transformers' `generate` writes, greedily."""
+    """The greedy output of transformers' `generate`."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **settings)
     tail: list[int] = out[0, len(prompt) :].tolist()
