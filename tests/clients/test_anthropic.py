@@ -146,7 +146,7 @@ def test_a_runner_of_tools(client: anthropic.Anthropic) -> None:
     request: Any = {"model": NAME, "messages": RAIN, "tools": [weather], "max_tokens": 64}
     last = client.beta.messages.tool_runner(thread=False, **request).until_done()
     assert called == ["Rome"] and [one.text for one in last.content] == ["It is sunny in Rome."]
-    with pytest.raises(anthropic.BadRequestError, match="'thread' is not supported"):
+    with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
         client.beta.messages.tool_runner(**request).until_done()
 
 
