@@ -71,6 +71,15 @@ def run_page(text: str, page: str, shell: tiny.Shell, capsys: pytest.CaptureFixt
     return printed, errors
 
 
+def test_the_readmes_trace_runs_with_the_real_model(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its default drafter, the packaged head, as a new user runs it; the other blocks run with the small model."""
+    [command] = [line for line in commands(read("README.md")) if "--trace" in line]
+    out, err = run_line(tiny.Shell(monkeypatch, capsys), command)
+    assert "[draft]" in out and err == ""
+
+
 PAGES = {
     "README.md": ["[draft]", "plain"],
     "docs/index.md": ["tokens per target pass"],

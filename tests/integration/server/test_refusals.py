@@ -145,8 +145,9 @@ CASES = [
 def test_refusals(route: str, body: dict[str, Any], param: str, server: Running) -> None:
     answer = server.post(f"/v1/{route}", **{**ORIGINAL[route], **body})
     assert_refused(answer, param, status=404 if param == "model" else 400)
-    error = answer.json()["error"]
-    assert error["message"] and error["type"] == ("not_found_error" if param == "model" else "invalid_request_error")
+    error, named = answer.json()["error"], [name for name in param.split(".") if not name.isdigit()][-1]
+    assert any(words in error["message"] for words in (named, "schema", "the model's context is")), error["message"]
+    assert error["type"] == ("not_found_error" if param == "model" else "invalid_request_error")
     assert (answer.json().get("type") == "error") == (route == "messages"), "the shape of the API"
 
 
