@@ -391,11 +391,11 @@ class OwnError(Exception):
 
 
 @pytest.mark.parametrize("sample", [SAMPLE, GREEDY], ids=str)
-@pytest.mark.parametrize("behind", [[], [TopKLogitsWarper(3)], [TypicalLogitsWarper(0.9)]], ids=_names)
+@pytest.mark.parametrize("later", [[], [TopKLogitsWarper(3)], [TypicalLogitsWarper(0.9)]], ids=_names)
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("start", [0, 3])
 def test_an_error_of_the_callers_own_surfaces_as_it_was_raised(
-    model: PreTrainedModel, sample: dict[str, Any], behind: list[Any], drafted: bool, start: int
+    model: PreTrainedModel, sample: dict[str, Any], later: list[Any], drafted: bool, start: int
 ) -> None:
     error = OwnError("mine")
 
@@ -406,7 +406,7 @@ def test_an_error_of_the_callers_own_surfaces_as_it_was_raised(
 
     ours: dict[str, Any] = {"draft": _model(1), "num_draft_tokens": 3} if drafted else {"drafter": "none"}
     ours |= {"custom_generate": foresay.generate, "max_new_tokens": 8, **sample}
-    own = [TemperatureLogitsWarper(0.5), broken, *behind]
+    own = [TemperatureLogitsWarper(0.5), broken, *later]
     with pytest.raises(OwnError) as raised:
         model.generate(torch.tensor([PROMPT] * 2), logits_processor=own, **ours)
     assert raised.value is error

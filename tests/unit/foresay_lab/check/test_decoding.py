@@ -75,6 +75,12 @@ def test_greedy_outputs_are_the_recorded_ones(greedy: Recording, drafter: str, b
     assert differing(generator, greedy) == 0
 
 
+def test_progress_is_told_in_order(greedy: Recording) -> None:
+    seen: list[tuple[int, int]] = []
+    decode(repeatable(loaded(drafter="suffix")), greedy, lambda *now: seen.append(now))
+    assert seen[-1] == (6, greedy.num_tokens) and seen == sorted(seen)
+
+
 @pytest.mark.parametrize(
     ("drafter", "rule", "reason"),
     [
