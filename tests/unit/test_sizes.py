@@ -43,7 +43,7 @@ MOST = {
     "spec": 1331,
     "text": 4918,
     "kernels in C++": 3873,
-    "tests": 68_729,
+    "tests": 68_745,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -31,7 +31,7 @@ from foresay_lab.training.teacher import TargetPasses
 from helpers.blocks import random_block
 from helpers.refusals import refused
 from helpers.support import run
-from integration.foresay_lab.training.test_distil import VOCAB, loaded, written
+from helpers.training import VOCAB, loaded, written
 
 CHEAP = Plan(epochs=1, batch_tokens=400, rate=3e-3, evaluate_minutes=60)
 

@@ -37,26 +37,9 @@ from foresay_lab.training.teacher import CachedPasses, TargetPasses, TeacherHead
 from helpers.families import make
 from helpers.heads import random_head
 from helpers.support import run
+from helpers.training import NEW, VOCAB, loaded, written
 
-VOCAB, NEW = 48, 40
 CHEAP = Plan(epochs=1, batch_tokens=400, rate=3e-3, evaluate_minutes=60)
-
-
-def loaded(*, layers: int = 4, seed: int = 1) -> LoadedModel:
-    model = CausalModel(make("llama", seed, vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=False))
-    model.use_fused()
-    return LoadedModel("tiny", model, None, frozenset([0]))
-
-
-def written(target: LoadedModel, count: int, seed: int = 0, new: int = NEW) -> list[Text]:
-    """The target's greedy outputs to random prompts."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(1, VOCAB, (3 + i % 6,), generator=generator).tolist() for i in range(count)]
-    outputs, _, _ = run(target.model, prompts, SamplingParams(max_new_tokens=new, ignore_eos=True), gamma=0)
-    return [
-        Text(np.array(prompt + output, dtype=np.int64), len(prompt), True)
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
 
 
 def shape(**changes: Any) -> DraftShape:
