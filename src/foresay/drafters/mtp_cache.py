@@ -124,10 +124,7 @@ class MtpCache(FeatureCache):
         """Run the last layer over one more pair of some rows: its own output and their next draft token."""
         assert self._last_output is not None
         given = dataclasses.replace(
-            model_input,
-            num_tokens=[int(one) for one in on],
-            features=self._last_output,
-            mtp_layer=self._num_layers - 1,
+            model_input, num_tokens=[int(one) for one in on], features=self._last_output, mtp_layer=self._num_layers - 1
         )
         return _of_last(given, DraftCache.forward(self, given))
 

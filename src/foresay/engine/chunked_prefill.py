@@ -139,13 +139,7 @@ class ChunkedPrefill:
         return pending(rows, cache, index) - max(0, others) / _AGEING
 
     def _prefill(
-        self,
-        cache: KVCache,
-        rows: Rows,
-        index: int,
-        hidden_layers: tuple[int, ...],
-        until: int | None,
-        done: int,
+        self, cache: KVCache, rows: Rows, index: int, hidden_layers: tuple[int, ...], until: int | None, done: int
     ) -> int:
         """Prefill one chunk from a row on, and time it. done: tokens prefilled since the last step, if rows decode."""
         if self._clock is None:

@@ -18,14 +18,7 @@ from typing import Any
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import (
-    Drafter,
-    KVCache,
-    LanguageModel,
-    LengthPolicy,
-    Observer,
-    Rule,
-)
+from foresay.decoding.protocols import Drafter, KVCache, LanguageModel, LengthPolicy, Observer, Rule
 from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step

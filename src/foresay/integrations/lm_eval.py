@@ -216,10 +216,7 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
                         bar.update(1)
 
     def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **_: Any,
+        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Return (log-probability, True if greedy decoding generates it) of continuations. Equal contexts are scored once."""
         order = sorted(range(len(requests)), key=lambda i: (*requests[i][1], *requests[i][2]))

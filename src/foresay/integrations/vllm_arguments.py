@@ -21,13 +21,7 @@ from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.spec.settings_file import Settings
 
-METHODS = {
-    "block": "dflash",
-    "head": "eagle3",
-    "model": "draft_model",
-    "mtp": "mtp",
-    "prompt_lookup": "ngram",
-}
+METHODS = {"block": "dflash", "head": "eagle3", "model": "draft_model", "mtp": "mtp", "prompt_lookup": "ngram"}
 """Drafter -> the method of vLLM that runs it."""
 _NGRAMS = {"max_ngram": ("prompt_lookup_max", 4), "min_ngram": ("prompt_lookup_min", 2)}
 """Setting of `prompt_lookup` -> (vLLM's name, default)."""

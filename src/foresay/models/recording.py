@@ -110,11 +110,7 @@ class RecordingModel(LanguageModel):
             raise ConfigError("has no texts; there is nothing to replay", param="recording")
         self.vocab_size, self.max_length = vocab_size, max_length
         self._capabilities = Capabilities(
-            trees=True,
-            scores=False,
-            reads_source=texts[0].source is not None,
-            ragged=ragged,
-            column_cost=column_cost,
+            trees=True, scores=False, reads_source=texts[0].source is not None, ragged=ragged, column_cost=column_cost
         )
         self._sizes: IntArray = np.array([len(text.prompt) + len(text.output) for text in texts], dtype=np.int64)
         self._starts: IntArray = np.concatenate([[0], np.cumsum(self._sizes + 1)])

@@ -77,10 +77,7 @@ class PreparedRequest:
 
 
 async def generate(
-    model: Served,
-    request: ChatRequest | CompletionRequest,
-    make: Callable[[Reply], Format],
-    raw_request: Request,
+    model: Served, request: ChatRequest | CompletionRequest, make: Callable[[Reply], Format], raw_request: Request
 ) -> Response:
     """Handle a request for completions. make: returns the format of a reply.
 
@@ -227,7 +224,8 @@ async def _prepare(model: Served, request: ChatRequest | CompletionRequest, stat
     budget = _thinking_budget(model, request, params)
     processors: tuple[Processor, ...] = () if budget is None else (budget.after,)
     if source is not None:
-        grammar = await model.grammar(source, param=field, owner=params.owner)
+        parts = {} if before is None else {one.name: one.parameters for one in before.callable}
+        grammar = await model.grammar(source, param=field, owner=params.owner, parts=parts)
         if not params.given("min_new_tokens"):  # the model's own: the grammar decides where to end
             params = replace(params, min_new_tokens=0)
         processors = (*processors, lambda prompt: grammar.mask_after(len(prompt)))

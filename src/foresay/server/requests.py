@@ -31,14 +31,7 @@ from foresay.server.fields import (
     limit_parts,
     validated,
 )
-from foresay.server.option_fields import (
-    Drafting,
-    Prediction,
-    SentCall,
-    StreamOptions,
-    TemplateFields,
-    TextPart,
-)
+from foresay.server.option_fields import Drafting, Prediction, SentCall, StreamOptions, TemplateFields, TextPart
 from foresay.server.output_fields import Constraint, OutputFields
 from foresay.text.prompts import FillIn
 
@@ -325,10 +318,7 @@ def as_chat(request: Fields, **own: Any) -> ChatRequest:
 class CompletionRequest(_Sampled):
     """POST /v1/completions."""
 
-    neutral: ClassVar[Neutral] = {
-        **_BOTH_NEUTRAL,
-        "add_special_tokens": (True,),
-    }
+    neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: Annotated[
         StrictStr | TokenIds | Annotated[list[StrictStr | TokenIds], Field(min_length=1, fail_fast=True)],

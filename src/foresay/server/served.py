@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -141,13 +141,15 @@ class Served:
         name = parse(drafting.drafter or self.generator.drafter_name).name
         return drafting if name == "hybrid" or name in named("lookup") else replace(drafting, drafter="suffix")
 
-    async def grammar(self, source: Source, *, param: str, owner: str) -> Grammar:
+    async def grammar(
+        self, source: Source, *, param: str, owner: str, parts: Mapping[str, Any] | None = None
+    ) -> Grammar:
         """Compile a schema or grammar within limits. Cancelling the coroutine cancels the compilation.
 
-        param: the field that requests it. owner: of the request. Raises ApiError for a rejected schema, and for a model that does
-        not support structured output.
+        param: the field that requests it. owner: of the request. parts: see `SchemaCompiler.compile`. Raises ApiError for a
+        rejected schema, and for a model that does not support structured output.
         """
-        return await self._tried(param, lambda compiler, cancelled: compiler.compile(source, cancelled, owner))
+        return await self._tried(param, lambda compiler, cancelled: compiler.compile(source, cancelled, owner, parts))
 
     async def read(self, constraint: Constraint | None) -> tuple[str, Source] | None:
         """Return the field and source of a request's constraint, which is read within limits. Raises as `grammar`."""

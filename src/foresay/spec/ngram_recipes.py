@@ -104,11 +104,7 @@ def suffix_tree(
 ) -> Recipe:
     """A tree of continuations of the longest suffix matches."""
     make = partial(
-        SuffixTreeDrafter,
-        branches=branches,
-        scale=scale,
-        min_match=min_match,
-        prompts=check_flag("prompts", prompts),
+        SuffixTreeDrafter, branches=branches, scale=scale, min_match=min_match, prompts=check_flag("prompts", prompts)
     )
     return _with_memory(make, keep, memory, max_tokens)
 

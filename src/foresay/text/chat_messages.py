@@ -35,7 +35,7 @@ def fitted(messages: Sequence[Message], render: Render) -> list[Message]:
     given = [_changed(one, _as_object) for one in messages]
     if not any(one.get("content") is None or _calls(one) for one in given):
         return given
-    objects = [str(one) for one in _arguments(given) if _is_object(one)]
+    objects = [str(one) for one in _arguments(given) if isinstance(one, Mapping) and one]
     best: Rendered = None
     for form in (given, [_changed(one, _as_text) for one in given]):
         blank: list[Message] = [{**one, "content": ""} if one.get("content") is None else one for one in form]
@@ -80,10 +80,6 @@ def _clearer(first: Rendered, second: Rendered, signs: Sequence[str]) -> Rendere
     if first is None or second is None:
         return first or second
     return second if any(first[1].count(one) > second[1].count(one) for one in signs) else first
-
-
-def _is_object(arguments: Any) -> bool:
-    return isinstance(arguments, Mapping) and bool(arguments)
 
 
 def _calls(message: Message) -> list[Mapping[str, Any]]:

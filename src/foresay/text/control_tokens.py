@@ -85,9 +85,8 @@ class ControlTokens:
         """
         tokenizer, original = self._copy
         text = self._composed(text, inputs, render)
-        (encoded,) = tokenizer.encode_batch_fast(
-            [text], add_special_tokens=False
-        )  # `encode` keeps the interpreter's lock
+        # `encode` keeps the interpreter's lock
+        (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return [original.get(one, one) for one in encoded.ids]
 
     def _composed(self, text: str, inputs: tuple[Any, Any], render: Callable[[Any, Any], str]) -> str:

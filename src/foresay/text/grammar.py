@@ -204,7 +204,8 @@ def checked(source: Source) -> str:
         )
         raise ConfigError(problem, param="schema")
     for path, value in _multiples(schema):
-        if _significant_digits(value) > MAX_MULTIPLE:
+        digits = Decimal(str(value)).normalize().as_tuple().digits  # 2 and 5 of 0.25, and of 2500
+        if int("".join(map(str, digits)) or "0") > MAX_MULTIPLE:
             problem = f"has too many remainders; use at most {MAX_MULTIPLE}, times any power of ten"
             raise ConfigError(problem, param=f"schema {path}", value=value)
     return text
@@ -241,11 +242,6 @@ def _multiples(schema: Any) -> Iterator[tuple[str, int | float]]:
                 yield ".".join(map(str, (*path, name))), value
             elif name not in _DATA:
                 pending.append(((*path, name), value))
-
-
-def _significant_digits(number: float) -> int:
-    """Return the significant digits of a number as an integer: 25 for 0.25 and for 2500."""
-    return int("".join(map(str, Decimal(str(number)).normalize().as_tuple().digits)) or "0")
 
 
 def _depth(value: Any) -> int:

@@ -57,8 +57,18 @@ def _outcome(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
             return {"source": Written(*job["written"]).read()}
         compiled(tokenizer, job["schema"], is_lark=job["is_lark"])
     except ConfigError as error:
-        return {"refused": str(error)}
+        return {"refused": _refused_part(tokenizer, job.get("parts", {})) or str(error)}
     return {}
+
+
+def _refused_part(tokenizer: Any, parts: Mapping[str, Any]) -> str:
+    """Return the refusal of the first schema that is refused alone, with its name; "" without one."""
+    for name, schema in parts.items():
+        try:
+            compiled(tokenizer, json.dumps(schema))
+        except ConfigError as error:
+            return f"schema of {name!r}{str(error).removeprefix('schema')}"
+    return ""
 
 
 def _limit(job: Mapping[str, Any]) -> None:

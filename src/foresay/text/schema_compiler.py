@@ -56,15 +56,22 @@ class SchemaCompiler:
         self._known_good: dict[bytes, None] = {}
         """Digests of schemas that passed, of each owner, who would else see which ones others use; in order of last use."""
 
-    def compile(self, source: Source, cancelled: threading.Event | None = None, owner: str = "") -> Grammar:
+    def compile(
+        self,
+        source: Source,
+        cancelled: threading.Event | None = None,
+        owner: str = "",
+        parts: Mapping[str, Any] | None = None,
+    ) -> Grammar:
         """Compile a schema or grammar in this process once it has passed its trial. cancelled: ends the trial when set.
 
+        parts: schemas of functions by name, of which the grammar is made; a refusal names the one that is refused alone.
         Raises ConfigError for a schema that is refused (see Grammar) or reaches a limit, ForesayError when cancelled.
         """
         text = checked(source)
         key = sha256(f"{len(owner)} {owner}{text}".encode()).digest()
         if key not in self._known_good:
-            self._try({"schema": text, "is_lark": isinstance(source, str)}, cancelled)
+            self._try({"schema": text, "is_lark": isinstance(source, str), "parts": parts or {}}, cancelled)
         with self._lock:
             self._known_good.pop(key, None)
             self._known_good[key] = None

@@ -100,11 +100,7 @@ def draft_tokens(
     found: list[tuple[int | None, float | None]] = []
 
     def see(
-        rows: Rows,
-        proposal: Proposal,
-        distributions: Distributions,
-        verification: Verification,
-        output: ModelOutput,
+        rows: Rows, proposal: Proposal, distributions: Distributions, verification: Verification, output: ModelOutput
     ) -> None:
         if proposal.width and proposal.num_tokens[0]:
             chance = float(acceptance_chances(proposal, distributions)[0, 0])

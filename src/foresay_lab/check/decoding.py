@@ -101,9 +101,7 @@ def why_not_compared(recording: Recording, generator: Generator) -> str | None:
 
 
 def decode(
-    generator: Generator,
-    recording: Recording,
-    on_progress: Callable[[int, int], None] = lambda done, tokens: None,
+    generator: Generator, recording: Recording, on_progress: Callable[[int, int], None] = lambda done, tokens: None
 ) -> Sequence[Generation]:
     """Decode the recorded prompts with the recorded parameters and seeds; see `live_run.decode`."""
     asks = [

@@ -146,14 +146,7 @@ def replay_method(method: Method, recorded: Recording, resources: Resources, by:
     rule, policy = read_rule(method.rule), read_length(method.own_length)
     drafter = recipe.prepare(resources)()
     counter = None if by.costs is None else PassCounter(drafter, drafter_names(method.drafter))
-    done = replay(
-        recorded,
-        drafter,
-        policy,
-        rule=rule,
-        batch_size=by.batch_size,
-        profile=known,
-    )
+    done = replay(recorded, drafter, policy, rule=rule, batch_size=by.batch_size, profile=known)
     return _results(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
 
 

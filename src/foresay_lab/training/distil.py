@@ -172,10 +172,7 @@ def _fit(
 
 
 def corpus(
-    passes: TargetPasses,
-    texts: Sequence[Text],
-    states: Path | None,
-    on_progress: Callable[[str, float, str], None],
+    passes: TargetPasses, texts: Sequence[Text], states: Path | None, on_progress: Callable[[str, float, str], None]
 ) -> Corpus:
     """Return texts with the target's outputs for them. states: a folder that caches the outputs."""
     if states is None:

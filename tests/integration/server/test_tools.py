@@ -349,6 +349,12 @@ def test_forced_tokens_are_drafted(server: Running) -> None:
     assert forced["foresay"]["passes"] < plain["foresay"]["passes"] / 3
 
 
+def test_a_refusal_names_the_function_whose_schema_it_is_about(server: Running) -> None:
+    wrong = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"pattern": "("}}}}}
+    message = server.chat(tools=[WEATHER, wrong], tool_choice="required").json()["error"]["message"]
+    assert message.startswith("schema of 'f' is not supported") and "call" not in message
+
+
 def test_a_required_call_that_is_cut_has_no_content(server: Running) -> None:
     body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0}
     for most in (1, 2, 5):

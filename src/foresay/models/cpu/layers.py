@@ -42,12 +42,7 @@ class NativeLayers:
     """All layers of a model and its last norm, computed by the kernels."""
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        last_norm: Norm,
-        activation: str,
-        residual_scale: float,
-        dtype: torch.dtype,
+        self, layers: Sequence[Layer], last_norm: Norm, activation: str, residual_scale: float, dtype: torch.dtype
     ) -> None:
         """dtype: of the cache.
 

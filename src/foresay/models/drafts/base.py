@@ -180,12 +180,7 @@ class DraftModel(SlotCacheRows):
             after_mlp=None,
         )
 
-    def _compiled(
-        self,
-        layers: Sequence[Layer],
-        activation: str,
-        products: Sequence[Product],
-    ) -> NativeLayers | None:
+    def _compiled(self, layers: Sequence[Layer], activation: str, products: Sequence[Product]) -> NativeLayers | None:
         """Return the layers for the kernels; None without them. products: the others of a pass."""
         if is_remote(self.device) or not all(isinstance(one, NativeProduct) for one in (self._head, *products)):
             return None

@@ -97,10 +97,7 @@ _GEMMA4 = Architecture(
     proportional=True,
 )
 _GEMMA4_MOE = replace(
-    _GEMMA4,
-    fields={**_GEMMA4.fields, **_MOE},
-    fixed={"enable_moe_block": True},
-    required=(*_GEMMA4.required, *_MOE),
+    _GEMMA4, fields={**_GEMMA4.fields, **_MOE}, fixed={"enable_moe_block": True}, required=(*_GEMMA4.required, *_MOE)
 )
 _USUAL = Architecture("gemma", norms_from_one=True)
 ARCHITECTURES = {
@@ -110,8 +107,6 @@ ARCHITECTURES = {
         _USUAL, model_type="gemma3_text", fields=WINDOW, derive=_scaled_queries, scaled_linearly="full_attention_"
     ),
     "gemma4": replace(
-        _GEMMA4,
-        neutral={"expert_count": (0,), "expert_used_count": (0,)},
-        variants={"expert_count": _GEMMA4_MOE},
+        _GEMMA4, neutral={"expert_count": (0,), "expert_used_count": (0,)}, variants={"expert_count": _GEMMA4_MOE}
     ),
 }

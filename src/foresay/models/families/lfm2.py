@@ -44,10 +44,7 @@ def _derived(stated: Stated, fields: dict[str, Any]) -> dict[str, Any]:
     return key_heads(stated, fields, "conv")
 
 
-FAMILIES = (
-    Family("lfm2", Kinds.MIXED, names=_names),
-    Family("lfm2_moe", Kinds.MIXED, names=_names),
-)
+FAMILIES = (Family("lfm2", Kinds.MIXED, names=_names), Family("lfm2_moe", Kinds.MIXED, names=_names))
 ARCHITECTURES = {
     "lfm2": Architecture(
         "lfm2",

@@ -55,8 +55,7 @@ _OF_MINISTRAL3 = Architecture(
 )
 ARCHITECTURES = {
     "llama": replace(
-        LLAMA,
-        variants={"expert_count": replace(LLAMA, model_type="mixtral", fields=MIXTRAL, required=tuple(MIXTRAL))},
+        LLAMA, variants={"expert_count": replace(LLAMA, model_type="mixtral", fields=MIXTRAL, required=tuple(MIXTRAL))}
     ),
     "mistral3": replace(
         LLAMA,

@@ -39,15 +39,7 @@ READ = {
             *(f"ggml.fim_{role}_token_id" for role in ("pad", "rep", "sep")),
         }
     ),
-    "model": frozenset(
-        {
-            *SIZES,
-            *FACTORS,
-            "rope.scaling.type",
-            "attention.sliding_window_pattern",
-            "attention.scale",
-        }
-    ),
+    "model": frozenset({*SIZES, *FACTORS, "rope.scaling.type", "attention.sliding_window_pattern", "attention.scale"}),
 }
 """Keys without their prefix; "model" stands for the name of the architecture."""
 IRRELEVANT = {

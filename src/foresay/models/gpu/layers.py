@@ -30,13 +30,7 @@ class PagedLayers:
     """Layers and last norm of a decoder whose keys and values are in pages."""
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        norm: Norm,
-        activation: str,
-        residual_scale: float,
-        *,
-        by_library: bool = False,
+        self, layers: Sequence[Layer], norm: Norm, activation: str, residual_scale: float, *, by_library: bool = False
     ) -> None:
         """by_library: True for products of a library in every pass, not in prompts alone.
 

@@ -78,11 +78,7 @@ class RecurrentModel(CausalModel):
         if self.fused is not None:
             return super().capabilities
         on_cpu = self.hardware.on_cpu
-        return Capabilities(
-            num_layers=self.num_layers,
-            prefill_together=not on_cpu,
-            prefill_in_any_pieces=False,
-        )
+        return Capabilities(num_layers=self.num_layers, prefill_together=not on_cpu, prefill_in_any_pieces=False)
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel. A row has its present state, the one before it, and those of its prompt."""

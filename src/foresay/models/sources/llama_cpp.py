@@ -28,9 +28,7 @@ def open_gguf(header: GgufHeader, options: LoadOptions) -> LlamaCppModel:
     if options.progress is not None:
         options.progress(f"Loading {path.name}")
     weights = binding.Weights(
-        path,
-        gpu_layers=0 if Hardware(device).on_cpu else options.gpu_layers,
-        main_gpu=device.index,
+        path, gpu_layers=0 if Hardware(device).on_cpu else options.gpu_layers, main_gpu=device.index
     )
     size = header.values.get(f"{header.architecture}.attention.key_length")
     return LlamaCppModel(weights, head_size=None if size is None else int(size))

@@ -50,10 +50,7 @@ class Location:
 
     def arguments(self, options: LoadOptions) -> dict[str, Any]:
         """Arguments by which every from_pretrained of transformers finds the files."""
-        found: dict[str, Any] = {
-            "trust_remote_code": options.trust_remote_code,
-            "revision": options.revision or "main",
-        }
+        found: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": options.revision or "main"}
         if self.header is not None:
             found["gguf_file"] = self.header.path.name
         if self.only_cached:
