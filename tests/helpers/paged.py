@@ -18,7 +18,7 @@ from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, PagedTokens
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface import family_layers, fused
-from foresay.models.sources import reading, wrapping
+from foresay.models.sources import wrapping
 from helpers.families import joint_of, whole_product
 
 PAGE = 16
@@ -40,7 +40,6 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a GPU with kernels, which compute in float32, also where models are loaded."""
     few_programs(monkeypatch, joint_of)
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
-    monkeypatch.setattr(reading, "_keeps_blocks", lambda options: False)
     monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
 

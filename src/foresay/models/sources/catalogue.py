@@ -137,7 +137,8 @@ def _found(
 ) -> Found:
     """Look at a draft's files, if they are here."""
     folder = packaged_head(draft.repo) if source == "package" else hub.cached_folder(draft.repo)
-    file = _gguf_file(folder) if folder is not None and draft.files == "gguf" else None
+    files = folder.glob("*.gguf") if folder is not None and draft.files == "gguf" else ()
+    file = max(files, key=lambda one: one.stat().st_size, default=None)  # the least rounded
     stored = file.stat().st_size if file else 0 if folder is None else hub.weight_bytes(folder)
     if not stored:
         folder = None
@@ -148,11 +149,6 @@ def _found(
         reason = refusal(read_values(folder))
     cost = None if draft.kind == "mtp" or draft.size is None or not size else draft.size / size
     return Found(draft, target, source, folder, reason, str(file or draft.repo), cost)
-
-
-def _gguf_file(folder: Path) -> Path | None:
-    """Return the largest GGUF file of a folder, whose weights are the least rounded."""
-    return max(folder.glob("*.gguf"), key=lambda file: file.stat().st_size, default=None)
 
 
 def _target_bytes(model: str, targets: Sequence[str]) -> int | None:

@@ -18,7 +18,7 @@ from foresay.models.drafts.files import read_config, read_draft
 from foresay.models.sources.assistants import is_assistant, load_assistant, load_gguf_assistant
 from foresay.models.sources.gguf_drafts import read_gguf_draft
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.packaged import ALIASES, check_gguf, packaged_head
+from foresay.models.sources.packaged import ALIASES, packaged_head
 
 Kind = Literal["head", "block"]
 _NOUNS: dict[Kind, str] = {"head": "a head", "block": "a block drafter"}
@@ -75,7 +75,6 @@ def _file(text: str, noun: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_file():
         raise ModelNotFoundError(f"no such file: {text!r}; give the GGUF file or the folder of {noun}")
-    check_gguf(path)
     return path
 
 

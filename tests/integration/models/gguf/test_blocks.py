@@ -20,7 +20,7 @@ from foresay.models.gguf.header import StoredTensor, read_header
 from foresay.models.gguf.tokenizer import tokenizer_of
 from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, read_weight
 from foresay.models.hardware import Hardware
-from foresay.models.sources import reading
+from foresay.models.sources import describing
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import LoadedModel
@@ -230,7 +230,7 @@ def test_an_architecture_that_is_not_read_is_left_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama(), of("Q4_1"))
-    monkeypatch.setattr(reading, "ARCHITECTURES", frozenset())
+    monkeypatch.setattr(describing, "ARCHITECTURES", frozenset())
     assert load_model(path).weights == ""
 
 
@@ -406,14 +406,14 @@ def test_biases_lie_as_their_rows_do(tmp_path: Path, kind: str | None) -> None:
 def test_a_file_that_lacks_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration has them: Qwen2's always has."""
     path = write_gguf(tmp_path / "tiny.gguf", llama(), of("Q4_1"))
-    head = reading.config_of
+    head = describing.config_of
 
     def with_biases(*args: Any) -> Any:
         config = head(*args)
         config.attention_bias = True
         return config
 
-    monkeypatch.setattr(reading, "config_of", with_biases)
+    monkeypatch.setattr(describing, "config_of", with_biases)
     with pytest.raises(ModelLoadError, match=r"lacks 12 of the model.s tensors \(model.layers.0.self_attn.q_proj.bias"):
         load_model(path)
 

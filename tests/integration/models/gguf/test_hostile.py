@@ -211,6 +211,15 @@ def test_a_string_longer_than_its_file(tmp_path: Path) -> None:
     assert "a string of the list 'tokenizer.ggml.tokens' exceeds the file" in refusal(tmp_path / "x.gguf", parts)
 
 
+def test_a_chat_template_without_end(tmp_path: Path) -> None:
+    path, parts = tmp_path / "x.gguf", image()
+    put(parts, "tokenizer.chat_template", text("{{ 'a' * 4000000000 }}"))
+    path.write_bytes(parts.written())
+    for load in (load_tokenizer, load_model):
+        with pytest.raises(ModelLoadError, match="of memory"):
+            load(path)
+
+
 def test_a_token_of_a_megabyte(tmp_path: Path) -> None:
     """Merges that a file lacks are looked for by cutting each token everywhere."""
     path, parts = tmp_path / "x.gguf", image()

@@ -314,7 +314,7 @@ def test_a_model_of_mostly_other_weights_stays_where_it_is(tmp_path: Path, monke
 def test_a_file_that_is_no_gguf(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(raw)
-    with pytest.raises(ModelLoadError, match=r"is not a GGUF file .* download it again") as caught:
+    with pytest.raises(ModelLoadError, match="download it again") as caught:
         load_model(path)
     assert str(path) in _one_line(caught.value)
 

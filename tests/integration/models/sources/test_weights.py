@@ -13,7 +13,8 @@ import foresay
 from foresay.errors import UnknownNameError
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface.linears import activations_of
-from foresay.models.sources import loading, reading
+from foresay.models.sources import loading
+from foresay.models.sources.describing import describe
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.location import locate
 from helpers import tiny
@@ -161,7 +162,7 @@ def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
     assert loading.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"quantization_config": {"quant_method": "none"}}])
+@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"quantization_config": {"quant_method": "bitsandbytes"}}])
 def test_auto_stays_float32_where_the_family_s_own_code_runs(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,10 +174,10 @@ def test_auto_stays_float32_where_the_family_s_own_code_runs(
     monkeypatch.setattr(Hardware, "cpu_kernels", True)
     options = LoadOptions(device="cpu")
     location = locate(folder, options)
-    assert reading._dtype(location, options, reading._config(location, options)) == torch.float32
+    assert describe(location, options).dtype == torch.float32
     unreached = dataclasses.replace(location, only_cached=True)  # without the hub the same dtype is chosen
     (folder / "config.json").write_text(written)
-    assert reading._dtype(unreached, options, reading._config(unreached, options)) == torch.bfloat16
+    assert describe(unreached, options).dtype == torch.bfloat16
 
 
 def test_an_unknown_format_is_named() -> None:
