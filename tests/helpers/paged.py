@@ -97,7 +97,7 @@ def of_rows(
         tree = torch.tensor([[*(one or ()), *[0] * (width - len(one or ()))] for one in parents])
     cache: Any = SimpleNamespace(lengths=list(starts), reserve=lambda row, count: None)
     tokens = PagedTokens.of(ModelInput(ids, list(counts), parents=tree), cache, tile)
-    buffers = Buffers(len(tokens) + padding, pages.int(), tile, is_prompt=is_prompt)
+    buffers = Buffers(len(tokens) + padding, pages.int(), tile, num_tiles=tokens.num_tiles if is_prompt else None)
     buffers.fill(tokens, ids)
     return buffers.visible
 

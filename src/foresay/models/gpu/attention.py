@@ -51,7 +51,7 @@ class Visible:
     ends: torch.Tensor
     """[N] int32, the slot after the last one that the token sees; 0 for padding."""
     tiles: torch.Tensor
-    """[N, 2] int32: index of the first token and number of tokens of each tile, all of one row; (0, 0) after the last."""
+    """[at most N, 2] int32: first token and number of tokens of each tile, all of one row; (0, 0) after the last."""
     pages: torch.Tensor
     """[rows, P] int32, the page of every PAGE slots of a row."""
     tile: int
@@ -70,9 +70,11 @@ def tokens_per_tile(query_heads: int, key_heads: int, query_bytes: int, *, is_pr
     return max(1, lines // int(triton.next_power_of_2(query_heads // key_heads)))
 
 
-def _stages(query_bytes: int) -> int:
-    """Return the number of pages in flight, as Triton counts them."""
-    return 3 if triton.next_power_of_2(query_bytes) <= SHORT else 1
+def stages(query_bytes: int, backend: str = "hip" if torch.version.hip else "cuda") -> int:
+    """Return the number of pages in flight, the one that is computed included, as Triton counts them: as many as memory holds."""
+    if triton.next_power_of_2(query_bytes) > SHORT:
+        return 1
+    return 2 if backend == "hip" else 3
 
 
 @triton.jit
@@ -115,8 +117,12 @@ def _partial(
     begin_at = split
     if HAS_WINDOW:  # pages before every window are not read
         begin_at += tl.maximum(tl.min(low), 0) // PAGE // SPLITS * SPLITS
-    for index in range(begin_at, (end + PAGE - 1) // PAGE, SPLITS):
-        page = tl.load(pages + row * width + index).to(tl.int64)
+    pages += row * width
+    end_at = (end + PAGE - 1) // PAGE
+    following = tl.load(pages + begin_at, mask=begin_at < end_at, other=0).to(tl.int64)
+    for index in range(begin_at, end_at, SPLITS):
+        page = following  # known a page ahead, so that the copies of the next one begin before this one is computed
+        following = tl.load(pages + index + SPLITS, mask=index + SPLITS < end_at, other=0).to(tl.int64)
         slot = index * PAGE + place
         start = (page * KEY_HEADS + head) * PAGE * DIM
         inside = (slot < end)[:, None] & (depth < DIM)[None, :]
@@ -154,7 +160,9 @@ def _combine(
 ):  # fmt: skip
     token, head = tl.program_id(0), tl.program_id(1)
     depth = tl.arange(0, DIM_PADDED)
+    to_out = out + (token.to(tl.int64) * HEADS + head) * DIM + depth
     if tl.load(ends + token) == 0:
+        tl.store(to_out, tl.zeros([DIM_PADDED], out.dtype.element_ty), mask=depth < DIM)
         return
     top = float("-inf")
     if HAS_SINKS:
@@ -170,8 +178,7 @@ def _combine(
         weight = tl.exp(tl.load(stats + at * 2) - top)
         mass += tl.load(stats + at * 2 + 1) * weight
         total += tl.load(sums + at.to(tl.int64) * DIM + depth, mask=depth < DIM, other=0.0) * weight
-    at = (token * HEADS + head) * DIM + depth
-    tl.store(out + at, (total / mass).to(out.dtype.element_ty), mask=depth < DIM)
+    tl.store(to_out, (total / mass).to(out.dtype.element_ty), mask=depth < DIM)
 
 
 def attend(
@@ -196,14 +203,15 @@ def attend(
     splits = PROMPT_SPLITS if at.is_prompt else SPLITS
     sums = torch.empty(splits, count, heads, dim, dtype=torch.float32, device=queries.device)
     stats = torch.empty(splits, count, heads, 2, dtype=torch.float32, device=queries.device)
-    out = torch.zeros_like(queries)
-    _partial[(count, key_heads, splits)](
+    out = torch.empty_like(queries)
+    tiles = min(len(at.tiles), triton.cdiv(count, at.tile) + len(at.pages) - 1)  # all of a row's but its last are full
+    _partial[(tiles, key_heads, splits)](
         queries, keys, values, at.pages, at.rows, at.positions, at.firsts, at.seen, at.ends, at.tiles, sums, stats,
         scaling, 1.0 if softcap is None else softcap, _NO_WINDOW if window is None else window, at.pages.shape[1], count,
         KEY_HEADS=key_heads, GROUP=group, GROUP_PADDED=group_padded, TOKENS=at.tile, DIM=dim, DIM_PADDED=padded,
         PAGE=PAGE, SPLITS=splits, NODES=NODES,
         HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, num_warps=8 if at.is_prompt else 4,
-        num_stages=_stages(dim * keys.element_size()),
+        num_stages=stages(dim * keys.element_size()),
     )  # fmt: skip
     _combine[(count, heads)](
         sums, stats, at.ends, queries if sinks is None else sinks, out, count,

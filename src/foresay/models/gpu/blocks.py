@@ -21,7 +21,7 @@ import triton.language as tl
 
 from foresay.decoding.devices import launching_on
 from foresay.models.gpu.levels import DOUBLED, Levels
-from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, parts_of, product, reduced, sums_of
+from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, Sums, empty_sums, parts_of, product
 from foresay.models.layer import StackedExperts
 
 _QUAD = 4
@@ -170,7 +170,7 @@ class BlockProduct:
         flat = x.reshape(-1, self.in_features)
         with launching_on(x.device):
             if len(flat) <= 2 * MOST:  # numbers would be made anew in every pass
-                out = self._skinny(flat.contiguous())
+                out = self.sums_of(flat.contiguous()).outputs()
             else:
                 parts = [
                     self.rows(at, min(_SLICE, self.out_features - at)) for at in range(0, self.out_features, _SLICE)
@@ -179,15 +179,16 @@ class BlockProduct:
                 out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _skinny(self, states: torch.Tensor) -> torch.Tensor:
+    def sums_of(self, states: torch.Tensor) -> Sums:
+        """Return the sums of a few tokens, [N, in] contiguous."""
         count, outputs = len(states), self.out_features
         parts = parts_of(outputs, self.in_features)
-        sums, own = sums_of(parts, states, outputs, self.bias)
+        sums, own = empty_sums(parts, states, outputs, self.bias)
         _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
-            states, *self.tensors, sums, sums if own is None else own, count, outputs, states.stride(0), *self.sizes,
+            states, *self.tensors, sums.parts, sums.parts if own is None else own, count, outputs, states.stride(0), *self.sizes,
             TOKENS=TOKENS, OUTPUTS=OUTPUTS, PARTS=parts, HAS_BIAS=own is not None, **self.constants,
         )  # fmt: skip
-        return sums[0] if parts == 1 else reduced(sums, self.bias, states.dtype)
+        return sums
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -40,28 +40,35 @@ class PagedTokens:
 
         Raises OutOfMemoryError if the pool has too few pages.
         """
-        width, first_row = model_input.token_ids.shape[1], model_input.first_row
-        columns, fields, tiles, total = [], [], [], 0
+        (batch, width), first_row = model_input.token_ids.shape, model_input.first_row
         for i, count in enumerate(model_input.num_tokens):
-            if not count:
-                continue
-            row, start = first_row + i, cache.lengths[first_row + i]
-            cache.reserve(row, count)
-            slots = np.arange(start, start + count)
-            tiles += [(total + at, min(tile, count - at)) for at in range(0, count, tile)]
-            columns.append(np.arange(i * width, i * width + count))
-            ends, indices = np.full(count, start + count), np.arange(count)
-            fields.append(np.stack([np.full(count, row), slots, slots, slots, slots + 1, ends, indices]))
-            total += count
-        described = np.zeros((len(FIELDS), total), dtype=np.int32)
-        described[[0, 1, 2, 3, 4, 7, 8]] = np.concatenate(fields, 1)
-        described[5:7, : len(tiles)] = np.array(tiles).T
+            if count:
+                cache.reserve(first_row + i, count)
+        counts, rows = np.array(model_input.num_tokens), np.arange(batch)
+        starts = np.array(cache.lengths[first_row : first_row + batch])
+        before = counts.cumsum() - counts
+        """Tokens of the rows before each."""
+        row, own, start, end, skipped = np.stack(
+            [first_row + rows, rows * width, starts, starts + counts, before]
+        ).repeat(counts, 1)
+        indices = np.arange(len(row)) - skipped
+        slots = start + indices
+        described = np.zeros((len(FIELDS), len(row)), dtype=np.int32)
+        described[0], described[1:4], described[4], described[7], described[8] = row, slots, slots + 1, end, indices
+        begins = np.flatnonzero(indices % tile == 0)
+        described[5, : len(begins)] = begins
+        described[6, : len(begins)] = np.minimum(tile, (end - slots)[begins])
         parents = model_input.parents
         trees = None if parents is None else _Trees.of(parents, model_input.num_tokens)
-        return PagedTokens(np.concatenate(columns), described, trees)
+        return PagedTokens(own + indices, described, trees)
 
     def __len__(self) -> int:
         return len(self.columns)
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles of attention."""
+        return int(np.count_nonzero(self.fields[6]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +113,11 @@ class Buffers:
         tile: int,
         features: torch.Tensor | None = None,
         *,
-        is_prompt: bool = False,
+        num_tiles: int | None = None,
     ) -> None:
         """pages: the table of all rows' pages, [rows, P] int32. tile: tokens per tile of attention. features: [0, F], for passes
-        that read features, too."""
-        device = pages.device
+        that read features, too. num_tiles: of the prompts that are read, in a pass of their own; None for other passes."""
+        device, is_prompt = pages.device, num_tiles is not None
         self.size = size
         self.features = None if features is None else features.new_zeros(size, features.shape[1])
         """[N, F]; None for passes that read token ids alone."""
@@ -121,7 +128,7 @@ class Buffers:
         self.fields[2] = -1  # a pass that is run to be captured must write nowhere
         self.slots = self.fields[2]
         """[N] int32, where keys and values are written; -1 for padding."""
-        self.tiles = torch.zeros(size, 2, dtype=torch.int32, device=device)
+        self.tiles = torch.zeros(size if num_tiles is None else num_tiles, 2, dtype=torch.int32, device=device)
         rows, positions, _, firsts, ends, _, _, row_ends, self.indices = self.fields
         """Index of each token among those of its row."""
         self.visible = Visible(rows, positions, firsts, self._seen, ends, self.tiles, pages, tile, is_prompt)
@@ -136,7 +143,7 @@ class Buffers:
         fields[2] = -1
         fields[:, :count] = tokens.fields
         self.fields.copy_(self._moved(fields), non_blocking=True)
-        self.tiles.copy_(self.fields[5:7].T)
+        self.tiles.copy_(self.fields[5:7, : len(self.tiles)].T)
         columns = moved(torch.from_numpy(tokens.columns), token_ids.device)
         self._seen.fill_(1)
         if tokens.trees is not None:

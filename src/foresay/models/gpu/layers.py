@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.devices import launching_on
 from foresay.models.gpu.attention import attend
-from foresay.models.gpu.blocks import QUANTIZED
+from foresay.models.gpu.blocks import QUANTIZED, BlockProduct, StackedProduct
 from foresay.models.gpu.experts import mixture
 from foresay.models.gpu.flat import Buffers
 from foresay.models.gpu.pages import LayerShape, PagePool
-from foresay.models.gpu.product import MOST, product
-from foresay.models.gpu.rows import GATES, Weight, add_norm, gated, place
+from foresay.models.gpu.product import GATES, MOST, Sums, gated_product, product, sums_of
+from foresay.models.gpu.rows import Weight, add_norm, gated, place
 from foresay.models.layer import Convolution, Experts, Layer, Norm, Separate
 
 Turns = tuple[torch.Tensor, torch.Tensor]
@@ -75,7 +76,7 @@ class PagedLayers:
                 for x, norm in zip((embedded, states), self._pair, strict=True)
             )
             first, states = torch.cat([token, feature], -1), feature if pair.is_residual else states.clone()
-        delta: torch.Tensor | None = None
+        delta: torch.Tensor | Sums | None = None
         after: Weight | None = None
         how = {"by_library": self._library(at)}
         for i, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
@@ -92,7 +93,7 @@ class PagedLayers:
             if layer.experts is not None:
                 delta = self._experts(layer.experts, read, at)
             else:
-                delta = linear(layer.down, gated(linear(layer.gate_up, read, **how), self._activation), **how)
+                delta = sums(layer.down, _gated(layer.gate_up, read, self._activation, **how), **how)
             delta, after = _after(layer.mlp_conv, delta, kernel, at), after_mlp
             if layer.input is not None or layer.scale != 1.0:
                 self._finish(layer, states, delta, after, (inputs, self._input_norms[i]), at)
@@ -107,7 +108,7 @@ class PagedLayers:
         self,
         layer: Layer,
         states: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | Sums,
         after: Weight | None,
         own: tuple[torch.Tensor | None, Weight | None],
         at: Buffers,
@@ -125,7 +126,7 @@ class PagedLayers:
             width = gate.shape[1]
             read = inputs[:, one.index * width : (one.index + 1) * width]
             inner = (layer.activation(gate.float()) * read.float()).to(gate.dtype)
-            add_norm(states, linear(one.projection, inner, **how), after=norm, before=None)
+            add_norm(states, sums(one.projection, inner, **how), after=norm, before=None)
         states.mul_(layer.scale)
 
     def _library(self, at: Buffers) -> bool:
@@ -139,7 +140,7 @@ class PagedLayers:
         if experts.shared is None:
             return out
         gate_up, down = experts.shared
-        inner = gated(linear(gate_up, read, **how), self._activation)
+        inner = _gated(gate_up, read, self._activation, **how)
         common = linear(down, inner, **how)
         if experts.shared_gate is not None:
             common = common * linear(experts.shared_gate, read, **how).sigmoid()
@@ -147,16 +148,16 @@ class PagedLayers:
 
     def _attention(
         self, layer: Layer, read: torch.Tensor, at: Buffers, pool: PagePool, i: int, turns: Mapping[str, Turns]
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Sums:
         how = {"by_library": self._library(at)}
-        joint, store = linear(layer.qkv, read, **how), self._stores[i]
+        joint, store = sums(layer.qkv, read, **how), self._stores[i]
         keys, values = pool.keys[store], pool.values[store]
         seen = at.visible if layer.causal else at.whole
         norms = self._head_norms[i]
         if layer.wide_norm and norms is not None:
-            joint, norms = _normed_as_one(joint, layer, norms), None
+            joint, norms = _normed_as_one(Sums.of(joint).outputs(), layer, norms), None
         queries = place(
-            joint.view(len(read), -1, layer.dim),
+            joint,
             keys,
             values,
             turns[layer.kind] if layer.rotates else None,
@@ -174,7 +175,17 @@ class PagedLayers:
         out = attend(
             queries, keys, values, seen, layer.scaling, window=layer.window, softcap=layer.softcap, sinks=layer.sinks
         )
-        return linear(layer.output, out.view(len(read), -1), **how)
+        return sums(layer.output, out.view(len(read), -1), **how)
+
+
+def sums(layer: Any, states: torch.Tensor, *, by_library: bool = False) -> torch.Tensor | Sums:
+    """Return `linear`'s outputs, as sums if the product has parts: for a kernel that adds them up as it reads them."""
+    if by_library or isinstance(layer, Separate | StackedProduct) or len(states) > MOST:
+        return linear(layer, states, by_library=by_library)
+    if isinstance(layer, BlockProduct):
+        with launching_on(states.device):
+            return layer.sums_of(states.contiguous())
+    return sums_of(states, layer.weight, layer.bias)
 
 
 def linear(layer: Any, states: torch.Tensor, *, by_library: bool = False) -> torch.Tensor:
@@ -185,6 +196,14 @@ def linear(layer: Any, states: torch.Tensor, *, by_library: bool = False) -> tor
         return torch.cat([linear(part, states, by_library=by_library) for part in layer.parts], 1)
     multiply = F.linear if by_library or len(states) > MOST else product
     return multiply(states, layer.weight, layer.bias)
+
+
+def _gated(layer: Any, states: torch.Tensor, activation: str, *, by_library: bool) -> torch.Tensor:
+    """Return activation(gate) * up, [N, I], of a linear layer of gates and ups, at the end of a product of one part."""
+    out = None
+    if not by_library and len(states) <= MOST and not isinstance(layer, (*QUANTIZED, Separate)):
+        out = gated_product(states, layer.weight, layer.bias, activation)
+    return gated(sums(layer, states, by_library=by_library), activation) if out is None else out
 
 
 def outputs_of(layer: Any) -> int:
@@ -215,8 +234,8 @@ def _around(conv: Convolution | None, x: torch.Tensor, at: Buffers) -> tuple[tor
     return _convolved(x, deltas[:, 0], conv.base[0], at), deltas[:, 1]
 
 
-def _after(conv: Convolution | None, x: torch.Tensor, kernel: torch.Tensor, at: Buffers) -> torch.Tensor:
-    return x if conv is None else _convolved(x, kernel, conv.base[1], at)
+def _after(conv: Convolution | None, x: torch.Tensor | Sums, kernel: torch.Tensor, at: Buffers) -> torch.Tensor | Sums:
+    return x if conv is None else _convolved(Sums.of(x).outputs(), kernel, conv.base[1], at)
 
 
 def _convolved(x: torch.Tensor, delta: torch.Tensor, base: torch.Tensor, at: Buffers) -> torch.Tensor:

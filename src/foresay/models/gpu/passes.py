@@ -151,7 +151,7 @@ class PagedPasses:
         self.table.update(cache.pages)
         with launching_on(self.table.pages.device):
             if size is None:
-                buffers = self.buffers(len(tokens), is_prompt=True)
+                buffers = self.buffers(len(tokens), tokens.num_tiles)
                 buffers.fill(tokens, model_input.token_ids, model_input.features)
                 out = self._run(buffers, model_input.hidden_layers, scored)
             else:
@@ -163,10 +163,10 @@ class PagedPasses:
             cache.lengths[model_input.first_row + i] += count
         return torch.from_numpy(tokens.columns), out
 
-    def buffers(self, size: int, *, is_prompt: bool = False) -> Buffers:
-        """Return the inputs of passes of a size."""
+    def buffers(self, size: int, num_tiles: int | None = None) -> Buffers:
+        """Return the inputs of passes of a size. num_tiles: see Buffers."""
         features = self.decoder.like if self.decoder.features else None
-        return Buffers(size, self.table.pages, self._tiles[is_prompt], features, is_prompt=is_prompt)
+        return Buffers(size, self.table.pages, self._tiles[num_tiles is not None], features, num_tiles=num_tiles)
 
     def captured(self, run: Replay) -> Replay:
         """Capture a pass."""

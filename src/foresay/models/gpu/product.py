@@ -8,10 +8,14 @@ weights run at the same time: for all but the first these come from the cache.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+GATES = ("silu", "gelu_pytorch_tanh", "gelu")
+"""Activations that a gate may have."""
 TOKENS = 64
 """Tokens of a tile."""
 MOST = 512
@@ -30,12 +34,30 @@ def parts_of(outputs: int, inputs: int) -> int:
     return parts
 
 
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """An activation, by its index in GATES."""
+    if KIND == 0:
+        x = x / (1 + tl.exp(-x))
+    elif KIND == 1:
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = x / (1 + tl.exp(-2 * inner))
+    else:
+        x = 0.5 * x * (1 + tl.math.erf(x * 0.7071067811865476))
+    return x
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _product(
     states, weight, sums, bias, num_tokens, outputs, inputs, stride,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    lane, half, size = tl.arange(0, OUTPUTS), OUTPUTS // 2, outputs // 2
+    column = tl.program_id(1) * OUTPUTS + lane
+    if KIND >= 0:  # the first half of a tile are gates, the other one the ups of the same numbers
+        number = tl.program_id(1) * half + lane % half
+        column = tl.where(number < size, number + lane // half * size, outputs)
     part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inner = tl.arange(0, INNER)
     steps = (inputs + INNER - 1) // INNER
@@ -56,24 +78,85 @@ def _product(
         total += tl.dot(x, w, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
-        total.to(sums.dtype.element_ty),
-        mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
-    )
+    total = total.to(sums.dtype.element_ty)
+    if KIND >= 0:
+        pairs = tl.permute(tl.reshape(total.to(tl.float32), (TOKENS, 2, OUTPUTS // 2)), (0, 2, 1))
+        gate, up = tl.split(pairs)
+        number = tl.program_id(1) * half + tl.arange(0, OUTPUTS // 2)
+        tl.store(
+            sums + token[:, None].to(tl.int64) * size + number[None, :],
+            (activated(gate, KIND) * up).to(sums.dtype.element_ty),
+            mask=(token < num_tokens)[:, None] & (number < size)[None, :],
+        )
+    else:
+        tl.store(
+            sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
+            total,
+            mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
+        )
+
+
+@triton.jit
+def total_of(
+    sums, bias, token, column, inside, num_tokens, outputs,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of a token, of `Sums`: the parts in order, the bias, rounded to DTYPE. Returns float32."""
+    if PARTS == 1:
+        total = tl.load(sums + token.to(tl.int64) * outputs + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros(column.shape, tl.float32)
+        for part in range(PARTS):
+            total += tl.load(sums + (part * num_tokens + token.to(tl.int64)) * outputs + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return total.to(DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _reduce(sums, bias, out, num_tokens, outputs, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < outputs
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(PARTS):
-        total += tl.load(sums + (part * num_tokens + token) * outputs + column, mask=inside, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * outputs + column, total.to(out.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = out.dtype.element_ty
+    total = total_of(sums, bias, token, column, inside, num_tokens, outputs, PARTS, HAS_BIAS, dtype)
+    tl.store(out + token.to(tl.int64) * outputs + column, total.to(dtype), mask=inside)
+
+
+class Sums(NamedTuple):
+    """The outputs of a product, of which each reader adds up the parts of the inner dimension itself."""
+
+    parts: torch.Tensor
+    """[P, N, O], float32 unless P is 1."""
+    bias: torch.Tensor | None
+    """[O], which the parts do not contain; None for none."""
+    dtype: torch.dtype
+    """To which outputs are rounded."""
+
+    @staticmethod
+    def of(outputs: torch.Tensor | Sums) -> Sums:
+        """Return outputs [N, ...] as one part; sums as they are."""
+        return outputs if isinstance(outputs, Sums) else Sums(outputs.view(1, len(outputs), -1), None, outputs.dtype)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Arguments of `total_of` that are known when a kernel is compiled."""
+        return {"PARTS": len(self.parts), "HAS_BIAS": self.bias is not None}
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts, and the bias; the parts in place of a missing one."""
+        return self.parts, self.parts if self.bias is None else self.bias
+
+    def outputs(self) -> torch.Tensor:
+        """Return the outputs, [N, O]."""
+        parts, count, outputs = self.parts.shape
+        if parts == 1:
+            return self.parts[0]
+        out = self.parts.new_empty(count, outputs, dtype=self.dtype)
+        grid = (count, triton.cdiv(outputs, 1024))
+        _reduce[grid](*self.tensors, out, count, outputs, BLOCK=1024, **self.constants)
+        return out
 
 
 def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,30 +164,40 @@ def product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
     states: [N, I], rows contiguous. weight: [O, I] contiguous. bias: [O].
     """
-    (count, inputs), outputs = states.shape, weight.shape[0]
-    parts = parts_of(outputs, inputs)
-    sums, own = sums_of(parts, states, outputs, bias)
-    _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
-        states, weight, sums, sums if own is None else own, count, outputs, inputs, states.stride(0),
-        TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts, HAS_BIAS=own is not None,
-    )  # fmt: skip
-    return sums[0] if parts == 1 else reduced(sums, bias, states.dtype)
+    return sums_of(states, weight, bias).outputs()
+
+
+def gated_product(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor | None:
+    """Return activation(gate) * up of a product of gates and ups, [N, O / 2]; None for one with several parts.
+
+    activation: one of GATES. See `product`.
+    """
+    if parts_of(len(weight), states.shape[1]) > 1:
+        return None
+    return sums_of(states, weight, bias, GATES.index(activation)).parts[0]
 
 
 def sums_of(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: int | None = None
+) -> Sums:
+    """Return the sums of `product`. gate: index of the activation of `gated_product`, whose outputs are then returned."""
+    (count, inputs), outputs = states.shape, weight.shape[0]
+    parts = parts_of(outputs, inputs)
+    sums, own = empty_sums(parts, states, outputs if gate is None else outputs // 2, bias)
+    _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
+        states, weight, sums.parts, sums.parts if own is None else own, count, outputs, inputs, states.stride(0),
+        TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts, HAS_BIAS=own is not None,
+        KIND=-1 if gate is None else gate,
+    )  # fmt: skip
+    return sums
+
+
+def empty_sums(
     parts: int, states: torch.Tensor, outputs: int, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return memory for the sums of parts, [parts, N, O], and the bias that these contain: with one part they are the outputs."""
+) -> tuple[Sums, torch.Tensor | None]:
+    """Return memory for sums, and the bias that they contain: with one part they are the outputs."""
     dtype = states.dtype if parts == 1 else torch.float32
     sums = torch.empty(parts, len(states), outputs, dtype=dtype, device=states.device)
-    return sums, bias if parts == 1 else None
-
-
-def reduced(sums: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sums of the parts of an inner dimension in order, [parts, N, O] float32 -> [N, O], plus the bias [O]."""
-    parts, count, outputs = sums.shape
-    out = torch.empty(count, outputs, dtype=dtype, device=sums.device)
-    _reduce[(count, triton.cdiv(outputs, 1024))](
-        sums, sums if bias is None else bias, out, count, outputs, BLOCK=1024, PARTS=parts, HAS_BIAS=bias is not None
-    )
-    return out
+    return Sums(sums, None if parts == 1 else bias, states.dtype), bias if parts == 1 else None

@@ -6,6 +6,7 @@ device alone. What is read from weights when a model is loaded is replaced.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.models.drafts import base, block
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.head import HeadModel
+from foresay.models.gpu import product
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface import causal, linears
 from foresay.models.huggingface.causal import CausalModel
@@ -48,16 +50,16 @@ def turns(self: RotaryTable, positions: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the kernels that were launched; they compute nothing."""
-    names: set[str] = set()
+def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Launches by the kernel's name; they compute nothing."""
+    names = Counter[str]()
 
     def launch(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
         for one in (*given, *named.values()):
             assert not isinstance(one, torch.Tensor) or one.device == META, (
                 f"{self.fn.__name__} got a tensor of the host"
             )
-        names.add(self.fn.__name__)
+        names[self.fn.__name__] += 1
 
     def capture(run: Any) -> Any:
         run()
@@ -106,7 +108,7 @@ def drafter_of(kind: str, target: CausalModel) -> Any:
 )
 @torch.inference_mode()
 def test_decoding_stays_on_the_device(
-    kind: str, setting: str, monkeypatch: pytest.MonkeyPatch, launched: set[str]
+    kind: str, setting: str, monkeypatch: pytest.MonkeyPatch, launched: Counter[str]
 ) -> None:
     drafted: list[Any] = []
 
@@ -120,7 +122,7 @@ def test_decoding_stays_on_the_device(
     options: dict[str, Any] = {"gamma": 0} if kind == "none" else {"drafter": drafter_of(kind, target), "gamma": 3}
     _, _, engine = run(target, PROMPTS, params, max_batch_size=2, **options)
     assert engine.draft_failures == 0
-    assert {"_partial", "_product"} <= launched
+    assert {"_partial", "_product"} <= launched.keys()
     assert ("_settle" in launched) == (kind not in ("none", "tree")) and any(drafted) == (kind != "none")
 
 
@@ -128,4 +130,24 @@ def test_a_tensor_of_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the factors of norms are on the host."""
     monkeypatch.setattr(Norm, "float32", lambda self: torch.ones(len(self.weight)))
     with pytest.raises(AssertionError, match="got a tensor of the host"):
-        test_decoding_stays_on_the_device("none", "greedy", monkeypatch, set())
+        test_decoding_stays_on_the_device("none", "greedy", monkeypatch, Counter())
+
+
+@torch.inference_mode()
+def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch, launched: Counter[str]) -> None:
+    """Parts of products are added by their readers, and a gate ends its product. Control: gates whose product has parts, too."""
+
+    def counted(whole: tuple[int, ...]) -> Counter[str]:
+        monkeypatch.setattr(product, "parts_of", lambda outputs, inputs: 1 if outputs in whole else 4)
+        monkeypatch.setattr(step_module, "_read", lambda *_: [step_module._RowVerification([], 2, [], (), 0)])
+        target = on_device("phi3")
+        launched.clear()
+        run(target, [[4]], [SamplingParams(max_new_tokens=9, ignore_eos=True)], max_batch_size=1, gamma=0)
+        layers = launched["_place"] / target.num_layers
+        assert launched["_add_norm"] / layers == 2 * target.num_layers + 1
+        assert launched["_product"] / layers == 4 * target.num_layers + 1
+        return launched
+
+    inner = make("phi3", 0).config.intermediate_size
+    assert not {"_reduce", "_gate"} & counted((VOCAB, 2 * inner)).keys()
+    assert counted((VOCAB,))["_gate"] == launched["_place"]

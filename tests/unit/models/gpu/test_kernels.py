@@ -148,6 +148,27 @@ def test_norms_with_a_residual() -> None:
     assert torch.equal(rows.add_norm(states, None, after=None, before=None), states)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_parts_of_a_product_are_added_by_their_reader(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of the product's own outputs. Control: a bias that is left out."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(product, "parts_of", lambda outputs, inputs: 2)
+    read, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((3, 256), (48, 256), (48,)))
+    apart, states, norm = product.sums_of(read, weight, bias), torch.randn(3, 48).to(dtype), (torch.rand(48), 1e-6)
+    assert apart.parts.shape == (2, 3, 48)
+
+    def readers(sums: Any) -> list[torch.Tensor]:
+        keys, values = torch.zeros(2, 1, 1, PAGE, 16, dtype=dtype)
+        slots, row = torch.tensor([0, 1, 5]).int(), torch.zeros(3).int()
+        added = states.clone()
+        placed = rows.place(sums, keys, values, None, slots, slots, row, torch.zeros(1, 1).int())
+        return [rows.add_norm(added, sums, after=norm, before=norm), added, placed, keys, values]
+
+    whole = readers(apart.outputs())
+    assert all(map(torch.equal, readers(apart), whole))
+    assert not any(map(torch.equal, readers(apart._replace(bias=None)), whole))
+
+
 def test_heads_are_normed_turned_and_placed() -> None:
     torch.manual_seed(0)
     (query_heads, key_heads, dim, turned), count = (6, 2, 24, 16), 5
@@ -186,3 +207,12 @@ def test_heads_are_normed_turned_and_placed() -> None:
 def test_gates(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     joint = torch.linspace(-6, 6, 240).view(3, 80)
     torch.testing.assert_close(rows.gated(joint, name), function(joint[:, :40]) * joint[:, 40:])
+    torch.manual_seed(0)
+    states, weight, bias = torch.randn(67, 72), torch.randn(82, 72) / 8, torch.randn(82)
+    expected, found = (
+        rows.gated(product.product(states, weight, bias), name),
+        product.gated_product(states, weight, bias, name),
+    )
+    assert found is not None and torch.equal(found, expected), "by the product's own kernel: the same bits"
+    other = product.gated_product(states, weight.roll(1, 0), bias, name)
+    assert other is not None and not torch.allclose(other, expected)
