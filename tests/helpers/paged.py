@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,16 +55,22 @@ def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def language_of_the_interpreter() -> Iterator[None]:
-    """Triton's language for the interpreter, which would otherwise replace its functions for each launch and each call."""
+    """Triton's language for the interpreter, which would otherwise replace its functions for each launch and each call.
+
+    It also computes every sum of integers twice, to assert that none overflows, and asserts with options.debug alone.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
     intact = interpreter._patch_lang
     replaced = intact(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    builder, options = interpreter.interpreter_builder, interpreter.interpreter_builder.options
+    builder.options = replace(options, sanitize_overflow=options.debug)
     try:
         yield
     finally:
+        builder.options = options
         interpreter._patch_lang = intact
         replaced.restore()
 

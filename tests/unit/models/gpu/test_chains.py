@@ -34,69 +34,58 @@ def same(found: Proposal, expected: Proposal) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        *((kind, SAMPLED) for kind in ("head", "trimmed", "normed", "model", *BLOCKS)),  # one of its rows is greedy
-        *((kind, [{}] * 3) for kind in ("head", "DFlash2")),
-    ],
-)
-@torch.inference_mode()
-def test_drafts_are_those_of_single_passes(
-    kind: str, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+GREEDY: list[dict[str, Any]] = [{}] * 3
+CASES = [
+    *((kind, SAMPLED) for kind in ("trimmed", "normed", "model", *BLOCKS)),  # one of its rows is greedy
+    *((kind, GREEDY) for kind in ("head", "DFlash2")),
+]
+
+
+def compare(kind: str, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, new: int = 4) -> list[Proposal]:
+    """Assert that drafts on pages are those of single passes; return them."""
     reference = made(monkeypatch, pages=False)
-    expected = drafts(drafter_of(kind, reference, monkeypatch, False), reference, settings)
+    expected = drafts(drafter_of(kind, reference, monkeypatch, False), reference, settings, new)
     target = made(monkeypatch, pages=True)
     drafter = drafter_of(kind, target, monkeypatch, True)
     assert drafter.context.draws_chains
     monkeypatch.setattr(ModelDrafter, "_draw", None)
-    found = drafts(drafter, target, settings)
+    found = drafts(drafter, target, settings, new)
     assert found[0] == expected[0] and len(found[1]) == len(expected[1])
     assert all(same(one, other) for one, other in zip(found[1], expected[1], strict=True))
-    assert max(max(one.num_tokens) for one in found[1]) == 3
+    return found[1]
 
 
+@pytest.mark.parametrize(("kind", "settings"), CASES, ids=lambda one: one if isinstance(one, str) else f"{one[0]}")
 @torch.inference_mode()
-def test_a_chain_whose_positions_stand_still_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control."""
-    known = chains._Rows.begin
-
-    def begin(self: Any, *given: Any) -> None:
-        known(self, *given)
-        self.buffers.fields[chains._POSITIONS] += 3
-
-    monkeypatch.setattr(chains._Rows, "begin", begin)
-    with pytest.raises(AssertionError):
-        test_drafts_are_those_of_single_passes("head", SAMPLED, monkeypatch)
+def test_drafts_are_those_of_single_passes(
+    kind: str, settings: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(max(one.num_tokens) for one in compare(kind, settings, monkeypatch)) == 3
 
 
+@pytest.mark.parametrize("fault", ["positions", "later positions", "convolutions"])
 @torch.inference_mode()
-def test_a_block_that_does_not_see_its_later_positions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control."""
-    known = flat.Buffers.__init__
+def test_a_broken_chain_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: positions stand still, a block does not see its later positions, convolutions reach another row."""
+    begin, init = chains._Rows.begin, flat.Buffers.__init__
 
-    def init(self: Any, *given: Any, **named: Any) -> None:
-        known(self, *given, **named)
-        self.whole = self.visible
+    def begun(self: Any, *given: Any) -> None:
+        begin(self, *given)
+        self.buffers.fields[chains._POSITIONS] += 50
 
-    monkeypatch.setattr(flat.Buffers, "__init__", init)
+    def built(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        if fault == "convolutions":
+            self.indices = torch.full_like(self.indices, 9)
+        else:
+            self.whole = self.visible
+
+    if fault == "positions":
+        monkeypatch.setattr(chains._Rows, "begin", begun)
+    else:
+        monkeypatch.setattr(flat.Buffers, "__init__", built)
     with pytest.raises(AssertionError):
-        test_drafts_are_those_of_single_passes("DFlash2", SAMPLED, monkeypatch)
-
-
-@torch.inference_mode()
-def test_convolutions_that_reach_another_row_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control."""
-    known = flat.Buffers.__init__
-
-    def init(self: Any, *given: Any, **named: Any) -> None:
-        known(self, *given, **named)
-        self.indices = torch.full_like(self.indices, 9)
-
-    monkeypatch.setattr(flat.Buffers, "__init__", init)
-    with pytest.raises(AssertionError):
-        test_drafts_are_those_of_single_passes("DFlash2", SAMPLED, monkeypatch)
+        compare("head" if fault == "positions" else "DFlash2", SAMPLED, monkeypatch)
 
 
 class Longer(ConstantLength):
@@ -123,15 +112,16 @@ def test_steps_are_captured_once_for_a_number_of_rows(monkeypatch: pytest.Monkey
     drafter = drafter_of("head", target, monkeypatch, True)
     counts = []
     for _ in range(2):
-        drafts(drafter, target, [{}] * 3)
+        drafts(drafter, target, GREEDY[:2], 2)
         counts.append(drafter.context.model.inner.paged.captures)
     assert counts[0] == counts[1]
 
 
 @torch.inference_mode()
 def test_more_rows_than_a_captured_step_has_are_drafted_for_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = made(monkeypatch, pages=False)
+    expected = drafts(drafter_of("head", reference, monkeypatch, False), reference, GREEDY[:2], 3)
     target = made(monkeypatch, pages=True)
-    expected = drafts(drafter_of("head", target, monkeypatch, True), target, [{}] * 3)[0]
     monkeypatch.setattr(flat, "SIZES", (1,))
-    drafter = drafter_of("head", target, monkeypatch, True)
-    assert drafts(drafter, target, [{}] * 3)[0] == expected
+    found = drafts(drafter_of("head", target, monkeypatch, True), target, GREEDY[:2], 3)
+    assert found[0] == expected[0] and all(map(same, found[1], expected[1]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.modeling_layers import MtpModel
 
+from foresay.decoding.proposal import Proposal
 from foresay.drafters.hidden_states import HeadDrafter
 from foresay.models.drafts import mtp
 from foresay.models.drafts.mtp import MtpHead
@@ -42,19 +43,19 @@ def drafting(monkeypatch: pytest.MonkeyPatch, pages: bool, nodes: int) -> tuple[
     return HeadDrafter(head, VOCAB, sample=not nodes, nodes=nodes), target
 
 
-def compare(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
-    settings = [{}] * 3 if nodes else SAMPLED
+def compare(monkeypatch: pytest.MonkeyPatch, nodes: int, settings: list[dict[str, Any]], enough: int) -> list[Proposal]:
+    """Assert that drafts on pages are those of transformers' own code; return them."""
     reference, target = drafting(monkeypatch, False, nodes)
-    expected, proposals = drafts(reference, target, settings, 8, 4)
+    expected, proposals = drafts(reference, target, settings, 8, enough)
     drafter, target = drafting(monkeypatch, True, nodes)
     assert drafter.context.draws_chains
-    found, others = drafts(drafter, target, settings, 8, 4)
+    found, others = drafts(drafter, target, settings, 8, enough)
     assert found == expected and len(others) == len(proposals)
     for one, other in zip(others, proposals, strict=True):
         assert list(one.num_tokens) == list(other.num_tokens)
         for i, n in enumerate(one.num_tokens):
             assert one.token_ids[i, :n].tolist() == other.token_ids[i, :n].tolist()
-    assert any(max(one.num_tokens) > 2 for one in others)
+    return others
 
 
 @pytest.mark.parametrize("nodes", [0, 4])
@@ -62,7 +63,8 @@ def compare(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
 def test_drafts_are_those_of_transformers_own_code(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if nodes:
         monkeypatch.setattr(Recorded, "sizes", (4, 3, 4, 0))
-    compare(monkeypatch, nodes)
+    found = compare(monkeypatch, nodes, [{}] * 3 if nodes else SAMPLED, 4)
+    assert any(max(one.num_tokens) > 2 for one in found)
 
 
 @pytest.mark.parametrize("part", ["the embedding's norm", "the position"])
@@ -76,4 +78,4 @@ def test_a_layer_that_is_read_wrongly_is_found(part: str, monkeypatch: pytest.Mo
         norm_of = mtp.norm_of
         monkeypatch.setattr(mtp, "norm_of", lambda module: norm_of(torch.nn.RMSNorm(32, 1e-5)))
     with pytest.raises(AssertionError):
-        compare(monkeypatch, 0)
+        compare(monkeypatch, 0, SAMPLED[:2], 2)
