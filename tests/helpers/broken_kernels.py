@@ -131,6 +131,13 @@ FAULTS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "sums that depend on the rows of their tile": (
         ("integers.h", "x_scale = *by", "x_scale = (FAULT ? ROWS : 1) * *by"),
     ),
+    "a task that throws": (
+        (
+            "kernels.cpp",
+            "int64_t first = panel * PANEL, count",  # of foresay_pack
+            "if (FAULT && panel == 3) throw std::bad_alloc();\nint64_t first = panel * PANEL, count",
+        ),
+    ),
     # products by matrix instructions
     "the second block of rows is the first": (("tiles.h", "(more + k,", "((FAULT ? some : more) + k,"),),
     "depths of two panels": (("tiles.h", "k * PANEL + PANEL,", "k * PANEL + (FAULT ? 0 : PANEL),"),),

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
 from foresay.models.sources.wrapping import wrap
 from helpers import tiny
+from helpers.broken_kernels import Broken
 from helpers.families import make
 
 HELPERS = Path(tiny.__file__).parents[1]
@@ -80,31 +80,13 @@ def test_an_exception_of_the_kernels_is_one_of_python() -> None:
         assert line.startswith(error)
 
 
-@pytest.fixture
-def throwing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Kernels whose tasks throw at panel 3 of what is packed."""
-    for one in build.SOURCES:
-        text = one.read_text()
-        if one.name == "kernels.cpp":
-            intact = "int64_t first = panel * PANEL, count"  # of foresay_pack
-            assert text.count(intact) == 1
-            text = text.replace(intact, f"if (panel == 3) throw std::bad_alloc();\n{intact}")
-        (tmp_path / one.name).write_text(text)
-    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / one.name for one in build.SOURCES))
-    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O0") for flag in build._FLAGS))
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
-    build.library.cache_clear()
-    yield
-    build.library.cache_clear()
-
-
-@pytest.mark.usefixtures("throwing")
-def test_what_a_worker_throws_reaches_the_caller_and_the_pool_goes_on() -> None:
-    """By 1, 2 and 4 threads of one library, which takes a second to compile."""
-    library = build.library()
-    assert library is not None
-    for threads in (1, 2, 4):
-        throw_and_go_on(library, threads)
+def test_what_a_worker_throws_reaches_the_caller_and_the_pool_goes_on(broken_kernels: Broken) -> None:
+    """By 1, 2 and 4 threads, whose tasks throw at panel 3 of what is packed."""
+    with broken_kernels("a task that throws"):
+        library = build.library()
+        assert library is not None
+        for threads in (1, 2, 4):
+            throw_and_go_on(library, threads)
 
 
 def throw_and_go_on(library: ctypes.CDLL, threads: int) -> None:
@@ -196,26 +178,17 @@ ROPES = {
 }
 
 
-GENERATE = """
-import sys
-from foresay.cli.app import _run
-print([_run(["generate", "--model", folder, "--max-new-tokens", "2", "hello"]) for folder in sys.argv[1:]])
-"""
-
-
-def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(tmp_path: Path) -> None:
-    """In a process of their own, which such folders used to end."""
-    for kind, values in ROPES.items():
-        folder = tiny.save(tmp_path / kind, tiny.llama(head_dim=1))
-        config = json.loads((folder / "config.json").read_text())
-        config |= {"rope_parameters": values, "partial_rotary_factor": 1e6}
-        (folder / "config.json").write_text(json.dumps(config))
-    done = child("-c", GENERATE, *(str(tmp_path / kind) for kind in ROPES))
-    assert (done.returncode, done.stdout) == (0, "[2, 2, 2, 2]\n"), done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == len(ROPES)
-    for shown in lines:
-        assert "partial_rotary_factor" in shown and "1000000.0" in shown and "to 1" in shown
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(
+    kind: str, tmp_path: Path, shell: tiny.Shell
+) -> None:
+    """Such folders used to end the process."""
+    folder = tiny.save(tmp_path / kind, tiny.llama(head_dim=1))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_parameters": ROPES[kind], "partial_rotary_factor": 1e6}
+    (folder / "config.json").write_text(json.dumps(config))
+    shown = shell.refused("generate", "--model", str(folder), "--max-new-tokens", "2", "hello")
+    assert "partial_rotary_factor" in shown and "1000000.0" in shown and "to 1" in shown
 
 
 @pytest.mark.parametrize(
