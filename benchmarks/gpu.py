@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ import foresay
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy, ModelInput
+from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.drafters.hidden_states import BlockDrafter, HeadDrafter
 from foresay.drafters.stateless import Stateless
@@ -45,6 +44,8 @@ from foresay_lab.measure.roofline import floor
 from foresay_lab.training.new_drafts import DraftShape, new_draft
 from foresay_lab.training.outputs import Text
 
+Timed = tuple[float, list[Step]]
+"""Seconds of a step, and what each row got."""
 SKIPPED = 4
 """First steps of a run that are not measured."""
 ROWS = (1, 8, 32)
@@ -58,7 +59,7 @@ LEGEND = {
     "long_step_over_floor": ("plain step after 15,000 tokens, the same", "<= 1.3"),
     "captures_after_warm_up": ("passes captured in the second identical call", "0"),
     "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
-    "same_bits_share": ("tokens whose scores have the same bits in passes over 1 and 8 rows", "1"),
+    "same_bits_share": ("rows whose scores have the same bits alone and in passes over 16 to 512 tokens", "1"),
     "same_bits_cost_1": ("plain step / the same with cuBLAS's products, 1 row", "<= 1.1"),
     "same_bits_cost_32": ("the same, 32 rows", "<= 1.1"),
     "ttft_512_ms": ("first token of a prompt of 512 tokens, ms", "<= 15"),
@@ -169,29 +170,41 @@ class Measure:
     def _draft(self) -> DraftShape:
         return DraftShape(vocabulary_size=self.shape.drafted, block_size=8)
 
-    def run(
-        self, rows: int, drafter: Any = None, gamma: int = 0, context: int = 512, **params: Any
-    ) -> list[list[Step]]:
-        """The steps of a batch whose prompts were read before; without the first ones."""
+    def run(self, rows: int, drafter: Any = None, gamma: int = 0, context: int = 512, **params: Any) -> list[Timed]:
+        """The steps of a batch whose prompts were read before; without the first ones. Each takes from read to read."""
         size = context if self.shape is LARGE else min(context, self.shape.long)
         engine = Engine(self.model, drafter, make_rule("speculative"), ConstantLength(gamma), max_batch_size=rows)
         given = foresay.SamplingParams(max_new_tokens=1000, **params)  # rows begin one after the other
         for prompt in random_prompt(rows, torch.device("cpu"), self.shape.vocabulary)[:, :1].tolist():
             engine.submit([(prompt[0] + i) % self.shape.vocabulary for i in range(size)], given)
-        out: list[list[Step]] = []
+        out: list[Timed] = []
+        before = perf_counter()
         while len(out) < self.steps + SKIPPED and engine.has_work:
             found = engine.step()
+            before, began = perf_counter(), before
             if len(found) == rows:
-                out.append(found)
+                out.append((before - began, found))
         return out[SKIPPED:]
 
     def step_ms(
         self, rows: int, make: Callable[[], Any] = lambda: None, gamma: int = 0, **more: Any
     ) -> tuple[float, float]:
-        """Median milliseconds of a step and of its drafting, in the second of two runs."""
+        """Milliseconds of a step and of its drafting, over all steps of the second of two runs."""
         for _ in range(2):
             steps = self.run(rows, make(), gamma, **more)
-        return tuple(1e3 * statistics.median(getattr(one[0], name) for one in steps) for name in ("total_s", "draft_s"))
+        return self._ms(steps), 1e3 * statistics.fmean(one[0].draft_s for _, one in steps)
+
+    def _ms(self, steps: Sequence[Timed]) -> float:
+        return 1e3 * statistics.fmean(seconds for seconds, _ in steps)
+
+    def with_plain(
+        self, rows: int, make: Callable[[], Any] = lambda: None, gamma: int = 0, **more: Any
+    ) -> tuple[float, float, float]:
+        """Milliseconds of a plain step, of a step and of its drafting, in turns: sums of three runs each."""
+        self.step_ms(rows), self.step_ms(rows, make, gamma, **more)
+        each = [(self.run(rows), self.run(rows, make(), gamma, **more)) for _ in range(3)]
+        plain, own = ([one for pair in each for one in pair[i]] for i in (0, 1))
+        return self._ms(plain), self._ms(own), 1e3 * statistics.fmean(one[0].draft_s for _, one in own)
 
     @cache  # noqa: B019
     def plain_ms(self, rows: int) -> float:
@@ -232,27 +245,37 @@ class Measure:
 
         pass_seconds(given, 16, wait)
         one, eight = pass_seconds(given, self.steps, wait)
-        prompt = random_prompt(8, self.device, 1000)
-        ids, same = prompt[:, :2].contiguous(), 0
-        together = self.model.forward(ModelInput(ids, [2] * 8), filled(self.model, prompt)).scores()
-        for i in range(8):
-            alone = self.model.forward(
-                ModelInput(ids[i : i + 1, :1], [1]), filled(self.model, prompt[i : i + 1])
-            ).scores()
+        same = [self.same_bits(rows, width) for rows, width in ((8, 2), (32, 2), (32, 6), (32, 16))]
+        return {"tokens8_over_1": eight / one, "same_bits_share": statistics.fmean(same)}
+
+    def same_bits(self, rows: int, width: int) -> float:
+        """Share of rows whose first token has the same scores alone as in a pass of all rows, after prompts read alone."""
+        prompt = random_prompt(rows, self.device, 1000)
+        whole = self.model.new_cache()
+        whole.add_rows(rows)
+        for i in range(rows):
+            one = ModelInput(prompt[i : i + 1], [prompt.shape[1]], first_row=i, logits=Logits.NONE)
+            self.model.forward(one, whole)
+        ids, same = prompt[:, :width].contiguous(), 0
+        together = self.model.forward(ModelInput(ids, [width] * rows), whole).scores()
+        for i in range(rows):
+            cache = filled(self.model, prompt[i : i + 1])
+            alone = self.model.forward(ModelInput(ids[i : i + 1, :1], [1]), cache).scores()
             same += torch.equal(alone[0, 0], together[i, 0])
-        return {"tokens8_over_1": eight / one, "same_bits_share": same / 8}
+        return same / rows
 
     def library_products(self) -> Figures:
         """Products of small passes by cuBLAS, in which a token's bits depend on the others."""
         if self.model.paged is None:
             return {}
-        from foresay.models.gpu import layers
-
-        out = {f"same_bits_cost_{rows}": self.plain_ms(rows) for rows in (1, 32)}
-        with patch.object(layers, "product", torch.nn.functional.linear):
-            self.model.use_fused()
-            for rows in (1, 32):
-                out[f"same_bits_cost_{rows}"] /= self.step_ms(rows)[0]
+        out: Figures = {}
+        for rows in (1, 32):
+            took = []
+            for self.model.reproducible in (True, False, True, False):
+                self.model.use_fused()
+                took.append(self.step_ms(rows)[0])
+            out[f"same_bits_cost_{rows}"] = sum(took[::2]) / sum(took[1::2])
+        self.model.reproducible = True
         self.model.use_fused()
         return out
 
@@ -272,25 +295,24 @@ class Measure:
         return out
 
     def sampling(self) -> Figures:
-        return {
-            f"sampling_added_ms_{rows}": self.step_ms(rows, **SAMPLED)[0] - self.plain_ms(rows)  # type: ignore[arg-type]
-            for rows in (1, 32)
-        }
+        each = {rows: self.with_plain(rows, **SAMPLED) for rows in (1, 32)}  # type: ignore[arg-type]
+        return {f"sampling_added_ms_{rows}": sampled - plain for rows, (plain, sampled, _) in each.items()}
 
     def heads(self) -> Figures:
         out: Figures = {}
         for rows in ROWS:
-            step, draft = self.step_ms(rows, self.head_drafter, 5)
-            out[f"head5_draft_ms_{rows}"], out[f"head5_step_over_plain_{rows}"] = draft, step / self.plain_ms(rows)
+            plain, step, draft = self.with_plain(rows, self.head_drafter, 5)
+            out[f"head5_draft_ms_{rows}"], out[f"head5_step_over_plain_{rows}"] = draft, step / plain
         out["head5_sampled_draft_ms_1"] = self.step_ms(1, self.head_drafter, 5, **SAMPLED)[1]
         return out
 
     def trees(self) -> Figures:
-        return {"tree15_step_over_plain": self.step_ms(1, lambda: self.head_drafter(15), 15)[0] / self.plain_ms(1)}
+        plain, step, _ = self.with_plain(1, lambda: self.head_drafter(15), 15)
+        return {"tree15_step_over_plain": step / plain}
 
     def blocks(self) -> Figures:
-        made = self.step_ms(1, lambda: BlockDrafter(self.block(), self.vocabulary()), 7)
-        return {"block7_step_over_plain": made[0] / self.plain_ms(1)}
+        plain, step, _ = self.with_plain(1, lambda: BlockDrafter(self.block(), self.vocabulary()), 7)
+        return {"block7_step_over_plain": step / plain}
 
     def waits(self) -> Figures:
         """Operations that wait for the device, as PyTorch counts them, in all steps of a run over their number."""
@@ -340,8 +362,8 @@ class Measure:
             while engine.has_work:
                 for step in engine.step():
                     texts[step.request_id] += step.token_ids
-            step_ms = self.step_ms(rows, partial(Known, texts), 7)[0]
-            out[f"known_text_speedup_{rows}"] = 8 * self.plain_ms(rows) / step_ms
+            plain_ms, step_ms, _ = self.with_plain(rows, partial(Known, texts), 7)
+            out[f"known_text_speedup_{rows}"] = 8 * plain_ms / step_ms
         return out
 
     def int4(self) -> Figures:
