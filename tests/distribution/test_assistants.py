@@ -36,7 +36,9 @@ class _RecordsOthers(AssistantDrafter):
 
 @pytest.fixture(scope="module")
 def target() -> CausalModel:
-    return CausalModel(make("gemma4", 3, vocab_size=SIZE, vocab_size_per_layer_input=SIZE))
+    model = CausalModel(make("gemma4", 3, vocab_size=SIZE, vocab_size_per_layer_input=SIZE))
+    assert model.use_fused() is None
+    return model
 
 
 def value(

@@ -29,7 +29,6 @@ from foresay.drafters import (
     NgramStoreDrafter,
     SuffixDrafter,
 )
-from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.request_keys import RequestKeys
 from foresay.lengths import ConstantLength
@@ -38,6 +37,7 @@ from foresay_lab.training.ngrams import NgramCounter
 from helpers.distribution_cells import ALPHA
 from helpers.reference import joint, p_value
 from helpers.sequential import decided
+from helpers.support import Loop
 
 SEEDS, LENGTH, SIZE = 1200, 2, 40
 TARGET = TableModel(torch.tensor([0.5, 0.5] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
@@ -58,29 +58,17 @@ class Forced:
         return self.tokens[len(output) :]
 
 
-class Run:
-    """One process: an engine whose random numbers no other process has."""
+def process(drafter: Drafter, rule: str, number: int, prefixes: PrefixStore | None = None) -> Loop:
+    """An engine whose random numbers no other process has."""
+    draws = random.Random(number)
+    own: dict[str, Any] = {"prefixes": prefixes, "draw_seed": lambda: draws.randrange(1 << 62)}
+    return Loop(TARGET, drafter=drafter, rule=rule, gamma=3, max_batch_size=64, **own)
 
-    def __init__(self, drafter: Drafter, rule: str, process: int, prefixes: PrefixStore | None = None) -> None:
-        draws = random.Random(process)
-        self.engine = Engine(
-            TARGET,
-            drafter,
-            make_rule(rule),
-            ConstantLength(3),
-            max_batch_size=64,
-            prefixes=prefixes,
-            prefill_clock=None,
-            draw_seed=lambda: draws.randrange(1 << 62),
-        )
 
-    def outputs(self, requests: Sequence[Request]) -> list[list[int]]:
-        found = {self.engine.submit(prompt, params): list[int]() for prompt, params in requests}
-        while self.engine.has_work:
-            for step in self.engine.step():
-                found[step.request_id] += step.token_ids
-        assert self.engine.draft_failures == 0
-        return list(found.values())
+def outputs(loop: Loop, requests: Sequence[Request]) -> list[list[int]]:
+    found = loop.outputs([prompt for prompt, _ in requests], [params for _, params in requests])
+    assert loop.engine.draft_failures == 0
+    return found
 
 
 def prompt(seed: int) -> list[int]:
@@ -107,9 +95,9 @@ class Part(NamedTuple):
         self, first: Drafter, second: Drafter, make: Any, rule: str, prefixes: PrefixStore | None = None
     ) -> list[list[int]]:
         """Outputs of second requests, by another process unless the drafter is the same."""
-        one = Run(first, rule, 1, prefixes)
-        requests = [make(seed, answer) for seed, answer in zip(self.seeds, one.outputs(self.first), strict=True)]
-        return (one if second is first else Run(second, rule, 2)).outputs(requests)
+        one = process(first, rule, 1, prefixes)
+        requests = [make(seed, answer) for seed, answer in zip(self.seeds, outputs(one, self.first), strict=True)]
+        return outputs(one if second is first else process(second, rule, 2), requests)
 
 
 def hybrid(lookup: SuffixDrafter | NgramStoreDrafter | None = None) -> Drafter:
@@ -134,17 +122,16 @@ def of_memory(rule: str, part: Part) -> list[list[int]]:
 def of_folder(rule: str, part: Part) -> list[list[int]]:
     """A memory that another process wrote."""
     memory = Memory(part.folder)
-    one = Run(hybrid(SuffixDrafter(memory)), rule, 1)
-    answers = one.outputs(part.first)
+    answers = outputs(process(hybrid(SuffixDrafter(memory)), rule, 1), part.first)
     memory.flush(60)
     memory.close()
     requests = [after(seed, answer) for seed, answer in zip(part.seeds, answers, strict=True)]
-    return Run(hybrid(SuffixDrafter(Memory(part.folder, reads_only=True))), rule, 2).outputs(requests)
+    return outputs(process(hybrid(SuffixDrafter(Memory(part.folder, reads_only=True))), rule, 2), requests)
 
 
 def of_batch(rule: str, part: Part) -> list[list[int]]:
     """Rows of one batch: a seed's second request joins when the first has ended."""
-    engine = Run(hybrid(SuffixDrafter(Memory())), rule, 1).engine
+    engine = process(hybrid(SuffixDrafter(Memory())), rule, 1).engine
     texts = {engine.submit(tokens, each): list[int]() for tokens, each in part.first}
     second: dict[int, int] = {}
     while engine.has_work:
@@ -201,9 +188,9 @@ def of_table(rule: str, part: Part) -> list[list[int]]:
             counter.add(text)
         return Cascade([ModelDrafter(TARGET, SIZE), MaxGram(counter.table())], [[1, 0], [0, 3]])
 
-    answers = Run(drafter([[1, 0]]), rule, 1).outputs(part.first)
+    answers = outputs(process(drafter([[1, 0]]), rule, 1), part.first)
     made = drafter([*prompt(seed), answer[1]] for seed, answer in zip(part.seeds, answers, strict=True))
-    return Run(made, rule, 2).outputs(part.first)
+    return outputs(process(made, rule, 2), part.first)
 
 
 def of_weights(rule: str, part: Part) -> list[list[int]]:
@@ -214,13 +201,13 @@ def of_weights(rule: str, part: Part) -> list[list[int]]:
         model.learned = digest
         return ModelDrafter(model, SIZE)
 
-    answers = Run(drafter(b"before", TARGET.table), rule, 1).outputs(part.first)
+    answers = outputs(process(drafter(b"before", TARGET.table), rule, 1), part.first)
     trained = TARGET.table.clone()
     for seed, answer in zip(part.seeds, answers, strict=True):
         x, y = prompt(seed)[-2:]
         trained[x, y] = 0
         trained[x, y, answer[1]] = 1
-    return Run(drafter(b"after", trained), rule, 2).outputs(part.first)
+    return outputs(process(drafter(b"after", trained), rule, 2), part.first)
 
 
 SOURCES = {
@@ -265,7 +252,7 @@ def test_the_seeds_own_numbers(source: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_keys_that_begin_again_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: random numbers of a process that another one has, too."""
-    monkeypatch.setattr(random, "Random", lambda process, kind=random.Random: kind(1))
+    monkeypatch.setattr(random, "Random", lambda number, kind=random.Random: kind(1))
     assert value("folder", "speculative", tmp_path) < ALPHA
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from foresay.decoding import acceptance
 from foresay.decoding.acceptance import make_rule
@@ -25,8 +23,7 @@ from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, PROMPT, RULES, SIZE, SMALL, TARGET
-from helpers.reference import distribution, joint
-from helpers.reference import p_value as p_value_of
+from helpers.reference import distribution, joint, p_value
 from helpers.sequential import decided
 from helpers.support import Loop, run
 
@@ -45,10 +42,10 @@ Outcome = tuple[tuple[int, ...], bool]
 
 def outcomes(
     params: SamplingParams, drafter: str, rule: str, probs: dict[Outcome, float]
-) -> tuple[float, Counter[Outcome]]:
-    """The p-value of (tokens, whether the request failed) of many requests, and how often each was seen."""
+) -> tuple[float, list[Outcome]]:
+    """The p-value of (tokens, whether the request failed) of many requests, and what was seen."""
     engine = Engine(TARGET, DRAFTERS[drafter](), make_rule(rule), ConstantLength(4), max_batch_size=250)
-    seen = Counter[Outcome]()
+    seen, places, each = list[Outcome](), {one: [i] for i, one in enumerate(probs)}, np.array([*probs.values()])
 
     def look(seeds: range) -> float:
         written: dict[int, list[int]] = {}
@@ -58,10 +55,10 @@ def outcomes(
             for step in engine.step():
                 written[step.request_id] += step.token_ids
                 if step.finish_reason is not None:
-                    seen[tuple(written[step.request_id]), step.finish_reason is FinishReason.ERROR] += 1
-        return p_value(seen, probs)
+                    seen.append((tuple(written[step.request_id]), step.finish_reason is FinishReason.ERROR))
+        return p_value([places[one] for one in seen], each, len(each)) if places.keys() >= set(seen) else 0.0
 
-    found = decided(look, SAMPLES, np.array([*probs.values()]))
+    found = decided(look, SAMPLES, each)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     return found, seen
 
@@ -85,19 +82,6 @@ def enumerated(stops: str) -> dict[Outcome, float]:
             if p > 0:
                 going.append(((*output, token), prob * float(p)))
     return out
-
-
-def p_value(seen: Counter[Outcome], probs: dict[Outcome, float]) -> float:
-    total = sum(seen.values())
-    if any(one not in probs for one in seen):
-        return 0.0
-    rare = {one for one, p in probs.items() if p * total < 5}
-    cells = [one for one in probs if one not in rare]
-    observed = [seen[one] for one in cells] + [sum(seen[one] for one in rare)]
-    wanted = [probs[one] * total for one in cells] + [sum(probs[one] for one in rare) * total]
-    if wanted[-1] == 0:
-        observed, wanted = observed[:-1], wanted[:-1]
-    return float(stats.chisquare(observed, [w * total / sum(wanted) for w in wanted]).pvalue)
 
 
 STOPS = {
@@ -250,8 +234,7 @@ class Poisoned(ModelDrafter):
         return full
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("rule", "place"), [("speculative", 0), ("block", 1)])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0, 0.7])
 def test_a_draft_law_that_is_none_is_the_drafters_failure(rule: str, place: int, poison: float) -> None:
     params, firsts, failures = SamplingParams(temperature=1.0, max_new_tokens=3), list[list[int]](), 0
@@ -264,7 +247,7 @@ def test_a_draft_law_that_is_none_is_the_drafters_failure(rule: str, place: int,
         firsts.extend(one[:1] for one in loop.outputs([PROMPT] * len(each), each))
         assert "does not sum to 1" in str(loop.engine.drafter and loop.engine.drafter.last_error)
         failures += loop.engine.draft_failures
-        return p_value_of(firsts, probs, SIZE)
+        return p_value(firsts, probs, SIZE)
 
     assert decided(look, SAMPLES, probs) > ALPHA and failures > 0
 
@@ -292,7 +275,7 @@ def second_requests(kept: str, rule: str) -> float:
             make, one = KEPT[kept](), SamplingParams.of(params, seed=seed)
             _, second = (run(SHARP, [[1, 0]], one, drafter=make(), rule=rule, gamma=3)[0][0] for _ in range(2))
             firsts.append(second[:2])
-        return p_value_of(firsts, probs, 3)
+        return p_value(firsts, probs, 3)
 
     return decided(look, SECONDS, probs)
 

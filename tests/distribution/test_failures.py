@@ -113,19 +113,23 @@ def wide(width: int, branches: int) -> ModelTreeDrafter:
 
 
 @pytest.mark.parametrize(
-    ("width", "branches", "budget"),
-    [(2, 2, 3), (2, 2, 4), (2, 2, 5), (2, 2, 7), (3, 2, 4), (3, 2, 6), (2, 3, 5), (4, 1, 4)],
+    ("width", "branches", "budget"), [(2, 2, 4), (2, 2, 5), (2, 2, 7), (3, 2, 4), (2, 3, 5), (4, 1, 4)]
 )
 def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budget: int) -> None:
     """In one batch: a drafter that never fails treats every row as it would alone."""
-    engine = Engine(
-        EVEN, wide(width, branches), make_rule("speculative"), ConstantLength(budget), max_batch_size=SAMPLES
-    )
-    for seed in range(SAMPLES):
-        engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
-    steps = engine.step()
-    assert len(steps) == SAMPLES and all(step.num_drafted for step in steps)
-    assert engine.draft_failures == 0 and p_value([step.token_ids[:1] for step in steps], EVENLY, VOCAB) > ALPHA
+    firsts: list[tuple[int, ...]] = []
+
+    def look(seeds: range) -> float:
+        rule, policy = make_rule("speculative"), ConstantLength(budget)
+        engine = Engine(EVEN, wide(width, branches), rule, policy, max_batch_size=SAMPLES)
+        for seed in seeds:
+            engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
+        steps = engine.step()
+        assert len(steps) == len(seeds) and all(step.num_drafted for step in steps) and engine.draft_failures == 0
+        firsts.extend(step.token_ids[:1] for step in steps)
+        return p_value(firsts, EVENLY, VOCAB)
+
+    assert decided(look, SAMPLES, EVENLY) > ALPHA
 
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:

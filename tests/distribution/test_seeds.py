@@ -17,7 +17,6 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter
 from foresay.engine import Engine
 from foresay.engine.request_keys import RequestKeys
-from foresay.lengths import ThroughputLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, LENGTHS
 from helpers.reference import p_value
@@ -50,11 +49,7 @@ class Stateless(Learning):
     remembers = False
 
 
-POLICIES: dict[str, Callable[[], LengthPolicy]] = {
-    **LENGTHS,
-    "learning": Learning,
-    "throughput, sampled rows fixed": lambda: ThroughputLength(start=2, high=5, sampled=2),
-}
+POLICIES: dict[str, Callable[[], LengthPolicy]] = {**LENGTHS, "learning": Learning}
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(VAGUE, 3),
     "hybrid": lambda: Hybrid(MaxGram(), ModelDrafter(VAGUE, 3), min_match=2, k=3),
@@ -90,9 +85,8 @@ def cells() -> list[tuple[str, str, str]]:
     """
     different = [name for name in POLICIES if name not in ("0", "5")]
     found = [("model", "block" if i % 2 else "speculative", policy) for i, policy in enumerate(different)]
-    measuring = [name for name in POLICIES if "throughput" in name]
     both = [("model", rule, "learning") for rule in ("speculative", "block")]
-    return sorted({*found, *both, *(("hybrid", "speculative", name) for name in measuring)})
+    return sorted({*found, *both, *(("hybrid", "speculative", name) for name in ("throughput", "fixed"))})
 
 
 @pytest.mark.parametrize(("drafter", "rule", "policy"), cells())

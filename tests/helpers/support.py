@@ -129,7 +129,9 @@ class Loop:
         policy: LengthPolicy | None = None,
         max_batch_size: int = 32,
         prefixes: PrefixStore | None = None,
+        **options: Any,
     ) -> None:
+        """options: of Engine."""
         self.engine = Engine(
             target,
             drafter,
@@ -138,6 +140,7 @@ class Loop:
             max_batch_size=max_batch_size,
             prefixes=prefixes,
             prefill_clock=None,
+            **options,
         )
         self.steps: list[Step] = []
 

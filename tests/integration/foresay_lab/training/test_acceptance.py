@@ -31,9 +31,10 @@ from foresay_lab.training.accepted import Examples, collect, load_examples, spli
 from helpers import tiny
 from helpers.distribution_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.distribution_cells import DRAFT as OTHER
-from helpers.reference import joint, p_value
+from helpers.reference import joint
 from helpers.refusals import refused
-from helpers.support import run
+from helpers.sequential import value_of
+from helpers.support import Loop, run
 
 V = 4
 
@@ -223,20 +224,11 @@ def test_the_law_is_the_targets(rule: str) -> None:
     head = AcceptanceHead(SIZE * SIZE, 1)
     with torch.no_grad():
         head.out.weight.normal_(0, 3)
-    draft = Shows(OTHER.table)
-    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(1500)]
-    policy = AcceptanceLength(head, 0.4, low=1, high=5)
-    outputs, steps, engine = run(
-        TARGET,
-        [PROMPT] * 1500,
-        requests,
-        drafter=ModelDrafter(draft, SIZE),
-        rule=rule,
-        policy=policy,
-        max_batch_size=64,
-    )
-    assert engine.draft_failures == 0 and len({step.num_drafted for step in steps}) > 2
-    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
+    policy, drafter = AcceptanceLength(head, 0.4, low=1, high=5), ModelDrafter(Shows(OTHER.table), SIZE)
+    loop = Loop(TARGET, drafter=drafter, rule=rule, policy=policy, max_batch_size=64)
+    probs = joint(TARGET, PARAMS["plain"], PROMPT, LENGTH)
+    assert value_of(loop, PROMPT, PARAMS["plain"], probs, 1500) > ALPHA
+    assert len({step.num_drafted for step in loop.steps}) > 2
 
 
 class TestFiles:
@@ -282,8 +274,7 @@ class TestFiles:
             AcceptanceLength(certain(0.5), 2.0)
 
 
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shell = tiny.Shell(monkeypatch, capsys)
+def test_the_commands(tmp_path: Path, shell: tiny.Shell) -> None:
     target, draft = tiny.save(tmp_path / "target"), tiny.save(tmp_path / "draft", tiny.llama(num_hidden_layers=1))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"line {i}\n" for i in range(40)))
