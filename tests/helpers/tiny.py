@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,25 +83,6 @@ def foresay(*args: str, stdin: bytes = b"", timeout: float = 120, **changes: str
     )
 
 
-def foresay_watched(*args: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
-    """The command line with a terminal for its standard error: exit code, standard output, and what the terminal got."""
-    ours, theirs = os.openpty()
-    with tempfile.TemporaryFile() as asked:
-        asked.write(stdin)
-        asked.seek(0)
-        child = subprocess.Popen(
-            [*FORESAY, *args], stdin=asked, stdout=subprocess.PIPE, stderr=theirs, env=environment(TERM="xterm")
-        )
-    os.close(theirs)
-    shown: list[bytes] = []
-    reader = threading.Thread(target=lambda: shown.extend(iter(lambda: _read(ours), b"")))
-    reader.start()
-    out, _ = child.communicate(timeout=120)
-    reader.join()
-    os.close(ours)
-    return child.returncode, out, b"".join(shown).decode(errors="replace")
-
-
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)
@@ -139,6 +119,20 @@ class Shell:
         code, out, err = self(*args)
         assert (code, err) == (0, ""), (out, err)
         return out
+
+    def watched(self, *args: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        """With a terminal for its standard error: exit code, standard output, and what the terminal got."""
+        ours, theirs = os.openpty()
+        shown: list[bytes] = []
+        reader = threading.Thread(target=lambda: shown.extend(iter(lambda: _read(ours), b"")))
+        reader.start()
+        with self._monkeypatch.context() as patch, open(theirs, "w", encoding="utf-8") as terminal:
+            patch.setattr(sys, "stderr", terminal)
+            patch.setenv("TERM", "xterm")
+            code, out, _ = self(*args, stdin=stdin)
+        reader.join()
+        os.close(ours)
+        return code, out, b"".join(shown).decode(errors="replace")
 
     def objects(self, *args: str) -> list[Any]:
         """The JSON objects that it prints, one per line."""

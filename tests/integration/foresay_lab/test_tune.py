@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,12 @@ from foresay_lab.measure.live_run import run_live
 from foresay_lab.replay.predict import Expected
 from foresay_lab.replay.record import record
 from foresay_lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
-from helpers import tiny
 from helpers.families import make
 from helpers.recordings import Numbers, cycle, loaded, numbered
 from helpers.refusals import refused, refuses
 
 SIZE = 12
 SUFFIX = methods(["suffix"], ["2", "4", "8", "12"])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 def repeating(batch: int = 4) -> Generator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from foresay_lab.bench.runners import MethodRunner, Outcome, sampling_name
 from foresay_lab.bench.settings import BenchSettings
 from foresay_lab.data.requests import PromptRequest, RequestBuilder
 from foresay_lab.measure.live_run import DraftFailedError, run_live
-from helpers import tiny
 from helpers.families import make
 from helpers.recordings import Numbers, cycle, loaded, numbered
 from helpers.refusals import refuses
@@ -29,11 +28,6 @@ from helpers.refusals import refuses
 SIZE = 12
 GREEDY = SamplingParams(max_new_tokens=24)
 Change = Callable[[str, int, Callable[[], Outcome]], Outcome]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 @pytest.fixture(scope="module")

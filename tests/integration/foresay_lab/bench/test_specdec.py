@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,6 @@ from helpers.refusals import refused
 PARAMS = SamplingParams(max_new_tokens=24, logit_bias={0: 3.0})
 SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.9, seed=5, logit_bias={0: 3.0})
 ITEMS = numbered(4)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
 
 
 def draft() -> Any:

@@ -20,7 +20,6 @@ from foresay_lab.data.requests import PromptRequest
 from helpers import tiny
 from helpers.refusals import refused
 
-one_thread = pytest.fixture(autouse=True)(tiny.one_thread)
 ASKS = [
     PromptRequest(str(i), "", ids, PromptItem(str(i), "x"))
     for i, ids in enumerate([(40, 41, 42), (50,) * 9, (60, 61, 60, 61, 60, 61, 60), (70,)])

@@ -243,9 +243,9 @@ def test_wrong_results_are_refused(shell: tiny.Shell) -> None:
 # -- terminals and signals ---------------------------------------------------------------------------------------------
 
 
-def test_a_terminal_sees_progress() -> None:
-    code, out, shown = tiny.foresay_watched(*CHECK)
-    assert code == 0 and b"texts: 5 of 5 are the same" in out and "Checking" in shown
+def test_a_terminal_sees_progress(shell: tiny.Shell) -> None:
+    code, out, shown = shell.watched(*CHECK)
+    assert code == 0 and "texts: 5 of 5 are the same" in out and "Checking" in shown
 
 
 def test_ctrl_c_writes_nothing(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:

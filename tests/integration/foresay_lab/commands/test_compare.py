@@ -66,14 +66,14 @@ def test_the_usual_methods(shell: tiny.Shell, base: list[str]) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_on_a_terminal(base: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal(shell: tiny.Shell, base: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of the text that is shown are next to it, not below the table, and the methods are counted."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    code, out, shown = tiny.foresay_watched(*base, PROMPT)
+    code, out, shown = shell.watched(*base, PROMPT)
     assert code == 0 and shown.count(" tokens/pass, accepted ") == 1
     after = shown[shown.index(" tokens/pass, accepted ") :]
     assert re.search(r"\(method \d\s+of\s+5\)", after) and "of 1" not in after, "decoding begins after them"
-    assert ("method " in out.decode()) == (columns == 80), "else a paragraph for each"
+    assert ("method " in out) == (columns == 80), "else a paragraph for each"
 
 
 def test_chosen_methods(shell: tiny.Shell, base: list[str]) -> None:

@@ -40,7 +40,7 @@ def test_a_table_of_loads(shell: tiny.Shell, command: list[str]) -> None:
 
 
 def test_the_figures_as_json_and_how_many_engines_it_takes(shell: tiny.Shell, command: list[str]) -> None:
-    args = ["--requests", "40", "--batch-size", "4", "--first-p99", "0.5", "--total-rate", "100"]
+    args = ["--requests", "15", "--batch-size", "4", "--first-p99", "0.5", "--total-rate", "100"]
     lines = shell.objects(*command, *args, "--rate", "1,60", "--length", "4", "--json")
     assert len(lines) == 6
     calm, heavy = lines[0], lines[1]
@@ -75,7 +75,7 @@ def test_bursts_and_traces(shell: tiny.Shell, made: Path, command: list[str]) ->
         *((f"--trace none.txt --{name} 3", f"drop --{name}") for name in ("rate", "burst", "requests", "seed")),
         *((f"--trace none.txt --{name} 3", f"drop --{name}") for name in ("first-p99", "gap-p99")),
         ("--drafter none --length 3", "drafts nothing"),
-        ("--drafter model(MODEL) --model MODEL", "has no drafting times"),
+        ("--drafter model(MODEL) --model MODEL --requests 2", "has no drafting times"),
         ("--drafter sufix", "--drafter sufix is unknown"),
         ("--rate 1 --requests -5", "--requests -5 must be an integer"),
         ("--rate 1 --dtype bf16", "--dtype applies to the model"),

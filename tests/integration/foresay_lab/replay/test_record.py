@@ -28,11 +28,6 @@ from helpers.recordings import SAMPLED, Numbers, loaded, numbered
 from helpers.refusals import refused
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
 def ids(item: PromptItem) -> list[int]:
     return [int(word) for word in str(item.prompt).split()]
 
@@ -290,7 +285,7 @@ def hold(progress):
     if progress.done >= {at}:
         print(progress.done, flush=True)
         sys.stdin.read()
-record(loaded(batch=3), numbered(40), sys.argv[1], SAMPLED, on_progress=hold)
+record(loaded(batch=3), numbered(16), sys.argv[1], SAMPLED, on_progress=hold)
 """
 
 
@@ -313,22 +308,22 @@ def begun(path: Path, *, at: int) -> Iterator[tuple[subprocess.Popen[bytes], int
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    items = numbered(40)
+    items = numbered(16)
     wanted = {r.id: r for r in record(loaded(batch=3), items, tmp_path / "whole.jsonl", SAMPLED).records}
     path = tmp_path / "killed.jsonl"
     other = loaded()
-    with begun(path, at=11) as (process, written):
+    with begun(path, at=5) as (process, written):
         with refused("path"):
             record(other, items, path, SAMPLED)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
     survived = lines_of(path) - 1
-    assert 11 <= written == survived < 40, "it was killed in mid-run, and what was written is there"
+    assert 5 <= written == survived < 16, "it was killed in mid-run, and what was written is there"
     with open(path, "ab") as file:
-        file.write(b'{"id": "p39", "prompt": [1')  # what a kill within a write leaves
+        file.write(b'{"id": "p15", "prompt": [1')  # what a kill within a write leaves
     told: list[Progress] = []
     recording = record(loaded(batch=2), items, path, SAMPLED, on_progress=told.append)
-    assert len(recording.records) == 40 and {r.id: r.output for r in recording.records} == {
+    assert len(recording.records) == 16 and {r.id: r.output for r in recording.records} == {
         name: r.output for name, r in wanted.items()
     }
     for r in recording.records:

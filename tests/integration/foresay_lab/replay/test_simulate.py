@@ -205,7 +205,7 @@ def test_the_highest_rate_that_keeps_a_promise() -> None:
     service = 4 * PASS_S
 
     def at(rate: float) -> SimulatedLoad:
-        return plain(poisson(rate, 300, seed=5), 4, batch_size=1)
+        return plain(poisson(rate, 150, seed=5), 4, batch_size=1)
 
     promise = LatencyTargets(first_p99_s=10 * service)
     found = highest_rate(at, promise, low=1, high=200)

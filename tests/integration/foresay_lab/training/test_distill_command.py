@@ -27,6 +27,7 @@ from foresay.text.tokenizer import tokenizer_fingerprint
 from foresay_lab.training.curves import read_log
 from foresay_lab.training.outputs import read_outputs
 from helpers import tiny
+from helpers.waiting import wait_until
 
 SMALL = "--hidden-layers 1,3 --draft-steps 2 --vocabulary-size 64"
 
@@ -286,10 +287,7 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(distil: Distil, tmp_path: Path)
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal's shell
     )
-    until = time.monotonic() + 90
-    while time.monotonic() < until and not (out / "checkpoint").is_dir():
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: (out / "checkpoint").is_dir() or child.poll() is not None, "a checkpoint is written")
     time.sleep(1)
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)

@@ -166,10 +166,8 @@ def pruned_by(source: Path, out: Path | str) -> list[str]:
     return ["distill", str(out), "--kind", "pruned", "--model", str(source)]
 
 
-def test_the_command_writes_a_folder_that_transformers_loads(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    foresay, out = tiny.Shell(monkeypatch, capsys), tmp_path / "small"
+def test_the_command_writes_a_folder_that_transformers_loads(source: Path, tmp_path: Path, shell: tiny.Shell) -> None:
+    foresay, out = shell, tmp_path / "small"
     text = tmp_path / "text.txt"
     text.write_text("hello world, hello world\n" * 40)
     whole = Shape.of(tiny.llama().config)
