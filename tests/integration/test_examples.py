@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("model"), chat=True)
-
-
 def load(name: str) -> Any:
     """The example as a module."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -34,8 +28,8 @@ def load(name: str) -> Any:
     return module
 
 
-def test_own_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("own_model").main(str(folder), tokens=12)
+def test_own_model(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("own_model").main(str(chat_folder), tokens=12)
     out = capsys.readouterr().out
     assert "target passes" in out and "same output without a drafter: True" in out
 
@@ -45,45 +39,43 @@ def test_own_model_without_a_chat_template(tmp_path: Path, capsys: pytest.Captur
     assert "same output without a drafter: True" in capsys.readouterr().out
 
 
-def test_own_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_drafter(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = load("own_drafter")
     example.on_a_table()
     assert "of 2 draft tokens accepted" in capsys.readouterr().out
-    example.on_a_model(str(folder), tokens=16)
+    example.on_a_model(str(chat_folder), tokens=16)
     out = capsys.readouterr().out
     assert "same output without a drafter: True" in out
     assert "16 tokens in 16 target passes" not in out, "no draft token was accepted"
 
 
-def test_server_and_client(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("server_and_client").main(str(folder), tokens=8)
+def test_server_and_client(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("server_and_client").main(str(chat_folder), tokens=8)
     drafted, plain = capsys.readouterr().out.strip("\n").split("\n")
     assert drafted and drafted == plain
 
 
-def test_train_head(folder: Path, tmp_path: Path) -> None:
-    """The whole script, on a few prompts of few tokens."""
+def test_train_head(chat_folder: Path, tmp_path: Path, shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole script, on a few prompts of few tokens: the commands that it calls run in this process."""
     program = tmp_path / "bin" / "foresay"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m foresay "$@"\n')
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" END\n')
     program.chmod(0o755)
     size = {"COUNT": "12", "TOKENS": "16", "MINUTES": "0.03", "BENCH_COUNT": "1"}
     path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [str(EXAMPLES / "train_head.sh"), "head"],
-        cwd=tmp_path,
-        env=tiny.environment(PATH=path, MODEL=str(folder), **size),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
+    environment = tiny.environment(PATH=path, MODEL=str(chat_folder), **size)
+    called = subprocess.run(
+        [str(EXAMPLES / "train_head.sh"), "head"], env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    commands = called.stdout.split("\nEND\n")[:-1]
+    printed = [shell(*command.split("\n")) for command in commands]
+    assert [code for code, _, _ in printed] == [0, 0, 0], printed
     assert (tmp_path / "head" / "model.safetensors").is_file()
-    assert "hybrid(suffix, head=head)" in done.stdout
+    assert "hybrid(suffix, head=head)" in printed[-1][1]
 
 
-def test_the_notebook(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells run in order, and those that end with a Generation show it coloured."""
     cells = json.loads((EXAMPLES / "traces.ipynb").read_text(encoding="utf-8"))["cells"]
     namespace: dict[str, Any] = {}
@@ -91,7 +83,7 @@ def test_the_notebook(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for cell in cells:
         if cell["cell_type"] != "code":
             continue
-        code = "".join(cell["source"]).replace('"smollm2-135m"', repr(str(folder))).replace("self(28)", "self(1)")
+        code = "".join(cell["source"]).replace('"smollm2-135m"', repr(str(chat_folder))).replace("self(28)", "self(1)")
         tree = ast.parse(code)
         last = tree.body[-1]
         if isinstance(last, ast.Expr):  # keep the value, which a notebook shows

@@ -24,6 +24,6 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path, request: pytest.Fixtu
 def test_what_a_reader_must_not_do_is_a_failure(name: str, tmp_path: Path) -> None:
     """Negative controls: one file of four, which is kept; where the process died, another one goes on."""
     name = f"helpers.fuzz_broken:{name}"
-    [tally] = fuzz([name], 0, 4, tmp_path, limit_s=10).values()
+    [tally] = fuzz([name], 0, 4, tmp_path, limit_s=4).values()
     assert (tally.accepted, tally.refused, len(tally.failures)) == (2, 1, 1)
     assert (tmp_path / f"{name}-0-1").read_bytes() == b"\x01"
