@@ -17,8 +17,8 @@ from helpers.tool_chats import PIECES, TEMPLATE
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
-    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
+def model(chat_folder: Path) -> foresay.Generator:
+    return foresay.load(str(chat_folder), num_draft_tokens=3)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -78,8 +79,8 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
-    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3, dtype="fp32")
+def model(chat_folder: Path) -> foresay.Generator:
+    return foresay.load(str(chat_folder), num_draft_tokens=3, dtype="fp32")
 
 
 @pytest.fixture(scope="module")

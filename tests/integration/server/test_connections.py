@@ -204,10 +204,7 @@ class TestTheEventLoop:
 
 
 class TestWhereItListens:
-    def test_a_port_in_use_is_said_before_the_model_is_loaded(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        shell = tiny.Shell(monkeypatch, capsys)
+    def test_a_port_in_use_is_said_before_the_model_is_loaded(self, shell: tiny.Shell) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             said = shell.refused("serve", "--model", "no-such-model", "--port", str(port))

@@ -19,18 +19,12 @@ import foresay
 from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.generation.scoring import TextEmbedder
 from foresay.models.huggingface.causal import CausalModel
-from helpers import tiny
 from helpers.families import make
 from helpers.serving import Running, assert_refused
 
 TEXTS = ["hello there", "the number 7 and 8 and 7", "x"]
 PATH = "/v1/embeddings"
 POOLINGS = pytest.mark.parametrize("pooling", ["mean", "last"])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("embedding"), tiny.llama())
 
 
 @pytest.fixture(scope="module")

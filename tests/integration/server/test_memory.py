@@ -19,18 +19,13 @@ from helpers.serving import Running
 PROMPT = list(range(70, 90))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("remembered"), chat=True)
-
-
 @pytest.fixture
-def started(folder: Path) -> Iterator[Any]:
+def started(chat_folder: Path) -> Iterator[Any]:
     begun: list[Running] = []
 
     def start(memory: Path, drafter: str = "auto", prompts: bool = True, **settings: Any) -> Running:
         generator = foresay.load(
-            str(folder), drafter=drafter, memory=memory, memory_prompts=prompts, num_draft_tokens=8
+            str(chat_folder), drafter=drafter, memory=memory, memory_prompts=prompts, num_draft_tokens=8
         )
         begun.append(Running(generator, **settings))
         return begun[-1]
@@ -100,7 +95,7 @@ def test_a_method_chosen_by_a_client_reads_no_memory(started: Any, tmp_path: Pat
     assert chosen == before, "a method that a client chooses is the same for every client"
 
 
-def test_memories_of_other_models_are_refused(started: Any, tmp_path: Path, folder: Path) -> None:
+def test_memories_of_other_models_are_refused(started: Any, tmp_path: Path, chat_folder: Path) -> None:
     started(tmp_path / "m")
     tokenizer = tiny.tokenizer(chat=True)
     tokenizer.add_tokens(["another"])
@@ -111,8 +106,8 @@ def test_memories_of_other_models_are_refused(started: Any, tmp_path: Path, fold
         foresay.load(str(other), memory=tmp_path / "m")
 
 
-def test_a_draft_model_is_used_where_nothing_matches(started: Any, tmp_path: Path, folder: Path) -> None:
-    running = started(tmp_path / "m", drafter=f"model({folder})")
+def test_a_draft_model_is_used_where_nothing_matches(started: Any, tmp_path: Path, chat_folder: Path) -> None:
+    running = started(tmp_path / "m", drafter=f"model({chat_folder})")
     before = passes(running)
     assert before[0] < 15, "its own draft model"
     assert passes(running)[1] == before[1]
@@ -145,8 +140,8 @@ def test_drafters_without_a_memory(drafter: str, param: str, value: str) -> None
         remembering(drafter, "/m")
 
 
-def test_arguments_that_contradict(folder: Path, tmp_path: Path) -> None:
+def test_arguments_that_contradict(chat_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a drafter that is an expression"):
-        foresay.load(str(folder), drafter=lambda: None, memory=tmp_path / "m")  # type: ignore[arg-type, return-value]
+        foresay.load(str(chat_folder), drafter=lambda: None, memory=tmp_path / "m")  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="as an expression"):
-        foresay.load(str(folder), str(folder), memory=tmp_path / "m")
+        foresay.load(str(chat_folder), str(chat_folder), memory=tmp_path / "m")

@@ -16,7 +16,6 @@ import pytest
 import foresay
 from foresay.text import schema_compiler
 from foresay.text.schema_compiler import TrialLimits
-from helpers import tiny
 from helpers.schema_bombs import PRODUCT
 from helpers.serving import TALK, Running, sent
 from helpers.waiting import wait_until
@@ -25,14 +24,9 @@ SMALL = '{"type":"integer","multipleOf":9999991}'
 GOOD = {"enum": ["yes", "no"]}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("served"), chat=True)
-
-
 @pytest.fixture
-def running(folder: Path) -> Iterator[Running]:
-    with Running(foresay.load(str(folder))) as one:
+def running(chat_folder: Path) -> Iterator[Running]:
+    with Running(foresay.load(str(chat_folder))) as one:
         yield one
 
 

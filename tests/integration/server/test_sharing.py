@@ -13,23 +13,17 @@ import foresay
 from foresay.errors import ConfigError
 from foresay.server.settings import ServerSettings
 from foresay.text.schema_compiler import SchemaCompiler
-from helpers import tiny
 from helpers.serving import TALK, Running
 
 PROMPT = list(range(70, 130))
 KEYS = frozenset({"one", "two"})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("shared"), chat=True)
-
-
 @pytest.fixture
-def started(folder: Path, serve: Any) -> Any:
+def started(chat_folder: Path, serve: Any) -> Any:
     def start(drafter: str = "none", **settings: Any) -> Running:
         length = None if drafter == "none" else 8
-        return serve(foresay.load(str(folder), drafter=drafter, num_draft_tokens=length), **settings)
+        return serve(foresay.load(str(chat_folder), drafter=drafter, num_draft_tokens=length), **settings)
 
     return start
 
@@ -133,12 +127,12 @@ OWNERS: list[tuple[str, dict[str, str]]] = [
 
 @pytest.mark.parametrize("what", SHARED)
 def test_what_requests_share_belongs_to_a_key_and_its_salt(
-    what: str, started: Any, folder: Path, tmp_path: Path, serve: Any
+    what: str, started: Any, chat_folder: Path, tmp_path: Path, serve: Any
 ) -> None:
     """With the control that each owner's second request knows its first one."""
     drafter, number = SHARED[what]
     if drafter == "memory":
-        loaded = foresay.load(str(folder), drafter="suffix", num_draft_tokens=8, memory=tmp_path / "texts")
+        loaded = foresay.load(str(chat_folder), drafter="suffix", num_draft_tokens=8, memory=tmp_path / "texts")
         running = serve(loaded, keys=KEYS)
     else:
         running = started(drafter, keys=KEYS)

@@ -69,10 +69,12 @@ def outputs(generator: foresay.Generator, budget: int, *, batch: bool = True, **
     return [generator.generate(one, own) for one, own in zip(prompts, each, strict=True)]
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.3, "seed": 7}], ids=["greedy", "sampled"])
-def test_one_text_whatever_is_drafted(params: dict[str, Any], loaded: Loaded) -> None:
+@pytest.mark.parametrize(
+    ("params", "budgets"), [({}, (0, 6)), ({"temperature": 1.3, "seed": 7}, (1, 13))], ids=["greedy", "sampled"]
+)
+def test_one_text_whatever_is_drafted(params: dict[str, Any], budgets: tuple[int, ...], loaded: Loaded) -> None:
     inside = 0
-    for budget in (0, 1, 6, 13):
+    for budget in budgets:
         wanted = outputs(loaded["plain"], budget, batch=False, **params)
         for one in wanted:
             before, _, after = one.tokenizer.decode(one.token_ids).partition("</think>")
@@ -87,7 +89,7 @@ def test_one_text_whatever_is_drafted(params: dict[str, Any], loaded: Loaded) ->
                 for step in one.steps:
                     inside += done < budget < done + step.num_drafted
                     done += len(step.token_ids)
-    assert inside > 10, "the limit lies inside drafts"
+    assert inside > 5, "the limit lies inside drafts"
 
 
 def test_a_version_that_counts_drafts_differs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
