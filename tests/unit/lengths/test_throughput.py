@@ -93,8 +93,7 @@ PAYS = {
 }
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("batch", "noise"), [(1, 0.05), (8, 0.0)])
 @pytest.mark.parametrize("case", PAYS)
 def test_where_drafts_pay_it_finds_the_best_length(case: str, batch: int, noise: float) -> None:
     accept, cost, share = PAYS[case]
@@ -119,8 +118,7 @@ NEVER = {
 }
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("batch", "noise"), [(1, 0.05), (8, 0.0)])
 @pytest.mark.parametrize("case", NEVER)
 def test_where_drafts_never_pay_it_costs_next_to_nothing(case: str, batch: int, noise: float) -> None:
     accept, cost, share = NEVER[case]
@@ -198,9 +196,9 @@ def test_what_it_reports() -> None:
 
 @pytest.mark.parametrize("accept", [0.5, 0.7, 0.9])
 def test_it_reports_how_often_the_first_token_holds(accept: float) -> None:
-    """One estimate remembers about 99 tokens and is off by up to 0.05; the mean of 30 of them by 0.01."""
+    """One estimate remembers about 99 tokens and is off by up to 0.05; the mean of 15 of them by 0.015."""
     found = []
-    for seed in range(30):
+    for seed in range(15):
         policy = ThroughputLength()
         World(accept, linear(0.05), rng=random.Random(seed)).run(policy, 250)
         found.append(policy.estimates["first_accepted"])
