@@ -63,12 +63,18 @@ def noisy(make_one: Callable[[], Any] = lambda: make("llama"), amount: float = 0
     return model
 
 
+def fused(weights: Any) -> CausalModel:
+    model = CausalModel(weights)
+    model.use_fused()
+    return model
+
+
 def draft(**changes: Any) -> ModelDrafter:
-    return ModelDrafter(CausalModel(noisy(lambda: make("llama", **changes))), VOCAB)
+    return ModelDrafter(fused(noisy(lambda: make("llama", **changes))), VOCAB)
 
 
 def itself() -> SelfDrafter:
-    return SelfDrafter(first_layers(CausalModel(make("llama")), 2), VOCAB)
+    return SelfDrafter(first_layers(fused(make("llama")), 2), VOCAB)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -79,7 +85,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": draft,
     "self": itself,
     "cascade": lambda: Cascade([draft(), MaxGram()], [[3, 2], [0, 2]]),
-    "translated": lambda: CrossTokenizerDrafter(CausalModel(make("llama")), VOCAB, Renumbered(VOCAB, 9)),
+    "translated": lambda: CrossTokenizerDrafter(fused(make("llama")), VOCAB, Renumbered(VOCAB, 9)),
 }
 LENGTHS: dict[str, Callable[[], LengthPolicy]] = {
     "constant": lambda: ConstantLength(4),
@@ -471,12 +477,12 @@ SIZE = 8
 SAMPLED = SamplingParams(max_new_tokens=30, temperature=0.8, top_p=0.95, seed=8, ignore_eos=True)
 TARGET = TableModel.random(SIZE, seed=1, concentration=0.7)
 DRAFT = TableModel(0.6 * TARGET.table + 0.4 * TableModel.random(SIZE, seed=2, concentration=0.7).table)
-PROMPTS = numbered(160, high=SIZE, longest=6, seed=9)
+PROMPTS = numbered(110, high=SIZE, longest=6, seed=9)
 
 
 @pytest.fixture(scope="session")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    generator = loaded(TARGET, batch=160, tokenizer=Numbers(SIZE))
+    generator = loaded(TARGET, batch=110, tokenizer=Numbers(SIZE))
     return record(generator, PROMPTS, tmp_path_factory.mktemp("sampled") / "r.jsonl", SAMPLED)
 
 
@@ -487,7 +493,7 @@ def counts(steps: Sequence[Sequence[Step]]) -> list[tuple[float, float]]:
 @functools.cache
 def truth(drafter: str) -> list[tuple[float, float]]:
     """(accepted, tested) of each prompt in live speculative sampling with a seed of its own."""
-    engine = Engine(TARGET, SAMPLING[drafter](), make_rule("speculative"), ConstantLength(4), max_batch_size=160)
+    engine = Engine(TARGET, SAMPLING[drafter](), make_rule("speculative"), ConstantLength(4), max_batch_size=110)
     for i, item in enumerate(PROMPTS):
         params = SamplingParams.of(SAMPLED, seed=10**6 + i)
         engine.submit([int(word) for word in str(item.prompt).split()], params)
@@ -515,8 +521,8 @@ SAMPLING: dict[str, Callable[[], Drafter]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", SAMPLING)
 def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> None:
-    done = replay(sampled, SAMPLING[drafter](), ConstantLength(4), batch_size=160)
-    assert not done.exact and done.stats.num_tokens == sampled.num_tokens == 160 * 30
+    done = replay(sampled, SAMPLING[drafter](), ConstantLength(4), batch_size=110)
+    assert not done.exact and done.stats.num_tokens == sampled.num_tokens == 110 * 30
     true = truth(drafter)
     assert abs(apart(counts(done.steps), true)) < 3
     rate, efficiency = done.rate(0.999), done.efficiency()
@@ -536,7 +542,7 @@ def test_the_estimate_of_a_known_acceptance(tmp_path: Path) -> None:
     recording = record(loaded(target, batch=64, tokenizer=Numbers(4)), items, tmp_path / "r.jsonl", params)
     for gamma in (1, 5):
         value, low, high = (
-            replay(recording, ModelDrafter(other, 4), ConstantLength(gamma), batch_size=160).rate() or (0,) * 3
+            replay(recording, ModelDrafter(other, 4), ConstantLength(gamma), batch_size=110).rate() or (0,) * 3
         )
         alpha = float(torch.minimum(p, q).sum())
         assert abs(value - alpha) < 3 * (high - low) / 3.92 and low < alpha < high
@@ -561,7 +567,7 @@ def test_an_estimate_that_ignores_something_is_far_off(
 
     monkeypatch.setattr(SampledReplayModel, "_choose", choose)
     some = dataclasses.replace(sampled, records=sampled.records[:60])
-    done = replay(some, SAMPLING["model"](), ConstantLength(4), batch_size=160)
+    done = replay(some, SAMPLING["model"](), ConstantLength(4), batch_size=110)
     assert abs(apart(counts(done.steps), truth("model"))) > 5
 
 
@@ -593,8 +599,8 @@ def test_a_draft_in_bf16_is_coupled_too(sampled: Recording) -> None:
             out = super().forward(*args, **more)
             return out if out.logits is None else dataclasses.replace(out, logits=(out.logits + 20).to(torch.bfloat16))
 
-    some = dataclasses.replace(sampled, records=sampled.records[:120])
-    done = replay(some, ModelDrafter(Rounded(DRAFT.table), SIZE), ConstantLength(4), batch_size=160)
+    some = dataclasses.replace(sampled, records=sampled.records[:100])
+    done = replay(some, ModelDrafter(Rounded(DRAFT.table), SIZE), ConstantLength(4), batch_size=110)
     assert abs(apart(counts(done.steps), truth("model"))) < 3
 
 
