@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from helpers.families import VOCAB, make_seq2seq
 
-NEW = 40
+NEW = 28
 
 
 def some_sources(lengths: Sequence[int] = (1, 12, 5, 23, 9, 2)) -> list[list[int]]:

@@ -17,8 +17,6 @@ import foresay
 
 PROMPTS = ["the number 7", "hello hello hello", "a b c a b c a", "some words, and some more words"]
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"drafter": "none"},
-    "looked up": {"drafter": "suffix"},
     "adaptive, sampled": {"drafter": "suffix", "length": "throughput", "temperature": 0.8, "seed": 3},
     "drafted": {"draft": True, "num_draft_tokens": 3},
     "drafted, adaptive": {"draft": True, "length": "throughput"},

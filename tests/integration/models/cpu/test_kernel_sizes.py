@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,17 +29,16 @@ HELPERS = Path(tiny.__file__).parents[1]
 SEED, CALLS = 1, 100
 
 
-def child(*args: str) -> subprocess.CompletedProcess[str]:
-    """A program of its own that sees the helpers."""
+def test_no_size_ends_the_process() -> None:
     environment = tiny.environment()
     path = f"{HELPERS}:{environment.get('PYTHONPATH', '')}"
-    return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, env={**environment, "PYTHONPATH": path}, check=False
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.kernel_fuzz", str(SEED), str(CALLS)],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": path},
+        check=False,
     )
-
-
-def test_no_size_ends_the_process() -> None:
-    done = child("-m", "helpers.kernel_fuzz", str(SEED), str(CALLS))
     assert done.returncode == 0, done.stderr[-500:]
     found = json.loads(done.stdout)
     assert set(found) == {"multiply", "pack", "rows", "add_norm", "gate", "attend", "pass", "chain", "mix"}
@@ -51,33 +49,22 @@ def test_no_size_ends_the_process() -> None:
 # -- statuses ----------------------------------------------------------------------------------------------------------
 
 
-def called(*bodies: str) -> subprocess.CompletedProcess[str]:
-    """Statements in a program of its own, over `library` and a product of one weight; a line for each that raises."""
-    return child(
-        "-c",
-        "import ctypes, torch\n"
-        "from foresay.models.cpu import build, structs\n"
-        "library, number = build.library(), torch.zeros(64)\n"
-        "def product(outputs=1, depth=4):\n"
-        "    return structs.ProductStruct(0, outputs, depth, 0, 0, 0, number.data_ptr())\n"
-        "def multiply(one, rows):\n"
-        "    library.foresay_multiply(ctypes.byref(one), number.data_ptr(), number.data_ptr(), rows, 1, 1)\n"
-        + "\n".join(
-            f"try:\n    {body}\nexcept Exception as error:\n    print(type(error).__name__, error)" for body in bodies
-        ),
-    )
-
-
-def test_an_exception_of_the_kernels_is_one_of_python() -> None:
-    errors = {
-        "multiply(product(), -1)": "ValueError the compiled kernels refused a call: rows = -1",
-        "multiply(product(depth=(1 << 31) - 1), 1 << 26)": "OutOfMemoryError memory ran out in the compiled kernels",
-        "multiply(product(depth=0), 1)": "ValueError the compiled kernels refused a call: depth = 0",
-    }
-    done = called(*errors)
-    assert done.returncode == 0, f"ended by {signal.Signals(-done.returncode).name}: {done.stderr[-300:]}"
-    for line, error in zip(done.stdout.splitlines(), errors.values(), strict=True):
-        assert line.startswith(error)
+@pytest.mark.parametrize(
+    ("depth", "rows", "error", "message"),
+    [
+        (4, -1, ValueError, "the compiled kernels refused a call: rows = -1"),
+        ((1 << 31) - 1, 1 << 26, OutOfMemoryError, "memory ran out in the compiled kernels"),
+        (0, 1, ValueError, "the compiled kernels refused a call: depth = 0"),
+    ],
+)
+def test_an_exception_of_the_kernels_is_one_of_python(
+    depth: int, rows: int, error: type[Exception], message: str
+) -> None:
+    library, number = build.library(), torch.zeros(64)
+    assert library is not None
+    one = structs.ProductStruct(0, 1, depth, 0, 0, 0, number.data_ptr())
+    with pytest.raises(error, match=message):
+        library.foresay_multiply(ctypes.byref(one), number.data_ptr(), number.data_ptr(), rows, 1, 1)
 
 
 def test_what_a_worker_throws_reaches_the_caller_and_the_pool_goes_on(broken_kernels: Broken) -> None:

@@ -84,8 +84,9 @@ def compared(model: CausalModel, assistant: Assistant, theirs: Any, batch: int =
     return drafter.compared, {step.num_accepted for step in steps}
 
 
-@pytest.mark.parametrize(("batch", "kernels"), [(1, True), (3, True), (3, False)])
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    ("ordered", "batch", "kernels"), [(False, 1, True), (False, 3, False), (True, 3, True)], ids=str
+)
 def test_each_draft_is_that_of_transformers(ordered: bool, batch: int, kernels: bool) -> None:
     model = target(kernels=kernels)
     theirs = assistant_model(ordered=ordered)

@@ -253,13 +253,15 @@ DECODED: dict[str, dict[str, Any]] = {
     "jetspec": {"from_anchor": False, "sights": [Sight(causal=True)] * 2, "seed": 7},
 }
 """Drafters of whose draft tokens some are right, whatever the method."""
-CHECKED = [(kind, fused, made) for made in ("dspark", "dflash") for fused in (True, False) for kind in KINDS]
+CHECKED = [
+    (kind, (i + j) % 2 == 0, ("dspark", "dflash")[(i // 2 + j) % 2]) for i, kind in enumerate(KINDS) for j in range(2)
+]
 CHECKED += [
     (kind, kind == "chain", made)
-    for made in ("dflash2", "domino", "rnn", "jetspec")
-    for kind in KINDS
-    if kind != "confident"
+    for made, other in {"dflash2": "hybrid", "domino": "cascade", "rnn": "behind", "jetspec": "hybrid"}.items()
+    for kind in ("chain", "best first", other)
 ]
+"""Each kind with two methods, fused and not; each method draws chains and trees, and drafts with another drafter."""
 
 
 @pytest.mark.parametrize(("kind", "fused", "made"), CHECKED)

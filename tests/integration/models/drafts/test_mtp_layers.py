@@ -95,15 +95,20 @@ def decoded(head: MtpHead, make: Callable[[Recorded], Any] = lambda one: one, **
     return drafter, steps
 
 
-def wrong(head: MtpHead, drafter: Recorded) -> int:
+def is_wrong(head: MtpHead, drafter: Recorded) -> bool:
+    """True if some draft has a token that transformers' own layers do not predict."""
     assert len(drafter.found) > 20
-    return sum(differences(head, *one) for one in drafter.found)
+    return any(differences(head, *one) for one in drafter.found)
 
 
-def test_each_depth_is_drafted_by_its_own_layer(head: MtpHead) -> None:
-    drafter, _ = decoded(head)
-    assert {len(draft) for _, _, draft in drafter.found} >= {DRAFT}
-    assert wrong(head, drafter) == 0
+@pytest.fixture(scope="module")
+def together(head: MtpHead) -> Recorded:
+    return decoded(head)[0]
+
+
+def test_each_depth_is_drafted_by_its_own_layer(head: MtpHead, together: Recorded) -> None:
+    assert {len(draft) for _, _, draft in together.found} >= {DRAFT}
+    assert not is_wrong(head, together)
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
@@ -116,7 +121,7 @@ def test_long_prompts_and_short_drafts_are_cached_in_parts(
     long = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5] * 3
     for gamma in (1, DRAFT):
         run(head.target, [long, long[4:]], PARAMS, drafter=drafter, gamma=gamma)
-    assert wrong(head, drafter) == 0
+    assert not is_wrong(head, drafter)
 
 
 mtp_capabilities = mtp.Capabilities
@@ -127,13 +132,13 @@ def test_after_the_tokens_of_another_drafter(head: MtpHead) -> None:
     drafter, _ = decoded(head, lambda one: Cascade([SuffixDrafter(), one], [[2, 3], [0, 0]]))
     before = {len(text) - committed for text, committed, _ in drafter.found}
     assert before == {0, 1, 2}
-    assert wrong(head, drafter) == 0
+    assert not is_wrong(head, drafter)
 
 
 def test_where_another_drafter_or_none_drafts_in_between(head: MtpHead) -> None:
     """Pairs of steps without these drafts are cached later."""
     drafter, _ = decoded(head, lambda one: Hybrid(SuffixDrafter(), one, min_match=2, k=DRAFT))
-    assert wrong(head, drafter) == 0
+    assert not is_wrong(head, drafter)
 
 
 @pytest.mark.parametrize("broken", ["pairs of the layer before", "one cache for all layers", "drafts kept"])
@@ -159,7 +164,7 @@ def test_other_pairs_and_caches_are_seen(head: MtpHead, broken: str, monkeypatch
     drafter = Recorded(head)
     run(head.target, PROMPTS, PARAMS, drafter=drafter, gamma=DRAFT, max_batch_size=3)
     monkeypatch.undo()
-    assert wrong(head, drafter) > 0
+    assert is_wrong(head, drafter)
 
 
 def test_trees_are_refused(head: MtpHead) -> None:
@@ -168,8 +173,7 @@ def test_trees_are_refused(head: MtpHead) -> None:
     assert HeadDrafter(head, SIZE).context._num_layers == LAYERS  # type: ignore[attr-defined]
 
 
-def test_the_drafts_of_a_row_are_those_of_any_batch(head: MtpHead) -> None:
-    together, _ = decoded(head)
+def test_the_drafts_of_a_row_are_those_of_any_batch(head: MtpHead, together: Recorded) -> None:
     alone = Recorded(head)
     for prompt in PROMPTS:
         run(head.target, [prompt], PARAMS, drafter=alone, gamma=DRAFT)
