@@ -43,7 +43,7 @@ MOST = {
     "spec": 1327,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 68_777,
+    "tests": 68_599,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

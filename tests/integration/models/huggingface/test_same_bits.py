@@ -45,11 +45,12 @@ def _scores(model: CausalModel, tokens: torch.Tensor, start: int, columns: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [61, 64, 200])
+@pytest.mark.parametrize("start", [61, 200])
 def test_a_position_scores_the_same_in_any_pass(model: CausalModel, tokens: torch.Tensor, start: int) -> None:
+    """More columns in one row are compared below, at every position."""
     plain = _scores(model, tokens, start, 1, 1)
     many = ((1, 8), (13, 24)) if start == 61 else ()
-    for columns, rows in ((2, 1), (5, 1), (9, 1), (11, 1), (33, 1), (1, 2), (4, 8), *many):
+    for columns, rows in ((2, 1), (9, 1), (1, 2), (4, 8), *many):
         assert torch.equal(_scores(model, tokens, start, columns, rows), plain), (columns, rows)
 
 

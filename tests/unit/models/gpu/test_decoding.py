@@ -41,15 +41,27 @@ from helpers.support import Sometimes, run
 VOCAB, NEW = 61, 5
 
 
+def small(layers: int) -> CausalModel:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "head_dim": 16,
+        "max_position_embeddings": 3 * PAGE,
+    }
+    config = LlamaConfig(
+        vocab_size=VOCAB, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1, **sizes
+    )
+    found = CausalModel(LlamaForCausalLM(config).eval())
+    found.use_fused()
+    return found
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
     few_programs(monkeypatch)
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, head_dim=16, max_position_embeddings=3 * PAGE, **sizes)
-    found = CausalModel(LlamaForCausalLM(config).eval())
-    found.use_fused()
+    found = small(1)
     assert found.paged is not None and isinstance(found.new_cache(), PagedCache)
     return found
 
@@ -108,12 +120,9 @@ def test_mixtures_are_decoded_over_pages(monkeypatch: pytest.MonkeyPatch, model:
 
 
 @torch.inference_mode()
-def test_the_first_layers_draft_in_the_target_s_pages(
-    monkeypatch: pytest.MonkeyPatch, model: CausalModel, request: pytest.FixtureRequest
-) -> None:
+def test_the_first_layers_draft_in_the_target_s_pages(monkeypatch: pytest.MonkeyPatch, model: CausalModel) -> None:
     """They need no pages and no prefill of their own. Control: with a cache of their own they need both."""
-    target = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, max_position_embeddings=3 * PAGE))
-    target.use_fused()
+    target = small(2)
     short = first_layers(target, 1)
     assert target.paged is not None and short.paged is not None
     pool = target.paged.pool
