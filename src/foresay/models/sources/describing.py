@@ -30,7 +30,7 @@ _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a model is, and how its weights are read."""
+    """The configuration of a model, and how its weights are read."""
 
     location: Location
     config: Any
