@@ -37,13 +37,14 @@ def _host_seconds(block: torch.Tensor) -> float:
 
 
 def _device_seconds(block: torch.Tensor) -> float:
+    event: Any = torch.cuda.Event
     with torch.cuda.device(block.device):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
         block.sum()
         end.record()
         end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def floor(model: Any) -> Floor | None:
