@@ -93,10 +93,12 @@ KERNELS: list[tuple[Any, ...]] = [
     *(
         (
             product._product,
-            {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "INNER": product.INNER, "PARTS": parts}
-            | {"HAS_BIAS": parts == 1, "KIND": kind},
+            {"TOKENS": side, "OUTPUTS": product.LONG, "INNER": min(128, 128 * 128 // side), "PARTS": parts}
+            | {"HAS_BIAS": parts == 1, "KIND": kind, "UNIT": product.INNER},
+            {"num_warps": 8 if side > 128 else 4},
         )
         for parts, kind in ((1, -1), (4, -1), (1, 0), (1, 2))
+        for side in product.SIDES
     ),
     *(
         (

@@ -182,7 +182,7 @@ class BlockProduct:
     def sums_of(self, states: torch.Tensor) -> Sums:
         """Return the sums of a few tokens, [N, in] contiguous."""
         count, outputs = len(states), self.out_features
-        parts = parts_of(outputs, self.in_features)
+        parts = parts_of(outputs, self.in_features, OUTPUTS)
         sums, own = empty_sums(parts, states, outputs, self.bias)
         _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
             states, *self.tensors, sums.parts, sums.parts if own is None else own, count, outputs, states.stride(0), *self.sizes,

@@ -1,13 +1,15 @@
 """The skinny matrix product: a few tokens times a weight matrix, with the same bits for any number of tokens.
 
-Decoding reads every weight once for a handful of tokens, so that the memory is the limit and the order of sums is free. One tile
-of 64 tokens, one instruction shape and one division of the inner dimension serve 1 to 64 tokens, and more in groups of 64: a
-token's outputs do not depend on the others. Groups are the fastest dimension of the grid, so that those which read the same
-weights run at the same time: for all but the first these come from the cache.
+Decoding reads every weight once for a handful of tokens, so that the memory is the limit and the order of sums is free. Weights
+are the long side of a tile, and tokens the short one, whose length depends on their number: a single token is copied with few
+others, and many tokens read the weights few times. A device's short sides are those with the same bits, which is tried once; the
+division of the inner dimension depends on the weight alone. So a token's outputs do not depend on the others. Groups of tokens
+are the fastest dimension of the grid: those which read the same weights run at the same time, all but the first from the cache.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,19 +19,23 @@ import triton.language as tl
 GATES = ("silu", "gelu_pytorch_tanh", "gelu")
 """Activations that a gate may have."""
 TOKENS = 64
-"""Tokens of a tile."""
+"""Tokens of a tile, on every device."""
+SIDES = (16, TOKENS, 128, 256)
+"""Tokens of a tile where all of them give the same bits."""
+LONG = 64
+"""Outputs of a tile."""
 MOST = 512
 """Tokens beyond which a library multiplies, in another order of sums."""
 OUTPUTS, INNER = 32, 128
-"""Outputs and inputs of a tile of weights."""
+"""Outputs of a tile of quantized weights or of experts, and inputs of any."""
 PROGRAMS = 512
 """Least number of programs: the inner dimension is divided until there are as many, by a factor that the weight alone decides."""
 
 
-def parts_of(outputs: int, inputs: int) -> int:
-    """Return the number of parts of the inner dimension, a power of two; by the weight's shape alone."""
+def parts_of(outputs: int, inputs: int, tile: int = LONG) -> int:
+    """Return the number of parts of the inner dimension, a power of two; by the weight's shape alone. tile: outputs of one."""
     parts = 1
-    while parts * triton.cdiv(outputs, OUTPUTS) < PROGRAMS and inputs // (2 * parts) >= 4 * INNER:
+    while parts * triton.cdiv(outputs, tile) < PROGRAMS and inputs // (2 * parts) >= 4 * INNER:
         parts *= 2
     return parts
 
@@ -51,7 +57,7 @@ def activated(x, KIND: tl.constexpr):
 def _product(
     states, weight, sums, bias, num_tokens, outputs, inputs, stride,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     lane, half, size = tl.arange(0, OUTPUTS), OUTPUTS // 2, outputs // 2
     column = tl.program_id(1) * OUTPUTS + lane
@@ -59,40 +65,38 @@ def _product(
         number = tl.program_id(1) * half + lane % half
         column = tl.where(number < size, number + lane // half * size, outputs)
     part, token = tl.program_id(2), tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    inner = tl.arange(0, INNER)
-    steps = (inputs + INNER - 1) // INNER
-    share = (steps + PARTS - 1) // PARTS
-    total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-    for step in range(part * share, tl.minimum((part + 1) * share, steps)):
-        at = step * INNER + inner
+    share = ((inputs + UNIT - 1) // UNIT + PARTS - 1) // PARTS * UNIT
+    total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    for begin in range(part * share, tl.minimum((part + 1) * share, inputs), INNER):
+        at = begin + tl.arange(0, INNER)
         x = tl.load(
-            states + token[:, None].to(tl.int64) * stride + at[None, :],
-            mask=(token < num_tokens)[:, None] & (at < inputs)[None, :],
+            states + token[None, :].to(tl.int64) * stride + at[:, None],
+            mask=(token < num_tokens)[None, :] & (at < inputs)[:, None],
             other=0.0,
         )
         w = tl.load(
-            weight + column[None, :].to(tl.int64) * inputs + at[:, None],
-            mask=(column < outputs)[None, :] & (at < inputs)[:, None],
+            weight + column[:, None].to(tl.int64) * inputs + at[None, :],
+            mask=(column < outputs)[:, None] & (at < inputs)[None, :],
             other=0.0,
         )
-        total += tl.dot(x, w, input_precision="ieee")
+        total += tl.dot(w, x, input_precision="ieee")
     if HAS_BIAS:
-        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
     total = total.to(sums.dtype.element_ty)
     if KIND >= 0:
-        pairs = tl.permute(tl.reshape(total.to(tl.float32), (TOKENS, 2, OUTPUTS // 2)), (0, 2, 1))
+        pairs = tl.permute(tl.reshape(total.to(tl.float32), (2, OUTPUTS // 2, TOKENS)), (1, 2, 0))
         gate, up = tl.split(pairs)
         number = tl.program_id(1) * half + tl.arange(0, OUTPUTS // 2)
         tl.store(
-            sums + token[:, None].to(tl.int64) * size + number[None, :],
+            sums + token[None, :].to(tl.int64) * size + number[:, None],
             (activated(gate, KIND) * up).to(sums.dtype.element_ty),
-            mask=(token < num_tokens)[:, None] & (number < size)[None, :],
+            mask=(token < num_tokens)[None, :] & (number < size)[:, None],
         )
     else:
         tl.store(
-            sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
+            sums + (part * num_tokens + token[None, :].to(tl.int64)) * outputs + column[:, None],
             total,
-            mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
+            mask=(token < num_tokens)[None, :] & (column < outputs)[:, None],
         )
 
 
@@ -183,15 +187,37 @@ def sums_of(
     states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: int | None = None
 ) -> Sums:
     """Return the sums of `product`. gate: index of the activation of `gated_product`, whose outputs are then returned."""
+    sides = sides_of(states.device, states.dtype)
+    side = next((one for one in sides if one >= len(states)), sides[-1])
+    return _sums_of(states, weight, bias, gate, side)
+
+
+def _sums_of(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate: int | None, side: int
+) -> Sums:
     (count, inputs), outputs = states.shape, weight.shape[0]
     parts = parts_of(outputs, inputs)
     sums, own = empty_sums(parts, states, outputs if gate is None else outputs // 2, bias)
-    _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
+    _product[(triton.cdiv(count, side), triton.cdiv(outputs, LONG), parts)](
         states, weight, sums.parts, sums.parts if own is None else own, count, outputs, inputs, states.stride(0),
-        TOKENS=TOKENS, OUTPUTS=OUTPUTS, INNER=INNER, PARTS=parts, HAS_BIAS=own is not None,
-        KIND=-1 if gate is None else gate,
+        TOKENS=side, OUTPUTS=LONG, INNER=INNER * 128 // max(side, 128), PARTS=parts, HAS_BIAS=own is not None,
+        KIND=-1 if gate is None else gate, UNIT=INNER, num_warps=8 if side > 128 else 4,
     )  # fmt: skip
     return sums
+
+
+@cache
+def sides_of(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the SIDES that are used on a device, ascending. They are tried before its first pass is captured."""
+    return equal_sides(device, dtype) if device.type == "cuda" else (TOKENS,)
+
+
+def equal_sides(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the SIDES whose sums have the bits of those of TOKENS on a device."""
+    generator = torch.Generator().manual_seed(0)
+    states, weight = (torch.randn(rows, 1024, generator=generator).to(device, dtype) for rows in (TOKENS, 3 * LONG))
+    parts = {side: _sums_of(states, weight, None, None, side).parts for side in SIDES}
+    return tuple(side for side in SIDES if torch.equal(parts[side], parts[TOKENS]))
 
 
 def empty_sums(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from triton.runtime import interpreter
 
 from foresay.models.gpu import attention, product, rows
 from foresay.models.gpu.attention import PAGE, Visible, attend
-from helpers.paged import of_rows, reference
+from helpers.paged import of_rows, reference, sum_products_in_order
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +147,31 @@ def test_norms_with_a_residual() -> None:
     torch.testing.assert_close(states, expected)
     torch.testing.assert_close(found, F.rms_norm(expected, (48,), second, 1e-5))
     assert torch.equal(rows.add_norm(states, None, after=None, before=None), states)
+
+
+def test_short_sides_are_those_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest one sums in other pieces here. Control: products that add in another order from 128 tokens on."""
+    sum_products_in_order(monkeypatch)
+    in_order = interpreter.InterpreterBuilder.create_dot
+
+    def reversed_from_128(self: Any, a: Any, b: Any, c: Any, *more: Any) -> Any:
+        turn = -1 if b.data.shape[1] >= 128 else 1
+        a, b = (interpreter.TensorHandle(one, x.dtype) for one, x in ((a.data[:, ::turn], a), (b.data[::turn], b)))
+        return in_order(self, a, b, c, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", reversed_from_128)
+        assert product.equal_sides(torch.device("cpu"), torch.float32) == product.SIDES[:2]
+    assert product.equal_sides(torch.device("cpu"), torch.float32) == product.SIDES[:3]
+    monkeypatch.setattr(product, "sides_of", lambda device, dtype: product.SIDES[:3])
+    torch.manual_seed(0)
+    states, weight = torch.randn(270, 700), torch.randn(80, 700)
+    monkeypatch.setattr(product, "parts_of", lambda outputs, inputs: 2)
+    whole = product.product(states, weight)
+    for first, last in ((0, 1), (3, 40), (20, 120), (70, 210)):
+        assert torch.equal(product.product(states[first:last], weight), whole[first:last])
+    monkeypatch.setattr(product, "sides_of", lambda device, dtype: product.SIDES[3:])
+    torch.testing.assert_close(product.product(states, weight), whole, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
