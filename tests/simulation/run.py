@@ -127,7 +127,7 @@ class Simulation:
         self.model.taken = lambda: sum(one.engine.cached_bytes + one.engine.prefix_bytes for one in self.sessions)
         return session
 
-    async def _grammar(self, source: Any, *, param: str, owner: str) -> Any:
+    async def _grammar(self, source: Any, **of: Any) -> Any:
         return Evens(self.model.faults)
 
     def plan(self, calls: Sequence[Call] | None = None) -> None:
