@@ -39,11 +39,11 @@ MOST = {
     "models/llama_cpp": 458,
     "models/sources": 4278,
     "records": 1082,
-    "server": 5961,
+    "server": 5965,
     "spec": 1327,
     "text": 4926,
     "kernels in C++": 3873,
-    "tests": 68_627,
+    "tests": 68_635,
 }
 """Room -> most lines of its Python files; those of C++ and of tests are a room each."""
 

@@ -65,6 +65,7 @@ class Served:
         self.key = names[0]
         """Name of the sessions' kinds."""
         self._compiler: SchemaCompiler | None = None
+        self._compiles = True
         shared.sessions[self.key] = self.new_session
 
     def new_session(self, drafting: DraftingChoice) -> Session:
@@ -80,7 +81,8 @@ class Served:
         self.shared.sessions.pop(self.key, None)
 
     def stop_compiling(self) -> None:
-        """Refuse further schemas."""
+        """Refuse further schemas; those of open requests, too."""
+        self._compiles = False
         if self._compiler is not None:
             self._compiler.close()
 
@@ -165,6 +167,8 @@ class Served:
         target = self.generator.target
         if target.model.capabilities.reads_source:
             raise FieldError(param, "needs a decoder-only model")
+        if not self._compiles:
+            raise shutdown_error()
         if self._compiler is None:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
         compiler, cancelled = self._compiler, threading.Event()

@@ -66,6 +66,14 @@ def test_schemas_that_take_too_much_are_refused_and_others_answered(running: Run
     assert us.memory_info().rss - before < 500 << 20
 
 
+def test_an_open_request_starts_no_process_once_the_server_ends(chat_folder: Path) -> None:
+    before = psutil.Process().children()
+    with Running(foresay.load(str(chat_folder))) as one:
+        one.model.stop_compiling()
+        assert ask(f"{one.url}/v1", GOOD).status_code == 503
+        assert psutil.Process().children() == before
+
+
 def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
