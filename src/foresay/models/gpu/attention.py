@@ -111,14 +111,12 @@ def _partial(
     bits = tl.load(seen + token, mask=valid, other=0)
     low = tl.load(positions + token, mask=valid, other=_FAR) - window + 1
     end = tl.max(tl.load(ends + token, mask=valid, other=0))
-    top = tl.full([GROUP_PADDED * TOKENS], float("-inf"), tl.float32)
-    mass = tl.zeros([GROUP_PADDED * TOKENS], tl.float32)
+    top, mass = tl.full(line.shape, float("-inf"), tl.float32), tl.zeros(line.shape, tl.float32)
     total = tl.zeros([GROUP_PADDED * TOKENS, DIM_PADDED], tl.float32)
     begin_at = split
     if HAS_WINDOW:  # pages before every window are not read
         begin_at += tl.maximum(tl.min(low), 0) // PAGE // SPLITS * SPLITS
-    pages += row * width
-    end_at = (end + PAGE - 1) // PAGE
+    pages, end_at = pages + row * width, (end + PAGE - 1) // PAGE
     following = tl.load(pages + begin_at, mask=begin_at < end_at, other=0).to(tl.int64)
     for index in range(begin_at, end_at, SPLITS):
         page = following  # known a page ahead, so that the copies of the next one begin before this one is computed
@@ -144,8 +142,7 @@ def _partial(
         mass = mass * scale + tl.sum(weights, 1)
         total = total * scale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         top = new_top
-    heads = KEY_HEADS * GROUP
-    at = (split * num_tokens + token) * heads + head * GROUP + member
+    at = (split * num_tokens + token) * (KEY_HEADS * GROUP) + head * GROUP + member
     tl.store(stats + at * 2, top, mask=valid)
     tl.store(stats + at * 2 + 1, mass, mask=valid)
     tl.store(

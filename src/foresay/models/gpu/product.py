@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from foresay.decoding.devices import is_remote
+
 GATES = ("silu", "gelu_pytorch_tanh", "gelu")
 """Activations that a gate may have."""
 TOKENS = 64
@@ -209,7 +211,7 @@ def _sums_of(
 @cache
 def sides_of(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the SIDES that are used on a device, ascending. They are tried before its first pass is captured."""
-    return equal_sides(device, dtype) if device.type == "cuda" else (TOKENS,)
+    return equal_sides(device, dtype) if is_remote(device) else (TOKENS,)
 
 
 def equal_sides(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:

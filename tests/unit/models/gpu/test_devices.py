@@ -70,6 +70,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(kernels, "uses_kernels", lambda device: device == META)
     for module in (causal, base, block):
         monkeypatch.setattr(module, "capture_on", lambda device: capture)
+    monkeypatch.setattr(product, "sides_of", lambda device, dtype: product.SIDES[:1])  # which compares values
     monkeypatch.setattr(linears, "weight_of", lambda layer: layer.weight)  # which refuses weights that are offloaded
     monkeypatch.setattr(RotaryTable, "_compute", turns)
     monkeypatch.setattr(CausalModel, "memory_bytes", lambda self: 1 << 24)
