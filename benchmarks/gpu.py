@@ -200,7 +200,7 @@ class Measure:
     def with_plain(
         self, rows: int, make: Callable[[], Any] = lambda: None, gamma: int = 0, **more: Any
     ) -> tuple[float, float, float]:
-        """Milliseconds of a plain step, of a step and of its drafting, in turns: sums of three runs each."""
+        """Milliseconds of a plain step, of a step and of its drafting, in turns: means over three runs each."""
         self.step_ms(rows), self.step_ms(rows, make, gamma, **more)
         each = [(self.run(rows), self.run(rows, make(), gamma, **more)) for _ in range(3)]
         plain, own = ([one for pair in each for one in pair[i]] for i in (0, 1))

@@ -217,7 +217,7 @@ def sides_of(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
 def equal_sides(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the SIDES whose sums have the bits of those of TOKENS on a device."""
     generator = torch.Generator().manual_seed(0)
-    states, weight = (torch.randn(rows, 1024, generator=generator).to(device, dtype) for rows in (TOKENS, 3 * LONG))
+    states, weight = (torch.randn(rows, 1024, generator=generator).to(device, dtype) for rows in (SIDES[-1], LONG))
     parts = {side: _sums_of(states, weight, None, None, side).parts for side in SIDES}
     return tuple(side for side in SIDES if torch.equal(parts[side], parts[TOKENS]))
 

@@ -239,7 +239,7 @@ KINDS: dict[str, Callable[[BlockModel], Any]] = {
     "confident": lambda block: BlockDrafter(block, SMALL, confidence=0.5 * block.config.has_confidence),
     "best first": lambda block: BlockDrafter(block, SMALL, sample=False, nodes=9),
     "cascade": lambda block: Cascade([BlockDrafter(block, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
-    "behind": lambda block: Cascade([PromptLookup(min_ngram=1), BlockDrafter(block, SMALL)], [[2, 3], [0, 0]]),
+    "after lookup": lambda block: Cascade([PromptLookup(min_ngram=1), BlockDrafter(block, SMALL)], [[2, 3], [0, 0]]),
     "hybrid": lambda block: Hybrid(SuffixDrafter(), BlockDrafter(block, SMALL), min_match=3, k=4),
 }
 
@@ -258,7 +258,7 @@ CHECKED = [
 ]
 CHECKED += [
     (kind, kind == "chain", made)
-    for made, other in {"dflash2": "hybrid", "domino": "cascade", "rnn": "behind", "jetspec": "hybrid"}.items()
+    for made, other in {"dflash2": "hybrid", "domino": "cascade", "rnn": "after lookup", "jetspec": "hybrid"}.items()
     for kind in ("chain", "best first", other)
 ]
 """Each kind with two methods, fused and not; each method draws chains and trees, and drafts with another drafter."""
