@@ -29,7 +29,7 @@ from foresay.errors import ConfigError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:  # at run time this would import transformers
-    from foresay.models.drafts.block import BlockModel
+    from foresay.models.drafts.blocks import DraftsBlocks
 
 BRANCHES = 4
 """Children of a node of a tree."""
@@ -38,7 +38,7 @@ BRANCHES = 4
 class BlockCache(FeatureCache):
     """A block drafter's cache over ragged rows, and the blocks of the current proposal."""
 
-    def __init__(self, block: BlockModel, vocab_size: int) -> None:
+    def __init__(self, block: DraftsBlocks, vocab_size: int) -> None:
         super().__init__(block, vocab_size)
         self.block = block
         self._outputs: torch.Tensor | None = None
@@ -99,9 +99,12 @@ class BlockCache(FeatureCache):
             min(config.block_size, self.block.max_length - row.committed.size + 1) if on else 0
             for row, on in zip(rows, fed, strict=True)
         ]
-        outputs = self.block.run_block([int(row.committed.tokens[-1]) for row in rows], lengths, self.cache)
-        outputs = outputs[:, config.block_size - config.num_draft_tokens :]
+        outputs = self._run_blocks(rows, fed, lengths)[:, config.block_size - config.num_draft_tokens :]
         return outputs, self.block.scores(outputs)
+
+    def _run_blocks(self, rows: Rows, fed: Sequence[bool], lengths: Sequence[int]) -> torch.Tensor:
+        """Return the outputs [B, T, D] of blocks of these lengths."""
+        return self.block.run_block([int(row.committed.tokens[-1]) for row in rows], lengths, self.cache)
 
     @property
     def draws_chains(self) -> bool:
@@ -160,6 +163,20 @@ class BlockCache(FeatureCache):
         batch = torch.arange(len(at), device=at.device)
         found = self.block.acceptance(self._outputs[batch, at.clamp(max=count - 1)], tokens)
         return None if found is None else torch.where(at < count, found, 0.0)
+
+
+class PairBlockCache(BlockCache):
+    """The cache of a draft whose blocks follow pairs, which are fed in the same pass."""
+
+    def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
+        """See FeatureCache."""
+        FeatureCache.prepare(self, rows, wanted)
+
+    def _run_blocks(self, rows: Rows, fed: Sequence[bool], lengths: Sequence[int]) -> torch.Tensor:
+        known, mark_cached = self._known(rows, fed)
+        outputs = self.block.run_after(known, lengths, self.cache)
+        mark_cached()
+        return outputs
 
 
 def _num_drafted(rows: Rows, index: int) -> int:
@@ -241,14 +258,14 @@ class BlockDrafter(HiddenStateDrafter):
     width = MAX_DRAFT_TOKENS
 
     def __init__(
-        self, block: BlockModel, target_vocab_size: int, *, sample: bool = True, confidence: float = 0.0, nodes: int = 0
+        self, block: DraftsBlocks, target_vocab_size: int, *, sample: bool = True, confidence: float = 0.0, nodes: int = 0
     ) -> None:
         """confidence: a chain ends before a token whose predicted acceptance is below this; 0 drafts whole blocks. The
         prediction depends on the tokens before it alone, so that no token is dropped for its own value.
 
         Others: see HiddenStateDrafter. Raises ConfigError for a confidence above 0 if the drafter does not predict it.
         """
-        context = BlockCache(block, target_vocab_size)
+        context = (PairBlockCache if block.reads_pairs else BlockCache)(block, target_vocab_size)
         super().__init__(block, target_vocab_size, context, sample=sample, nodes=nodes)
         self._least = check_float("confidence", confidence, 0.0, 1.0)
         if self._least and not block.config.has_confidence:

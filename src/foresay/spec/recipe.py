@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,7 @@ from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
 if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.drafts.assistant import Assistant
-    from foresay.models.drafts.block import BlockModel
+    from foresay.models.drafts.blocks import DraftsBlocks
     from foresay.models.drafts.head import HeadModel
     from foresay.models.drafts.mtp import MtpHead
     from foresay.models.huggingface.causal import CausalModel
@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.sources.drafts import Kind
 
 logger = logging.getLogger("foresay")
-D = TypeVar("D")
 
 _OWN_DRAFT_TOKENS = 5
 """Default number of draft tokens of drafters that are not foresay's own."""
@@ -77,7 +76,6 @@ class Resources:
     def head(self, name: str) -> HeadModel | Assistant:
         """Return a head or assistant by name. Raises UnsupportedModelError if the target does not output hidden states."""
         from foresay.models.drafts.assistant import Assistant
-        from foresay.models.drafts.head import HeadModel
         from foresay.models.sources.drafts import assistant_of
 
         if ("head", name) not in self.drafts:
@@ -87,24 +85,24 @@ class Resources:
                 made: Any = Assistant(assistant, target, name=self.target.name, make=make)
                 made.learned = fingerprint(name)
                 self.drafts["head", name] = made
-        return self._draft(HeadModel, name, "head")
+        found: HeadModel | Assistant = self._draft(name, "head")
+        return found
 
-    def block(self, name: str) -> BlockModel:
-        """Return a block drafter by name. Raises as `head` does."""
-        from foresay.models.drafts.block import BlockModel
+    def block(self, name: str) -> DraftsBlocks:
+        """Return a draft that scores blocks by name. Raises as `head` does."""
+        found: DraftsBlocks = self._draft(name, "block")
+        return found
 
-        return self._draft(BlockModel, name, "block")
-
-    def _draft(self, make_model: Callable[..., D], name: str, kind: Kind) -> D:
+    def _draft(self, name: str, kind: Kind) -> Any:
         """Return a draft on the target's hidden states by name."""
+        from foresay.models.drafts.kinds import model_of
         from foresay.models.sources.drafts import load_draft
 
         if (kind, name) not in self.drafts:
             target, options, make = self._for_reader("head" if kind == "head" else "block drafter")
             draft = load_draft(name, options, kind=kind)
-            self.drafts[kind, name] = make_model(draft, target, name=self.target.name, make=make)
-        found: D = self.drafts[kind, name]
-        return found
+            self.drafts[kind, name] = model_of(draft.config)(draft, target, name=self.target.name, make=make)
+        return self.drafts[kind, name]
 
     def mtp(self) -> MtpHead:
         """Return the target's multi-token-prediction layers. Raises UnsupportedModelError if its checkpoint has none."""

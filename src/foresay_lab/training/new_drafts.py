@@ -16,7 +16,7 @@ from foresay.models.drafts.base import StoredDraft, target_rows
 from foresay.models.drafts.block_config import SELECTOR, BlockConfig, PathShape, Sight
 from foresay.models.drafts.block_module import BlockModule
 from foresay.models.drafts.config import DraftConfig, HeadConfig, usual_layers
-from foresay.models.drafts.files import new_module
+from foresay.models.drafts.kinds import new_module
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.wrapping import LoadedModel
 from foresay_lab.training.outputs import Text, frequent_tokens

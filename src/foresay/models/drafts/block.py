@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from foresay.decoding.capabilities import Capabilities
-from foresay.decoding.chains import Drawn, Sampling
 from foresay.decoding.devices import is_remote, moved
 from foresay.decoding.protocols import KVCache, ModelInput, ModelOutput
 from foresay.errors import ConfigError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.flat_tokens import FlatTokens
 from foresay.models.cpu.layers import NativeLayers
-from foresay.models.drafts.base import LAST, DraftModel, StoredDraft, over_cache
+from foresay.models.drafts.base import LAST, StoredDraft, over_cache
 from foresay.models.drafts.block_config import BlockConfig, Sight
 from foresay.models.drafts.block_module import BlockLayer, BlockModule
+from foresay.models.drafts.blocks import DraftsBlocks
 from foresay.models.drafts.layers import rotate
 from foresay.models.drafts.path import MarkovHead, Step
 from foresay.models.gpu.capture import capture_on
@@ -37,15 +37,16 @@ from foresay.models.huggingface.linears import MakeProduct, unquantized
 from foresay.models.layer import Convolution, Layer
 
 if TYPE_CHECKING:  # at run time this would import Triton
-    from foresay.models.gpu.chains import BlockChains
     from foresay.models.gpu.flat import Buffers
     from foresay.models.gpu.layers import PagedLayers, Turns
     from foresay.models.gpu.pages import PagePool
     from foresay.models.gpu.passes import PagedPasses, States
 
 
-class BlockModel(DraftModel):
+class BlockModel(DraftsBlocks):
     """A block drafter, bound to the target that it was trained for. B rows, T positions of a block, width D, K tokens."""
+
+    config: BlockConfig
 
     def __init__(
         self, block: StoredDraft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized
@@ -65,6 +66,7 @@ class BlockModel(DraftModel):
         """Keys and values of the context features in all layers, in one product."""
         self._key_norms = [None if a.k_norm is None else self._norm_of(a.k_norm) for a in attentions]
         self._path = None if module.path is None else copy.deepcopy(module.path).to(self.device, self.dtype)
+        self.state_size = 0 if self._path is None else self._path.state_size
         weights = [] if self._path is None else self._path.requires_grad_(False).products()
         self._of_path = {id(weight): self._product(weight) for weight in weights}
         confidence = module.confidence_head
@@ -78,7 +80,6 @@ class BlockModel(DraftModel):
         self.paged = self._on_pages(self._layers, activation, self._states, features=False)
         self._module = self._run_module(module)
         self._context_passes = self._over_context(self.paged) if self.paged else None
-        self._chains: BlockChains | None = None
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
         """Run a pass over pages."""
@@ -154,7 +155,7 @@ class BlockModel(DraftModel):
 
     @torch.inference_mode()
     def add_context(self, features: Sequence[torch.Tensor | None], cache: KVCache) -> None:
-        """Cache the keys and values of each row's next positions. features: [B], [n, D] each, or None for no position."""
+        """See DraftsBlocks."""
         if self._context_passes is not None:
             self._add_to_pages(self._context_passes, features, cache)
             return
@@ -212,11 +213,7 @@ class BlockModel(DraftModel):
 
     @torch.inference_mode()
     def run_block(self, tokens: Sequence[int], lengths: Sequence[int], cache: KVCache) -> torch.Tensor:
-        """Return the outputs of a block after each row's context, [B, T, D] in the model's dtype.
-
-        tokens: [B], each row's last committed token. lengths: [B], positions of each row's block, at most `block_size`; 0 for a
-        row without a block, whose outputs are meaningless.
-        """
+        """See DraftsBlocks."""
         batch, columns = len(tokens), max(lengths)
         ids = torch.full((batch, columns), self.config.mask_token_id, dtype=torch.int64)
         ids[:, 0] = torch.tensor(tokens)
@@ -238,37 +235,6 @@ class BlockModel(DraftModel):
             columns, (_, hidden) = passes.flat(given, cast(Any, cache), scored=False, captured=True)
             cache.truncate(before)  # a block is written over
             return in_rows(hidden[LAST], columns, shape)
-
-    @property
-    def draws_chains(self) -> bool:
-        """True if `draw_tokens` is possible."""
-        return self.paged is not None and self.paged.decoder.num_scores <= self.vocab_size
-
-    def draw_tokens(
-        self,
-        last: torch.Tensor,
-        outputs: torch.Tensor,
-        scores: torch.Tensor,
-        room: Sequence[int],
-        sampling: Sampling | None,
-    ) -> Drawn | None:
-        """Draw the first tokens of blocks on the device; see DrawsChains.draw_chains.
-
-        last: [B] int64, each row's last committed token. outputs, scores: [B, T, D] and [B, T, K], of the blocks.
-        """
-        from foresay.models.gpu.chains import BlockChains
-
-        assert self.paged is not None
-        if self._chains is None:
-            self._chains = BlockChains(
-                self.paged,
-                self.after,
-                length=self.config.num_draft_tokens,
-                state_size=self.state_size,
-                token_ids=None if self.subset is None else self.subset.token_ids,
-                vocab_size=self.vocab_size,
-            )
-        return self._chains.draw(last, outputs, scores, room, sampling)
 
     def _block(self, ids: torch.Tensor, lengths: Sequence[int], cache: SlotCache) -> torch.Tensor:
         batch, columns = ids.shape
@@ -311,13 +277,8 @@ class BlockModel(DraftModel):
 
     @torch.inference_mode()
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., K] of outputs [..., D], which know nothing of the other tokens of the block."""
+        """See DraftsBlocks."""
         return self.config.scaled(self.multiplied(self._head, hidden))
-
-    @property
-    def state_size(self) -> int:
-        """Size of the state of a path of tokens."""
-        return 0 if self._path is None else self._path.state_size
 
     @torch.inference_mode()
     def after(
@@ -328,7 +289,7 @@ class BlockModel(DraftModel):
         index: torch.Tensor,
         state: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits [..., K] of outputs after the previous tokens of their block, and the state; see path.Step."""
+        """See DraftsBlocks."""
         if self._path is None:
             return scores, state
         at = Step(scores, hidden, previous, self._embed(previous), index, state)
@@ -336,8 +297,7 @@ class BlockModel(DraftModel):
 
     @torch.inference_mode()
     def acceptance(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the predicted acceptance [...] of tokens from outputs [..., D] after previous tokens; None without such a
-        head."""
+        """See DraftsBlocks."""
         if self._confidence is None:
             return None
         weight, bias = self._confidence

@@ -218,6 +218,7 @@ class HeadConfig(DraftConfig):
     """True if the next pass reads the output after the last norm."""
     window: int | None = None
     """Most positions that a pair attends to, its own included; None for all."""
+    num_hidden_layers: int = 1
 
     @property
     def target_width(self) -> int:
@@ -237,15 +238,20 @@ class HeadConfig(DraftConfig):
     @classmethod
     def own(cls, fields: Fields) -> dict[str, Any]:
         """See DraftConfig."""
-        return {"window": fields.windows(1)[0]}
+        count = fields.num_hidden_layers or 1
+        windows = set(fields.windows(count))
+        if len(windows) > 1:
+            raise ConfigError("must be the same in all layers of a head", param="layer_types", value=fields.layer_types)
+        return {"window": windows.pop()}
 
     def fields(self) -> dict[str, Any]:
         """See DraftConfig."""
-        slides = {"layer_types": [SLIDING], "use_sliding_window": True, "sliding_window": self.window}
+        count = self.num_hidden_layers
+        slides = {"layer_types": [SLIDING] * count, "use_sliding_window": True, "sliding_window": self.window}
         return {
             **DraftConfig.fields(self),
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": count,
             **({} if self.window is None else slides),
         }
 

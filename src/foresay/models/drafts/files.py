@@ -18,11 +18,9 @@ from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
 from foresay.models.drafts.base import StoredDraft
-from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.block_module import BlockModule
-from foresay.models.drafts.config import DraftConfig, HeadConfig
-from foresay.models.drafts.head import HeadModule
-from foresay.models.drafts.kinds import reader
+from foresay.models.drafts.config import DraftConfig
+from foresay.models.drafts.kinds import new_module, reader
 from foresay.models.drafts.layers import DraftModule, rotary_embedding
 from foresay.tensor_files import Stored, StoredTensor, check_shapes, load_tensors, stored_tensors
 
@@ -112,14 +110,6 @@ def _halves(name: str, weight: torch.Tensor, config: DraftConfig) -> torch.Tenso
 def halved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Return rows [heads * dim, ...] with the even ones of each head before its odd ones."""
     return weight.view(heads, len(weight) // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
-
-
-def new_module(config: DraftConfig, num_states: int) -> DraftModule:
-    """Return the module of a configuration with random weights. num_states: number of the target's hidden states it reads."""
-    if isinstance(config, BlockConfig):
-        return BlockModule(config)
-    assert isinstance(config, HeadConfig)
-    return HeadModule(config, num_states)
 
 
 def write_draft(

@@ -53,15 +53,30 @@ class HeadModule(DraftModule):
         self.norm_output, eps = config.norm_output, self.shape.rms_norm_eps
         self.input_norm = RMSNorm(num_states * width, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps) for _ in range(num_states)]) if config.fc_norm else None
-        self.layers = nn.ModuleList([_Layer(self.shape, config.norm_before_residual, config.window)])
+        first = _Layer(self.shape, config.norm_before_residual, config.window)
+        self.layers = nn.ModuleList([first, *(_DeepLayer(self.shape) for _ in range(config.num_hidden_layers - 1))])
         self.norm = RMSNorm(config.hidden_size, eps)
 
     @property
     def layer(self) -> _Layer:
-        """The head's only layer."""
+        """The first layer, which reads the pairs."""
         found = self.layers[0]
         assert isinstance(found, _Layer)
         return found
+
+    @property
+    def deeper(self) -> list[_DeepLayer]:
+        """The layers after the first."""
+        return [layer for layer in self.layers if isinstance(layer, _DeepLayer)]
+
+    def run(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, rotary: Rotary, attends: Sequence[Attend]
+    ) -> torch.Tensor:
+        """Return the output [B, P, D] of all layers for hidden states and embeddings [B, P, D] each. attends: of each layer."""
+        x: torch.Tensor = self.layer(hidden, embedded, rotary, attends[0])
+        for layer, attend in zip(self.deeper, attends[1:], strict=True):
+            x = layer(x, rotary, attend)
+        return x
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """Return the features [..., D] of the target's hidden states, [..., num_states * target hidden size]."""
@@ -81,11 +96,11 @@ class HeadModule(DraftModule):
         """
         out = self.features(states)
         count = states.shape[1]
-        attend = _Steps(self.layer.window)
+        attends = [_Steps(self.layer.window) for _ in self.layers]
         normed: list[torch.Tensor] = []
         for step in range(steps):
             positions = torch.arange(step, step + count, device=states.device)[None]
-            out = self.layer(out, embedded[:, step : step + count], self.rotary(out, positions), attend)
+            out = self.run(out, embedded[:, step : step + count], self.rotary(out, positions), attends)
             normed.append(self.norm(out))
             out = normed[-1] if self.norm_output else out
         return normed
@@ -109,6 +124,24 @@ class _Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         attended = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), rotary, attend)
         x = (normed if self.norm_before_residual else hidden) + attended
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _DeepLayer(nn.Module):
+    """A layer over the output of the one before it."""
+
+    def __init__(self, shape: LlamaConfig) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.input_layernorm = RMSNorm(width, shape.rms_norm_eps)
+        self.self_attn = Projections(shape, width)
+        self.post_attention_layernorm = RMSNorm(width, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """Transform hidden states [B, P, D]."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -145,11 +178,11 @@ class _Steps:
         return attended
 
 
-class HeadModel(DraftModel, PagedChains):
-    """A draft head, bound to the target that it was trained for.
+class PairModel(DraftModel):
+    """Layers over pairs, bound to the target that they were trained for.
 
-    Its input at each position is a pair: a token, and in `ModelInput.features` [B, T, D] the features of the target's hidden
-    states at the previous position, or the head's own output there.
+    The input at each position is a pair: a token, and in `ModelInput.features` [B, T, D] the features of the target's hidden
+    states at the previous position, or what stands for them.
     """
 
     def __init__(
@@ -162,14 +195,20 @@ class HeadModel(DraftModel, PagedChains):
         first = module.layer
         pair = Pair(self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm), config.norm_before_residual)
         made = self._layer_of(first.self_attn, first.mlp, first.post_attention_layernorm)
-        self._layer = dataclasses.replace(made, window=config.window, pair=pair)
+        deeper = [
+            self._layer_of(one.self_attn, one.mlp, one.post_attention_layernorm, one.input_layernorm)
+            for one in module.deeper
+        ]
+        self._layers = [
+            dataclasses.replace(one, window=config.window, pair=pair if one is made else None)
+            for one in (made, *deeper)
+        ]
         self._state_norms = [self._norm_of(one) for one in module.fc_norm or ()]
         self._joint_norm = None if module.input_norm is None else self._norm_of(module.input_norm)
         self._feeds_norm = config.norm_output
         activation = str(config.layer.get("hidden_act", "silu"))
-        self._native = self._compiled([self._layer], activation, ())
-        self._chain = self._compiled_chain()
-        self.paged = self._on_pages([self._layer], activation, self._states, features=True)
+        self._native = self._compiled(self._layers, activation, ())
+        self.paged = self._on_pages(self._layers, activation, self._states, features=True)
         self._module = self._run_module(module)
 
     def _states(self, layers: PagedLayers, at: Buffers, pool: PagePool, turns: Mapping[str, Turns]) -> States:
@@ -180,21 +219,6 @@ class HeadModel(DraftModel, PagedChains):
         normed, found = layers.run(at.features, at, pool, turns, embedded=self._embed(at.token_ids))
         return normed, {NEXT: normed if self._feeds_norm else found[STATES], LAST: normed}
 
-    def _passes(self) -> PagedPasses | None:
-        return self.paged
-
-    def _chain_states(self) -> tuple[int, int | None]:
-        return LAST, NEXT
-
-    def _compiled_chain(self) -> NativeChain | None:
-        table = table_of(self._embed)
-        if not self._native or table is None or not isinstance(self._head, NativeProduct):
-            return None
-        if self.subset is None and self._head.out_features > self.vocab_size:
-            return None
-        ids = None if self.subset is None else self.subset.token_ids
-        return NativeChain(self._native, table, self._head, ids, self.dtype, feeds_norm=self._feeds_norm)
-
     @torch.inference_mode()
     def features(self, joint: torch.Tensor) -> torch.Tensor:
         """See DraftModel."""
@@ -204,33 +228,6 @@ class HeadModel(DraftModel, PagedChains):
             parts = joint.chunk(len(self._state_norms), -1)
             joint = torch.cat([norm(part) for norm, part in zip(self._state_norms, parts, strict=True)], -1)
         return super().features(joint)
-
-    @property
-    def drafts_at_once(self) -> bool:
-        """True if `draft_at_once` is possible."""
-        return self._chain is not None and self._rotary_table.until(0) is not None
-
-    def draft_at_once(
-        self,
-        known: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        most: int,
-        ends: Sequence[int],
-        rule: StoppingRule,
-    ) -> tuple[list[int], list[float]] | None:
-        """Draft likeliest tokens in one call, with the bits of single passes: (ids, confidences), or None if it is not possible.
-
-        known: [N] int64, at least one token. features: [N, D], those before each. cache: of one row, to which these pairs are
-        added. most: tokens. ends: tokens after which nothing is drafted.
-        """
-        until = cache.lengths[0] + len(known) + most
-        rotary = None if self._chain is None else self._rotary_table.until(until)
-        if self._chain is None or rotary is None:
-            return None
-        out = self._chain.draft(Start(known, features, rotary), cache, most, ends, rule)
-        cache.lengths[0] += len(known)
-        return out
 
     @property
     def capabilities(self) -> Capabilities:
@@ -276,7 +273,7 @@ class HeadModel(DraftModel, PagedChains):
         read = (both.flatten(0, 1) if real is None else both[real]).float()
         flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # the kernels overwrite it
         tokens = FlatTokens.of(at, real)
-        normed, _ = native.run(flat, tokens, cache, {self._layer.kind: self._rotary_table(tokens.positions)}, (), read)
+        normed, _ = native.run(flat, tokens, cache, {self._layers[0].kind: self._rotary_table(tokens.positions)}, (), read)
         return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
 
     def _by_module(
@@ -285,6 +282,60 @@ class HeadModel(DraftModel, PagedChains):
         module = self._module
         assert module is not None
         positions = at.positions if len(at.positions) == len(features) else at.positions.expand(len(features), -1)
-        mask = causal_mask(self._layer.window, features.dtype)
-        x = module.layer(features, embedded, self._rotary(features, positions), over_cache(cache, 0, at, mask))
+        mask = causal_mask(self._layers[0].window, features.dtype)
+        attends = [over_cache(cache, layer, at, mask) for layer in range(len(self._layers))]
+        x = module.run(features, embedded, self._rotary(features, positions), attends)
         return x, module.norm(x)
+
+
+class HeadModel(PairModel, PagedChains):
+    """A draft head: it reads its own output in place of the features of draft tokens."""
+
+    def __init__(
+        self, head: StoredDraft, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized
+    ) -> None:
+        """See DraftModel."""
+        super().__init__(head, target, name=name, make=make)
+        self._chain = self._compiled_chain()
+
+    def _passes(self) -> PagedPasses | None:
+        return self.paged
+
+    def _chain_states(self) -> tuple[int, int | None]:
+        return LAST, NEXT
+
+    def _compiled_chain(self) -> NativeChain | None:
+        table = table_of(self._embed)
+        if not self._native or table is None or not isinstance(self._head, NativeProduct):
+            return None
+        if self.subset is None and self._head.out_features > self.vocab_size:
+            return None
+        ids = None if self.subset is None else self.subset.token_ids
+        return NativeChain(self._native, table, self._head, ids, self.dtype, feeds_norm=self._feeds_norm)
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """True if `draft_at_once` is possible."""
+        return self._chain is not None and self._rotary_table.until(0) is not None
+
+    def draft_at_once(
+        self,
+        known: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        most: int,
+        ends: Sequence[int],
+        rule: StoppingRule,
+    ) -> tuple[list[int], list[float]] | None:
+        """Draft likeliest tokens in one call, with the bits of single passes: (ids, confidences), or None if it is not possible.
+
+        known: [N] int64, at least one token. features: [N, D], those before each. cache: of one row, to which these pairs are
+        added. most: tokens. ends: tokens after which nothing is drafted.
+        """
+        until = cache.lengths[0] + len(known) + most
+        rotary = None if self._chain is None else self._rotary_table.until(until)
+        if self._chain is None or rotary is None:
+            return None
+        out = self._chain.draft(Start(known, features, rotary), cache, most, ends, rule)
+        cache.lengths[0] += len(known)
+        return out

@@ -1,16 +1,20 @@
-"""The kinds of drafts on hidden states, and which of them a config.json describes.
+"""The kinds of drafts on hidden states, which of them a config.json describes, and what runs them.
 
-A new kind is a line here. Knows no tensor.
+A new kind is an entry of KINDS and its classes here. Modules are imported when a draft is made: they need transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foresay.errors import ConfigError
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import KIND, DraftConfig, HeadConfig
+
+if TYPE_CHECKING:
+    from foresay.models.drafts.base import DraftModel
+    from foresay.models.drafts.layers import DraftModule
 
 KINDS: tuple[type[DraftConfig], ...] = (BlockConfig, HeadConfig)
 _ARCHITECTURES = ("dflash2", "dflash", "dspark", "eagle3", "assistant")
@@ -57,3 +61,22 @@ def reader(values: Mapping[str, Any]) -> type[DraftConfig]:
     if KIND in values and kind not in known:
         raise ConfigError(f"is not supported; it must be one of {', '.join(map(repr, known))}", param=KIND, value=kind)
     return next((one for one in KINDS if one.describes(values)), HeadConfig)
+
+
+def new_module(config: DraftConfig, num_states: int) -> DraftModule:
+    """Return the module of a configuration with random weights. num_states: number of the target's hidden states it reads."""
+    from foresay.models.drafts.block_module import BlockModule
+    from foresay.models.drafts.head import HeadModule
+
+    if isinstance(config, BlockConfig):
+        return BlockModule(config)
+    assert isinstance(config, HeadConfig)
+    return HeadModule(config, num_states)
+
+
+def model_of(config: DraftConfig) -> type[DraftModel]:
+    """Return the class that runs drafts of a configuration for a target."""
+    from foresay.models.drafts.block import BlockModel
+    from foresay.models.drafts.head import HeadModel
+
+    return {BlockConfig: BlockModel, HeadConfig: HeadModel}[type(config)]
