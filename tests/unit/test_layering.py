@@ -43,7 +43,8 @@ ORDER = {
     ),
     "models/llama_cpp": "binding < cache < model",
     "models/drafts": (
-        "fields layers < config < block_config < base path < block_module blocks < head block mtp assistant < kinds < files"
+        "fields layers < config < block_config parallel_config < base path < block_module blocks < "
+        "head block mtp assistant < parallel_head < kinds < files"
     ),
     "models/huggingface": (
         "config_sizes left_out paged_chains < attention < operations < frozen < experts < joined < linears < "

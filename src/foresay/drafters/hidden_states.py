@@ -258,7 +258,13 @@ class BlockDrafter(HiddenStateDrafter):
     width = MAX_DRAFT_TOKENS
 
     def __init__(
-        self, block: DraftsBlocks, target_vocab_size: int, *, sample: bool = True, confidence: float = 0.0, nodes: int = 0
+        self,
+        block: DraftsBlocks,
+        target_vocab_size: int,
+        *,
+        sample: bool = True,
+        confidence: float = 0.0,
+        nodes: int = 0,
     ) -> None:
         """confidence: a chain ends before a token whose predicted acceptance is below this; 0 drafts whole blocks. The
         prediction depends on the tokens before it alone, so that no token is dropped for its own value.

@@ -329,7 +329,7 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "mtp": DrafterSpec(_mtp, "The multi-token-prediction layers of the target's own checkpoint.", "model"),
     "block": DrafterSpec(
         _block,
-        "A block drafter (DFlash, DFlash2, DSpark): a block in one pass, or a tree of `nodes`; its folder or hub id.",
+        "A block in one pass, or a tree of `nodes` (DFlash, DFlash2, DSpark, P-EAGLE): the draft's folder or hub id.",
         "model",
     ),
     "self": DrafterSpec(_self, "The target's own first layers.", "model"),

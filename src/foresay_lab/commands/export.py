@@ -110,7 +110,7 @@ def _checked_card(given: Given) -> dict[str, Any] | None:
 def _facts(
     given: Given, config: DraftConfig, folder: Path, *, base: str, note: Mapping[str, Any], results: Results | None
 ) -> CardFacts:
-    name = "block" if isinstance(config, BlockConfig) else "head"
+    name = config.DRAFTER
     layers: Sequence[int] = config.hidden_layers or ()
     return CardFacts(
         repo=given.push,

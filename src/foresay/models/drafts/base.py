@@ -48,7 +48,6 @@ NEXT, LAST = 0, 1
 M = TypeVar("M", bound=DraftModule)
 
 
-
 @dataclass(frozen=True, slots=True)
 class StoredDraft:
     """A stored draft: its configuration, its weights and the tokens that it can draft."""

@@ -164,19 +164,27 @@ def usual_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
 
 
-_LAYER_FIELDS = same("model_type", *LAYER, "num_hidden_layers", *WINDOWS, "vocab_size")
-_FIELDS = same(
+LAYER_FIELDS = same("model_type", *LAYER, "num_hidden_layers", *WINDOWS, "vocab_size")
+FIELDS = same(
     *("draft_vocab_size", "target_hidden_size", "tie_word_embeddings"),
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
 )
-_READ_LAYERS = {"hidden_layers": "eagle_aux_hidden_state_layer_ids"}
+READ_LAYERS = {"hidden_layers": "eagle_aux_hidden_state_layer_ids"}
 
 
-def _layout(tables: Mapping[str, Mapping[str, str]]) -> Layout:
+def head_layout(
+    tables: Mapping[str, Mapping[str, str]],
+    *,
+    noun: str = "heads",
+    others: Mapping[str, str] = {},
+    allowed: Mapping[str, tuple[Any, ...]] = {},
+    unread: tuple[str, ...] = (),
+) -> Layout:
+    """Return a layout of heads with fields of a kind of its own; see Layout."""
     return Layout(
-        noun="heads",
+        noun=noun,
         tables=tables,
-        others={**OTHERS, "return_hidden_post_norm": "norm_output"},  # TensorRT-LLM's
+        others={**OTHERS, "return_hidden_post_norm": "norm_output", **others},  # TensorRT-LLM's
         allowed={
             **LAYER_PARTS,
             "model_type": ("llama", None),
@@ -186,7 +194,9 @@ def _layout(tables: Mapping[str, Mapping[str, str]]) -> Layout:
             "target_layer_ids": (None,),
             **dict.fromkeys(("use_mtp_layernorm", "eh_proj_before_attn"), OFF),
             **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True, None)),
+            **allowed,
         },
+        unread=unread,
     )
 
 
@@ -196,17 +206,19 @@ class HeadConfig(DraftConfig):
 
     NOUN: ClassVar[str] = "head"
     DRAFTER: ClassVar[str] = "head"
-    PLAIN: ClassVar[Layout] = _layout({"": {**_LAYER_FIELDS, **_FIELDS}, "eagle_config": _READ_LAYERS})
+    PLAIN: ClassVar[Layout] = head_layout({"": {**LAYER_FIELDS, **FIELDS}, "eagle_config": READ_LAYERS})
     SPECULATORS: ClassVar[Mapping[str, Layout]] = {
-        "eagle3": _layout(
+        "eagle3": head_layout(
             {
-                "": {**_FIELDS, **_READ_LAYERS},
-                "transformer_layer_config": _LAYER_FIELDS,
+                "": {**FIELDS, **READ_LAYERS},
+                "transformer_layer_config": LAYER_FIELDS,
                 "eagle_config": {},
                 "speculators_config.verifier": VERIFIER,
             }
         )
     }
+    ALGORITHM: ClassVar[tuple[str, str]] = "Eagle3Speculator", "eagle3"
+    """Names of the architecture and of the kind in vLLM's speculators layout."""
     target_hidden_size: int
     norm_before_residual: bool
     """True if the residual around attention is the normalized input."""
@@ -263,10 +275,11 @@ class HeadConfig(DraftConfig):
 
     def as_speculators(self) -> dict[str, Any]:
         """Return the config.json of vLLM's speculators layout."""
-        out = {"architectures": ["Eagle3Speculator"], KIND: "eagle3", **self.SPECULATORS["eagle3"].write(self.fields())}
+        architecture, kind = self.ALGORITHM
+        out = {"architectures": [architecture], KIND: kind, **self.SPECULATORS[kind].write(self.fields())}
         del out["eagle_config"]
         out["speculators_config"] |= {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _DRAFT_TOKENS}],
         }

@@ -73,6 +73,7 @@ def assembled(
         if "embed_tokens.weight" in stored:
             module.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
     wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    wanted |= {name: stored[name].shape for name in module.FLAT if _flat(stored.get(name)) == wanted[name][-1:]}
     names = {_name_in_file(module, name): name for name in wanted if name != "lm_head.weight" or not is_tied}
     check_shapes(stored, {name: wanted[own] for name, own in names.items()}, source, "its config.json gives")
     if width != config.hidden_size and None in (module.lm_head, module.embed_tokens):
@@ -85,9 +86,15 @@ def assembled(
         weights = {name: _halves(name, tensor, config) for name, tensor in weights.items()}
     if is_tied:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    weights |= {name: weights[name].view(module.get_parameter(name).shape) for name in module.FLAT}
     module.load_state_dict(weights, assign=True)
     module.rotary = rotary_embedding(config.layer)  # its frequencies are buffers, not weights
     return StoredDraft(config, module, ids)
+
+
+def _flat(tensor: Stored | None) -> tuple[int, ...]:
+    """Return the shape of a stored tensor without dimensions of size one."""
+    return () if tensor is None else tuple(n for n in tensor.shape if n != 1)
 
 
 def _with_shapes(found: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Mapping[str, Any]:

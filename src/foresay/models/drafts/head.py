@@ -273,7 +273,9 @@ class PairModel(DraftModel):
         read = (both.flatten(0, 1) if real is None else both[real]).float()
         flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # the kernels overwrite it
         tokens = FlatTokens.of(at, real)
-        normed, _ = native.run(flat, tokens, cache, {self._layers[0].kind: self._rotary_table(tokens.positions)}, (), read)
+        normed, _ = native.run(
+            flat, tokens, cache, {self._layers[0].kind: self._rotary_table(tokens.positions)}, (), read
+        )
         return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
 
     def _by_module(

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from foresay.errors import ConfigError
 from foresay.models.drafts.block_config import BlockConfig
 from foresay.models.drafts.config import KIND, DraftConfig, HeadConfig
+from foresay.models.drafts.parallel_config import ParallelHeadConfig
 
 if TYPE_CHECKING:
     from foresay.models.drafts.base import DraftModel
     from foresay.models.drafts.layers import DraftModule
 
-KINDS: tuple[type[DraftConfig], ...] = (BlockConfig, HeadConfig)
+KINDS: tuple[type[DraftConfig], ...] = (BlockConfig, ParallelHeadConfig, HeadConfig)
 _ARCHITECTURES = ("dflash2", "dflash", "dspark", "eagle3", "assistant")
 """Part of the name of an architecture, which is the kind; the first one that is found counts."""
 
@@ -27,6 +28,8 @@ def kind_of(values: Mapping[str, Any]) -> str | None:
     if isinstance(named, str):
         return named
     listed = values.get("architectures")
+    if ParallelHeadConfig.describes(values):
+        return "peagle"
     text = " ".join(map(str, listed)).lower() if isinstance(listed, list) else ""
     if found := next((one for one in _ARCHITECTURES if one in text), None):
         return found
@@ -67,9 +70,12 @@ def new_module(config: DraftConfig, num_states: int) -> DraftModule:
     """Return the module of a configuration with random weights. num_states: number of the target's hidden states it reads."""
     from foresay.models.drafts.block_module import BlockModule
     from foresay.models.drafts.head import HeadModule
+    from foresay.models.drafts.parallel_head import ParallelHeadModule
 
     if isinstance(config, BlockConfig):
         return BlockModule(config)
+    if isinstance(config, ParallelHeadConfig):
+        return ParallelHeadModule(config, num_states)
     assert isinstance(config, HeadConfig)
     return HeadModule(config, num_states)
 
@@ -78,5 +84,6 @@ def model_of(config: DraftConfig) -> type[DraftModel]:
     """Return the class that runs drafts of a configuration for a target."""
     from foresay.models.drafts.block import BlockModel
     from foresay.models.drafts.head import HeadModel
+    from foresay.models.drafts.parallel_head import ParallelHeadModel
 
-    return {BlockConfig: BlockModel, HeadConfig: HeadModel}[type(config)]
+    return {BlockConfig: BlockModel, ParallelHeadConfig: ParallelHeadModel, HeadConfig: HeadModel}[type(config)]

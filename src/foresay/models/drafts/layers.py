@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ class DraftModule(nn.Module):
 
     norm: RMSNorm
     """The norm before the output layer."""
+    FLAT: ClassVar[tuple[str, ...]] = ()
+    """Parameters that publishers store with other numbers of dimensions of size one."""
 
     def __init__(self, layer: Mapping[str, Any], inputs: int) -> None:
         """layer: fields of a LlamaConfig. inputs: size of the target's hidden states that are read, together."""

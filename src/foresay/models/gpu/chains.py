@@ -287,7 +287,8 @@ class BlockChains(_Chains):
             kept_scores[:count, : scores.shape[1]] = scores[index]
             states.zero_()
             tokens = self._tokens(rows, np.zeros(count, dtype=np.int64))
-            state.begin(tokens, last[index][:, None], [room[i] - 1 for i in rows], None)
+            unread = outputs[index][:, :1] if self.passes.decoder.features else None  # no step of a block runs layers
+            state.begin(tokens, last[index][:, None], [room[i] - 1 for i in rows], unread)
             return self._draw(state, room, sampling)
 
     def _of_kind(self, size: int) -> list[torch.Tensor]:

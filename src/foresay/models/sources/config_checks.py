@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.drafts.block_config import BlockConfig
+from foresay.models.drafts.config import HeadConfig
+from foresay.models.drafts.kinds import KINDS
 from foresay.models.families.stated import shortened
 from foresay.models.huggingface.config_sizes import find_invalid
 
@@ -145,8 +146,9 @@ def check_size(folder: str, kind: Any, config: Any, *, trust_remote_code: bool) 
 def _refuse_draft(folder: str, values: Mapping[str, Any]) -> None:
     """Raise ModelLoadError, which names the drafter, for the config.json of a draft that is no language model."""
     kinds = [str(values.get("model_type")), *map(str, values.get("architectures") or ())]
-    if BlockConfig.describes(values):
-        found, drafter = "a block drafter", f"block({folder})"
+    kind = next((one for one in KINDS if one.describes(values)), HeadConfig)
+    if kind is not HeadConfig:
+        found, drafter = f"a {kind.NOUN}", f"{kind.DRAFTER}({folder})"
     elif "eagle_config" in values or "speculators_model_type" in values or any("eagle" in one.lower() for one in kinds):
         found, drafter = "a draft head", f"head({folder})"
     elif any(one.endswith("_assistant") for one in kinds):

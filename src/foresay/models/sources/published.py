@@ -16,7 +16,7 @@ from foresay.json_files import Schema, read_limited
 from foresay.models.drafts.kinds import drafter_of
 
 FILE = Path(__file__).with_name("published.json")
-PREFERRED = ("dflash2", "dspark", "dflash", "eagle3", "assistant", "model", "mtp")
+PREFERRED = ("dflash2", "dspark", "dflash", "peagle", "eagle3", "assistant", "model", "mtp")
 """Kinds by published tokens per pass, the best first (docs/how-to/choose-a-drafter.md). MTP layers come last, because they
 are the default drafter of a checkpoint that has them."""
 REPOSITORY = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_.-]{1,96}$"

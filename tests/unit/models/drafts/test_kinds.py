@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from foresay.models.drafts import kinds
 from foresay.models.drafts.block_config import SELECTOR, BlockConfig, PathShape, Sight
 from foresay.models.drafts.config import HeadConfig
 from foresay.models.drafts.kinds import drafter_of, kind_of, refusal
+from foresay.models.drafts.parallel_config import ParallelHeadConfig
 from foresay.spec.recipes import DRAFTERS
 
 LAYER = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 24, "head_dim": 8}
@@ -31,6 +33,7 @@ BLOCK: dict[str, Any] = {
     "block_size": 5,
     "mask_token_id": 98,
 }
+PARALLEL = ParallelHeadConfig(**{one.name: getattr(HEAD, one.name) for one in fields(HEAD)}, mask_token_id=98)
 DSPARK = BlockConfig(**BLOCK, path=PathShape("vanilla", 4))
 BLOCK2 = BlockConfig(**BLOCK, from_anchor=False, path=PathShape(SELECTOR, 4, candidates=3), convolution=(2, 8))
 
@@ -41,6 +44,8 @@ BLOCK2 = BlockConfig(**BLOCK, from_anchor=False, path=PathShape(SELECTOR, 4, can
         ("eagle3", "head", HEAD.as_plain()),
         ("eagle3", "head", HEAD.as_speculators()),
         ("eagle3", "head", {**HEAD.as_plain(), "architectures": None}),
+        ("peagle", "block", PARALLEL.as_plain()),
+        ("peagle", "block", PARALLEL.as_speculators()),
         ("dflash2", "block", BLOCK2.as_plain()),
         ("dflash2", "block", {**BLOCK2.as_plain(), "architectures": ["Other"]}),
         ("dspark", "block", DSPARK.as_plain()),
@@ -189,10 +194,10 @@ def test_other_configurations(kind: str | None, values: Mapping[str, Any]) -> No
 def test_a_drafter_of_that_name_exists() -> None:
     found = {
         kind: drafter_of(kind)
-        for kind in ("eagle3", "dflash", "dflash2", "dspark", "assistant", "mtp", "model", "medusa", "peagle", "")
+        for kind in ("eagle3", "dflash", "dflash2", "dspark", "assistant", "mtp", "model", "peagle", "medusa", "")
     }
     assert {one for one in found.values() if one} <= DRAFTERS.keys()
-    assert [kind for kind, drafter in found.items() if drafter is None] == ["medusa", "peagle", ""]
+    assert [kind for kind, drafter in found.items() if drafter is None] == ["medusa", ""]
 
 
 def test_the_kinds_are_those_that_the_readers_accept(monkeypatch: pytest.MonkeyPatch) -> None:

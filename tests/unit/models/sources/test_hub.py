@@ -41,13 +41,13 @@ def test_drafts_are_listed_by_base_model_and_tag(fake: FakeHub) -> None:
         (PublishedDraft(repo="a/few", kind="eagle3", parameters=100), "org/target"),
     ]
     assert fake.requests[0] == "list base_model:org/target speculative-decoding"
-    assert {one.split()[1] for one in fake.requests} == {"base_model:org/target"} and len(fake.requests) == 5
+    assert {one.split()[1] for one in fake.requests} == {"base_model:org/target"} and len(fake.requests) == 6
 
 
 def test_at_most_three_targets_are_requested_and_a_draft_is_listed_once(fake: FakeHub) -> None:
     answering(fake, entry("a/b", "eagle3"))
     drafts, _ = hub.list_drafts(tuple(f"org/t{i}" for i in range(10)))
-    assert [target for _, target in drafts] == ["org/t0"] and len(fake.requests) == 3 * 5
+    assert [target for _, target in drafts] == ["org/t0"] and len(fake.requests) == 3 * 6
 
 
 def test_no_request_while_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from foresay import ConfigError
 from foresay.models.drafts.kinds import drafter_of
 from foresay.models.sources.published import PREFERRED, PublishedDraft, read_table, table
 
-KNOWN = {*PREFERRED, "peagle", "dfly"}
+KNOWN = {*PREFERRED, "dfly"}
 ROW = {"repo": "org/draft", "kind": "eagle3"}
 
 
