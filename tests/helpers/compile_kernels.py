@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foresay.decoding import sampling_kernels as sampling
-from foresay.models.gpu import attention, blocks, chains, experts, product, rows
+from foresay.models.gpu import attention, blocks, chains, experts, product, registers, rows
 from foresay.models.gpu.levels import KINDS
 
 TARGETS = (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
@@ -103,17 +103,24 @@ KERNELS: list[tuple[Any, ...]] = [
     *(
         (
             blocks._product,
-            {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": group, "BITS": bits, "ZERO": zero}
-            | {"SHARED": shared, "HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "PARTS": 4, "QUAD": blocks._QUAD}
-            | {"PER": 1, "HAS_ZEROS": False, "FLOATS": kind == "MXFP4", "HAS_BIAS": False},
+            {"TOKENS": side, "OUTPUTS": product.LONG, "GROUP": group, "BITS": bits, "ZERO": zero}
+            | {
+                "SHARED": shared,
+                "HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"),
+                "PARTS": 4,
+                "QUAD": registers.QUAD,
+            }
+            | {"PER": 1, "HAS_ZEROS": False, "FLOATS": kind == "MXFP4", "HAS_BIAS": False, "PTX": None},
+            blocks.options(side),
         )
         for kind, (bits, group, zero, shared) in KINDS.items()
+        for side in blocks.SIDES
     ),
     *(
         (
             blocks._product,
-            {"TOKENS": product.TOKENS, "OUTPUTS": product.OUTPUTS, "GROUP": 32, "BITS": bits, "ZERO": 0, "SHARED": 0}
-            | {"HAS_MINS": not zeros, "PARTS": 4, "QUAD": blocks._QUAD}
+            {"TOKENS": product.TOKENS, "OUTPUTS": product.LONG, "GROUP": 32, "BITS": bits, "ZERO": 0, "SHARED": 0}
+            | {"HAS_MINS": not zeros, "PARTS": 4, "QUAD": registers.QUAD, "PTX": None}
             | {"PER": 4, "HAS_ZEROS": zeros, "FLOATS": floats, "HAS_BIAS": True},
         )
         for bits, zeros, floats in ((4, True, False), (8, True, False), (4, False, False), (8, False, True))
@@ -122,14 +129,22 @@ KERNELS: list[tuple[Any, ...]] = [
     *(
         (
             experts._grouped,
-            {"ACTIVE": 8, "OF_TOKENS": first, "HAS_BIAS": first, "TOKENS": tokens, "OUTPUTS": 32, "INNER": 128},
+            {
+                "ACTIVE": 8,
+                "OF_TOKENS": first,
+                "HAS_BIAS": first,
+                "TOKENS": tokens,
+                "OUTPUTS": product.LONG,
+                "INNER": 128,
+            },
         )
         for first, tokens in ((True, 16), (False, 64))
     ),
     *(
         (
             experts._grouped_levels,
-            {"ACTIVE": 8, "OF_TOKENS": first, "HAS_BIAS": first, "TOKENS": tokens, "OUTPUTS": 32, "QUAD": blocks._QUAD}
+            {"ACTIVE": 8, "OF_TOKENS": first, "HAS_BIAS": first, "TOKENS": tokens, "OUTPUTS": product.LONG}
+            | {"QUAD": registers.QUAD, "PTX": None}
             | {"GROUP": group, "BITS": bits, "ZERO": zero, "SHARED": shared, "PER": 1, "HAS_ZEROS": False}
             | {"HAS_MINS": kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"), "FLOATS": kind == "MXFP4"},
         )
@@ -162,7 +177,7 @@ KERNELS: list[tuple[Any, ...]] = [
 def of_blocks(name: str, constants: dict[str, Any]) -> str:
     """The type of an argument of kernels over quantized weights. Scales of floats of 4 bits are exponents."""
     if name == "levels":
-        return "*i8" if constants["BITS"] == 8 else "*u8"
+        return "*i8" if constants["BITS"] == 8 else "*i16"
     if name == "mins" and not constants["SHARED"]:
         return "*fp16"
     if name == "scales" and constants["FLOATS"]:
@@ -210,11 +225,12 @@ def main() -> int:
     """Compile every kernel for every target; 1 if one has a problem."""
     failed = 0
     for target in TARGETS:
-        for kernel, constants, *options in KERNELS:
+        for kernel, fixed, *options in KERNELS:
+            constants = fixed | ({"PTX": target.backend == "cuda"} if "PTX" in fixed else {})
             signature = {name: kind_of(kernel, name, constants) for name in kernel.arg_names}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned(kernel, signature))
             how = options[0] if options else {}
-            if how.get("num_stages", 1) > 1:
+            if kernel is attention._partial and how["num_stages"] > 1:
                 how = how | {"num_stages": attention.stages(0, target.backend)}
             made = triton.compile(source, target=target, options=how)
             problem = problem_of(kernel, made, target)

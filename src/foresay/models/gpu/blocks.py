@@ -1,8 +1,8 @@
 """The skinny product over quantized weights: levels of 8, 6 or 4 bits in groups, which are not expanded in memory.
 
 A program multiplies the tokens by the levels of one group at a time, integers that are exact in the formats of tensor cores, and
-adds the sums times the group's scale: each weight keeps the value that the file states. One tile and one order of sums serve 1 to
-64 tokens, and more in groups of 64, as in product.py. Only very long passes are multiplied by dequantized weights.
+adds the sums times the group's scale: each weight keeps the value of the file. Tiles are those of product.py, with weights
+as the long side: they become numbers in the registers that are multiplied. Only very long passes read dequantized weights.
 """
 
 from __future__ import annotations
@@ -19,86 +19,19 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from foresay.decoding.devices import launching_on
+from foresay.decoding.devices import is_remote, launching_on
 from foresay.models.gpu.levels import DOUBLED, Levels
-from foresay.models.gpu.product import MOST, OUTPUTS, TOKENS, Sums, empty_sums, parts_of, product
+from foresay.models.gpu.product import LONG, MOST, TOKENS, Sums, empty_sums, equal, parts_of, product
+from foresay.models.gpu.product import SIDES as ALL_SIDES
+from foresay.models.gpu.registers import QUAD, weights_of_group, words_of_step
 from foresay.models.layer import StackedExperts
 
-_QUAD = 4
-"""Groups of one step of the inner dimension."""
+SIDES = ALL_SIDES[:3]
+"""Tokens of a tile where all of them give the same bits: as of other products, but those for which registers do not suffice."""
+_EQUAL: dict[tuple[Any, ...], tuple[int, ...]] = {}
 _SLICE = 8192
 """Outputs whose weights are numbers at a time, for many tokens."""
 _NOTHING = np.empty((0, 0), np.uint8)
-
-
-@triton.jit
-def _of_group(
-    levels, high, column, group, index, stride, inputs,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """The levels of a group, [GROUP, OUTPUTS], less the one that stands for 0. `index`: which of four groups, at compile time."""
-    inner = tl.arange(0, GROUP)
-    inside = (group * GROUP + inner < inputs)[:, None]
-    if BITS == 8:
-        at = column[None, :] * stride + (group * GROUP + inner)[:, None]
-        level = tl.load(levels + at, mask=inside, other=0).to(tl.int32)
-    else:
-        at = column[None, :] * stride + (group // 2 * GROUP + inner)[:, None]
-        pair = tl.load(levels + at, mask=inside, other=0)
-        level = ((pair >> (4 * (index % 2))) & 15).to(tl.int32)
-        if BITS == 6:
-            at = column[None, :] * (stride // 2) + (group // 4 * GROUP + inner)[:, None]
-            quad = tl.load(high + at, mask=inside, other=0)
-            level += ((quad >> (2 * index)) & 3).to(tl.int32) * 16
-    return level - ZERO
-
-
-@triton.jit
-def _float_of(byte):
-    """The float of 8 bits, [...] int32, divided by E4M3: its exponent and mantissa are those of a float16."""
-    return (((byte & 128) << 8) | ((byte & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _float4_of(code):
-    """Twice the float of 4 bits (E2M1), an integer: [...] int32."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    size = tl.where(exponent > 0, (2 + mantissa) << tl.maximum(exponent - 1, 0), mantissa)
-    return tl.where((code & 8) > 0, -size, size)
-
-
-@triton.jit
-def _power_of(stored):
-    """2^(stored - 128), [...] int32 -> float32. The two smallest exponents are those of subnormal numbers."""
-    bits = tl.where(stored > 1, (tl.maximum(stored, 1) - 1) << 23, 0x200000 << tl.minimum(stored, 1))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def weights_of_group(
-    levels, high, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr,
-):  # fmt: skip
-    """The levels of a group of some columns [GROUP, C], its scales [C] float32, and its mins [C] float32 if there are any."""
-    groups = (inputs + GROUP - 1) // GROUP
-    level = _of_group(levels, high, column, group, index, level_stride, inputs, GROUP, BITS, ZERO)
-    here = column * num_scales + tl.minimum(group, groups - 1) // PER
-    if FLOATS:
-        level = _float_of(level) if BITS == 8 else _float4_of(level)
-    if HAS_ZEROS:
-        level -= tl.load(zeros + here).to(tl.int32)[None, :]
-    stored = tl.load(scales + here)
-    scale = _power_of(stored.to(tl.int32)) if FLOATS and BITS == 4 else stored.to(tl.float32)
-    if SHARED > 0:
-        shared = (column * (groups // SHARED) + tl.minimum(group, groups - 1) // SHARED) * 2
-        scale *= tl.load(whole + shared).to(tl.float32)
-    least = scale
-    if HAS_MINS:
-        least = tl.load(mins + here).to(tl.float32)
-        if SHARED > 0:
-            least *= tl.load(whole + shared + 1).to(tl.float32)
-    return level, scale, least
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -106,7 +39,7 @@ def _product(
     states, levels, high, scales, zeros, mins, whole, sums, bias, num_tokens, outputs, stride, inputs, level_stride, num_scales,
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     PER: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr,
-    PARTS: tl.constexpr, QUAD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PTX: tl.constexpr, PARTS: tl.constexpr, QUAD: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.minimum(column, outputs - 1).to(tl.int64)  # padding repeats the last one, and is not stored
@@ -114,31 +47,38 @@ def _product(
     groups = (inputs + GROUP - 1) // GROUP
     steps = (groups + QUAD - 1) // QUAD
     share = (steps + PARTS - 1) // PARTS
-    total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+    total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     for step in range(part * share, tl.minimum((part + 1) * share, steps)):
+        low, upper = words_of_step(levels, high, column, step, level_stride, GROUP, BITS)
         for index in tl.static_range(QUAD):
             group = step * QUAD + index
             at = group * GROUP + tl.arange(0, GROUP)
             x = tl.load(
-                states + token[:, None].to(tl.int64) * stride + at[None, :],
-                mask=(token < num_tokens)[:, None] & (at < inputs)[None, :],
+                states + token[None, :].to(tl.int64) * stride + at[:, None],
+                mask=(token < num_tokens)[None, :] & (at < inputs)[:, None],
                 other=0.0,
             )
             level, scale, least = weights_of_group(
-                levels, high, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
-                GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS,
+                low, upper, levels, scales, zeros, mins, whole, column, group, index, inputs, level_stride, num_scales,
+                GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, x.dtype, PTX,
             )  # fmt: skip
-            total += tl.dot(x, level.to(x.dtype), input_precision="ieee") * scale[None, :]
-            if HAS_MINS:
-                total -= tl.sum(x.to(tl.float32), 1)[:, None] * least[None, :]
+            total += tl.dot(level, x, input_precision="ieee") * scale[:, None]
+            if HAS_MINS:  # the sums of the tokens, as the tensor cores lay them out
+                ones = tl.full(level.shape, 1.0, x.dtype)
+                total -= tl.dot(ones, x, input_precision="ieee") * least[:, None]
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     if HAS_BIAS:
-        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        sums + (part * num_tokens + token[:, None].to(tl.int64)) * outputs + column[None, :],
+        sums + (part * num_tokens + token[None, :].to(tl.int64)) * outputs + column[:, None],
         total.to(sums.dtype.element_ty),
-        mask=(token < num_tokens)[:, None] & (column < outputs)[None, :],
+        mask=(token < num_tokens)[None, :] & (column < outputs)[:, None],
     )
+
+
+def options(side: int) -> dict[str, int]:
+    """Return how the product is compiled for tiles of some tokens."""
+    return {"num_warps": 8, "num_stages": 2} if side > TOKENS else {"num_warps": 4}
 
 
 def _powers(stored: torch.Tensor) -> torch.Tensor:
@@ -181,12 +121,25 @@ class BlockProduct:
 
     def sums_of(self, states: torch.Tensor) -> Sums:
         """Return the sums of a few tokens, [N, in] contiguous."""
+        sides = self._sides(states) if is_remote(states.device) else (TOKENS,)
+        return self._sums_of(states, next((one for one in sides if one >= len(states)), sides[-1]))
+
+    def _sides(self, states: torch.Tensor) -> tuple[int, ...]:
+        """Return the SIDES that are used for such weights on a device; see product.sides_of."""
+        key = (states.device, states.dtype, *self.constants.values())
+        if key not in _EQUAL:
+            some = torch.randn(SIDES[-1], self.in_features, device=states.device, dtype=states.dtype)
+            few = self.rows(0, min(LONG, self.out_features))
+            _EQUAL[key] = equal(lambda side: few._sums_of(some, side).parts, SIDES)
+        return _EQUAL[key]
+
+    def _sums_of(self, states: torch.Tensor, side: int) -> Sums:
         count, outputs = len(states), self.out_features
-        parts = parts_of(outputs, self.in_features, OUTPUTS)
+        parts = parts_of(outputs, self.in_features)
         sums, own = empty_sums(parts, states, outputs, self.bias)
-        _product[(triton.cdiv(count, TOKENS), triton.cdiv(outputs, OUTPUTS), parts)](
+        _product[(triton.cdiv(count, side), triton.cdiv(outputs, LONG), parts)](
             states, *self.tensors, sums.parts, sums.parts if own is None else own, count, outputs, states.stride(0), *self.sizes,
-            TOKENS=TOKENS, OUTPUTS=OUTPUTS, PARTS=parts, HAS_BIAS=own is not None, **self.constants,
+            TOKENS=side, OUTPUTS=LONG, PARTS=parts, HAS_BIAS=own is not None, **self.constants, **options(side),
         )  # fmt: skip
         return sums
 
@@ -207,7 +160,7 @@ class BlockProduct:
         how = self._how
         own = {"GROUP": how.group, "BITS": how.bits, "ZERO": how.zero, "PER": how.per, "SHARED": how.shared}
         has = {"HAS_ZEROS": self._zeros is not None, "HAS_MINS": self._mins is not None, "FLOATS": how.is_float}
-        return own | has | {"QUAD": _QUAD}
+        return own | has | {"QUAD": QUAD, "PTX": is_remote(self._levels.device) and torch.version.hip is None}
 
     def with_bias(self, bias: torch.Tensor) -> BlockProduct:
         """Return the product of the same weights, in the same memory, with a bias [out]."""
@@ -255,11 +208,11 @@ class BlockProduct:
             return ((byte & 128) << 8 | (byte & 127) << 7).to(torch.int16).view(torch.float16).float()
         if self._how.bits == 8:
             return levels.float()
-        pairs = levels.view(rows, -1, self._how.group)
-        low = torch.stack([pairs & 15, pairs >> 4], 2).view(rows, -1, self._how.group)
+        words = levels.view(rows, -1, self._how.group)
+        low = torch.stack([words >> (4 * i) & 15 for i in range(QUAD)], 2).view(rows, -1, self._how.group)
         if self._high is not None:
             quads = self._high.view(rows, -1, self._how.group)
-            upper = torch.stack([quads >> (2 * i) & 3 for i in range(_QUAD)], 2)
+            upper = torch.stack([quads >> (2 * i) & 3 for i in range(QUAD)], 2)
             low = low + upper.view(rows, -1, self._how.group) * 16
         if self._how.is_float:
             return torch.tensor(DOUBLED, dtype=torch.float32, device=low.device)[low.long()].view(rows, -1)
@@ -344,16 +297,15 @@ QUANTIZED = (BlockProduct, StackedProduct)
 
 def _packed(
     levels: npt.NDArray[np.uint8], bits: int, group: int
-) -> tuple[npt.NDArray[np.uint8 | np.int8], npt.NDArray[np.uint8] | None]:
-    """Return levels as the kernel reads them: the low halves of two groups in a byte, the upper bits of four in another."""
+) -> tuple[npt.NDArray[np.int16 | np.int8], npt.NDArray[np.uint8] | None]:
+    """Return levels as the kernel reads them: the last four bits of those of four groups in a word, two upper bits in a byte."""
     if bits == 8:
         return np.ascontiguousarray(levels).view(np.int8), None
     rows = len(levels)
-    groups = np.pad(levels.reshape(rows, -1, group), ((0, 0), (0, -(levels.shape[1] // group) % _QUAD), (0, 0)))
-    low = groups & 15
-    pairs = np.ascontiguousarray((low[:, ::2] | low[:, 1::2] << 4).reshape(rows, -1))
+    groups = np.pad(levels.reshape(rows, -1, group), ((0, 0), (0, -(levels.shape[1] // group) % QUAD), (0, 0)))
+    quads = groups.reshape(rows, -1, QUAD, group)
+    shifts = np.arange(QUAD, dtype=np.uint16)[:, None]
+    words = np.bitwise_or.reduce((quads & 15).astype(np.uint16) << 4 * shifts, 2).reshape(rows, -1).view(np.int16)
     if bits == 4:
-        return pairs, None
-    upper = groups >> 4
-    quads = upper[:, ::4] | upper[:, 1::4] << 2 | upper[:, 2::4] << 4 | upper[:, 3::4] << 6
-    return pairs, np.ascontiguousarray(quads.reshape(rows, -1))
+        return words, None
+    return words, np.bitwise_or.reduce((quads >> 4) << 2 * shifts, 2).astype(np.uint8).reshape(rows, -1)

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from foresay.models.gpu.blocks import BlockProduct, weights_of_group
-from foresay.models.gpu.product import INNER, OUTPUTS
+from foresay.models.gpu.blocks import BlockProduct
+from foresay.models.gpu.product import INNER, LONG
+from foresay.models.gpu.registers import weights_of_group, words_of_step
 from foresay.models.gpu.rows import gated
 from foresay.models.layer import ClampedGate, Experts, Sigmoids, StackedExperts
 
@@ -52,25 +53,25 @@ def _grouped(
         valid = place < count
         pair = tl.load(pairs + expert * num_tokens + place, mask=valid, other=0).to(tl.int64)
         row = pair // ACTIVE if OF_TOKENS else pair
-        total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+        total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
         for step in range((inputs + INNER - 1) // INNER):
             at = step * INNER + inner
             x = tl.load(
-                states + row[:, None] * inputs + at[None, :], mask=valid[:, None] & (at < inputs)[None, :], other=0.0
+                states + row[None, :] * inputs + at[:, None], mask=valid[None, :] & (at < inputs)[:, None], other=0.0
             )
             w = tl.load(
-                weight + expert * expert_stride + column[None, :].to(tl.int64) * output_stride
-                + at[:, None].to(tl.int64) * input_stride,
-                mask=(column < outputs)[None, :] & (at < inputs)[:, None],
+                weight + expert * expert_stride + column[:, None].to(tl.int64) * output_stride
+                + at[None, :].to(tl.int64) * input_stride,
+                mask=(column < outputs)[:, None] & (at < inputs)[None, :],
                 other=0.0,
             )  # fmt: skip
-            total += tl.dot(x, w, input_precision="ieee")
+            total += tl.dot(w, x, input_precision="ieee")
         if HAS_BIAS:
-            total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(
-            out + pair[:, None] * outputs + column[None, :],
+            out + pair[None, :] * outputs + column[:, None],
             total.to(out.dtype.element_ty),
-            mask=valid[:, None] & (column < outputs)[None, :],
+            mask=valid[None, :] & (column < outputs)[:, None],
         )
 
 
@@ -80,7 +81,7 @@ def _grouped_levels(
     inputs, level_stride, num_scales,
     ACTIVE: tl.constexpr, OF_TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PER: tl.constexpr, SHARED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr, QUAD: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINS: tl.constexpr, FLOATS: tl.constexpr, QUAD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """As `_grouped`, over quantized weights."""
     column, expert = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1).to(tl.int64)
@@ -92,29 +93,31 @@ def _grouped_levels(
         valid = place < count
         pair = tl.load(pairs + expert * num_tokens + place, mask=valid, other=0).to(tl.int64)
         row = pair // ACTIVE if OF_TOKENS else pair
-        total = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+        total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
         for step in range(steps):
+            low, upper = words_of_step(levels, high, row_of_all, step, level_stride, GROUP, BITS)
             for index in tl.static_range(QUAD):
                 group = step * QUAD + index
                 at = group * GROUP + tl.arange(0, GROUP)
                 x = tl.load(
-                    states + row[:, None] * inputs + at[None, :],
-                    mask=valid[:, None] & (at < inputs)[None, :],
+                    states + row[None, :] * inputs + at[:, None],
+                    mask=valid[None, :] & (at < inputs)[:, None],
                     other=0.0,
                 )
                 level, scale, least = weights_of_group(
-                    levels, high, scales, zeros, mins, whole, row_of_all, group, index, inputs, level_stride, num_scales,
-                    GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS,
+                    low, upper, levels, scales, zeros, mins, whole, row_of_all, group, index, inputs, level_stride, num_scales,
+                    GROUP, BITS, ZERO, PER, SHARED, HAS_ZEROS, HAS_MINS, FLOATS, x.dtype, PTX,
                 )  # fmt: skip
-                total += tl.dot(x, level.to(x.dtype), input_precision="ieee") * scale[None, :]
+                total += tl.dot(level, x, input_precision="ieee") * scale[:, None]
                 if HAS_MINS:
-                    total -= tl.sum(x.to(tl.float32), 1)[:, None] * least[None, :]
+                    ones = tl.full(level.shape, 1.0, x.dtype)
+                    total -= tl.dot(ones, x, input_precision="ieee") * least[:, None]
         if HAS_BIAS:
-            total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias + expert * outputs + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(
-            out + pair[:, None] * outputs + column[None, :],
+            out + pair[None, :] * outputs + column[:, None],
             total.to(out.dtype.element_ty),
-            mask=valid[:, None] & (column < outputs)[None, :],
+            mask=valid[None, :] & (column < outputs)[:, None],
         )
 
 
@@ -211,18 +214,18 @@ def _multiply(
     if isinstance(weight, BlockProduct):
         num_experts, outputs = len(counts), weight.out_features // len(counts)
         out = states.new_zeros(pairs.shape[1] * active, outputs)
-        _grouped_levels[(triton.cdiv(outputs, OUTPUTS), num_experts)](
+        _grouped_levels[(triton.cdiv(outputs, LONG), num_experts)](
             states, *weight.tensors, counts if bias is None else bias, pairs, counts, out, pairs.shape[1], outputs,
-            *weight.sizes, ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None, TOKENS=tokens, OUTPUTS=OUTPUTS,
+            *weight.sizes, ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None, TOKENS=tokens, OUTPUTS=LONG,
             **weight.constants,
         )  # fmt: skip
         return out
     num_experts, outputs, inputs = weight.shape
     out = states.new_zeros(pairs.shape[1] * active, outputs)
-    _grouped[(triton.cdiv(outputs, OUTPUTS), num_experts)](
+    _grouped[(triton.cdiv(outputs, LONG), num_experts)](
         states, weight, weight if bias is None else bias, pairs, counts, out, pairs.shape[1], outputs, inputs,
         *weight.stride(), ACTIVE=active, OF_TOKENS=of_tokens, HAS_BIAS=bias is not None,
-        TOKENS=tokens, OUTPUTS=OUTPUTS, INNER=INNER,
+        TOKENS=tokens, OUTPUTS=LONG, INNER=INNER,
     )  # fmt: skip
     return out
 

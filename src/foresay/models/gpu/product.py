@@ -9,6 +9,7 @@ are the fastest dimension of the grid: those which read the same weights run at 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ LONG = 64
 """Outputs of a tile."""
 MOST = 512
 """Tokens beyond which a library multiplies, in another order of sums."""
-OUTPUTS, INNER = 32, 128
-"""Outputs of a tile of quantized weights or of experts, and inputs of any."""
+INNER = 128
+"""Inputs of a tile."""
 PROGRAMS = 512
 """Least number of programs: the inner dimension is divided until there are as many, by a factor that the weight alone decides."""
 
@@ -218,8 +219,13 @@ def equal_sides(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the SIDES whose sums have the bits of those of TOKENS on a device."""
     generator = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(rows, 1024, generator=generator).to(device, dtype) for rows in (SIDES[-1], LONG))
-    parts = {side: _sums_of(states, weight, None, None, side).parts for side in SIDES}
-    return tuple(side for side in SIDES if torch.equal(parts[side], parts[TOKENS]))
+    return equal(lambda side: _sums_of(states, weight, None, None, side).parts, SIDES)
+
+
+def equal(parts: Callable[[int], torch.Tensor], sides: Sequence[int]) -> tuple[int, ...]:
+    """Return the sides whose sums have the bits of those of TOKENS. parts: of a side, by a product of the same numbers."""
+    wanted = parts(TOKENS)
+    return tuple(side for side in sides if torch.equal(parts(side), wanted))
 
 
 def empty_sums(
