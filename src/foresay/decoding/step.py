@@ -70,12 +70,10 @@ def step(
     if drafter is not None:
         drafter.observe(rows, verification, output)
     (draft_s, target_s), total_s = clock.parts(), clock.total()
-    steps = [
-        dataclasses.replace(one, batch_size=len(rows), draft_s=draft_s, target_s=target_s, total_s=total_s)
-        for one in committed
-    ]
-    policy.observe(rows, steps)
-    return steps
+    for one in committed:
+        one.set_times(len(rows), draft_s, target_s, total_s)
+    policy.observe(rows, committed)
+    return committed
 
 
 def propose(
