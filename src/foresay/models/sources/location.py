@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError, shown
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.values import DRAFTS, checked_header
 from foresay.models.sources.hub import cached_folder, is_offline
@@ -138,9 +138,8 @@ def refuse_missing(text: str) -> None:
     if text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text.count("/") > 1:
         raise ModelNotFoundError(f"no such file or folder: {text!r}")
     if "/" not in text:
-        raise ModelNotFoundError(
-            str(UnknownNameError("model", text, ALIASES)) + " Or give org/name, a folder or a GGUF file."
-        )
+        unknown = UnknownNameError("model", text, ALIASES).worded(lambda _, name: f"the model {shown(name)}")
+        raise ModelNotFoundError(f"{unknown} Or give org/name, a folder or a GGUF file.")
 
 
 def _gguf(name: str, path: Path) -> Location:
