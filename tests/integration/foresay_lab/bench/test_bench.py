@@ -95,13 +95,16 @@ def test_a_benchmark(generator: Generator, path: Path) -> None:
 
 
 def test_plain_decoding_is_never_far(generator: Generator, path: Path) -> None:
-    """Between any two of its runs lie three of others at most, and each ratio is with those next to it."""
-    many = settings(generator, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
+    """Between any two of its runs lie three of others at most, and each ratio is with those next to it. Stops end every run."""
+    params = (replace(GREEDY, stop=("5 ",)),)
+    many = settings(generator, params=params, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
     predicted = [Prediction(Cell("suffix, 4", "d", 1), 100.0, 3.0)]
     runs = bench(generator, many, path, predictions=predicted).runs
     plain = [run.seconds / run.tokens for run in runs if run.cell.method == PLAIN]
     assert len(plain) == 1 + math.ceil(10 / 3)
     for run in runs:
+        assert run.identical in (None, True) and run.tokens < 4 * 12
+        assert {p.finish_reason for p in run.prompts} == {"stop"}
         if run.plain_seconds is not None:
             assert min(plain) - 1e-12 <= run.plain_seconds / run.tokens <= max(plain) + 1e-12
     bench(generator, many, path, predictions=predicted)
@@ -187,18 +190,13 @@ def test_plain_decoding_that_does_not_repeat_itself_ends_the_benchmark(
 
 
 def test_sampled_and_lossy_runs_need_not_be_identical(generator: Generator, path: Path) -> None:
-    """And stop strings stop every run."""
-    hot, stopped = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3), replace(GREEDY, stop=("5 ",))
+    hot = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
     lossy = methods(["suffix"], ["4"], "typical")
-    wanted = settings(generator, params=(stopped, hot), methods=lossy, batch_sizes=(1, 4))
-    runs = bench(generator, wanted, path).runs
-    cells = {run.cell: run for run in runs if run.cell.method != PLAIN}
+    wanted = settings(generator, params=(GREEDY, hot), methods=lossy, batch_sizes=(1, 4))
+    cells = {run.cell: run for run in bench(generator, wanted, path).runs if run.cell.method != PLAIN}
     assert {(c.batch_size, c.sampling) for c in cells} == {(1, "greedy"), (4, "greedy"), (1, "t=1"), (4, "t=1")}
     assert not any(run.exact for run in cells.values())
     assert all((run.identical is None) == (c.sampling != "greedy") for c, run in cells.items())
-    for run in runs:
-        ends = {p.finish_reason for p in run.prompts}
-        assert run.cell.sampling != "greedy" or (ends == {"stop"} and run.tokens < 4 * 12)
     assert sampling_name(SamplingParams(temperature=0.8, top_p=0.9, top_k=5)) == "t=0.8 top_k=5 top_p=0.9"
 
 

@@ -19,17 +19,6 @@ from foresay_lab.bench.runners import MethodRunner
 from helpers import tiny
 
 
-@pytest.fixture(scope="session")
-def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of the tiny model, made by the command, next to its prompts in p.txt."""
-    path = tmp_path_factory.mktemp("made") / "r.jsonl"
-    prompts = path.with_name("p.txt")
-    prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
-    args = ["record", str(path), "--model", str(folder), "--dtype", "fp32", "--prompts", str(prompts), "-n", "24"]
-    assert tiny.printed(*args) == f"{path}: 3 outputs, 72 tokens\n"
-    return path
-
-
 def tables(out: str) -> dict[str, list[str]]:
     """Rows of a printed table by their first word."""
     return {line.split("  ")[0].strip(): line.split() for line in out.splitlines() if line.strip()}

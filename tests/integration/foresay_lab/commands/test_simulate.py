@@ -10,26 +10,16 @@ from foresay.records.profile import Profile, Timing
 from helpers import tiny
 
 
-@pytest.fixture(scope="module")
-def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of the tiny model, and a profile of a machine with passes of 10 ms."""
-    here = tmp_path_factory.mktemp("load")
-    prompts = here / "p.txt"
-    prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
-    which = ["--model", str(folder), "--dtype", "fp32"]
-    tiny.printed("record", str(here / "r.jsonl"), *which, "--prompts", str(prompts), "-n", "24")
+@pytest.fixture
+def command(made: Path, here: Path) -> list[str]:
+    """The command for a recording, and a profile of a machine with passes of 10 ms."""
     timings = tuple(
         Timing(b, c, 40, s := 0.01 * (1 + 0.02 * (c - 1) * b + 0.05 * (b - 1)), s, s)
         for b in (1, 4, 16)
         for c in (1, 9)
     )
-    Profile("tiny", "float32", {}, timings, ((1, 0.0005), (256, 0.05)), ragged=True).save(str(here / "profile.json"))
-    return here
-
-
-@pytest.fixture
-def command(made: Path) -> list[str]:
-    return ["simulate", str(made / "r.jsonl"), "--profile", str(made / "profile.json")]
+    Profile("tiny", "float32", {}, timings, ((1, 0.0005), (256, 0.05)), ragged=True).save("profile.json")
+    return ["simulate", str(made), "--profile", "profile.json"]
 
 
 def test_a_table_of_loads(shell: tiny.Shell, command: list[str]) -> None:
@@ -53,21 +43,18 @@ def test_the_figures_as_json_and_how_many_engines_it_takes(shell: tiny.Shell, co
     assert "meets the latency targets up to" in out and "100 requests/s need" in out
 
 
-def test_bursts_and_traces(shell: tiny.Shell, made: Path, command: list[str]) -> None:
+def test_bursts_and_traces(shell: tiny.Shell, command: list[str]) -> None:
     def waits(*args: str) -> float:
         [line] = shell.objects(*command, "--batch-size", "2", "--drafter", "none", "--json", *args)
         return float(line["queue_p90_s"])
 
     rate = ["--requests", "40", "--rate", "2"]
     assert waits(*rate, "--burst", "20") > 2 * waits(*rate)
-    (made / "trace.txt").write_text("5\n5\n5\n5\n5\n5\n")
-    assert waits("--trace", str(made / "trace.txt")) > 0.2, "six at once, by twos"
+    Path("trace.txt").write_text("5\n5\n5\n5\n5\n5\n")
+    assert waits("--trace", "trace.txt") > 0.2, "six at once, by twos"
 
 
-def test_what_it_refuses(
-    shell: tiny.Shell, made: Path, folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(made)
+def test_what_it_refuses(shell: tiny.Shell, folder: Path, command: list[str]) -> None:
     needless = ("rate", "burst", "requests", "seed", "first-p99", "gap-p99")
     for args, message in (
         ("--rate x", "--rate x must be numbers"),
@@ -80,8 +67,8 @@ def test_what_it_refuses(
         ("--drafter sufix", "--drafter sufix is unknown"),
         ("--rate 1 --requests -5", "--requests -5 must be an integer"),
         ("--rate 1 --dtype bf16", "--dtype applies to the model"),
-        ("--profile p.txt", "is not a profile"),
+        ("--profile p.jsonl", "is not a profile"),
     ):
         assert message in shell.refused(*command, *args.split()), args
-    (made / "log.txt").write_text("tensor([[1, 2]])\n")
+    Path("log.txt").write_text("tensor([[1, 2]])\n")
     assert "is a log of tensors" in shell.refused("simulate", "log.txt", *command[2:])

@@ -22,7 +22,7 @@ from foresay_lab.data.items import PromptItem
 from foresay_lab.data.requests import RequestBuilder
 from foresay_lab.replay.record import Progress, record
 from helpers import tiny
-from helpers.families import VOCAB, make, make_seq2seq
+from helpers.families import VOCAB, make
 from helpers.recordings import SAMPLED, Numbers, loaded, numbered
 from helpers.refusals import refused, refuses
 
@@ -82,14 +82,6 @@ def test_parameters_are_kept_and_honoured(tmp_path: Path) -> None:
         assert list(one.logprobs or ()) == pytest.approx([entry.logprob for entry in entries])
         likeliest = [[token for token, _ in entry.top] for entry in entries] if count else None
         assert likeliest == (one.top and [[token for token, _ in position] for position in one.top])
-
-
-def test_an_encoder_decoder_keeps_its_sources(tmp_path: Path) -> None:
-    generator, items = loaded(make_seq2seq("t5")), numbered(4)
-    recording = record(generator, items, tmp_path / "r.jsonl", SamplingParams(max_new_tokens=10))
-    for one, item in zip(recording.records, items, strict=True):
-        assert (one.source, one.prompt) == (tuple(ids(item)), (0,))
-        assert list(one.output) == generator.generate(ids(item), max_new_tokens=10).token_ids
 
 
 def test_sampled_outputs_and_their_probabilities(tmp_path: Path) -> None:

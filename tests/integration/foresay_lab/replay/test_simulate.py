@@ -67,13 +67,12 @@ def plain(arrivals: Sequence[float], tokens: int = TOKENS, batch_size: int = 1) 
 @pytest.mark.parametrize("busy", [0.3, 0.8])
 def test_one_row_is_a_queue_with_constant_service(busy: float) -> None:
     """M/D/1: the mean wait is busy S / 2 (1 - busy). Control: with rows for everyone, no request waits longer than a pass."""
-    service = 3 * PASS_S
-    arrivals = poisson(busy / service, 1000, seed=3)
-    load = plain(arrivals, 3)
-    wanted = busy * service / (2 * (1 - busy))
+    arrivals = poisson(busy / PASS_S, 3000, seed=3)
+    load = plain(arrivals, 1)
+    wanted = busy * PASS_S / (2 * (1 - busy))
     assert load.mean("queue") == pytest.approx(wanted, rel=0.15 if busy < 0.7 else 0.25)
     assert load.busy_s / load.seconds == pytest.approx(busy, rel=0.06)
-    assert 0 < plain(arrivals[:300], 3, batch_size=256).mean("queue") < PASS_S
+    assert 0 < plain(arrivals[:1000], 1, batch_size=256).mean("queue") < PASS_S
 
 
 def test_every_token_is_answered_once_and_time_adds_up() -> None:

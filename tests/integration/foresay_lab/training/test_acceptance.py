@@ -55,13 +55,7 @@ class Shows(TableModel):
             for column, token in enumerate(fed):
                 at = starts[row] + column
                 hidden[i, column, (line[at - 1] if at else 0) * self.vocab_size + token] = 1
-        if model_input.logits is Logits.NONE:
-            return ModelOutput(None, {1: hidden})
-        if model_input.logits is Logits.LAST:
-            return ModelOutput(
-                out.scores()[torch.arange(len(hidden)), model_input.last_columns()][:, None], {1: hidden}
-            )
-        return ModelOutput(out.scores(), {1: hidden})
+        return ModelOutput(None if model_input.logits is Logits.NONE else model_input.scored(out.scores()), {1: hidden})
 
 
 def by_last(seed: int, kind: type = TableModel) -> Any:

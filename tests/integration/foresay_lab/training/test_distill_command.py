@@ -229,7 +229,8 @@ def test_several_processes_take_the_steps_of_one(distil: Distil, tmp_path: Path)
 def test_a_head_goes_on_with_another_schedule_or_other_tokens(distil: Distil, tmp_path: Path) -> None:
     """Such as those of new texts: the head's weights do not depend on the tokens that it drafts."""
     first, then, fewer, own, whole = (tmp_path / name for name in ("first", "then", "fewer", "own", "whole"))
-    distil(first, "--epochs 12 --learning-rate 1e-2 --hidden-layers 1,2,3 --draft-steps 2 --vocabulary-size 64")
+    shape = "--hidden-layers 1,2,3 --draft-steps 2 --vocabulary-size 64 --feed-forward 40"
+    distil(first, f"--epochs 12 --learning-rate 1e-2 {shape}")
     given = f"--from {first} --draft-steps 2 --learning-rate 1e-4"
     distil(then, given)
     ended, began = read_log(first), read_log(then)

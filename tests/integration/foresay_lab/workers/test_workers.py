@@ -308,6 +308,7 @@ def test_commands(chat_folder: Path, tmp_path: Path, in_process: tiny.Shell) -> 
 
     recording = ("record", "x.jsonl", *model, "--workers")
     assert "--against and --workers contradict" in shell.refused(*benched, "--against", "transformers")
+    assert "--workers needs --lines" in shell.refused("generate", "a", *model, *two)
     assert "--ray needs --workers" in shell.refused(*asked, "--ray", stdin=prompts)
     assert "--threads -1" in shell.refused(*recording, "1", "--threads", "-1")
     assert "--workers 0 " in shell.refused(*recording, "0")

@@ -106,7 +106,7 @@ def test_outputs_of_stops_encoders_and_without_seeds(recordings: dict[str, Recor
 
 def test_the_length_does_not_depend_on_time(greedy: Recording) -> None:
     assert isinstance(loaded(drafter="suffix").policy, ThroughputLength)
-    for drafter, number in {"suffix": 12, "self(1)": 4, "none": 0}.items():
+    for drafter, number in {"suffix": 12, "self(1)": 4, CASCADE: 4, "none": 0}.items():
         policy = repeatable(loaded(drafter=drafter)).policy
         assert isinstance(policy, ConstantLength) and policy.num_draft_tokens == number, drafter
     kept = loaded(drafter="suffix", length="heuristic(3)")

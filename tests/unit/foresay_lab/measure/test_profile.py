@@ -298,24 +298,19 @@ def test_a_kept_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(list((tmp_path / "profiles").iterdir())) == 1
 
 
-class Small(nn.Module):
+def small(*, tied: bool) -> nn.ModuleDict:
     """An embedding of 10 x 8, a layer of 8 x 8 with a bias, a norm of 8 and a head."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.q_proj = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.lm_head = nn.Linear(8, 10, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed.weight
+    embed, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    if tied:
+        head.weight = embed.weight
+    return nn.ModuleDict({"embed": embed, "q_proj": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "lm_head": head})
 
 
 def test_bytes_of_weights() -> None:
     layers = (64 + 8) + 16
-    assert weight_bytes(Small(tied=False)) == 4 * (layers + 80), "a few rows of the embedding are as good as nothing"
-    assert weight_bytes(Small(tied=True)) == 4 * (layers + 80), "the head is read whole, once"
-    assert weight_bytes(Small(tied=False).to(torch.bfloat16)) == 2 * (layers + 80)
+    assert weight_bytes(small(tied=False)) == 4 * (layers + 80), "a few rows of the embedding are as good as nothing"
+    assert weight_bytes(small(tied=True)) == 4 * (layers + 80), "the head is read whole, once"
+    assert weight_bytes(small(tied=False).to(torch.bfloat16)) == 2 * (layers + 80)
     shared = nn.ModuleList([nn.Linear(4, 4, bias=False)] * 3)
     assert weight_bytes(shared) == 4 * 16
     assert weight_bytes(nn.Embedding(5, 5)) == 0

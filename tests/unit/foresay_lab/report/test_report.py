@@ -266,10 +266,8 @@ class Page(HTMLParser):
 NASTY = "<script>alert('1')</script> & $x$ _--!> | 模型"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A report with everything in it, under names that no one should choose."""
-    folder = tmp_path_factory.mktemp("whole")
+def test_the_page(tmp_path):
+    """It parses, refers to nothing outside, escapes everything, and reports who wrote each piece and where it came from."""
     cell = asdict(Cell(NASTY, "chat", 1))
     stats = counts(40, 100, 120, 80, 60, draft_s=0.5, target_s=4.0, total_s=5.0)
     lines = [plain(), suffix(), run("suffix, 8", 4.0, stats=stats, exact=False, identical=False)]
@@ -278,13 +276,8 @@ def whole(tmp_path_factory):
     lines += [{"kind": "prediction", "cell": cell, "tokens_per_s": 15.0, "tokens_per_pass": 2.0}]
     pieces = [["<b>a</b> ", "draft"], ["b", "residual"], [" c", "bonus"], ["?", NASTY]]
     lines += [{"kind": "trace", "cell": cell, "id": NASTY, "pieces": pieces}]
-    source = write(folder / "results.jsonl", *lines, settings={"model": NASTY})
-    return write_report([source], folder / "out" / "report", title=f"T {NASTY}")
-
-
-def test_the_page(whole):
-    """It parses, refers to nothing outside, escapes everything, and reports who wrote each piece and where it came from."""
-    text = whole.read_text()
+    source = write(tmp_path / "results.jsonl", *lines, settings={"model": NASTY})
+    text = write_report([source], tmp_path / "out" / "report", title=f"T {NASTY}").read_text()
     page = Page(text)
     assert not {"script", "b", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
     for _, attributes in page.tags:
