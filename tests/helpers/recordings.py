@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,17 @@ def numbered(count: int, *, high: int = VOCAB, longest: int = 12, seed: int = 0)
     lengths = [numbers.randrange(1, longest) for _ in range(count)]
     texts = [" ".join(str(numbers.randrange(2, high)) for _ in range(n)) for n in lengths]
     return [PromptItem(f"p{i}", text, category=f"c{i % 2}") for i, text in enumerate(texts)]
+
+
+def noisy(make_one: Callable[[], Any] = lambda: make("llama"), amount: float = 0.15, seed: int = 1) -> Any:
+    """A model that often, and not always, agrees with the one it was made from."""
+    model = make_one()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.add_(torch.randn(weight.shape, generator=generator) * amount * weight.std())
+    return model
 
 
 def cycle(size: int, period: int = 10) -> TableModel:

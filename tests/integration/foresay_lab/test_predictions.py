@@ -5,7 +5,7 @@ So the costs of a run that the prediction leaves out show to the last digit, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +30,36 @@ from helpers.families import make
 from helpers.heads import random_head
 from helpers.recordings import loaded, numbered
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Milliseconds of a pass over one token, of each further one, and of each 100 tokens of context."""
-
-    first: float
-    further: float
-    context: float
-
-
-PROCESSORS = {"AVX2": Costs(30, 9, 0.4), "AVX-512": Costs(24, 3, 0.4), "AMX": Costs(20, 1, 0.3)}
+Costs = tuple[float, float, float]
+PROCESSORS = {"AVX2": (30, 9, 0.4), "AVX-512": (24, 3, 0.4), "AMX": (20, 1, 0.3)}
+"""Milliseconds of a pass over one token, of each further one, and of each 100 tokens of context."""
 PROMPTS = 4
 DRAFT, HEAD, STEP = 0.4, 2.5, 0.3
 """Milliseconds of an n-gram's draft, of a head's pass, and of a step outside of passes and drafts."""
 
 
-class Time:
+def counted(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
     """A clock that stands still but for what is counted."""
+    now = 0.0
+    for module in (decoding_clock, live_run, profile, tune):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
 
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def after(self, known: Any, milliseconds: Any) -> Any:
+    def after(known: Any, milliseconds: Any) -> Any:
         """Return a function that also takes this long. milliseconds: of its arguments."""
 
         def run(*given: Any, **named: Any) -> Any:
+            nonlocal now
             took = milliseconds(*given) / 1e3
             out = known(*given, **named)
-            self.now += took
+            now += took
             return out
 
         return run
 
-
-def counted(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
-    time = Time()
-    for module in (decoding_clock, live_run, profile, tune):
-        monkeypatch.setattr(module, "perf_counter", time)
-
     def of_pass(model: CausalModel, given: ModelInput, cache: Any) -> float:
         read = sum(cache.lengths[given.first_row : given.first_row + len(given.num_tokens)])
-        return costs.first + costs.further * (sum(given.num_tokens) - 1) + costs.context * read / 100
+        first, further, context = costs
+        return first + further * (sum(given.num_tokens) - 1) + context * read / 100
 
     for owner, name, cost in (
         (CausalModel, "forward", of_pass),
@@ -82,12 +67,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
         (SuffixDrafter, "propose", lambda *_: DRAFT),
         (Engine, "step", lambda *_: STEP),
     ):
-        monkeypatch.setattr(owner, name, time.after(getattr(owner, name), cost))
+        monkeypatch.setattr(owner, name, after(getattr(owner, name), cost))
 
 
 def tuned(folder: Path, batch: int, drafters: list[str], own: list[str]) -> Tuner:
     target = loaded(make("llama"), batch=batch)
-    one = record(target, numbered(PROMPTS), folder / "r.jsonl", SamplingParams(max_new_tokens=48, ignore_eos=True))
+    one = record(target, numbered(PROMPTS), folder / "r.jsonl", SamplingParams(max_new_tokens=32, ignore_eos=True))
     tuner = Tuner(target, one, rounds=1)
     tuner.search(methods(drafters, ["2", "6"]), (batch,), methods(own, ["3"]))
     tuner.confirm(pick(tuner.tuning.candidates, count=4)[0], repeats=1, count=PROMPTS)
@@ -99,7 +84,7 @@ def error(one: Confirmed) -> float:
     return abs(one.predicted / one.speed_up - 1)
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in PROCESSORS), ("AMX", 4)])
+@pytest.mark.parametrize(("name", "batch"), [("AVX2", 1), ("AMX", 1), ("AMX", 4)])
 def test_n_grams_are_predicted_within_5_percent(
     name: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,11 +113,13 @@ def test_a_cost_that_is_left_out_shows(tmp_path: Path, monkeypatch: pytest.Monke
     """Control: drafts that take long, and are taken for free."""
     monkeypatch.setitem(globals(), "DRAFT", 4)
     counted(monkeypatch, PROCESSORS["AMX"])
-    assert max(map(error, tuned(tmp_path, 1, ["suffix"], ["suffix"]).tuning.confirmed)) < 0.05
-    (tmp_path / "r.jsonl").unlink()
+
+    def worst() -> float:
+        return max(map(error, tuned(tmp_path, 1, ["suffix"], ["suffix"]).tuning.confirmed))
 
     def without(done: Replay, *given: Any) -> Any:
         return expect(replace(done, passes=tuple(replace(one, draft_s=0.0) for one in done.passes)), *given)
 
+    assert worst() < 0.05
     monkeypatch.setattr(tune, "expect", without)
-    assert max(map(error, tuned(tmp_path, 1, ["suffix"], ["suffix"]).tuning.confirmed)) > 0.05
+    assert worst() > 0.05

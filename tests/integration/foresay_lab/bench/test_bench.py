@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,10 @@ def alter(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     honest = MethodRunner.run
 
     def altered(change: Change) -> None:
-        monkeypatch.setattr(
-            MethodRunner,
-            "run",
-            lambda self, block, some: change(self.name, len(some), lambda: honest(self, block, some)),
-        )
+        def run(self: MethodRunner, block: Any, some: Any) -> Outcome:
+            return change(self.name, len(some), lambda: honest(self, block, some))
+
+        monkeypatch.setattr(MethodRunner, "run", run)
 
     return altered
 
@@ -95,22 +95,21 @@ def test_a_benchmark(generator: Generator, path: Path) -> None:
 
 
 def test_plain_decoding_is_never_far(generator: Generator, path: Path) -> None:
-    """Between any two of its runs lie three of others at most, and each ratio is with those next to it."""
-    many = settings(generator, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
-    runs = bench(generator, many, path).runs
+    """Between any two of its runs lie three of others at most, and each ratio is with those next to it. Stops end every run."""
+    params = (replace(GREEDY, stop=("5 ",)),)
+    many = settings(generator, params=params, methods=methods(["suffix"], ["1", "2", "3", "4", "5"]), repeats=2)
+    predicted = [Prediction(Cell("suffix, 4", "d", 1), 100.0, 3.0)]
+    runs = bench(generator, many, path, predictions=predicted).runs
     plain = [run.seconds / run.tokens for run in runs if run.cell.method == PLAIN]
     assert len(plain) == 1 + math.ceil(10 / 3)
     for run in runs:
+        assert run.identical in (None, True) and run.tokens < 4 * 12
+        assert {p.finish_reason for p in run.prompts} == {"stop"}
         if run.plain_seconds is not None:
             assert min(plain) - 1e-12 <= run.plain_seconds / run.tokens <= max(plain) + 1e-12
-
-
-def test_predictions_are_written_before_anything_runs(generator: Generator, path: Path) -> None:
-    predicted = [Prediction(Cell("suffix, 4", "d", 1), 100.0, 3.0)]
-    for _ in range(2):
-        bench(generator, settings(generator), path, predictions=predicted)
+    bench(generator, many, path, predictions=predicted)
     kinds = [json.loads(line).get("kind") for line in path.read_text().splitlines()]
-    assert kinds[1] == "prediction" and kinds.count("prediction") == 1
+    assert kinds[1] == "prediction" and kinds.count("prediction") == 1, "before anything runs, once"
     assert Results.load(path).predictions == predicted
 
 
@@ -145,39 +144,33 @@ def test_a_benchmark_goes_on_with_what_is_missing(
 def test_a_failing_method_does_not_lose_the_others(
     generator: Generator, path: Path, alter: Callable[[Change], None]
 ) -> None:
+    """It is tried again, and what ran is not; other outputs are flagged."""
+
     def failing(name: str, count: int, run: Callable[[], Outcome]) -> Outcome:
         if name == "max_gram, 4":
             raise DraftFailedError("the drafter failed:\n  ValueError: no")
         if name == "prompt_lookup, 4" and count > 1:
             raise RuntimeError("CUDA out of memory")
-        return run()
-
-    alter(failing)
-    wanted, told = settings(generator, "max_gram suffix prompt_lookup"), list[Progress]()
-    results = bench(generator, wanted, path, on_run=told.append)
-    assert drafted(results) == [("suffix, 4", 0)] and len(told) == 3
-    assert {(f.cell.method, f.error) for f in results.failures} == {
-        ("max_gram, 4", "the drafter failed: ValueError: no"),
-        ("prompt_lookup, 4", "RuntimeError: CUDA out of memory"),
-    }
-    assert sum(isinstance(one.last, Failure) for one in told) == 2
-    alter(lambda name, count, run: run())
-    assert sorted(drafted(bench(generator, wanted, path))) == [
-        *(("max_gram, 4", 0), ("prompt_lookup, 4", 0), ("suffix, 4", 0))
-    ], "what failed is tried again, what ran is not"
-
-
-def test_other_outputs_are_flagged(generator: Generator, path: Path, alter: Callable[[Change], None]) -> None:
-    def differing(name: str, count: int, run: Callable[[], Outcome]) -> Outcome:
         out = run()
         if name == "suffix, 4" and count > 1:
             out.outputs[2] = [*out.outputs[2][:-1], 0]
         return out
 
-    alter(differing)
-    flags = {run.cell.method: (run.identical, run.note) for run in bench(generator, settings(generator), path).runs}
-    assert flags["suffix, 4"] == (False, "3 of 4 outputs equal those of plain decoding")
-    assert flags["max_gram, 4"] == (True, "")
+    alter(failing)
+    wanted, seen = settings(generator, "max_gram suffix prompt_lookup"), list[Progress]()
+    results = bench(generator, wanted, path, on_run=seen.append)
+    assert drafted(results) == [("suffix, 4", 0)] and len(seen) == 3
+    assert {(f.cell.method, f.error) for f in results.failures} == {
+        ("max_gram, 4", "the drafter failed: ValueError: no"),
+        ("prompt_lookup, 4", "RuntimeError: CUDA out of memory"),
+    }
+    assert sum(isinstance(one.last, Failure) for one in seen) == 2
+    alter(lambda name, count, run: run())
+    runs = {run.cell.method: run for run in bench(generator, wanted, path).runs if run.cell.method != PLAIN}
+    assert sorted((run.cell.method, run.repeat) for run in runs.values()) == sorted((m.name, 0) for m in wanted.methods)
+    different = "3 of 4 outputs equal those of plain decoding"
+    assert (runs["suffix, 4"].identical, runs["suffix, 4"].note) == (False, different)
+    assert (runs["max_gram, 4"].identical, runs["max_gram, 4"].note) == (True, "")
 
 
 def test_plain_decoding_that_does_not_repeat_itself_ends_the_benchmark(
@@ -207,35 +200,22 @@ def test_sampled_and_lossy_runs_need_not_be_identical(generator: Generator, path
     assert sampling_name(SamplingParams(temperature=0.8, top_p=0.9, top_k=5)) == "t=0.8 top_k=5 top_p=0.9"
 
 
-def test_stop_strings_stop_every_run(generator: Generator, path: Path) -> None:
-    params = SamplingParams(max_new_tokens=24, stop=("5 ",))
-    for run in bench(generator, settings(generator, params=(params,)), path).runs:
-        assert run.identical in (None, True) and run.tokens < 4 * 12
-        assert {p.finish_reason for p in run.prompts} == {"stop"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "param", "value"),
-    [
+def test_settings_that_are_refused(generator: Generator, path: Path) -> None:
+    processed = SamplingParams(processors=(lambda ids, scores: scores,))
+    changed: list[tuple[dict[str, Any], str, Any]] = [
         ({"datasets": {}}, "datasets", None),
         ({"datasets": {"d": []}}, "datasets", None),
         ({"repeats": 0}, "repeats", 0),
         ({"batch_sizes": (1, 0)}, "batch_size", 0),
         ({"params": (GREEDY, SamplingParams(max_new_tokens=3))}, "params", "greedy"),
-        ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors", None),
-    ],
-)
-def test_settings_that_are_refused(generator: Generator, changes: dict[str, Any], param: str, value: Any) -> None:
-    refuses(lambda: settings(generator, **changes), param, value)
-
-
-def test_other_settings_do_not_go_on_with_a_file(generator: Generator, path: Path) -> None:
+        ({"params": (processed,)}, "processors", None),
+    ]
+    for changes, param, value in changed:
+        refuses(lambda: settings(generator, **changes), param, value)  # noqa: B023
     bench(generator, settings(generator), path)
-    other = (SamplingParams(max_new_tokens=24, banned_token_ids=(3,)),)
-    for name, changes in (
-        ("datasets.d.digest", {"datasets": {"d": asks(generator, 3)}}),
-        ("params", {"params": other}),
-    ):
+    other = {"datasets.d.digest": {"datasets": {"d": asks(generator, 3)}}}
+    other["params"] = {"params": (replace(GREEDY, banned_token_ids=(3,)),)}  # type: ignore[dict-item]
+    for name, changes in other.items():
         with pytest.raises(ConfigError, match=rf"started with settings\.{name}="):
             bench(generator, settings(generator, **changes), path)
 

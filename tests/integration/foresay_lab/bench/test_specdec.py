@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +19,28 @@ from foresay_lab.bench.specdec import specdec_records
 from foresay_lab.data.requests import RequestBuilder
 from helpers import tiny
 from helpers.families import make
-from helpers.recordings import Numbers, loaded, numbered
+from helpers.recordings import Numbers, loaded, noisy, numbered
 from helpers.refusals import refused
 
-PARAMS = SamplingParams(max_new_tokens=24, logit_bias={0: 3.0})
-SAMPLED = SamplingParams(max_new_tokens=24, temperature=0.9, seed=5, logit_bias={0: 3.0})
+GREEDY = SamplingParams(max_new_tokens=24, logit_bias={0: 3.0})
+PARAMS = {"greedy": GREEDY, "sampled": replace(GREEDY, temperature=0.9, seed=5)}
 ITEMS = numbered(4)
 
 
 def draft() -> Any:
-    """A model that often, and not always, agrees with the target."""
-    model = make("llama")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.add_(torch.randn(weight.shape, generator=generator) * 0.15 * weight.std())
-    return model
+    return noisy(seed=3)
 
 
 def drafting(**options: Any) -> Generator:
     return foresay.load(make("llama"), draft(), tokenizer=Numbers(), eos_token_ids=0, num_draft_tokens=3, **options)
 
 
-def recorded(params: SamplingParams) -> tuple[list[dict[str, Any]], list[list[int]]]:
+@functools.cache
+def recorded(kind: str) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """The records, and the prompts."""
     generator = drafting()
     requests = RequestBuilder(generator).first(ITEMS)
-    return list(specdec_records(generator, requests, params)), [list(one.token_ids) for one in requests]
+    return list(specdec_records(generator, requests, PARAMS[kind])), [list(one.token_ids) for one in requests]
 
 
 def distributions(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
@@ -55,67 +52,57 @@ def distributions(model: Any, prompt: Sequence[int], tokens: Sequence[int], temp
 
 
 def test_the_fields_of_standalone_runs_are_those_of_target_and_draft_alone() -> None:
-    records, prompts = recorded(PARAMS)
-    target = loaded(eos_token_ids=0).generate(prompts, PARAMS)
-    alone = loaded(draft(), eos_token_ids=0).generate(prompts, PARAMS)
-    both = drafting(max_batch_size=1).generate(prompts, PARAMS)
-    assert [one["tokens"] for one in records] == [one.token_ids for one in target]
-    assert [one["generated_length_target"] for one in records] == [len(one.token_ids) for one in target]
-    assert [one["generated_length_draft"] for one in records] == [len(one.token_ids) for one in alone]
-    assert [one["generated_length"] for one in records] == [len(one.token_ids) for one in both]
-    assert [one["num_LM_call"] for one in records] == [one.stats.num_passes for one in both]
-    wasted = [one.stats.num_drafted - one.stats.num_accepted for one in both]
-    assert [one["num_mismatched_tokens"] for one in records] == wasted and sum(wasted)
-    assert any(a["generated_length_draft"] != a["generated_length_target"] for a in records), "they end elsewhere"
-    for record, prompt, item in zip(records, prompts, ITEMS, strict=True):
-        assert record["prefix"] == prompt and record["prompt"] == item.prompt
-        assert [int(word) for word in record["continuation"].split()] == record["tokens"]
+    records, prompts = recorded("greedy")
+    target, alone = (loaded(one, eos_token_ids=0).generate(prompts, GREEDY) for one in (None, draft()))
+    both = drafting(max_batch_size=1).generate(prompts, GREEDY)
+    for i, (record, prompt, item) in enumerate(zip(records, prompts, ITEMS, strict=True)):
+        stats = both[i].stats
+        assert record["tokens"] == target[i].token_ids == [int(word) for word in record["continuation"].split()]
+        assert record["generated_length_target"] == len(target[i].token_ids)
+        assert record["generated_length_draft"] == len(alone[i].token_ids)
+        assert (record["generated_length"], record["num_LM_call"]) == (len(both[i].token_ids), stats.num_passes)
+        assert record["num_mismatched_tokens"] == stats.num_drafted - stats.num_accepted
+        assert (record["id"], record["prefix"], record["prompt"]) == (i, prompt, item.prompt)
         assert min(record["spec_time"], record["target_time"], record["draft_time"]) > 0
-    assert [one["id"] for one in records] == [0, 1, 2, 3]
+    assert sum(one["num_mismatched_tokens"] for one in records)
+    assert any(a["generated_length_draft"] != a["generated_length_target"] for a in records), "they end elsewhere"
 
 
-def test_the_draft_tokens_of_a_greedy_record() -> None:
-    """The draft model's likeliest token after the target's own text, and whether the target writes it."""
-    records, prompts = recorded(PARAMS)
-    chances = []
+@pytest.mark.parametrize("kind", PARAMS)
+def test_draft_tokens_and_their_acceptance(kind: str) -> None:
+    """The draft model's likeliest token after the target's own text, or a drawn one, and its chance to be written."""
+    params, (records, prompts) = PARAMS[kind], recorded(kind)
+    chances, drawn = [], 0
     for record, prompt in zip(records, prompts, strict=True):
-        q, p = (distributions(model, prompt, record["tokens"], 1.0) for model in (draft(), make("llama")))
-        assert record["draft"] == q.argmax(-1).tolist()
-        assert record["p_acc"] == [float(a == b) for a, b in zip(record["draft"], p.argmax(-1).tolist(), strict=True)]
+        temperature = params.temperature or 1.0
+        q, p = (distributions(model, prompt, record["tokens"], temperature) for model in (draft(), make("llama")))
+        index, ids = torch.arange(len(q)), torch.tensor(record["draft"])
+        likeliest = ids == q.argmax(-1)
+        expected = (p[index, ids] / q[index, ids]).clamp(max=1.0)
+        if params.greedy:
+            assert bool(likeliest.all())
+            expected = (ids == p.argmax(-1)).double()
+        torch.testing.assert_close(torch.tensor(record["p_acc"]).double(), expected, rtol=1e-3, atol=1e-5)
         chances += record["p_acc"]
-    assert {0.0, 1.0} == set(chances)
-
-
-def test_the_acceptance_probabilities_of_a_sampled_record() -> None:
-    records, prompts = recorded(SAMPLED)
-    drawn = []
-    for record, prompt in zip(records, prompts, strict=True):
-        q, p = (distributions(model, prompt, record["tokens"], 0.9) for model in (draft(), make("llama")))
-        place, ids = torch.arange(len(q)), torch.tensor(record["draft"])
-        expected = (p[place, ids] / q[place, ids]).clamp(max=1.0)
-        assert len(record["draft"]) == len(record["tokens"])
-        assert torch.allclose(torch.tensor(record["p_acc"], dtype=torch.float64), expected, rtol=1e-3)
-        drawn += [int(a != b) for a, b in zip(record["draft"], q.argmax(-1).tolist(), strict=True)]
-    assert sum(drawn), "drawn, not the likeliest"
+        drawn += int((~likeliest).sum())
+    assert {0.0, 1.0} == set(chances) if params.greedy else drawn, "drawn, not the likeliest"
     assert len({tuple(one["tokens"]) for one in records}) == 4
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "none"])
-def test_a_drafter_that_cannot_decode_alone_is_refused(drafter: str) -> None:
-    generator = loaded(drafter=drafter)
-    with refused("drafter"):
-        next(specdec_records(generator, RequestBuilder(generator).first(ITEMS), PARAMS))
+def test_a_drafter_that_cannot_decode_alone_is_refused() -> None:
+    for drafter in ("suffix", "none"):
+        generator = loaded(drafter=drafter)
+        with refused("drafter"):
+            next(specdec_records(generator, RequestBuilder(generator).first(ITEMS), GREEDY))
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shell, folder = tiny.Shell(monkeypatch, capsys), tiny.save(tmp_path / "m")
+def test_the_command(folder: Path, tmp_path: Path, shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.txt").write_text("hello world\none two\n")
     command = ["bench", "b.jsonl", "--model", str(folder), "--dtype", "fp32", "--prompts", "p.txt", "-n", "8"]
     command += ["--repeats", "1", "--drafter", "self(2)", "--specdec", "s.json"]
     assert shell(*command, "--length", "3")[0] == 0
     records = json.loads(Path("s.json").read_text())
-    assert [len(one["p_acc"]) for one in records] == [8, 8]
-    assert [one["prompt"] for one in records] == ["hello world", "one two"]
+    assert [(one["prompt"], len(one["p_acc"])) for one in records] == [("hello world", 8), ("one two", 8)]
     for more in (["--length", "2", "--length", "3"], ["--length", "3", "--batch-size", "2"]):
         assert shell.refused(*command, *more).startswith("--specdec ")

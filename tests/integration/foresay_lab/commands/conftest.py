@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from foresay_lab.measure import roofline
+from helpers import tiny
 from helpers.small_alias import share_kernels
 
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
@@ -32,3 +33,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def which(folder: Path) -> list[str]:
     return ["--model", str(folder), "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="session")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording of the tiny model, made by the command, next to its prompts in p.txt."""
+    path = tmp_path_factory.mktemp("made") / "r.jsonl"
+    prompts = path.with_name("p.txt")
+    prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
+    args = ["record", str(path), "--model", str(folder), "--dtype", "fp32", "--prompts", str(prompts), "-n", "24"]
+    assert tiny.printed(*args) == f"{path}: 3 outputs, 72 tokens\n"
+    return path

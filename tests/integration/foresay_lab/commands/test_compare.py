@@ -49,13 +49,12 @@ def base(folder: Path) -> list[str]:
 
 def rows(out: str) -> dict[str, list[str]]:
     """The table's cells by method, under its names."""
-    found = [line for line in out[out.index("method ") :].splitlines() if line and not line.startswith("~ ")]
-    lines = [line.split("  ") for line in found]
+    lines = [line.split("  ") for line in out[out.index("method ") :].splitlines() if line and line[:2] != "~ "]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     return {line[0]: line[1:] for line in cells}
 
 
-def test_the_usual_methods(shell: tiny.Shell, base: list[str]) -> None:
+def test_the_table_of_methods(shell: tiny.Shell, base: list[str]) -> None:
     table = rows(shell.out(*base, PROMPT))
     assert list(table) == ["method", "plain", *DEFAULT]
     columns = "tokens|seconds|tokens/s|drafted|accepted|drafts used|tokens/pass|speed-up|identical"
@@ -63,22 +62,28 @@ def test_the_usual_methods(shell: tiny.Shell, base: list[str]) -> None:
     assert table["plain"][3:] == ["-", "-", "-", "1.00", "1.00x", "-"]
     assert {(table[name][0], table[name][-1]) for name in DEFAULT} == {("24", "yes")}
     assert int(table["suffix"][3]) > 0, "the drafted tokens"
+    more = ["--drafter", "suffix(scale=3)", "--drafter", "max_gram", "--drafter", "suffix( scale = 3 )"]
+    assert list(rows(shell.out(*base, *more, PROMPT))) == ["method", "plain", "suffix(scale=3)", "max_gram"]
+    [found] = shell.objects(*base, "--json", "--length", "throughput", PROMPT)
+    assert [one["length"] for one in found["methods"]] == [0, *["ThroughputLength"] * 4]
 
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_on_a_terminal(shell: tiny.Shell, base: list[str], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of the text that is shown are next to it, not below the table, and the methods are counted."""
+    """Figures of the text that is shown are next to it, and the methods are counted; a narrow one has paragraphs."""
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, shown = shell.watched(*base, PROMPT)
     assert code == 0 and shown.count(" tokens/pass, accepted ") == 1
     after = shown[shown.index(" tokens/pass, accepted ") :]
     assert re.search(r"\(method \d\s+of\s+5\)", after) and "of 1" not in after, "decoding begins after them"
-    assert ("method " in out) == (columns == 80), "else a paragraph for each"
-
-
-def test_chosen_methods(shell: tiny.Shell, base: list[str]) -> None:
-    more = ["--drafter", "suffix(scale=3)", "--drafter", "max_gram", "--drafter", "suffix( scale = 3 )"]
-    assert list(rows(shell.out(*base, *more, PROMPT))) == ["method", "plain", "suffix(scale=3)", "max_gram"]
+    if columns == 80:
+        assert max(map(len, out[out.index("method ") :].splitlines())) <= 80
+    else:
+        assert "method " not in out
+        lines = [line for line in out[out.index("\nplain\n") + 1 :].splitlines() if not line.startswith("~ ")]
+        assert lines[::2] == ["plain", *DEFAULT]
+        for line in lines[1::2]:
+            assert line.startswith("  tokens 24, seconds ") and line.endswith(("yes", "identical -"))
 
 
 def test_json_with_a_draft_and_repeats(shell: tiny.Shell, base: list[str], folder: Path, small: Path) -> None:
@@ -99,32 +104,31 @@ def test_json_with_a_draft_and_repeats(shell: tiny.Shell, base: list[str], folde
         assert min(ratios) <= one["speed_up"] <= max(ratios)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "noise"),
-    [(0.8, False), (0.97, True), (1.0, True), (1.09, True), (1.3, False), (0.1, True)],
-    ids=["a gain", "a little", "nothing", "a little less", "a loss", "more than tokens per pass"],
-)
-def test_noise_is_no_gain(seconds: float, noise: bool, folder: Path) -> None:
+def test_noise_is_no_gain(folder: Path) -> None:
     """Plain decoding took 1.0 and 1.1 s, and the method has two tokens per pass."""
     model = foresay.load(folder, drafter="suffix", dtype="fp32")
     step = Step(0, (1, 2), (Origin.DRAFT, Origin.BONUS), 1, 1)
     generation = dataclasses.replace(model.generate(PROMPT, max_new_tokens=4), stats=Stats.of([step] * 12))
-    cell = Cell("m", "", 1, "")
-    plain, fast = (table.Row(name, MethodRunner(model, Method(name))) for name in ("none", "suffix"))
-    rows = [dataclasses.replace(plain, name=PLAIN), fast]
     block = PromptBlock("", RequestBuilder(model).first([PromptItem("a", PROMPT)]), 1, foresay.SamplingParams())
-    for row in rows:
-        row.runner.prepare(block)
-    for row, times in zip(rows, ((1.0, 1.1), (seconds,)), strict=True):
-        row.runs.extend(
-            Run(cell, i, one, 24, exact=True, identical=True, plain_seconds=1.0) for i, one in enumerate(times)
+
+    def row(name: str, drafter: str, *times: float) -> table.Row:
+        one = table.Row(name, MethodRunner(model, Method(drafter)))
+        one.runner.prepare(block)
+        cell = Cell("m", "", 1, "")
+        one.runs.extend(
+            Run(cell, i, seconds, 24, exact=True, identical=True, plain_seconds=1.0) for i, seconds in enumerate(times)
         )
-        row.generations.append(generation)
-    spread = table.plain_spread(rows)
-    assert spread == pytest.approx(0.1)
-    assert table.record(fast, spread)["noise"] is noise
-    assert table._cells(fast, spread)[-2].startswith("~") is noise
-    assert table.record(rows[0], spread)["noise"] is False
+        one.generations.append(generation)
+        return one
+
+    plain = row(PLAIN, "none", 1.0, 1.1)
+    for seconds, noise in ((0.8, False), (0.97, True), (1.0, True), (1.09, True), (1.3, False), (0.1, True)):
+        fast = row("suffix", "suffix", seconds)
+        spread = table.plain_spread([plain, fast])
+        assert spread == pytest.approx(0.1)
+        assert table.record(fast, spread)["noise"] is noise, "0.1 s is a larger gain than tokens per pass allow"
+        assert table._cells(fast, spread)[-2].startswith("~") is noise
+    assert table.record(plain, spread)["noise"] is False
 
 
 def test_repeats_learn_nothing_from_each_other(shell: tiny.Shell, base: list[str]) -> None:
@@ -136,11 +140,6 @@ def test_repeats_learn_nothing_from_each_other(shell: tiny.Shell, base: list[str
         for more in ([], ["--repeats", "3"])
     )
     assert once == thrice and once[keeping] == once["ngram_store"]
-
-
-def test_a_length_for_all(shell: tiny.Shell, base: list[str]) -> None:
-    [found] = shell.objects(*base, "--json", "--length", "throughput", PROMPT)
-    assert [one["length"] for one in found["methods"]] == [0, *["ThroughputLength"] * 4]
 
 
 @pytest.mark.parametrize(
@@ -177,62 +176,38 @@ def test_a_difference_under_an_exact_rule_is_1(
     assert code == 0 or sum(": token " in one and "plain decoding has" in one for one in out.splitlines()) == 4
 
 
-@pytest.mark.parametrize("broken", [[MaxGram], [MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter]])
-def test_a_drafter_that_fails_is_told_in_its_row(
-    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch, broken: list[Any]
+def test_what_fails_is_named_in_its_row(
+    shell: tiny.Shell, base: list[str], small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command fails where no method runs."""
-
-    def fail(*args: object) -> None:
-        raise ValueError("out of order")
-
-    for drafter in broken:
-        monkeypatch.setattr(drafter, "draft_tokens", fail)
-    code, out, _ = shell(*base, PROMPT)
-    outcomes = [rows(out)[name][-1] for name in DEFAULT]
-    assert (code, outcomes.count("failed"), outcomes.count("yes")) == (len(broken) == 4, len(broken), 4 - len(broken))
-    assert "max_gram failed: the drafter failed: ValueError: out of order" in out
-
-
-def test_a_draft_that_cannot_read_the_prompt_is_told_in_its_row(
-    shell: tiny.Shell, base: list[str], small: Path
-) -> None:
+    """A draft that cannot read the prompt, and a drafter that fails; the command fails where no method runs."""
     code, out, _ = shell(*base, "--draft", str(small), "x" * 80)
     assert code == 0 and rows(out)["draft alone"][-1] == "failed"
     assert "draft alone failed: the prompt has 80 tokens; the model's context is 64" in out
 
+    def fail(*args: object) -> None:
+        raise ValueError("out of order")
 
-def test_a_narrow_terminal_has_a_paragraph_per_method(
-    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for columns in ("80", "40"):
-        monkeypatch.setenv("COLUMNS", columns)
-        out = shell.out(*base, PROMPT)
-        if columns == "80":
-            assert max(map(len, out[out.index("method") :].splitlines())) <= 80
-    lines = [line for line in out[out.index("\nplain\n") + 1 :].splitlines() if not line.startswith("~ ")]
-    assert lines[::2] == ["plain", *DEFAULT]
-    for line in lines[1::2]:
-        assert line.startswith("  tokens 24, seconds ") and line.endswith(("yes", "identical -"))
+    for broken in ([MaxGram], [NgramStoreDrafter, PromptLookup, SuffixDrafter]):
+        for drafter in broken:
+            monkeypatch.setattr(drafter, "draft_tokens", fail)
+        code, out, _ = shell(*base, PROMPT)
+        outcomes = [rows(out)[name][-1] for name in DEFAULT]
+        assert (code, outcomes.count("failed")) == ((0, 1) if broken == [MaxGram] else (1, 4))
+        assert outcomes.count("yes") == 4 - outcomes.count("failed")
+        assert "max_gram failed: the drafter failed: ValueError: out of order" in out
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_wrong_options_are_named_before_anything_is_loaded(shell: tiny.Shell) -> None:
+    for args, message in (
         (["--drafter", "sufix"], "--drafter sufix"),
         (["--drafter", "suffix(scale=0)"], "scale=0 must be"),
         (["--drafter", "suffix", "--rule", "exact"], "--rule exact"),
         (["--drafter", "suffix", "--length", "long"], "--length long"),
         (["--drafter", "none", "--drafter", "suffix"], "--drafter none is plain decoding, which is always compared"),
         (["--repeats", "0"], "--repeats 0 must be an integer"),
-    ],
-)
-def test_wrong_options_are_named_before_anything_is_loaded(shell: tiny.Shell, args: list[str], message: str) -> None:
-    refused = shell.refused("generate", "--compare", "--model", "./nowhere", *args, PROMPT)
-    assert message in refused and "nowhere" not in refused
-
-
-# -- methods ---------------------------------------------------------------------------------------------------------
+    ):
+        refused = shell.refused("generate", "--compare", "--model", "./nowhere", *args, PROMPT)
+        assert message in refused and "nowhere" not in refused
 
 
 def test_methods_lists_what_may_be_written(shell: tiny.Shell) -> None:
@@ -242,27 +217,20 @@ def test_methods_lists_what_may_be_written(shell: tiny.Shell) -> None:
     assert "  confidence(threshold=0.4, low=1, high=20)\n" in out
 
 
-# -- generate --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
+def test_generate_takes_expressions(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And marks a lossy output."""
+    given = ["generate", *base[2:], PROMPT]
+    [plain] = shell.objects(*given, "--json", "--drafter", "none")
+    for args in (
         ["--drafter", "suffix(scale=3)"],
         ["--drafter", "max_gram", "--length", "heuristic"],
         ["--length", "throughput", "--rule", "block"],
-    ],
-)
-def test_generate_takes_expressions(shell: tiny.Shell, base: list[str], args: list[str]) -> None:
-    [plain] = shell.objects("generate", *base[2:], "--json", "--drafter", "none", PROMPT)
-    [one] = shell.objects("generate", *base[2:], "--json", *args, PROMPT)
-    assert one["text"] == plain["text"] and one["exact"] is True
-
-
-def test_generate_marks_a_lossy_output(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    args = ["generate", *base[2:], "--rule", "lenience(2)", PROMPT]
-    assert json.loads(shell(*args, "--json")[1])["exact"] is False
+    ):
+        [one] = shell.objects(*given, "--json", *args)
+        assert one["text"] == plain["text"] and one["exact"] is True
+    lossy = [*given, "--rule", "lenience(2)"]
+    assert json.loads(shell(*lossy, "--json")[1])["exact"] is False
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    assert "not exact (lossy rule)" in shell(*args)[2]
-    assert "not exact" not in shell(*args, "--rule", "block")[2]
+    assert "not exact (lossy rule)" in shell(*lossy)[2]
+    assert "not exact" not in shell(*given, "--rule", "block")[2]

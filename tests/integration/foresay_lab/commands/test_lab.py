@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,6 @@ from foresay.records.recording import Recording
 from foresay.records.results import Results
 from foresay_lab.bench.runners import MethodRunner
 from helpers import tiny
-from helpers.waiting import wait_until
-
-
-@pytest.fixture(scope="session")
-def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of the tiny model, made by the command, next to its prompts in p.txt."""
-    path = tmp_path_factory.mktemp("made") / "r.jsonl"
-    prompts = path.with_name("p.txt")
-    prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
-    args = ["record", str(path), "--model", str(folder), "--dtype", "fp32", "--prompts", str(prompts), "-n", "24"]
-    assert tiny.printed(*args) == f"{path}: 3 outputs, 72 tokens\n"
-    return path
 
 
 def tables(out: str) -> dict[str, list[str]]:
@@ -38,11 +24,9 @@ def tables(out: str) -> dict[str, list[str]]:
     return {line.split("  ")[0].strip(): line.split() for line in out.splitlines() if line.strip()}
 
 
-# -- record ------------------------------------------------------------------------------------------------------------
-
-
 def test_record(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    command = ["record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "10"]
+    base = [*which, "--prompts", "p.jsonl"]
+    command = ["record", "r.jsonl", *base, "-n", "10"]
     assert shell.out(*command) == "r.jsonl: 5 outputs, 50 tokens\n"
     recording = Recording.load("r.jsonl")
     assert {r.id: r.category for r in recording.records} == {f"t{i}": "ab"[i % 2] for i in range(5)}
@@ -52,7 +36,20 @@ def test_record(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     lines = Path("r.jsonl").read_text().splitlines(keepends=True)
     Path("r.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     assert shell.out(*command) == "r.jsonl: 5 outputs, 50 tokens, 2 of them from an earlier run\n"
-    assert {r.id: r.output for r in Recording.load("r.jsonl").records} == {r.id: r.output for r in recording.records}
+    assert Recording.load("r.jsonl").records == recording.records
+    Path("long.txt").write_text("x" * 5000 + "\n")
+    Path("mine.json").write_text('{"my": "file"}')
+    before = Path("r.jsonl").read_bytes()
+    for args, message in (
+        (["r.jsonl", *base, "-n", "5"], "r.jsonl was started with params.max_new_tokens=10, and this run has 5"),
+        (["r.jsonl", *base, "-n", "10", "--count", "2"], "was started with settings.prompts="),
+        (["r.jsonl", *base, "--seed", "1"], "--seed has no effect at temperature 0"),
+        (["s.jsonl", *which, "--prompts", "none.jsonl"], "none.jsonl"),
+        (["s.jsonl", *which, "--prompts", "long.txt"], "prompt 'long-1': the prompt has 5000 tokens; the model's "),
+        (["mine.json", *base], "is unchanged"),
+    ):
+        assert message in shell.refused("record", *args)
+    assert Path("r.jsonl").read_bytes() == before and Path("mine.json").read_text() == '{"my": "file"}'
 
 
 def test_a_sampled_recording_with_logprobs_and_its_replay_are_an_estimate(
@@ -69,54 +66,19 @@ def test_a_sampled_recording_with_logprobs_and_its_replay_are_an_estimate(
     assert line["estimate"] is True and line["tokens_per_pass"][1] <= line["tokens_per_pass"][0]
 
 
-def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    base = [*which, "--prompts", "p.jsonl"]
-    shell.out("record", "r.jsonl", *base, "-n", "4")
-    Path("long.txt").write_text("x" * 5000 + "\n")
-    Path("mine.json").write_text('{"my": "file"}')
-    before = Path("r.jsonl").read_bytes()
-    for args, message in (
-        (["r.jsonl", *base, "-n", "5"], "r.jsonl was started with params.max_new_tokens=4, and this run has 5"),
-        (["r.jsonl", *base, "-n", "4", "--count", "2"], "was started with settings.prompts="),
-        (["r.jsonl", *base, "--seed", "1"], "--seed has no effect at temperature 0"),
-        (["s.jsonl", *which, "--prompts", "none.jsonl"], "none.jsonl"),
-        (["s.jsonl", *which, "--prompts", "long.txt"], "prompt 'long-1': the prompt has 5000 tokens; the model's "),
-        (["mine.json", *base], "is unchanged"),
-    ):
-        assert message in shell.refused("record", *args)
-    assert Path("r.jsonl").read_bytes() == before and Path("mine.json").read_text() == '{"my": "file"}'
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_recording_that_goes_on(here: Path, shell: tiny.Shell, which: list[str]) -> None:
-    command = ["record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "200", "--batch-size", "1"]
-    process = subprocess.Popen(
-        [*tiny.FORESAY, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=tiny.environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    path = here / "r.jsonl"
-    wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= 3, "two outputs are written")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, b"", b"")
-    kept = path.read_text().count("\n") - 1
-    assert 2 <= kept < 5
-    assert shell.out(*command) == f"r.jsonl: 5 outputs, 1000 tokens, {kept} of them from an earlier run\n"
-
-
-# -- replay ------------------------------------------------------------------------------------------------------------
-
-
-def test_replay(shell: tiny.Shell, made: Path) -> None:
+def test_replay(shell: tiny.Shell, made: Path, here: Path) -> None:
     out = shell.out("replay", str(made), "--drafter", "suffix", "--drafter", "max_gram", "--length", "4")
     assert {"suffix, 4", "max_gram, 4"} <= tables(out).keys()
     assert out.splitlines()[-1].startswith("3 outputs, 72 tokens of ")
     assert out.rstrip().endswith("exact: live decoding takes the same steps")
     out = shell.out("replay", str(made))
     assert all(f"{name}, " in out for name in ("suffix", "max_gram", "prompt_lookup", "ngram_store"))
+    Path("one.json").write_text('{"1_2_1_2": "1_2_1_2_1_2_1_2_1_2"}')
+    single = ["replay", "one.json", "--drafter", "max_gram"]
+    shell.out(*single)
+    [line] = shell.objects(*single, "--json")
+    assert line["tokens_per_pass"][1:] == [None, None], "one output has no interval, and JSON no infinity"
+    assert line["tokens_per_pass"][0] > 1
 
 
 def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, folder: Path) -> None:
@@ -128,13 +90,13 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
     lines += shell.objects(*replayed, "--drafter", cascade)
     assert [line["method"] for line in lines] == [*(f"{one}, 3" for one in drafters), f"{cascade}, 6"]
     prompts = [list(record.prompt) for record in Recording.load(made).records]
-    for line, drafter, more in zip(lines, [*drafters, cascade], [{"length": 3}] * 3 + [{}], strict=True):
-        live = foresay.load(folder, drafter=drafter, dtype="fp32", max_batch_size=1, **more)  # type: ignore[arg-type]
+    for line, drafter, length in zip(lines, [*drafters, cascade], [3, 3, 3, None], strict=True):
+        live = foresay.load(folder, drafter=drafter, dtype="fp32", max_batch_size=1, length=length)
         steps = [step for one in live.generate(prompts, max_new_tokens=24) for step in one.steps]
         wanted, stats = Stats.of(steps), line["stats"]
         for name in ("num_passes", "num_drafted", "num_accepted"):
             assert stats[name] == getattr(wanted, name), (drafter, name)
-        assert max(step.num_drafted for step in steps) == (3 if more else 6) and wanted.num_accepted > 0
+        assert max(step.num_drafted for step in steps) == (length or 6) and wanted.num_accepted > 0
         assert stats["num_tokens"] == 72 and line["estimate"] is False
         assert line["tokens_per_pass"][0] == pytest.approx(72 / stats["num_passes"])
         assert line["verification_rate"] == pytest.approx(stats["num_passes"] / 72)
@@ -142,15 +104,6 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
     assert lines[2]["draft_utilization"] == 1 and lines[3]["draft_utilization"] < 1
     adaptive = foresay.load(folder, drafter=cascade, length="throughput", dtype="fp32")
     assert isinstance(adaptive.policy, ThroughputLength), "a length that is given is the length"
-
-
-def test_one_output_has_no_interval(shell: tiny.Shell, here: Path) -> None:
-    """JSON knows no infinity."""
-    Path("c.json").write_text('{"1_2_1_2": "1_2_1_2_1_2_1_2_1_2"}')
-    out = shell.out("replay", "c.json", "--drafter", "max_gram", "--json")
-    assert "Infinity" not in out and "NaN" not in out
-    assert json.loads(out)["tokens_per_pass"][1:] == [None, None] and json.loads(out)["tokens_per_pass"][0] > 1
-    shell.out("replay", "c.json", "--drafter", "max_gram")
 
 
 def test_replaying_other_formats(shell: tiny.Shell, here: Path, which: list[str]) -> None:
@@ -165,28 +118,29 @@ def test_replaying_other_formats(shell: tiny.Shell, here: Path, which: list[str]
 
 
 @pytest.mark.parametrize(
-    ("order", "more", "doubt"),
+    ("order", "raw", "doubt"),
     [
-        ((0, 1, 2), [], ""),
-        ((1, 2, 0), [], "prompt 1 begins like output 2 of the log: the prompts are in another order\n"),
-        ((2, 1, 0), [], "prompt 1 begins like output 3 of the log: the prompts are in another order\n"),
-        ((0, 1, 2), ["chat"], "differ from the log"),  # which was written without a chat template
-        ((0, 1, 2), ["chat", "--raw"], ""),
+        ((0, 1, 2), None, ""),
+        ((1, 2, 0), None, "prompt 1 begins like output 2 of the log: the prompts are in another order\n"),
+        ((2, 1, 0), None, "prompt 1 begins like output 3 of the log: the prompts are in another order\n"),
+        ((0, 1, 2), False, "differ from the log"),  # which was written without a chat template
+        ((0, 1, 2), True, ""),
     ],
 )
 def test_a_log_is_exact_with_its_own_prompts_alone(
-    shell: tiny.Shell, made: Path, here: Path, request: Any, order: tuple[int, ...], more: list[str], doubt: str
+    shell: tiny.Shell, made: Path, here: Path, request: Any, order: tuple[int, ...], raw: bool | None, doubt: str
 ) -> None:
     Path("log.txt").write_text("".join(f"tensor([{list(one.output)}])\n" for one in Recording.load(made).records))
     prompts = made.with_name("p.txt").read_text().splitlines(keepends=True)
     Path("p.txt").write_text("".join(prompts[i] for i in order))
-    model = request.getfixturevalue("chat_folder" if more else "folder")
-    command = ["replay", "log.txt", "--model", str(model), "--dtype", "fp32", "--prompts", "p.txt", *more[1:]]
-    code, out, err = shell(*command, "--drafter", "suffix")
+    model = request.getfixturevalue("folder" if raw is None else "chat_folder")
+    command = ["replay", "log.txt", "--model", str(model), "--dtype", "fp32", "--prompts", "p.txt"]
+    command += ["--drafter", "suffix", *["--raw"] * bool(raw)]
+    code, out, err = shell(*command)
     assert code == 0 and doubt in err and bool(err) == bool(doubt)
     assert ("exact: live decoding" in out, "which is doubtful" in out) == (not doubt, bool(doubt))
-    told = json.loads(shell(*command, "--drafter", "suffix", "--json")[1]).get("doubt", "")
-    assert doubt.strip().split(": ")[-1] in told and bool(told) == bool(doubt)
+    found = json.loads(shell(*command, "--json")[1]).get("doubt", "")
+    assert doubt.strip().split(": ")[-1] in found and bool(found) == bool(doubt)
 
 
 def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Path) -> None:
@@ -204,42 +158,30 @@ def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Pa
     assert "SWI" in "".join(shell.out(*args).splitlines()[:2])
 
 
-def test_costs_by_the_sources_names(shell: tiny.Shell, made: Path, folder: Path, here: Path) -> None:
-    """CS-Drafting's configurations name hub ids, and its tables the last part of them."""
-    Path("google").mkdir()
-    Path("google/flan-t5-base").symlink_to(folder)
-    args = ["--dtype", "fp32", "--drafter", "model(google/flan-t5-base)", "--length", "3", "--json"]
-    [line] = shell.objects("replay", str(made), *args, "--costs", "model_parameters=google/flan-t5-xxl")
-    passes, drafted = line["stats"]["num_passes"], line["stats"]["num_drafted"]
-    assert line["swi"] == pytest.approx(72 * 11300 / (passes * 11300 + drafted * 220))
-
-
-@pytest.mark.parametrize(
-    ("recording", "args", "message"),
-    [
-        ("none.jsonl", [], "RECORDING none.jsonl "),
-        ("x.json", [], "RECORDING x.json is not a recording"),
-        ("bad.jsonl", [], "bad.jsonl, line 3: "),
-        (None, ["--drafter", "sufix"], "--drafter sufix"),
-        (None, ["--drafter", "none"], "--drafter names nothing to compare"),
-        (None, ["--length", "throughput"], "replay it with a profile of the target"),
-        (None, ["--costs", "previous_work"], "--costs previous_work "),
-        (None, ["--drafter", "suffix", "--costs", "previous_work=gpt"], "gpt is unknown"),
-        (None, ["--prompts", "p.jsonl"], "--prompts is for a log of tensors"),
-        (None, ["--weights", "int8"], "--weights applies to the model"),
-        (None, ["--profile", "x.json"], "--profile x.json is not a profile"),
-    ],
-)
-def test_replay_refuses(
-    shell: tiny.Shell, made: Path, here: Path, recording: str | None, args: list[str], message: str
-) -> None:
+def test_what_is_refused(shell: tiny.Shell, made: Path, here: Path, which: list[str]) -> None:
     Path("x.json").write_text("hello")
     lines = made.read_text().splitlines()
     Path("bad.jsonl").write_text("\n".join([*lines[:2], '{"id": 3}', *lines[2:]]) + "\n")
-    assert message in shell.refused("replay", recording or str(made), *args)
-
-
-# -- profile and bench ---------------------------------------------------------------------------------------------------
+    for args, message in (
+        (["none.jsonl"], "RECORDING none.jsonl "),
+        (["x.json"], "RECORDING x.json is not a recording"),
+        (["bad.jsonl"], "bad.jsonl, line 3: "),
+        ([str(made), "--drafter", "sufix"], "--drafter sufix"),
+        ([str(made), "--drafter", "none"], "--drafter names nothing to compare"),
+        ([str(made), "--length", "throughput"], "replay it with a profile of the target"),
+        ([str(made), "--costs", "previous_work"], "--costs previous_work "),
+        ([str(made), "--drafter", "suffix", "--costs", "previous_work=gpt"], "gpt is unknown"),
+        ([str(made), "--prompts", "p.jsonl"], "--prompts is for a log of tensors"),
+        ([str(made), "--weights", "int8"], "--weights applies to the model"),
+        ([str(made), "--profile", "x.json"], "--profile x.json is not a profile"),
+    ):
+        assert message in shell.refused("replay", *args)
+    for args, message in (
+        (["--batch-size", "1,x"], "--batch-size 1,x "),
+        (["--length", "3,-1"], "--length 3,-1 "),
+        (["--context", "5000", "--batch-size", "1"], "5000"),
+    ):
+        assert message in shell.refused("profile", *which, *args) and not (here / "cache" / "profiles").exists()
 
 
 def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
@@ -255,18 +197,6 @@ def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
         found = json.loads(shell.out(*small, *more))["timings"]
         assert ([t["seconds"] for t in found] == [t.seconds for t in kept.timings]) == same, "kept from before"
     assert len(list((here / "cache" / "profiles").iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--batch-size", "1,x"], "--batch-size 1,x "),
-        (["--length", "3,-1"], "--length 3,-1 "),
-        (["--context", "5000", "--batch-size", "1"], "5000"),
-    ],
-)
-def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str], args: list[str], message: str) -> None:
-    assert message in shell.refused("profile", *which, *args) and not (here / "cache" / "profiles").exists()
 
 
 def test_bench_and_its_report(shell: tiny.Shell, here: Path, which: list[str]) -> None:
@@ -297,14 +227,8 @@ def test_bench_and_its_report(shell: tiny.Shell, here: Path, which: list[str]) -
         (["max_gram"], 1, "DIFFERENT OUTPUT: max_gram, 4 on p.jsonl"),
     ],
 )
-def test_bench_says_what_failed(
-    shell: tiny.Shell,
-    here: Path,
-    which: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    drafters: list[str],
-    code: int,
-    message: str,
+def test_bench_reports_what_failed(
+    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: Any, drafters: list[str], code: int, message: str
 ) -> None:
     honest = MethodRunner.run
 

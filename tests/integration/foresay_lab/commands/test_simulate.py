@@ -10,26 +10,16 @@ from foresay.records.profile import Profile, Timing
 from helpers import tiny
 
 
-@pytest.fixture(scope="module")
-def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of the tiny model, and a profile of a machine with passes of 10 ms."""
-    here = tmp_path_factory.mktemp("load")
-    prompts = here / "p.txt"
-    prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
-    which = ["--model", str(folder), "--dtype", "fp32"]
-    tiny.printed("record", str(here / "r.jsonl"), *which, "--prompts", str(prompts), "-n", "24")
+@pytest.fixture
+def command(made: Path, here: Path) -> list[str]:
+    """The command for a recording, and a profile of a machine with passes of 10 ms."""
     timings = tuple(
         Timing(b, c, 40, s := 0.01 * (1 + 0.02 * (c - 1) * b + 0.05 * (b - 1)), s, s)
         for b in (1, 4, 16)
         for c in (1, 9)
     )
-    Profile("tiny", "float32", {}, timings, ((1, 0.0005), (256, 0.05)), ragged=True).save(str(here / "profile.json"))
-    return here
-
-
-@pytest.fixture
-def command(made: Path) -> list[str]:
-    return ["simulate", str(made / "r.jsonl"), "--profile", str(made / "profile.json")]
+    Profile("tiny", "float32", {}, timings, ((1, 0.0005), (256, 0.05)), ragged=True).save("profile.json")
+    return ["simulate", str(made), "--profile", "profile.json"]
 
 
 def test_a_table_of_loads(shell: tiny.Shell, command: list[str]) -> None:
@@ -40,7 +30,7 @@ def test_a_table_of_loads(shell: tiny.Shell, command: list[str]) -> None:
 
 
 def test_the_figures_as_json_and_how_many_engines_it_takes(shell: tiny.Shell, command: list[str]) -> None:
-    args = ["--requests", "15", "--batch-size", "4", "--first-p99", "0.5", "--total-rate", "100"]
+    args = ["--requests", "10", "--batch-size", "4", "--first-p99", "0.5", "--total-rate", "100"]
     lines = shell.objects(*command, *args, "--rate", "1,60", "--length", "4", "--json")
     assert len(lines) == 6
     calm, heavy = lines[0], lines[1]
@@ -53,48 +43,32 @@ def test_the_figures_as_json_and_how_many_engines_it_takes(shell: tiny.Shell, co
     assert "meets the latency targets up to" in out and "100 requests/s need" in out
 
 
-def test_bursts_and_traces(shell: tiny.Shell, made: Path, command: list[str]) -> None:
+def test_bursts_and_traces(shell: tiny.Shell, command: list[str]) -> None:
     def waits(*args: str) -> float:
-        return float(
-            shell.objects(*command, "--batch-size", "2", "--drafter", "none", "--json", *args)[0]["queue_p90_s"]
-        )
+        [line] = shell.objects(*command, "--batch-size", "2", "--drafter", "none", "--json", *args)
+        return float(line["queue_p90_s"])
 
     rate = ["--requests", "40", "--rate", "2"]
     assert waits(*rate, "--burst", "20") > 2 * waits(*rate)
-    (made / "trace.txt").write_text("5\n5\n5\n5\n5\n5\n")
-    assert waits("--trace", str(made / "trace.txt")) > 0.2, "six at once, by twos"
+    Path("trace.txt").write_text("5\n5\n5\n5\n5\n5\n")
+    assert waits("--trace", "trace.txt") > 0.2, "six at once, by twos"
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
+def test_what_it_refuses(shell: tiny.Shell, folder: Path, command: list[str]) -> None:
+    needless = ("rate", "burst", "requests", "seed", "first-p99", "gap-p99")
+    for args, message in (
         ("--rate x", "--rate x must be numbers"),
         ("--rate 0", "rate"),
         ("--total-rate 5", "--total-rate 5 needs"),
         ("--trace none.txt", "--trace none.txt cannot be read"),
-        *((f"--trace none.txt --{name} 3", f"drop --{name}") for name in ("rate", "burst", "requests", "seed")),
-        *((f"--trace none.txt --{name} 3", f"drop --{name}") for name in ("first-p99", "gap-p99")),
+        *((f"--trace none.txt --{name} 3", f"drop --{name}") for name in needless),
         ("--drafter none --length 3", "drafts nothing"),
-        ("--drafter model(MODEL) --model MODEL --requests 2", "has no drafting times"),
+        (f"--drafter model({folder}) --model {folder} --requests 2", "has no drafting times"),
         ("--drafter sufix", "--drafter sufix is unknown"),
         ("--rate 1 --requests -5", "--requests -5 must be an integer"),
         ("--rate 1 --dtype bf16", "--dtype applies to the model"),
-        ("--profile p.txt", "is not a profile"),
-    ],
-)
-def test_what_it_refuses(
-    shell: tiny.Shell,
-    made: Path,
-    folder: Path,
-    command: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    args: str,
-    message: str,
-) -> None:
-    monkeypatch.chdir(made)
-    assert message in shell.refused(*command, *args.replace("MODEL", str(folder)).split())
-
-
-def test_a_log_has_no_prompts(shell: tiny.Shell, made: Path, command: list[str]) -> None:
-    (made / "log.txt").write_text("tensor([[1, 2]])\n")
-    assert "is a log of tensors" in shell.refused("simulate", str(made / "log.txt"), *command[2:])
+        ("--profile p.jsonl", "is not a profile"),
+    ):
+        assert message in shell.refused(*command, *args.split()), args
+    Path("log.txt").write_text("tensor([[1, 2]])\n")
+    assert "is a log of tensors" in shell.refused("simulate", "log.txt", *command[2:])

@@ -69,9 +69,9 @@ def test_it_writes_settings_that_are_picked_up(
     code, out, err = tune("-n", "16", columns=0.0)
     assert code == 0 and re.match("foresay: " + ESTIMATE, err), err
     assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
-    said, text = read_settings("foresay.toml"), Path("foresay.toml").read_text()
-    assert (said.target, said.drafter, said.length, said.dtype) == (str(folder), "suffix", 4, "float32")
-    assert said.max_batch_size == 1 and "speed_up = 2.0" in text and "prompts = " in text
+    found, text = read_settings("foresay.toml"), Path("foresay.toml").read_text()
+    assert (found.target, found.drafter, found.length, found.dtype) == (str(folder), "suffix", 4, "float32")
+    assert found.max_batch_size == 1 and "speed_up = 2.0" in text and "prompts = " in text
     code, out, err = shell("generate", "-n", "8", "--json", PROMPT)
     assert (code, err) == (0, f"foresay: settings from foresay.toml (target {folder}, drafter suffix, length 4)\n")
     [plain] = shell.objects("generate", *which, "--drafter", "none", "-n", "8", "--json", PROMPT)
@@ -80,7 +80,7 @@ def test_it_writes_settings_that_are_picked_up(
     refused(tune(), "--output foresay.toml exists")
     refused(tune("-o", "nowhere/foresay.toml"), "the folder 'nowhere'")
     refused(tune("--force", "--recording", "r.jsonl"), "r.jsonl")
-    assert read_settings("foresay.toml") == said
+    assert read_settings("foresay.toml") == found
 
 
 def test_where_nothing_pays_and_in_another_folder(
@@ -91,35 +91,18 @@ def test_where_nothing_pays_and_in_another_folder(
     (here / "out").mkdir()
     code, out, _ = tune("--model", "m", "-n", "8", "-o", "out/foresay.toml")
     assert code == 0 and "Plain decoding is fastest: no drafter gains anything here." in out
-    said = read_settings("out/foresay.toml")
-    assert (said.target, said.drafter) == (os.path.join("..", "m"), "none") and not Path("foresay.toml").exists()
+    found = read_settings("out/foresay.toml")
+    assert (found.target, found.drafter) == (os.path.join("..", "m"), "none") and not Path("foresay.toml").exists()
     assert tune("--model", "m", "-n", "8")[0] == 0 and read_settings("foresay.toml").target == "m"
     monkeypatch.chdir(here / "out")
     assert json.loads(shell("generate", "-n", "3", "--json", "x")[1])["stats"]["num_drafted"] == 0
 
 
-# -- the estimate --------------------------------------------------------------------------------------------------------
-
-
-def test_the_duration_is_estimated(tune: Tune) -> None:
+def test_the_duration_is_estimated(tune: Tune, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = tune("-n", "12", "--estimate")
     assert (code, err) == (0, "") and re.fullmatch(ESTIMATE, out) and not Path("foresay.toml").exists()
     for part in ("recording", "timing passes", "replaying 2 candidates", "running 2 live"):  # suffix, and the default
         assert part in out
-
-
-def test_a_run_fits_its_minutes() -> None:
-    whole = Estimate(100.0, 60.0, 20.0, 300.0, count=48, rounds=3, candidates=20, finalists=4)
-    assert whole.within(1e9) == whole
-    part = whole.within(90.0)
-    assert (part.count, part.rounds, part.live) == (12, 1, 30.0)
-    assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
-    least = whole.within(0.001)
-    assert (least.count, least.rounds) == (4, 1)
-
-
-def test_prompts_that_begin_alike_do_not_shorten_the_estimate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their beginnings are prefilled once; timing passes prefills random tokens."""
 
     def timed(target: object, prompts: list[list[int]]) -> tuple[float, float]:
         return float(len({tuple(ids[: i + 1]) for ids in prompts for i in range(len(ids))})), 0.0
@@ -131,7 +114,16 @@ def test_prompts_that_begin_alike_do_not_shorten_the_estimate(folder: Path, monk
         tune_estimate.estimate(target, prompts, (8, 4), **of)
         for prompts in ([[1] * 40 + [i] for i in range(8)], [[i] * 41 for i in range(8)])
     )
-    assert alike.recording < apart.recording and alike.timing == apart.timing
+    assert alike.recording < apart.recording, "what prompts begin with is prefilled once"
+    assert alike.timing == apart.timing, "timing passes prefills random tokens"
+
+
+def test_a_run_fits_its_minutes() -> None:
+    whole = Estimate(100.0, 60.0, 20.0, 300.0, count=48, rounds=3, candidates=20, finalists=4)
+    assert whole.within(1e9) == whole
+    part, least = whole.within(90.0), whole.within(0.001)
+    assert (part.count, part.rounds, part.live) == (12, 1, 30.0) and (least.count, least.rounds) == (4, 1)
+    assert (part.recording, part.replaying, part.timing) == (25.0, 5.0, 20.0)
 
 
 class Terminal(io.TextIOWrapper):
@@ -153,11 +145,15 @@ def test_a_long_run_is_confirmed_on_a_terminal(
     assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
 
 
-# -- what is run ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("default", ["suffix", "hybrid(suffix, self(1))"])
-@pytest.mark.parametrize("args", ["--length 4", "--length throughput", "--drafter suffix --length 4"])
+@pytest.mark.parametrize(
+    ("default", "args"),
+    [
+        ("suffix", "--length 4"),
+        ("suffix", "--length throughput"),
+        ("hybrid(suffix, self(1))", "--drafter suffix --length 4"),
+    ],
+    ids=["another length", "the same length", "another drafter"],
+)
 def test_the_model_s_own_default_is_run(tune: Tune, monkeypatch: pytest.MonkeyPatch, default: str, args: str) -> None:
     """At its own length, where the replay finds nothing that pays, and whatever the candidates are called."""
     monkeypatch.setattr("foresay.generation.load.default_drafter", lambda *_: default)
@@ -170,23 +166,20 @@ def test_the_model_s_own_default_is_run(tune: Tune, monkeypatch: pytest.MonkeyPa
     assert not live.search(tune("-n", "12", "--force", *args.split())[2]), "what does not pay is not run otherwise"
 
 
-def test_with_a_latency(tune: Tune) -> None:
+def test_with_a_latency(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that the replay ranks first may lose live: then the other's batch size is written."""
     code, _, err = tune("-n", "12", "--latency", "1")
     message = r"foresay: --latency 1 cannot be met: the fastest candidate takes 1000\.\d ms per token\n"
     assert code == 2 and re.fullmatch(f"foresay: {ESTIMATE}{message}", err)
     assert tune("-n", "12", "--latency", "1500", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 2, "the larger batch writes more, and is as quick"
 
-
-def test_the_batch_size_is_that_of_what_won(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate that the replay ranks first may lose live: then the other's batch size is written."""
-
     def confirm(self: Any, candidates: Any, **more: Any) -> Any:
         assert candidates[0].batch_size == 2 and candidates[-1].batch_size == 1
         self.tuning.confirmed = [lab.Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
 
     monkeypatch.setattr(lab.Tuner, "confirm", confirm)
-    assert tune("-n", "12", "--latency", "5000", "--batch-size", "1,2", columns=0.0)[0] == 0
+    assert tune("-n", "12", "--force", "--latency", "5000", "--batch-size", "1,2", columns=0.0)[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 1
 
 
@@ -205,9 +198,6 @@ def test_from_a_recording(tune: Tune, shell: tiny.Shell, here: Path, which: list
         (["--batch-size", "1,2"], "--batch-size 1,2 without --latency"),
     ):
         refused(tune(*more, "--recording", "r.jsonl", "-o", "x"), message)
-
-
-# -- Ctrl-C --------------------------------------------------------------------------------------------------------------
 
 
 def test_an_interrupted_run_goes_on_with_its_outputs(

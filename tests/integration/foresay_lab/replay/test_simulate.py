@@ -29,7 +29,7 @@ from foresay_lab.replay.simulate import (
     replicas,
     simulate,
 )
-from helpers.refusals import refused
+from helpers.refusals import refuses
 
 PASS_S, TOKENS = 0.01, 20
 
@@ -54,25 +54,25 @@ def recording(count: int = 12, *, repeating: bool = False, tokens: int = TOKENS,
     return Recording(tuple(map(text, range(count))), 512, params={"max_new_tokens": tokens, "ignore_eos": True})
 
 
-def plain(arrivals: Sequence[float], tokens: int = TOKENS, **settings: Any) -> SimulatedLoad:
-    return simulate(recording(tokens=tokens), profile(), arrivals, None, ConstantLength(0), **settings)
+def undrafted(
+    texts: Recording, costs: Profile, arrivals: Sequence[float], batch_size: int, **more: Any
+) -> SimulatedLoad:
+    return simulate(texts, costs, arrivals, None, ConstantLength(0), batch_size=batch_size, **more)
 
 
-@pytest.mark.parametrize("busy", [0.3, pytest.param(0.6, marks=pytest.mark.long), 0.8])
+def plain(arrivals: Sequence[float], tokens: int = TOKENS, batch_size: int = 1) -> SimulatedLoad:
+    return undrafted(recording(tokens=tokens), profile(), arrivals, batch_size)
+
+
+@pytest.mark.parametrize("busy", [0.3, 0.8])
 def test_one_row_is_a_queue_with_constant_service(busy: float) -> None:
-    """M/D/1: the mean wait is busy S / 2 (1 - busy)."""
-    service = 3 * PASS_S
-    load = plain(poisson(busy / service, 3000, seed=3), 3, batch_size=1)
-    wanted = busy * service / (2 * (1 - busy))
+    """M/D/1: the mean wait is busy S / 2 (1 - busy). Control: with rows for everyone, no request waits longer than a pass."""
+    arrivals = poisson(busy / PASS_S, 3000, seed=3)
+    load = plain(arrivals, 1)
+    wanted = busy * PASS_S / (2 * (1 - busy))
     assert load.mean("queue") == pytest.approx(wanted, rel=0.15 if busy < 0.7 else 0.25)
     assert load.busy_s / load.seconds == pytest.approx(busy, rel=0.06)
-
-
-def test_without_a_queue_nobody_waits() -> None:
-    """Control for the one above: rows for everyone."""
-    load = plain(poisson(0.8 / (3 * PASS_S), 3000, seed=3), 3, batch_size=256)
-    # a pass that is under way is always waited for: half a pass, while one is
-    assert 0 < load.mean("queue") < PASS_S
+    assert 0 < plain(arrivals[:1000], 1, batch_size=256).mean("queue") < PASS_S
 
 
 def test_every_token_is_answered_once_and_time_adds_up() -> None:
@@ -84,34 +84,34 @@ def test_every_token_is_answered_once_and_time_adds_up() -> None:
         assert one.queue_s >= 0 and one.queue_s < one.first_s <= one.latency_s
         assert one.first_s + math.fsum(one.gaps) == pytest.approx(one.latency_s)
         assert len(one.gaps) == TOKENS - 1
-
-
-def test_a_full_engine_writes_what_its_batch_writes() -> None:
-    load = plain([0.0] * 32, batch_size=8)
-    assert load.mean_batch == 8
-    assert load.tokens_per_s == pytest.approx(8 / PASS_S)
+    full = plain([0.0] * 32, batch_size=8)
+    assert full.mean_batch == 8 and full.tokens_per_s == pytest.approx(8 / PASS_S)
 
 
 def test_prompts_take_their_time_and_hold_up_those_that_decode() -> None:
-    long = recording(prompt=101)
-    with_prompts = simulate(long, profile(fill=0.1), [0.0, 0.05], None, ConstantLength(0), batch_size=4)
-    first, second = with_prompts.requests
+    first, second = undrafted(recording(prompt=101), profile(fill=0.1), [0.0, 0.05], 4).requests
     assert first.first_s == pytest.approx(PASS_S * (10 + 1)), "100 tokens of its prompt, a pass"
     assert max(first.gaps) > 10 * PASS_S, "the second's prompt came between two of its tokens"
     assert second.first_s > 10 * PASS_S
+    # the time of each of four prompts that are filled together: a quarter of what a pass over the weights begins with
+    begin, token = 4 * PASS_S, 0.01 * PASS_S
+    known = replace(profile(), fills=tuple((n, begin / 4 + n * token) for n in (1, 256)))
+    for count in (1, 2, 8):
+        done = undrafted(recording(prompt=41), known, [0.0] * count, 8)
+        assert done.requests[0].first_s == pytest.approx(begin + count * 40 * token + PASS_S)
 
 
 def test_a_beginning_that_another_row_holds_takes_no_time() -> None:
-    """As in a live engine; without sharing, every prompt is filled whole."""
-    begin = recording(prompt=101).records[0]
+    """As in a live engine; without sharing, every prompt is filled whole. A text played again shares no more of itself."""
+    begin, costs = recording(prompt=101).records[0], profile(fill=0.1)
     texts = replace(recording(), records=tuple(Record(f"r{i}", (*begin.prompt, i + 2), begin.output) for i in range(2)))
-    shared, alone = (
-        simulate(texts, profile(fill=0.1), [0.0, 0.15], None, ConstantLength(0), batch_size=4, share_prefixes=one)
-        for one in (True, False)
-    )
+    shared, alone = (undrafted(texts, costs, [0.0, 0.15], 4, share_prefixes=one) for one in (True, False))
     assert shared.requests[0].first_s == alone.requests[0].first_s == pytest.approx(PASS_S * (10.1 + 1))
     assert shared.requests[1].first_s < 2 * PASS_S < 10 * PASS_S < alone.requests[1].first_s
     assert alone.busy_s - shared.busy_s == pytest.approx(10.1 * PASS_S)
+    loads = (undrafted(recording(count=3, prompt=101), costs, [0.0] * n, 6) for n in (3, 6))
+    once, twice = (load.busy_s - load.passes * PASS_S for load in loads)
+    assert twice == pytest.approx(2 * once, rel=0.01) and once == pytest.approx(30 * PASS_S, rel=0.01)
 
 
 def test_what_rows_that_ended_keep_takes_no_time_either_within_its_bytes() -> None:
@@ -123,8 +123,7 @@ def test_what_rows_that_ended_keep_takes_no_time_either_within_its_bytes() -> No
     texts, arrivals = replace(recording(), records=(one, other, third)), [0.0, 10.0, 20.0, 30.0, 40.0]
 
     def third_and_fifth(prefix_bytes: int, known: Profile = known) -> tuple[float, float]:
-        settings: Any = {"batch_size": 4, "prefix_bytes": prefix_bytes}
-        answers = simulate(texts, known, arrivals, None, ConstantLength(0), **settings).requests
+        answers = undrafted(texts, known, arrivals, 4, prefix_bytes=prefix_bytes).requests
         return answers[2].first_s / PASS_S, answers[4].first_s / PASS_S
 
     held = 101 + TOKENS - 1
@@ -133,15 +132,6 @@ def test_what_rows_that_ended_keep_takes_no_time_either_within_its_bytes() -> No
     assert third_and_fifth(2 * held * 10 - 1) == filled, "the second drove the first out"
     assert third_and_fifth(0) == filled
     assert third_and_fifth(1 << 20, replace(known, token_bytes=0.0)) == filled, "what a token takes is not known"
-
-
-def test_prompts_of_one_pass_read_the_weights_once() -> None:
-    """A profile has the time of each of four prompts that are filled together: a quarter of what a pass begins with."""
-    begin, token = 4 * PASS_S, 0.01 * PASS_S
-    known = replace(profile(), fills=tuple((n, begin / 4 + n * token) for n in (1, 256)))
-    for count in (1, 2, 8):
-        done = simulate(recording(prompt=41), known, [0.0] * count, None, ConstantLength(0), batch_size=8)
-        assert done.requests[0].first_s == pytest.approx(begin + count * 40 * token + PASS_S)
 
 
 def test_what_prompts_share_is_what_comparing_all_of_them_finds() -> None:
@@ -163,28 +153,18 @@ def test_what_prompts_share_is_what_comparing_all_of_them_finds() -> None:
         assert _common_prefixes(texts) == wanted
 
 
-def test_a_text_that_is_played_again_is_another_request() -> None:
-    """It shares what other texts begin with, and no more of itself."""
-    known, prompts = profile(fill=0.1), recording(count=3, prompt=101)
-    once = simulate(prompts, known, [0.0] * 3, None, ConstantLength(0), batch_size=6)
-    twice = simulate(prompts, known, [0.0] * 6, None, ConstantLength(0), batch_size=6)
-    filled = [load.busy_s - load.passes * PASS_S for load in (once, twice)]
-    assert filled[1] == pytest.approx(2 * filled[0], rel=0.01) and filled[0] == pytest.approx(30 * PASS_S, rel=0.01)
-
-
 def test_drafts_that_hold_answer_more() -> None:
+    """The time of drafting counts."""
     texts, arrivals = recording(repeating=True), poisson(12, 80, seed=2)
-    without = simulate(texts, profile(), arrivals, None, ConstantLength(0), batch_size=2)
-    drafting = simulate(
-        texts, profile(), arrivals, SuffixDrafter(), ConstantLength(6), batch_size=2, drafting=lambda batch, count: 0.0
-    )
-    assert drafting.tokens_per_pass > 1.8
-    assert drafting.percentile("first", 0.99) < 0.5 * without.percentile("first", 0.99)
-    dear = simulate(
-        texts, profile(), arrivals, SuffixDrafter(), ConstantLength(6), batch_size=2,
-        drafting=lambda batch, count: 5 * PASS_S,
-    )  # fmt: skip
-    assert dear.mean("latency") > without.mean("latency"), "the time of drafting counts"
+
+    def drafting(seconds: float) -> SimulatedLoad:
+        free: Any = {"batch_size": 2, "drafting": lambda batch, count: seconds}
+        return simulate(texts, profile(), arrivals, SuffixDrafter(), ConstantLength(6), **free)
+
+    without, fast = undrafted(texts, profile(), arrivals, 2), drafting(0.0)
+    assert fast.tokens_per_pass > 1.8
+    assert fast.percentile("first", 0.99) < 0.5 * without.percentile("first", 0.99)
+    assert drafting(5 * PASS_S).mean("latency") > without.mean("latency")
 
 
 def test_where_columns_cost_lengths_that_adapt_lose_little_and_a_constant_much() -> None:
@@ -200,23 +180,23 @@ def test_where_columns_cost_lengths_that_adapt_lose_little_and_a_constant_much()
     assert rate(ConstantLength(6)) < 0.7 * plain_rate
 
 
-def test_the_highest_rate_that_keeps_a_promise() -> None:
+def test_the_highest_rate_that_meets_a_target() -> None:
     """One row, constant service: beyond 1 / S the queue grows without bound."""
     service = 4 * PASS_S
 
     def at(rate: float) -> SimulatedLoad:
         return plain(poisson(rate, 150, seed=5), 4, batch_size=1)
 
-    promise = LatencyTargets(first_p99_s=10 * service)
-    found = highest_rate(at, promise, low=1, high=200)
+    wanted = LatencyTargets(first_p99_s=10 * service)
+    found = highest_rate(at, wanted, low=1, high=200)
     assert 0.7 / service < found < 1.1 / service
-    assert promise.met(at(found)) and not promise.met(at(1.5 * found))
+    assert wanted.met(at(found)) and not wanted.met(at(1.5 * found))
     assert highest_rate(at, LatencyTargets(first_p99_s=service / 100), low=1, high=200) == 0.0
     assert replicas(10 * found, found) == 10 and replicas(1, 0.0) is None
     assert LatencyTargets().met(at(found))
 
 
-def test_arrivals() -> None:
+def test_arrivals(tmp_path: Path) -> None:
     times = poisson(5, 20_000, seed=1)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.03)
@@ -225,34 +205,21 @@ def test_arrivals() -> None:
     assert len(together) == 20_000 and len(set(together)) == 2000
     assert together[-1] == pytest.approx(4000, rel=0.1)
     assert poisson(5, 10, seed=1) == poisson(5, 10, seed=1) != poisson(5, 10, seed=2)
-
-
-def test_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 12.5, "other": 1}\n\n11\n13.25\n')
     assert from_trace(file) == [0.0, 1.5, 2.25]
-    for text, said in (
-        ("x\n", "trace.jsonl:1"),
-        ('{"time": 1}\n', "trace.jsonl:1"),
-        ("\n", "no arrivals"),
-        ("1\ntrue", ":2"),
-    ):
+    for text, position in (("x\n", ":1"), ('{"time": 1}\n', ":1"), ("\n", "no arrivals"), ("1\ntrue", ":2")):
         file.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=position):
             from_trace(file)
-    with refused("path"):
-        from_trace(tmp_path / "none")
 
 
-def test_what_cannot_be_foreseen_is_an_error() -> None:
-    sampled = Recording(recording().records, 512, params={"temperature": 0.7, "max_new_tokens": TOKENS})
-    with refused("recording"):
-        simulate(sampled, profile(), [0.0], None, ConstantLength(0))
+def test_what_cannot_be_simulated_is_an_error(tmp_path: Path) -> None:
+    sampled = replace(recording(), params={"temperature": 0.7, "max_new_tokens": TOKENS})
     reads = SuffixDrafter()
     reads.hidden_layers = (2,)
-    with refused("drafter", "SuffixDrafter"):
-        simulate(recording(), profile(), [0.0], reads, ConstantLength(2))
-    with refused("rate", 0):
-        poisson(0, 5)
-    with refused("profile"):
-        simulate(recording(), Profile("m", "f", {}, (), ()), [0.0], None, ConstantLength(0))
+    refuses(lambda: undrafted(sampled, profile(), [0.0], 1), "recording")
+    refuses(lambda: simulate(recording(), profile(), [0.0], reads, ConstantLength(2)), "drafter", "SuffixDrafter")
+    refuses(lambda: undrafted(recording(), Profile("m", "f", {}, (), ()), [0.0], 1), "profile")
+    refuses(lambda: poisson(0, 5), "rate", 0)
+    refuses(lambda: from_trace(tmp_path / "none"), "path")

@@ -32,7 +32,7 @@ from helpers import tiny
 from helpers.distribution_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.distribution_cells import DRAFT as OTHER
 from helpers.reference import joint
-from helpers.refusals import refused
+from helpers.refusals import refused, refuses
 from helpers.sequential import value_of
 from helpers.support import Loop, run
 
@@ -55,13 +55,7 @@ class Shows(TableModel):
             for column, token in enumerate(fed):
                 at = starts[row] + column
                 hidden[i, column, (line[at - 1] if at else 0) * self.vocab_size + token] = 1
-        if model_input.logits is Logits.NONE:
-            return ModelOutput(None, {1: hidden})
-        if model_input.logits is Logits.LAST:
-            return ModelOutput(
-                out.scores()[torch.arange(len(hidden)), model_input.last_columns()][:, None], {1: hidden}
-            )
-        return ModelOutput(out.scores(), {1: hidden})
+        return ModelOutput(None if model_input.logits is Logits.NONE else model_input.scored(out.scores()), {1: hidden})
 
 
 def by_last(seed: int, kind: type = TableModel) -> Any:
@@ -89,10 +83,8 @@ def chance(before: int, token: int) -> float:
 
 def test_labels_are_the_chances_of_acceptance(examples: Examples) -> None:
     """The token that was consumed, whatever was accepted before it."""
-    pairs = examples.hidden.argmax(-1)
-    for pair, label, drafted in zip(pairs.tolist(), examples.labels.tolist(), examples.drafted.tolist(), strict=True):
+    for pair, label in zip(examples.hidden.argmax(-1).tolist(), examples.labels.tolist(), strict=True):
         assert label == pytest.approx(chance(pair // V, pair % V), abs=1e-4)
-        assert 0 <= drafted < 4
     assert len(examples) > 3000 and set(examples.drafted.tolist()) == {0, 1, 2, 3}
     first = examples.drafted == 0
     assert bool((examples.reached[first] == 1).all()) and bool((examples.reached[~first] < 1).any())
@@ -119,9 +111,8 @@ def of(*sizes: int) -> list[Examples]:
     return [Examples(one[:, None], one, one, one.long()) for one in labels]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "held"),
-    [
+def test_a_tenth_of_the_tokens_is_held_out() -> None:
+    for sizes, held in (
         ((500, 500), 100),  # half of the tokens before
         ((1000,), 100),
         ((10, 10, 980), 100),
@@ -130,17 +121,11 @@ def of(*sizes: int) -> list[Examples]:
         ((70,) * 20, 140),
         ((400, 400, 200), 100),
         ((1, 1), 1),
-    ],
-)
-def test_a_tenth_of_the_tokens_is_held_out(sizes: tuple[int, ...], held: int) -> None:
-    learn, rest = split_examples(of(*sizes))
-    assert len(rest) == held and len(learn) + len(rest) == sum(sizes)
-    assert torch.cat([learn.labels, rest.labels]).tolist() == list(range(sum(sizes))), (
-        "each once, the last are held out"
-    )
-
-
-def test_one_token_cannot_be_split() -> None:
+    ):
+        learn, rest = split_examples(of(*sizes))
+        assert len(rest) == held and len(learn) + len(rest) == sum(sizes)
+        labels = torch.cat([learn.labels, rest.labels]).tolist()
+        assert labels == list(range(sum(sizes))), "each once, the last are held out"
     with refused("total", 1):
         split_examples(of(1))
 
@@ -152,45 +137,31 @@ def test_the_shift_of_a_rejection_weight_can_be_taken_out(examples: Examples) ->
     shifted, plain = evaluate_acceptance(head, examples), evaluate_acceptance(head, examples, 6.0)
     assert plain.error < 0.03 < 0.1 < shifted.error and plain.divergence < 0.02 < shifted.divergence
     assert shifted.bins != plain.bins and sum(n for _, _, n in plain.bins) == len(examples)
-
-
-def test_rejections_that_weigh_more_make_it_careful(examples: Examples) -> None:
-    means = []
-    for weight in (1.0, 6.0):
-        plan = AcceptancePlan(blocks=0, rejection_weight=weight, epochs=10, rate=0.03)
-        means.append(float(train_acceptance(examples, plan).accepted(examples.hidden).mean().detach()))
-    assert means[1] < means[0] - 0.1
-
-
-def test_the_loss_by_hand() -> None:
+    careful = float(head.accepted(examples.hidden).mean().detach())
+    assert careful < float(examples.labels.mean()) - 0.1, "rejections that weigh more make it careful"
     scores, labels = torch.tensor([[0.0, 1.0], [2.0, -1.0]]), torch.tensor([0.3, 0.9])
-    for i in range(2):
-        c = math.exp(float(scores[i, 1])) / sum(math.exp(float(s)) for s in scores[i])
-        wanted = -(float(labels[i]) * math.log(c) + 6 * (1 - float(labels[i])) * math.log(1 - c))
-        assert float(weighted_loss(scores, labels, 6.0)[i]) == pytest.approx(wanted, rel=1e-5)
+    c = scores.softmax(-1)[:, 1]
+    by_hand = -(labels * c.log() + 6 * (1 - labels) * (1 - c).log())
+    torch.testing.assert_close(weighted_loss(scores, labels, 6.0), by_hand)
 
 
 def test_data_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     made = []
-
-    def drafter() -> ModelDrafter:
-        made.append(1)
-        return ModelDrafter(Q, V)
-
-    generator = foresay.load(P, drafter=drafter)
+    generator = foresay.load(P, drafter=lambda: (made.append(1), ModelDrafter(Q, V))[1])
     params = SamplingParams(temperature=1.0, max_new_tokens=12, seed=5)
-    prompts = [[1, 2]] * 40
-    assert collect(generator, prompts, params, tmp_path, length=3) == 0
+
+    def collected(count: int = 40, length: int = 3) -> int:
+        return collect(generator, [[1, 2]] * count, params, tmp_path, length=length)
+
+    assert collected() == 0
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(whole) == 4 and "settings.json" in whole
     (tmp_path / "000001.safetensors").unlink()
     made.clear()
-    assert collect(generator, prompts, params, tmp_path, length=3) == 2 and len(made) == 1
+    assert collected() == 2 and len(made) == 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
-    with refused("folder"):
-        collect(generator, prompts, params, tmp_path, length=4)
-    with refused("folder"):
-        collect(generator, prompts[:20], params, tmp_path, length=3)
+    refuses(lambda: collected(length=4), "folder")
+    refuses(lambda: collected(20), "folder")
 
 
 def certain(value: float) -> AcceptanceHead:
@@ -231,72 +202,63 @@ def test_the_law_is_the_targets(rule: str) -> None:
     assert len({step.num_drafted for step in loop.steps}) > 2
 
 
-class TestFiles:
-    def test_they_come_back(self, tmp_path: Path) -> None:
-        head = AcceptanceHead(6, 2)
-        torch.nn.init.normal_(head.blocks[0].weight)  # type: ignore[arg-type]
-        head.save(tmp_path)
-        x = torch.randn(5, 6)
-        assert torch.equal(AcceptanceHead.load(tmp_path)(x), head(x))
-
-    def test_published_names_with_one_weight_for_all_blocks(self, tmp_path: Path) -> None:
-        """As a sequence of modules is saved: blocks, and then a linear layer."""
-        torch.manual_seed(0)
-        weight, bias, last = torch.randn(6, 6), torch.randn(6), torch.randn(2, 6)
-        save_file({"0.linear.weight": weight, "0.linear.bias": bias, "3.weight": last}, tmp_path / "model.safetensors")
-        x = torch.randn(5, 6)
-        y = x
-        for _ in range(3):
-            y = y + torch.nn.functional.silu(y @ weight.T + bias)
-        torch.testing.assert_close(AcceptanceHead.load(tmp_path)(x), y @ last.T)
-        file = tmp_path / "model.safetensors"
-        save_file(load_file(file) | {"1.norm.weight": torch.ones(6)}, file)
-        with pytest.raises(ModelLoadError, match=r"has 1\.norm\.weight, which it should not have"):
+def test_files_come_back(tmp_path: Path) -> None:
+    """Also by the published names, with one weight for all blocks, as a sequence of blocks and a linear layer is saved."""
+    torch.manual_seed(0)
+    head, x, file = AcceptanceHead(6, 2), torch.randn(5, 6), tmp_path / "model.safetensors"
+    torch.nn.init.normal_(head.blocks[0].weight)  # type: ignore[arg-type]
+    head.save(tmp_path)
+    assert torch.equal(AcceptanceHead.load(tmp_path)(x), head(x))
+    weight, bias, last = torch.randn(6, 6), torch.randn(6), torch.randn(2, 6)
+    published = {"0.linear.weight": weight, "0.linear.bias": bias, "3.weight": last}
+    save_file(published, file)
+    y = x
+    for _ in range(3):
+        y = y + torch.nn.functional.silu(y @ weight.T + bias)
+    torch.testing.assert_close(AcceptanceHead.load(tmp_path)(x), y @ last.T)
+    AcceptanceHead(6, 1).save(tmp_path)
+    ours = load_file(file)
+    for tensors, message in (
+        (published | {"1.norm.weight": torch.ones(6)}, r"has 1\.norm\.weight, which it should not have"),
+        ({"x": ours["out.weight"]}, "output layer"),
+        (ours | {"out.weight": torch.ones(2, 9)}, r"blocks\.0\.weight .* is \[6, 6\], and .* gives \[9, 9\]"),
+        (None, "cannot read"),
+    ):
+        if tensors is None:
+            file.write_bytes(b"x")
+        else:
+            save_file(tensors, file)
+        with pytest.raises(ModelLoadError, match=message):
             AcceptanceHead.load(tmp_path)
-
-    def test_wrong_ones_are_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelNotFoundError, match="acceptance head"):
-            AcceptanceHead.load(tmp_path)
-        AcceptanceHead(6, 1).save(tmp_path)
-        tensors = load_file(tmp_path / "model.safetensors")
-        save_file({"x": tensors["out.weight"]}, tmp_path / "model.safetensors")
-        with pytest.raises(ModelLoadError, match="output layer"):
-            AcceptanceHead.load(tmp_path)
-        save_file(tensors | {"out.weight": torch.ones(2, 9)}, tmp_path / "model.safetensors")
-        with pytest.raises(
-            ModelLoadError, match=r"blocks\.0\.weight of the acceptance head in .* is \[6, 6\], and .* gives \[9, 9\]"
-        ):
-            AcceptanceHead.load(tmp_path)
-        (tmp_path / "model.safetensors").write_bytes(b"x")
-        with pytest.raises(ModelLoadError, match="cannot read"):
-            AcceptanceHead.load(tmp_path)
-        with refused("threshold", 2.0):
-            AcceptanceLength(certain(0.5), 2.0)
+    file.unlink()
+    with pytest.raises(ModelNotFoundError, match="acceptance head"):
+        AcceptanceHead.load(tmp_path)
+    refuses(lambda: AcceptanceLength(certain(0.5), 2.0), "threshold", 2.0)
 
 
-def test_the_commands(tmp_path: Path, shell: tiny.Shell) -> None:
-    target, draft = tiny.save(tmp_path / "target"), tiny.save(tmp_path / "draft", tiny.llama(num_hidden_layers=1))
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"line {i}\n" for i in range(40)))
-    outputs, head = str(tmp_path / "outputs.jsonl"), str(tmp_path / "head")
-    asked = ("--model", str(target), "--prompts", str(prompts), "-n", "24", "-t", "1", "--seed", "3")
+def test_the_commands(tmp_path: Path, folder: Path, shell: tiny.Shell) -> None:
+    target, draft = str(folder), tiny.save(tmp_path / "draft", tiny.llama(num_hidden_layers=1))
+    prompts, outputs, head, other = (str(tmp_path / name) for name in ("prompts.txt", "outputs.jsonl", "head", "other"))
+    Path(prompts).write_text("".join(f"line {i}\n" for i in range(40)))
+    asked = ("--model", target, "--prompts", prompts, "-n", "24", "-t", "1", "--seed", "3")
     assert shell("record", outputs, *asked)[0] == 0
-    given = ("--kind", "acceptance", "--model", str(target), "--outputs", outputs, "--epochs", "2")
-    made = ("distill", head, *given, "--drafter", f"model({draft})")
-    code, out, err = shell(*made)
-    assert (code, err) == (0, "") and "divergence" in out and f"acceptance({head})" in out
+    given = ("--kind", "acceptance", "--model", target, "--outputs", outputs, "--epochs", "2")
+    drafter = ("--drafter", f"model({draft})")
+    out = shell.out("distill", head, *given, *drafter)
+    assert "divergence" in out and f"acceptance({head})" in out and "mean acceptance" in out and ": accepted " in out
     assert "trained with rejection weight 6: it predicts a / (a + 6 (1 - a)) for a probability a" in out
-    assert "mean acceptance" in out and ": accepted " in out
-    found = re.findall(r"([\d,]+) draft tokens, ([\d,]+) held out", out)[0]
+    [found] = re.findall(r"([\d,]+) draft tokens, ([\d,]+) held out", out)
     tokens, held_out = (int(one.replace(",", "")) for one in found)
     assert 0.09 < held_out / (tokens + held_out) < 0.11
-    again = shell(*made, "--rejection-weight", "1")
+    again = shell("distill", head, *given, *drafter, "--rejection-weight", "1")
     assert again[0] == 0 and "3 files of data from an earlier run" in again[1] and "weight" not in again[1]
-    plain = ("generate", "x", "--model", str(target), "-n", "16")
+    plain = ("generate", "x", "--model", target, "-n", "16")
     code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
     assert code == 0 and out == shell(*plain, "--drafter", "none")[1]
-    assert "needs --drafter" in shell.refused("distill", str(tmp_path / "other"), *given)
-    half = (*given, "--drafter", f"model({draft})", "--epochs", "0.5")
-    assert "--epochs 0.5 must be an integer" in shell.refused("distill", str(tmp_path / "other"), *half)
-    assert "hidden states" in shell.refused("distill", str(tmp_path / "other"), *given, "--drafter", "suffix")
-    assert "contains something else" in shell.refused("distill", str(target), *given, "--drafter", f"model({draft})")
+    for name, more, message in (
+        (other, (), "needs --drafter"),
+        (other, (*drafter, "--epochs", "0.5"), "--epochs 0.5 must be an integer"),
+        (other, ("--drafter", "suffix"), "hidden states"),
+        (target, drafter, "contains something else"),
+    ):
+        assert message in shell.refused("distill", name, *given, *more)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +23,10 @@ from foresay.models.sources.loading import load_model
 from foresay.records.recording import Recording
 from foresay.text.tokenizer import tokenizer_fingerprint
 from foresay_lab.training.curves import read_log
+from foresay_lab.training.fitting import Fitting
 from foresay_lab.training.outputs import read_outputs
 from helpers import tiny
-from helpers.waiting import wait_until
+from helpers.training import full_disk
 
 SMALL = "--hidden-layers 1,3 --draft-steps 2 --vocabulary-size 64"
 
@@ -96,10 +95,10 @@ def distil(shell: tiny.Shell, target: Path, recorded: Path) -> Distil:
     return Distil(shell, target, recorded)
 
 
-def test_a_head_is_written_that_drafts(distil: Distil, tmp_path: Path) -> None:
+def test_a_head_is_written_that_drafts(distil: Distil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "head"
-    said = distil(out, f"--epochs 4 --hidden-layers 1,2,3 --draft-steps 3 --tensorboard --states {tmp_path / 's'}")
-    assert f"head({out})" in said and "trained on 39 texts" in said and "tokens per pass" in said
+    printed = distil(out, f"--epochs 4 --hidden-layers 1,2,3 --draft-steps 3 --tensorboard --states {tmp_path / 's'}")
+    assert f"head({out})" in printed and "trained on 39 texts" in printed and "tokens per pass" in printed
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "model.safetensors", "foresay.json", "metrics.jsonl", "curves.png"} <= names
     config = json.loads((out / "config.json").read_text())
@@ -109,9 +108,6 @@ def test_a_head_is_written_that_drafts(distil: Distil, tmp_path: Path) -> None:
     assert distil.writes("--drafter", f"head({out})", "--length", "3") == plain
     model = library.load(str(distil.target), drafter=f"cascade(head={out}, suffix; k=[[2, 4], [0, 0]])")
     assert model.generate("the number 7", max_new_tokens=24).text.strip() == plain.strip()
-
-
-def test_tensorboard_is_needed_for_its_log(distil: Distil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foresay_lab.commands.distill.is_tensorboard_available", lambda: False)
     assert "--tensorboard needs tensorboard: pip install" in distil.refused(tmp_path / "x", "--tensorboard")
     assert not (tmp_path / "x").exists()
@@ -124,8 +120,8 @@ def test_a_head_is_exported_whole(layout: str, distil: Distil, head: Path, tmp_p
     command = distil.exports(head, out, "--layout", layout)
     if layout == "plain":
         assert "--verifier org/name " in distil.shell.refused(*command, *verifier)
-    said = distil.shell.out(*command, *(verifier if layout == "speculators" else []))
-    assert "layers 1, 3" in said and "64 tokens" in said
+    printed = distil.shell.out(*command, *(verifier if layout == "speculators" else []))
+    assert "layers 1, 3" in printed and "64 tokens" in printed
     tensors = load_file(out / "model.safetensors")
     assert tensors["lm_head.weight"].shape[0] == 64 and int(tensors["t2d"].sum()) == 64
     config = json.loads((out / "config.json").read_text())
@@ -137,16 +133,16 @@ def test_a_head_is_exported_whole(layout: str, distil: Distil, head: Path, tmp_p
 
 
 def test_a_block_drafter_is_written_exported_and_drafts(distil: Distil, head: Path, tmp_path: Path) -> None:
-    out, exported = tmp_path / "block", tmp_path / "exported"
-    said = distil(out, "--kind block --epochs 2 --hidden-layers 1,3 --block-size 4 --vocabulary-size 64")
-    assert f"block({out})" in said and "tokens per pass" in said
+    out, exported, again = (tmp_path / name for name in ("block", "exported", "again"))
+    printed = distil(out, "--kind block --epochs 2 --hidden-layers 1,3 --block-size 4 --vocabulary-size 64")
+    assert f"block({out})" in printed and "tokens per pass" in printed
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["Qwen3DSparkModel"] and config["target_layer_ids"] == [0, 2]
     export = distil.exports(out, exported)
     assert "--layout speculators " in distil.shell.refused(*export, "--layout", "speculators")
     assert "--verifier org/name " in distil.shell.refused(*export, "--verifier", "org/name")
-    said = distil.shell.out(*export)
-    assert "layers 1, 3" in said and "proposes 64 tokens" in said
+    printed = distil.shell.out(*export)
+    assert "layers 1, 3" in printed and "proposes 64 tokens" in printed
     assert {"lm_head.weight", "embed_tokens.weight"} <= load_file(exported / "model.safetensors").keys()
     plain = distil.writes("--drafter", "none")
     for folder in (out, exported):
@@ -154,26 +150,24 @@ def test_a_block_drafter_is_written_exported_and_drafts(distil: Distil, head: Pa
     generate = ["generate", "--model", str(distil.target), "x", "--drafter"]
     assert "is a block drafter, not a head" in distil.shell.refused(*generate, f"head({out})")
     assert "is a head, not a block drafter" in distil.shell.refused(*generate, f"block({head})")
-    distil(tmp_path / "again", f"--kind block --from {out} --epochs 1 --learning-rate 1e-4")
+    distil(again, f"--kind block --from {out} --epochs 1 --learning-rate 1e-4")
+    kept = max(read_log(out).values(), key=lambda line: line["tokens_per_pass"])
+    assert read_log(again)[0]["divergence"] == pytest.approx(kept["divergence"], rel=0.05), "it goes on"
 
 
 def test_a_draft_model_is_written_that_transformers_loads(distil: Distil, pruned: Path, tmp_path: Path) -> None:
-    out = tmp_path / "draft"
+    """Cut to a table's tokens, it prints what to draft with, as it learned it; the table and the size need each other."""
+    out, cut, table, text = (tmp_path / name for name in ("draft", "cut", "table.safetensors", "a.txt"))
     assert f"--draft {out}" in distil(out, f"--draft {pruned} --all-weights")
     assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 1
     distil.writes("--draft", str(out))
-
-
-def test_a_draft_model_is_cut_to_a_table_s_tokens(distil: Distil, pruned: Path, tmp_path: Path) -> None:
-    """It prints what to draft with, as it learned it; a size without a table, and a table for a head, are refused."""
-    out, table, text = (tmp_path / name for name in ("draft", "table.safetensors", "a.txt"))
     text.write_text("the number 7 and the number 9 " * 40)
     distil.shell.out("distill", str(table), "--kind", "ngram", "--model", str(distil.target), "--text", str(text))
-    cut = f"--draft {pruned} --vocabulary-size 12"
-    drafter = distil(out, f"{cut} --vocabulary {table}").split("--drafter '")[1].split("'")[0]
-    assert drafter == f"model({out}, vocabulary={table}, vocabulary_size=12)"
+    given = f"--draft {pruned} --vocabulary-size 12"
+    drafter = distil(cut, f"{given} --vocabulary {table}").split("--drafter '")[1].split("'")[0]
+    assert drafter == f"model({cut}, vocabulary={table}, vocabulary_size=12)"
     assert distil.writes("--drafter", drafter, "--length", "3") == distil.writes("--drafter", "none")
-    assert "need each other" in distil.refused(tmp_path / "x", cut)
+    assert "need each other" in distil.refused(tmp_path / "x", given)
     other = f"--vocabulary {table} --vocabulary-size 12"
     assert "--vocabulary applies to --kind model" in distil.refused(tmp_path / "x", other)
 
@@ -232,38 +226,35 @@ def test_several_processes_take_the_steps_of_one(distil: Distil, tmp_path: Path)
     assert "processes=2, not 1" in distil.refused(two, more)
 
 
-def test_a_head_goes_on_with_another_schedule(distil: Distil, tmp_path: Path) -> None:
-    first, then = tmp_path / "first", tmp_path / "then"
+def test_a_head_goes_on_with_another_schedule_or_other_tokens(distil: Distil, tmp_path: Path) -> None:
+    """Such as those of new texts: the head's weights do not depend on the tokens that it drafts."""
+    first, then, fewer, own, whole = (tmp_path / name for name in ("first", "then", "fewer", "own", "whole"))
     shape = "--hidden-layers 1,2,3 --draft-steps 2 --vocabulary-size 64 --feed-forward 40"
     distil(first, f"--epochs 12 --learning-rate 1e-2 {shape}")
-    again = f"--from {first} --draft-steps 2 --learning-rate 1e-4"
-    distil(then, again)
+    given = f"--from {first} --draft-steps 2 --learning-rate 1e-4"
+    distil(then, given)
     ended, began = read_log(first), read_log(then)
     kept = max(ended.values(), key=lambda line: line["tokens_per_pass"])  # the first of the best
     assert began[0]["divergence"] == pytest.approx(kept["divergence"], abs=0.05)
     assert began[0]["divergence"] < 0.7 * ended[0]["divergence"], "not anew"
     assert json.loads((then / "foresay.json").read_text())["from"] == str(first)
-    assert "--from sets the shape" in distil.refused(tmp_path / "x", f"{again} --hidden-layers 1")
-    distil.target = tiny.save(tmp_path / "other", tiny.llama(hidden_size=48))
-    assert "head" in distil.refused(tmp_path / "y", again)
-
-
-def test_a_head_goes_on_with_other_tokens(distil: Distil, tmp_path: Path) -> None:
-    """Such as those of new texts: the head's weights do not depend on the tokens that it drafts."""
-    first, then, own, whole = (tmp_path / name for name in ("first", "then", "own", "whole"))
-    new = "--draft-steps 2 --epochs 2"
-    distil(first, f"{new} --vocabulary-size 40")
-    said = distil(then, f"{new} --from {first} --vocabulary-size 24")
-    assert "it drafts 24 tokens, " in said and "% of those that the target generated" in said
-    before, after = read_draft(first), read_draft(then)
+    printed = distil(fewer, f"{given} --vocabulary-size 24")
+    assert "it drafts 24 tokens, " in printed and "% of those that the target generated" in printed
+    before, after = read_draft(first), read_draft(fewer)
     assert before.token_ids is not None and after.token_ids is not None and after.config.draft_vocab_size == 24
     assert len(after.token_ids) == 24 and set(after.token_ids.tolist()) < set(before.token_ids.tolist())
-    assert json.loads((then / "config.json").read_text())["draft_vocab_size"] == 24
+    assert json.loads((fewer / "config.json").read_text())["draft_vocab_size"] == 24
     size = json.loads((distil.target / "config.json").read_text())["vocab_size"]
-    distil(whole, f"{new} --from {first} --vocabulary-size {size}")
+    distil(whole, f"{given} --vocabulary-size {size}")
     assert read_draft(whole).token_ids is None
-    distil(own, f"{new} --own-output-layer")
-    assert "output layer" in distil.refused(tmp_path / "x", f"{new} --from {own} --vocabulary-size 24")
+    distil(own, "--draft-steps 2 --own-output-layer")
+    for more, message in (
+        (f"{given} --hidden-layers 1", "--from sets the shape"),
+        (f"--from {own} --draft-steps 2 --vocabulary-size 24", "output layer"),
+    ):
+        assert message in distil.refused(tmp_path / "x", more)
+    distil.target = tiny.save(tmp_path / "other", tiny.llama(hidden_size=48))
+    assert "head" in distil.refused(tmp_path / "y", given)
 
 
 def test_a_run_that_ended_before_its_first_evaluation_goes_on(distil: Distil, tmp_path: Path) -> None:
@@ -277,28 +268,27 @@ def test_a_run_that_ended_before_its_first_evaluation_goes_on(distil: Distil, tm
     assert "--draft-steps 5" in distil.refused(out, "--hidden-layers 1,2,3 --draft-steps 4")
 
 
-def test_ctrl_c_leaves_a_checkpoint_that_goes_on(distil: Distil, tmp_path: Path) -> None:
-    out = tmp_path / "head"
-    endless = "--epochs 100000 --evaluate-minutes 50"
-    child = subprocess.Popen(
-        [*tiny.FORESAY, "distill", str(out), *asked(distil.target, distil.recorded, endless)],
-        env=tiny.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal's shell
-    )
-    wait_until(lambda: (out / "checkpoint").is_dir() or child.poll() is not None, "a checkpoint is written")
-    time.sleep(1)
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == 130 and b"Traceback" not in err
-    before = json.loads((out / "checkpoint" / "state.json").read_text())["step"]
-    assert before > 0 and f"{before} of them earlier" in distil(out, "--epochs 100000 --minutes 0.03")
+def test_ctrl_c_leaves_a_checkpoint_that_goes_on(
+    distil: Distil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the fourth step."""
+    out, step, left = tmp_path / "head", Fitting._step, [None] * 3
+
+    def interrupted(self: Fitting, share: float) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        step(self, share)
+
+    monkeypatch.setattr(Fitting, "_step", interrupted)
+    command = ["distill", str(out), *asked(distil.target, distil.recorded, "--epochs 2")]
+    assert distil.shell(*command) == (130, "", "")
+    monkeypatch.undo()
+    assert "3 of them earlier" in distil.shell.out(*command)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_are_refused(distil: Distil, tmp_path: Path) -> None:
+    for options, message in (
         ("--kind medusa", "--kind medusa"),
         ("--block-size 4", "--block-size applies to --kind block and dflash2"),
         ("--kind dflash2 --from x --rank 2", "--from sets the shape"),
@@ -314,18 +304,14 @@ def test_ctrl_c_leaves_a_checkpoint_that_goes_on(distil: Distil, tmp_path: Path)
         ("--hidden-layers 1,x", "--hidden-layers 1,x"),
         ("--hidden-layers 1,9", "--hidden-layers [1, 9]"),
         ("--vocabulary-size 9999", "vocabulary-size"),
-    ],
-)
-def test_options_that_are_refused(options: str, message: str, distil: Distil, tmp_path: Path) -> None:
-    assert message in distil.refused(tmp_path / "x", options)
+    ):
+        assert message in distil.refused(tmp_path / "x", options), options
 
 
 def test_what_is_refused(distil: Distil, tmp_path: Path) -> None:
-    shell, out, recorded = distil.shell, tmp_path / "head", distil.recorded
-    assert "--outputs" in shell.refused("distill", str(out), "--model", str(distil.target))
-    assert "no such folder" in shell.refused(
-        "generate", "--model", str(distil.target), "--drafter", "head(/nowhere)", "x"
-    )
+    out, recorded, model = tmp_path / "head", distil.recorded, ("--model", str(distil.target))
+    assert "--outputs" in distil.shell.refused("distill", str(out), *model)
+    assert "no such folder" in distil.shell.refused("generate", *model, "--drafter", "head(/nowhere)", "x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     assert "contains something else, and is not changed" in distil.refused(tmp_path / "other")
@@ -339,21 +325,9 @@ def test_what_is_refused(distil: Distil, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["head", pytest.param("model", marks=pytest.mark.long)])
 def test_a_full_disk_is_one_line(draft: str, distil: Distil, pruned: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for it."""
     out = tmp_path / "draft"
-    given = "--hidden-layers 1,2,3" if draft == "head" else f"--draft {pruned} --all-weights"
-    command = ["distill", str(out), *asked(distil.target, distil.recorded, f"--epochs 0.2 {given}")]
-    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
-    done = subprocess.run(
-        [sys.executable, "-c", limit + "from foresay.cli import main; main(sys.argv[1:])", *command],
-        capture_output=True,
-        timeout=120,
-        env=tiny.environment(),
-        text=True,
-        check=False,
-    )
-    (line,) = [one for one in done.stderr.splitlines() if one.startswith("foresay: ")]
-    assert done.returncode == 2 and line == f"foresay: OUTPUT {out} cannot be written: File too large", done.stderr
-    assert "Traceback" not in done.stderr
+    given = "--epochs 0.2 " + ("--hidden-layers 1,2,3" if draft == "head" else f"--draft {pruned} --all-weights")
+    with full_disk(20_000):
+        assert distil.refused(out, given) == f"OUTPUT {out} cannot be written: File too large"
     assert not [path for path in out.rglob("*") if path.suffix in (".safetensors", ".work")]
-    assert distil.shell(*command)[0] == 0
+    distil(out, given)

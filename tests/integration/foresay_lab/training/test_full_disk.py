@@ -1,15 +1,10 @@
-"""A file system that takes no more: one line that names what could not be written, and nothing half-written is left.
-
-A limit on the size of files stands in for a full disk: the system refuses the same calls, with another reason.
-"""
+"""A file system that takes no more: one line that names what could not be written, and nothing half-written is left."""
 
 from __future__ import annotations
 
 import json
-import resource
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +22,12 @@ from foresay_lab.training.outputs import texts_of
 from foresay_lab.training.teacher import CachedPasses, TargetPasses
 from helpers import tiny
 from helpers.heads import random_head
-
-_LIMIT = 1000
-
-
-@contextmanager
-def full() -> Iterator[None]:
-    """Files of this process may have 1,000 bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_LIMIT, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from helpers.training import full_disk
 
 
 def refused(write: Callable[[], object], path: Path) -> None:
     """Writing is refused in one line that names the path."""
-    with full(), pytest.raises(ConfigError, match="File too large") as caught:
+    with full_disk(1000), pytest.raises(ConfigError, match="File too large") as caught:
         write()
     assert (caught.value.param, str(caught.value.value)) == ("path", str(path))
 
@@ -61,6 +44,7 @@ def names(folder: Path) -> list[str]:
 def test_heads(target: Any, tmp_path: Path) -> None:
     head = random_head(target.model)
     refused(lambda: write_draft(head, tmp_path), tmp_path)
+    refused(lambda: AcceptanceHead(64).save(tmp_path), tmp_path)
     assert not names(tmp_path)
     write_draft(head, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
@@ -71,15 +55,12 @@ def test_heads(target: Any, tmp_path: Path) -> None:
     assert names(tmp_path) == ["config.json", "model.safetensors"]
     found = read_draft(tmp_path).module.state_dict()
     assert all(torch.equal(found[name], one) for name, one in other.module.state_dict().items())
-
-
-def test_heads_have_the_rights_that_the_umask_leaves(target: Any, tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     (tmp_path / "acceptance").mkdir()
-    write_draft(random_head(target.model), tmp_path)
     AcceptanceHead(8).save(tmp_path / "acceptance")
     modes = [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()]
-    assert modes == [stat.S_IMODE((tmp_path / "plain").stat().st_mode)] * 5
+    plain = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert modes == [plain] * 5, "the rights that the umask leaves"
 
 
 def test_checkpoints(tmp_path: Path) -> None:
@@ -96,16 +77,13 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint"]
 
 
-def test_what_a_target_showed(target: Any, tmp_path: Path) -> None:
+def test_what_a_target_computed_and_curves(target: Any, tmp_path: Path) -> None:
     kept = CachedPasses(tmp_path, TargetPasses(target.model, ()))
     (text,) = texts_of([list(range(5, 60))], 100)
     refused(lambda: kept(text), kept._path(text))
+    lines = {n: {"tokens": n, "tokens_per_pass": 1.0, "acceptance_1": 0.5, "loss": 1.0} for n in range(3)}
+    refused(lambda: draw_curves(tmp_path, lines), tmp_path / CURVES)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_acceptance_heads(tmp_path: Path) -> None:
-    refused(lambda: AcceptanceHead(64).save(tmp_path), tmp_path)
-    assert not names(tmp_path)
 
 
 def test_logs_go_on_where_the_disk_was_full(tmp_path: Path) -> None:
@@ -118,9 +96,3 @@ def test_logs_go_on_where_the_disk_was_full(tmp_path: Path) -> None:
         assert log.lines == [{"n": 1}]
         log.append({"n": 2})
     assert [json.loads(line) for line in path.read_text().splitlines()[1:]] == [{"n": 1}, {"n": 2}]
-
-
-def test_curves(tmp_path: Path) -> None:
-    lines = {n: {"tokens": n, "tokens_per_pass": 1.0, "acceptance_1": 0.5, "loss": 1.0} for n in range(3)}
-    refused(lambda: draw_curves(tmp_path, lines), tmp_path / CURVES)
-    assert not names(tmp_path)

@@ -16,7 +16,7 @@ from foresay_lab.training.importance import Importance, measure
 from foresay_lab.training.prune import Shape, choose_kept, layers_to_keep, pruned
 from helpers import tiny
 from helpers.families import make
-from helpers.refusals import refused
+from helpers.refusals import refuses
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite"]
 IDS = torch.tensor([[5, 9, 17, 3, 4, 8, 60, 2, 33, 21, 7, 7]])
@@ -40,19 +40,14 @@ def cut(model: Any, keep: Any = "first", **sizes: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_that_there_is_computes_the_same(family: str) -> None:
+def test_fewer_layers_are_the_model_without_the_others(family: str) -> None:
+    """And all that there is computes the same."""
     model = make(family)
     torch.testing.assert_close(logits(cut(model)[0]), logits(model), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_fewer_layers_are_the_model_without_the_others(family: str) -> None:
-    model = make(family)
-    small, _ = cut(model, [0, 2], layers=2)
-    without = copy.deepcopy(model)
+    small, without = cut(model, [0, 2], layers=2)[0], copy.deepcopy(model)
     without.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[2]])
-    for place, layer in enumerate(without.model.layers):
-        layer.self_attn.layer_idx = place
+    for index, layer in enumerate(without.model.layers):
+        layer.self_attn.layer_idx = index
     without.config.num_hidden_layers = 2
     if getattr(without.config, "layer_types", None):
         without.config.layer_types = [model.config.layer_types[0], model.config.layer_types[2]]
@@ -83,25 +78,23 @@ def masked(model: Any, kept: Any, whole: Shape) -> Any:
     return out
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_a_narrower_model_computes_what_is_left(family: str) -> None:
+    model = make(family, head_dim=8, rms_norm_eps=1e-12)
+    whole = Shape.of(model.config)
+    for sizes in (
         {"hidden": 20},
         {"heads": 2},
         {"heads": 2, "kv_heads": 1},
         {"kv_heads": 1, "heads": 1},
         {"feed_forward": 30},
         {"hidden": 24, "heads": 2, "kv_heads": 2, "feed_forward": 17},
-    ],
-)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
-def test_a_narrower_model_computes_what_is_left(family: str, sizes: dict[str, int]) -> None:
-    model = make(family, head_dim=8, rms_norm_eps=1e-12)
-    small, kept = cut(model, **sizes)
-    wanted = logits(masked(model, kept, Shape.of(model.config)))
-    torch.testing.assert_close(logits(small), wanted, atol=2e-4, rtol=2e-4)
-    assert not torch.allclose(wanted, logits(model), atol=1e-2), "control"
-    assert Shape.of(small.config) == Shape.of(model.config).smaller(**sizes)
+    ):
+        small, kept = cut(model, **sizes)
+        wanted = logits(masked(model, kept, whole))
+        torch.testing.assert_close(logits(small), wanted, atol=2e-4, rtol=2e-4)
+        assert not torch.allclose(wanted, logits(model), atol=1e-2), "control"
+        assert Shape.of(small.config) == whole.smaller(**sizes)
 
 
 @torch.no_grad()
@@ -124,73 +117,56 @@ def test_what_matters_is_measured() -> None:
     assert int(found.hidden.argmax()) == 11
 
 
-@pytest.mark.parametrize(("count", "wanted"), [(1, (0,)), (2, (0, 9)), (4, (0, 3, 6, 9)), (10, tuple(range(10)))])
-def test_evenly_spaced_layers_have_both_ends(count: int, wanted: tuple[int, ...]) -> None:
-    assert layers_to_keep("even", count, 10, None) == wanted
-    assert layers_to_keep("first", count, 10, None) == tuple(range(count))
+def test_evenly_spaced_layers_have_both_ends() -> None:
+    for count, wanted in ((1, (0,)), (2, (0, 9)), (4, (0, 3, 6, 9)), (10, tuple(range(10)))):
+        assert layers_to_keep("even", count, 10, None) == wanted
+        assert layers_to_keep("first", count, 10, None) == tuple(range(count))
 
 
 def test_shapes_that_cannot_be_cut_out_are_refused() -> None:
     whole = Shape(layers=3, hidden=32, heads=4, kv_heads=2, feed_forward=48)
-    for sizes, said in (
+    shapes: list[tuple[dict[str, int], str]] = [
         ({"layers": 4}, "layers=4 must be 1 to 3"),
         ({"hidden": 0}, "hidden=0 must be 1 to 32"),
         ({"heads": 3}, "must be a multiple of kv_heads=2"),
         ({"kv_heads": 1, "heads": 3}, "leaves 3 heads per group"),
-    ):
-        with pytest.raises(ConfigError, match=said):
+    ]
+    for sizes, message in shapes:
+        with pytest.raises(ConfigError, match=message):
             whole.smaller(**sizes)
-    with refused("text"):
-        choose_kept(whole, whole.smaller(hidden=16), [0, 1, 2], None)
     with pytest.raises(ConfigError, match="must be 2 different ones of 0 to 2"):
         layers_to_keep([0, 3], 2, 3, None)
     with pytest.raises(UnknownNameError):
         layers_to_keep("last", 2, 3, None)
-    with refused("text"):
-        measure(make("llama"), [])
+    refuses(lambda: choose_kept(whole, whole.smaller(hidden=16), [0, 1, 2], None), "text")
+    refuses(lambda: measure(make("llama"), []), "text")
+    for family in ("gpt2", "falcon", "mixtral"):
+        model = make(family)
+        with pytest.raises(UnsupportedModelError):
+            cut(model, layers=2)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "falcon", "mixtral"])
-def test_families_of_other_parts_are_refused(family: str) -> None:
-    model = make(family)
-    with pytest.raises(UnsupportedModelError):
-        cut(model, layers=2)
+def test_the_command_writes_a_folder_that_transformers_loads(tmp_path: Path, shell: tiny.Shell) -> None:
+    source, out, other = (tmp_path / name for name in ("source", "small", "other"))
+    tiny.save(source, tiny.llama(num_hidden_layers=6))
+    (tmp_path / "text.txt").write_text("hello world, hello world\n" * 40)
 
+    def pruned_by(folder: Path) -> list[str]:
+        return ["distill", str(folder), "--kind", "pruned", "--model", str(source)]
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("source"), tiny.llama(num_hidden_layers=6))
-
-
-def pruned_by(source: Path, out: Path | str) -> list[str]:
-    return ["distill", str(out), "--kind", "pruned", "--model", str(source)]
-
-
-def test_the_command_writes_a_folder_that_transformers_loads(source: Path, tmp_path: Path, shell: tiny.Shell) -> None:
-    foresay, out = shell, tmp_path / "small"
-    text = tmp_path / "text.txt"
-    text.write_text("hello world, hello world\n" * 40)
-    whole = Shape.of(tiny.llama().config)
-    sizes = ("--layers", "2", "--hidden", "16", "--attention-heads", "1", "--kv-heads", "1", "--feed-forward", "24")
-    code, said, _ = foresay(*pruned_by(source, out), *sizes, "--text", str(text), "--tokens", "100")
-    assert code == 0
-    assert "layers: 0, 5 of 6" in said
-    assert "measured on 100 tokens" in said
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert Shape.of(model.config) == Shape(2, 16, 1, 1, 24)
+    sizes = ["--layers", "2", "--hidden", "16", "--attention-heads", "1", "--kv-heads", "1", "--feed-forward", "24"]
+    printed = shell.out(*pruned_by(out), *sizes, "--text", str(tmp_path / "text.txt"), "--tokens", "100")
+    assert "layers: 0, 5 of 6" in printed and "measured on 100 tokens" in printed
+    assert Shape.of(AutoModelForCausalLM.from_pretrained(out).config) == Shape(2, 16, 1, 1, 24)
     assert AutoTokenizer.from_pretrained(out)("hello").input_ids == tiny.tokenizer()("hello").input_ids
     note = json.loads((out / "foresay.json").read_text())
     assert (note["layers_kept"], note["measured_on"]["tokens"]) == ([0, 5], 100)
-    code, said, _ = foresay("generate", "hello", "--model", str(source), "--draft", str(out), "--max-new-tokens", "4")
-    assert code == 0
+    assert shell("generate", "hello", "--model", str(source), "--draft", str(out), "-n", "4")[0] == 0
 
-    assert "add --force" in foresay.refused(*pruned_by(source, out), "--layers", "1")
-    assert foresay(*pruned_by(source, out), "--keep", "0,2,4", "--force")[0] == 0
+    assert "add --force" in shell.refused(*pruned_by(out), "--layers", "1")
+    shell.out(*pruned_by(out), "--keep", "0,2,4", "--force")
     assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 3
-    assert "not made by foresay" in foresay.refused(*pruned_by(source, source), "--layers", "1", "--force")
-    other = str(tmp_path / "other")
-    assert "--hidden 33" in foresay.refused(*pruned_by(source, other), "--hidden", str(whole.hidden + 1))
-    assert not Path(other).exists()
-    code, said, _ = foresay(*pruned_by(source, other), "--layers", "3", "--keep", "important")
-    assert code == 0
-    assert "measured on" in said
+    assert "not made by foresay" in shell.refused(*pruned_by(source), "--layers", "1", "--force")
+    assert "--hidden 33" in shell.refused(*pruned_by(other), "--hidden", "33")
+    assert not other.exists()
+    assert "measured on" in shell.out(*pruned_by(other), "--layers", "3", "--keep", "important")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,6 +33,7 @@ from helpers.recordings import SAMPLED, Numbers, loaded, numbered
 from helpers.refusals import refuses
 
 GREEDY = SamplingParams(max_new_tokens=20, stop_token_ids=(36,))
+CASCADE = "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +42,15 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def greedy(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    return record(loaded(), numbered(6), tmp_path_factory.mktemp("greedy") / "r.jsonl", GREEDY)
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
+    folder, hot = tmp_path_factory.mktemp("recordings"), replace(SAMPLED, temperature=1.5, top_p=1.0)
+    made = {"greedy": (None, GREEDY), "sampled": (None, hot), "t5": (make_seq2seq("t5"), GREEDY)}
+    return {name: record(loaded(target), numbered(6), folder / name, p) for name, (target, p) in made.items()}
 
 
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    params = replace(SAMPLED, temperature=1.5, top_p=1.0)
-    return record(loaded(), numbered(6), tmp_path_factory.mktemp("sampled") / "r.jsonl", params)
+@pytest.fixture
+def greedy(recordings: dict[str, Recording]) -> Recording:
+    return recordings["greedy"]
 
 
 class Failing(Stateless):
@@ -66,99 +66,64 @@ def differing(generator: Generator, recording: Recording) -> int:
     return len(text_differences(recording.records, [one.token_ids for one in done]))
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("drafter", ["none", "suffix", "self(1)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"])
-def test_greedy_outputs_are_the_recorded_ones(greedy: Recording, drafter: str, batch: int) -> None:
-    assert {one.finish_reason for one in greedy.records} == {"stop", "length"}
-    generator = repeatable(loaded(drafter=drafter, batch=batch))
-    assert why_not_compared(greedy, generator) is None
-    assert differing(generator, greedy) == 0
-
-
-def test_progress_is_told_in_order(greedy: Recording) -> None:
-    seen: list[tuple[int, int]] = []
-    decode(repeatable(loaded(drafter="suffix")), greedy, lambda *now: seen.append(now))
-    assert seen[-1] == (6, greedy.num_tokens) and seen == sorted(seen)
-
-
 @pytest.mark.parametrize(
-    ("drafter", "rule", "reason"),
+    ("kind", "drafter", "rule", "reason"),
     [
-        ("none", "speculative", None),
-        ("suffix", "speculative", None),
-        ("suffix", "block", None),
-        ("suffix(keep=true)", "match", None),
-        ("self(1)", "match", None),
-        ("self(1)", "speculative", "depends on sampled draft tokens; rule 'match' keeps it"),
-        ("self(1)", "block", "depends on sampled draft tokens"),
-        ("suffix", "coupled", "rule 'coupled' samples with other random numbers"),
-        ("suffix", "typical(0.001, 0.0001)", "rule 'typical' is lossy"),
+        *(("greedy", drafter, "speculative", None) for drafter in ("none", "self(1)", CASCADE)),
+        ("sampled", "none", "speculative", None),
+        ("sampled", "suffix", "speculative", None),
+        ("sampled", "suffix", "block", None),
+        ("sampled", "suffix(keep=true)", "match", None),
+        ("sampled", "self(1)", "match", None),
+        ("sampled", "self(1)", "speculative", "depends on sampled draft tokens; rule 'match' keeps it"),
+        ("sampled", "self(1)", "block", "depends on sampled draft tokens"),
+        ("sampled", "suffix", "coupled", "rule 'coupled' samples with other random numbers"),
+        ("sampled", "suffix", "typical(0.001, 0.0001)", "rule 'typical' is lossy"),
     ],
 )
-def test_sampled_outputs_are_compared_where_a_seed_fixes_them(
-    sampled: Recording, drafter: str, rule: str, reason: str | None
+def test_outputs_are_compared_where_greedy_decoding_or_a_seed_fixes_them(
+    recordings: dict[str, Recording], kind: str, drafter: str, rule: str, reason: str | None
 ) -> None:
     """Where they are not compared, some differ although nothing is wrong."""
-    generator = repeatable(loaded(drafter=drafter, rule=rule))
-    why = why_not_compared(sampled, generator)
+    recording, generator = recordings[kind], repeatable(loaded(drafter=drafter, rule=rule))
+    why = why_not_compared(recording, generator)
     assert why is None if reason is None else reason in (why or "")
-    assert (differing(generator, sampled) == 0) is (reason is None)
+    assert (differing(generator, recording) == 0) is (reason is None)
 
 
-def test_without_seeds_sampled_outputs_are_not_compared(sampled: Recording) -> None:
+def test_outputs_of_stops_encoders_and_without_seeds(recordings: dict[str, Recording]) -> None:
+    greedy, sampled, t5 = recordings.values()
+    seen: list[tuple[int, int]] = []
+    assert {one.finish_reason for one in greedy.records} == {"stop", "length"}
+    done = decode(repeatable(loaded(drafter="suffix", batch=1)), greedy, lambda *now: seen.append(now))
+    assert not text_differences(greedy.records, [one.token_ids for one in done])
+    assert seen[-1] == (6, greedy.num_tokens) and seen == sorted(seen)
+    assert all(one.source for one in t5.records)
+    assert differing(loaded(make_seq2seq("t5"), drafter="suffix", length=4), t5) == 0
     bare = replace(sampled, records=tuple(replace(one, seed=None) for one in sampled.records))
     assert why_not_compared(bare, loaded()) == "the recording is sampled and lacks seeds"
 
 
-def test_an_encoder_decoder(tmp_path: Path) -> None:
-    recording = record(loaded(make_seq2seq("t5")), numbered(6), tmp_path / "r.jsonl", GREEDY)
-    assert all(one.source for one in recording.records)
-    assert differing(loaded(make_seq2seq("t5"), drafter="suffix", length=4), recording) == 0
-
-
 def test_the_length_does_not_depend_on_time(greedy: Recording) -> None:
     assert isinstance(loaded(drafter="suffix").policy, ThroughputLength)
-    for drafter, number in {"suffix": 12, "self(1)": 4, "none": 0}.items():
+    for drafter, number in {"suffix": 12, "self(1)": 4, CASCADE: 4, "none": 0}.items():
         policy = repeatable(loaded(drafter=drafter)).policy
         assert isinstance(policy, ConstantLength) and policy.num_draft_tokens == number, drafter
     kept = loaded(drafter="suffix", length="heuristic(3)")
     assert repeatable(kept) is kept and isinstance(kept.policy, HeuristicLength)
     assert settings_of(kept, greedy)["length"] == "heuristic(start=3)"
+    for length in (None, "4", "heuristic", "confidence(0.4)", "entropy"):
+        check_settings("suffix", length)
+    refuses(lambda: check_settings("suffix", "throughput(sampled=4)"), "length")
+    refuses(lambda: check_settings("hybrid(suffix(memory=texts), model=A)", None), "drafter")
 
 
-@pytest.mark.parametrize("length", [None, "4", "heuristic", "confidence(0.4)", "entropy"])
-def test_a_length_of_the_row_alone_is_accepted(length: str | None) -> None:
-    check_settings("suffix", length)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "length", "param"),
-    [
-        *(("suffix", length, "length") for length in ("throughput", "throughput(sampled=4)", "throughput(high=8)")),
-        ("suffix(memory=texts)", None, "drafter"),
-        ("hybrid(suffix(memory=texts), model=A)", None, "drafter"),
-    ],
-)
-def test_a_length_that_adapts_to_time_and_a_memory_are_refused(drafter: str, length: str | None, param: str) -> None:
-    refuses(lambda: check_settings(drafter, length), param)
-
-
-def test_a_recording_of_another_vocabulary_is_refused(greedy: Recording) -> None:
-    generator = loaded()
-    check_vocabulary(greedy, generator)
-    check_vocabulary(replace(greedy, tokenizer=None), generator)
+def test_recordings_and_drafters_that_cannot_be_checked(greedy: Recording) -> None:
+    check_vocabulary(replace(greedy, tokenizer=None), loaded())
     check_vocabulary(greedy, loaded(tokenizer=Numbers()))
-    changes: list[dict[str, Any]] = [{"vocab_size": generator.target.model.vocab_size + 1}, {"tokenizer": "0"}]
-    for change in changes:
-        refuses(lambda c=change: check_vocabulary(replace(greedy, model="other", **c), generator), "recording", None)  # type: ignore[misc]
-
-
-def test_a_prompt_that_does_not_fit_is_named(greedy: Recording) -> None:
+    refuses(lambda: check_vocabulary(replace(greedy, tokenizer="0"), loaded()), "recording")
     long = replace(greedy.records[1], prompt=(1,) * 5000)
     with pytest.raises(ContextLengthError, match="prompt 'p1': the prompt has 5000 tokens"):
         decode(loaded(), replace(greedy, records=(greedy.records[0], long)))
-
-
-def test_a_drafter_that_fails_is_an_error(greedy: Recording) -> None:
     with pytest.raises(DraftFailedError, match="the drafter failed"):
         decode(loaded(drafter=Failing), greedy)

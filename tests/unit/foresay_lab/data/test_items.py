@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foresay.errors import UnknownNameError
 from foresay.text.prompts import encode
 from foresay_lab.data.datasets import ROLES, halves, load_items, subset
 from foresay_lab.data.items import PromptItem, as_prompt, next_turn, transcript
+from foresay_lab.data.requests import RequestBuilder
 from helpers.refusals import refused
 
 SAID = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
@@ -34,29 +36,25 @@ class Tokenizer:
 CHATTY, PLAIN = Tokenizer("yes"), Tokenizer(None)
 
 
-@pytest.mark.parametrize(
-    ("item", "chat", "tokenizer", "expected"),
-    [
-        (PromptItem("a", "Hi"), True, CHATTY, [{"role": "user", "content": "Hi"}]),
-        (PromptItem("a", "Hi"), False, CHATTY, "Hi"),
-        (PromptItem("a", "Hi"), True, PLAIN, "Hi"),
-        (PromptItem("a", "Hi"), True, None, "Hi"),
+def test_the_form_of_a_prompt() -> None:
+    text, joined = PromptItem("a", "Hi"), "System: Be brief.\n\nUser: Why?\n\nAssistant:"
+    cases: list[tuple[PromptItem, bool, Any, Any]] = [
+        (text, True, CHATTY, [{"role": "user", "content": "Hi"}]),
+        (text, False, CHATTY, "Hi"),
+        (text, True, PLAIN, "Hi"),
+        (text, True, None, "Hi"),
         (PromptItem("a", "def f(", raw=True), True, CHATTY, "def f("),
         (PromptItem("a", SAID), True, CHATTY, list(SAID)),
-        (PromptItem("a", SAID), False, CHATTY, "System: Be brief.\n\nUser: Why?\n\nAssistant:"),
-        (PromptItem("a", SAID), True, PLAIN, "System: Be brief.\n\nUser: Why?\n\nAssistant:"),
-    ],
-)
-def test_the_form_of_a_prompt(item: PromptItem, chat: bool, tokenizer: Any, expected: Any) -> None:
-    prompt = as_prompt(item, tokenizer, chat=chat)
-    assert prompt == expected
-    text = prompt if isinstance(prompt, str) else "".join(f"[{m['role']}]{m['content']}" for m in prompt)
-    assert encode(prompt, tokenizer or PLAIN) == [ord(char) for char in text]
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_roles_are_those_that_can_be_encoded(role: str) -> None:
-    assert encode([{"role": role, "content": "x"}], CHATTY)
+        (PromptItem("a", SAID), False, CHATTY, joined),
+        (PromptItem("a", SAID), True, PLAIN, joined),
+    ]
+    for item, chat, tokenizer, expected in cases:
+        prompt = as_prompt(item, tokenizer, chat=chat)
+        assert prompt == expected
+        written = prompt if isinstance(prompt, str) else "".join(f"[{m['role']}]{m['content']}" for m in prompt)
+        assert encode(prompt, tokenizer or PLAIN) == [ord(char) for char in written]
+    assert transcript([]) == "Assistant:"
+    assert all(encode([{"role": role, "content": "x"}], CHATTY) for role in ROLES)
 
 
 def test_turns() -> None:
@@ -72,34 +70,24 @@ def test_turns() -> None:
     assert next_turn(PromptItem("b", SAID, followups=("How?",)), 1, ["So."])[:2] == SAID
 
 
-@pytest.mark.parametrize(
-    ("turn", "answers", "message"),
-    [
-        (2, ["1", "2"], r"turn=2 of item 'a' must be in \[0, 1\]"),
-        (-1, [], r"turn=-1 of item 'a' must be in \[0, 1\]"),
-        (1, [], "turn 1 of item 'a' needs 1 earlier answers, not 0"),
-    ],
-)
-def test_turns_that_are_not_there(turn: int, answers: list[str], message: str) -> None:
-    with refused("turn"):
-        next_turn(PromptItem("a", "One?", followups=("Two?",)), turn, answers)
-
-
-def test_a_raw_item_is_no_chat() -> None:
+def test_what_is_refused() -> None:
+    item = PromptItem("a", "One?", followups=("Two?",))
+    for turn, answers in ((2, ["1", "2"]), (-1, []), (1, [])):
+        with refused("turn", turn):
+            next_turn(item, turn, answers)
     with refused("item", "a"):
         next_turn(PromptItem("a", "def f(", raw=True), 0, [])
+    with refused("prompts"):
+        halves([item])
 
+    def refuse(text: str) -> None:
+        raise UnknownNameError("token", text, ["b"])
 
-def test_an_item_cannot_be_changed() -> None:
-    with pytest.raises(FrozenInstanceError):
-        PromptItem("a", "Hi").id = "b"  # type: ignore[misc]
+    builder = RequestBuilder(SimpleNamespace(tokenizer=refuse))  # type: ignore[arg-type]
+    with refused("token", "a", UnknownNameError) as caught:
+        builder.first([PromptItem("chat-01", "a")])
+    assert "chat-01" in str(caught.value), "an error names its prompt"
 
-
-def test_a_transcript_of_nothing_asks_for_an_answer() -> None:
-    assert transcript([]) == "Assistant:"
-
-
-# Subsets and halves
 
 MANY = [PromptItem(f"{name}-{i}", "p", name) for i in range(12) for name in ("a", "b", "c") if name != "c" or i < 2]
 
@@ -147,53 +135,35 @@ def test_halves_are_disjoint_and_balanced(sizes: list[int], seed: int) -> None:
     assert all(part == [item for item in items if item in part] for part in parts)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_halves_are_of_like_lengths(seed: int) -> None:
+def test_halves_are_of_like_lengths() -> None:
     """One enormous prompt apart, the sums cannot differ by more than the longest does from the shortest."""
     items = [PromptItem(f"{i}", "x" * (i * i % 97 + 1), "") for i in range(40)]
-    sums = [sum(len(str(item.prompt)) for item in half) for half in halves(items, seed)]
-    assert abs(sums[0] - sums[1]) < 97
     chats = [PromptItem(f"{i}", ({"role": "user", "content": "x" * (10 ** (i // 2))},), "") for i in range(8)]
-    assert [sorted(len(item.prompt[0]["content"]) for item in half) for half in halves(chats, seed)] == [  # type: ignore[index,call-overload]
-        [1, 10, 100, 1000]
-    ] * 2
-    assert ids(halves(items, seed)[0]) != ids(halves(items, seed + 1)[0])
-
-
-def test_one_item_has_no_halves() -> None:
-    with refused("prompts"):
-        halves(MANY[:1])
-
-
-# The shipped set
-
-
-def lines_of(prompt: Any) -> list[str]:
-    return [line.strip() for line in prompt.split("\n") if len(line.strip()) > 30]
+    for seed in range(5):
+        sums = [sum(len(str(item.prompt)) for item in half) for half in halves(items, seed)]
+        assert abs(sums[0] - sums[1]) < 97
+        sizes = [sorted(len(item.prompt[0]["content"]) for item in half) for half in halves(chats, seed)]  # type: ignore[index,call-overload]
+        assert sizes == [[1, 10, 100, 1000]] * 2
+        assert ids(halves(items, seed)[0]) != ids(halves(items, seed + 1)[0])
 
 
 def test_the_shipped_set_is_well_formed() -> None:
     items = load_items()
-    names = ("chat", "code", "maths", "editing", "completion", "summarising")
+    words = {"chat": (10, 60), "code": (10, 60), "maths": (10, 60), "editing": (60, 150)}
+    names = (*words, "completion", "summarising")
     assert ids(items) == [f"{name}-{i:02d}" for name in names for i in range(1, 11)]
     assert all(item.id.startswith(item.category) and item.raw == (item.category == "completion") for item in items)
     assert Counter(item.category for item in load_items(count=30)) == dict.fromkeys(names, 5)
     texts = [str(item.prompt) for item in items]
     assert not [(a, b) for a in texts for b in texts if a is not b and a in b]
-    repeated = [line for line, times in Counter(line for text in texts for line in lines_of(text)).items() if times > 1]
-    assert not repeated
-
-
-@pytest.mark.parametrize(
-    ("category", "fewest", "most"), [("chat", 10, 60), ("code", 10, 60), ("maths", 10, 60), ("editing", 60, 150)]
-)
-def test_shipped_prompts_have_realistic_lengths(category: str, fewest: int, most: int) -> None:
-    assert all(fewest <= len(str(item.prompt).split()) <= most for item in load_items(category=category))
-
-
-def test_shipped_material_is_long_enough() -> None:
-    for item in load_items(category="completion"):
-        assert 30 <= str(item.prompt).count("\n") <= 60
-    for item in load_items(category="summarising"):
-        task, text = str(item.prompt).split("\n\n", 1)
-        assert 120 <= len(text.split()) <= 250 and len(task.split()) < 30
+    lines = Counter(line.strip() for text in texts for line in text.split("\n") if len(line.strip()) > 30)
+    assert max(lines.values()) == 1, "no line is repeated"
+    for item, text in zip(items, texts, strict=True):
+        if item.category in words:
+            fewest, most = words[item.category]
+            assert fewest <= len(text.split()) <= most
+        elif item.category == "completion":
+            assert 30 <= text.count("\n") <= 60
+        else:
+            task, material = text.split("\n\n", 1)
+            assert 120 <= len(material.split()) <= 250 and len(task.split()) < 30

@@ -68,15 +68,11 @@ def made(**changes: Any) -> Profile:
     return Profile(**{**values, **changes})
 
 
-# -- reading between ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "columns", "context", "seconds"),
-    [
-        (1, 1, 100, 10.0),
+def test_the_clock_by_hand() -> None:
+    clock = made().clock()
+    for batch, columns, context, seconds in (
+        *((t.batch, t.columns, t.context, t.seconds) for t in TIMINGS[:6]),
         (1, 3, 100, 13.0),  # half-way between 11 and 15
-        (4, 2, 100, 20.0),
         (2, 1, 100, 12.0),  # a third of the way from 10 to 16
         (2, 3, 100, 13 + (25 - 13) / 3),  # between columns first, then batches
         (1, 6, 100, 19.0),  # beyond the widest: 2 a column, as between the last two
@@ -87,72 +83,38 @@ def made(**changes: Any) -> Profile:
         (4, 1, 200, 20.0),
         (2, 1, 300, 12 + 200 * (0.01 + (0.04 - 0.01) / 3)),
         (1, 2, 0, 10.0),  # nearer than the first: a token of context costs 0.01
-    ],
-)
-def test_the_clock_by_hand(batch: int, columns: int, context: float, seconds: float) -> None:
-    assert made().clock()(batch, columns, context) == pytest.approx(seconds)
-
-
-def test_the_clock_answers_what_was_measured() -> None:
-    clock = made().clock()
-    for t in TIMINGS[:6]:
-        assert clock(t.batch, t.columns, t.context) == pytest.approx(t.seconds)
+    ):
+        assert clock(batch, columns, context) == pytest.approx(seconds), (batch, columns, context)
+    one = made(timings=(timing(2, 3, 50, 7.0),)).clock()
+    assert {one(1, 1, 10), one(2, 3, 50), one(64, 9, 1000)} == {7.0}, "one timing is the answer to everything"
+    with refused("profile"):
+        made(timings=()).clock()
 
 
 def test_a_clock_never_runs_backwards() -> None:
-    """RandomDrafter may make a wide pass quicker than a narrow one, or a long context; nothing becomes free, or less."""
-    noisy = made(timings=(timing(1, 1, 100, 10.0), timing(1, 4, 100, 8.0), timing(1, 1, 300, 4.0)))
-    clock = noisy.clock()
+    """Noise may make a wide pass quicker than a narrow one, or a long context; nothing becomes free, or less."""
+    clock = made(timings=(timing(1, 1, 100, 10.0), timing(1, 4, 100, 8.0), timing(1, 1, 300, 4.0))).clock()
     assert clock(1, 60, 100) == 8.0 and clock(1, 4, 10**6) == 8.0 and clock(1, 1, 0) == 10.0
     short = made(timings=(timing(1, 1, 100, 1.0), timing(1, 1, 200, 100.0), timing(1, 2, 100, 1.0)))
     assert short.clock()(1, 1, 0) == pytest.approx(0.1), "a tenth at the least"
 
 
-def test_one_timing_is_the_answer_to_everything() -> None:
-    clock = made(timings=(timing(2, 3, 50, 7.0),)).clock()
-    assert {clock(1, 1, 10), clock(2, 3, 50), clock(64, 9, 1000)} == {7.0}
-
-
-def test_a_profile_without_timings_has_no_clock() -> None:
-    with refused("profile"):
-        made(timings=()).clock()
-
-
-@pytest.mark.parametrize(("x", "y"), [(1, 10), (2, 15), (3, 20), (5, 24), (9, 32), (0, 5), (-9, 5)])
-def test_straight_lines(x: float, y: float) -> None:
-    assert line([(1, 10.0), (3, 20.0), (5, 24.0)], x) == pytest.approx(y)
-
-
-def test_lines_beyond_their_ends() -> None:
+def test_straight_lines_and_what_is_read_off_them() -> None:
+    for x, y in ((1, 10), (2, 15), (3, 20), (5, 24), (9, 32), (0, 5), (-9, 5)):
+        assert line([(1, 10.0), (3, 20.0), (5, 24.0)], x) == pytest.approx(y)
     falling = [(1, 10.0), (3, 8.0)]
     assert (line(falling, 9), line(falling, 2), line(falling, 0)) == (8, 9, 11)
     assert line([(4, 3.0)], 100) == 3 and line([], 5) == 0
-
-
-def test_filling_prompts() -> None:
-    one = made()
-    assert one.fill_seconds(0) == one.fill_seconds(-1) == 0
-    assert one.fill_seconds(68) == pytest.approx(4.0)
-    assert one.fill_seconds(256) == 10 and one.fill_seconds(512 + 128) == pytest.approx(27)
+    for tokens, seconds in ((0, 0), (-1, 0), (68, 4), (256, 10), (512 + 128, 27)):
+        assert made().fill_seconds(tokens) == pytest.approx(seconds)
     assert made(fills=()).fill_seconds(1000) == 0, "nothing is known"
-
-
-def test_drafting() -> None:
+    assert Floor(1000, 10, 100.0).seconds(4, 25.0) == 20
     one = made().with_drafts("d", [(1, 1, 1.0), (1, 5, 5.0), (8, 1, 8.0), (8, 5, 12.0)], 0.25)
-    assert one.draft_seconds("d", 1, 0) == 0
-    assert one.draft_seconds("d", 1, 3) == 3 and one.draft_seconds("d", 8, 3) == 10
-    assert one.draft_seconds("d", 1, 9) == 9, "as many more as the last ones cost"
-    assert one.draft_seconds("d", 4, 3) == pytest.approx(3 + 7 * 3 / 7)
+    for batch, length, seconds in ((1, 0, 0), (1, 3, 3), (8, 3, 10), (1, 9, 9), (4, 3, 3 + 7 * 3 / 7)):
+        assert one.draft_seconds("d", batch, length) == pytest.approx(seconds)
     assert one.draft_fills == {"d": 0.25} and made().drafts == {}
     two = one.with_drafts("e", [(1, 1, 2.0)], 0.0)
     assert set(two.drafts) == {"d", "e"} and set(two.draft_fills) == {"d", "e"}
-
-
-def test_a_floor_by_hand() -> None:
-    assert Floor(1000, 10, 100.0).seconds(4, 25.0) == 20
-
-
-# -- the file ------------------------------------------------------------------------------------------------------------
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -161,38 +123,17 @@ def test_save_and_load(tmp_path: Path) -> None:
     for one in (whole, made()):
         one.save(path)
         assert Profile.load(path) == one
-    assert [p.name for p in path.parent.iterdir()] == ["p.json"], "nothing is left next to it"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": "foresay-recording"},
-        {"version": 2},
-        {"timings": [{"batch": 1}]},
-        {"timings": 3},
-        {"fills": [[1]]},
-        {"floor": {"weight": 1}},
-        {"drafts": {"x": [[1, 2]]}},
-        {"colour": 1},
-        {"model": ...},
-    ],
-)
-def test_malformed_profiles(tmp_path: Path, change: dict[str, Any]) -> None:
-    path = tmp_path / "p.json"
-    made().save(path)
-    values = {**json.loads(path.read_text()), **change}
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
-    with refused("path"):
-        Profile.load(path)
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"{}"])
-def test_files_that_are_no_profiles(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "p.json"
-    path.write_bytes(data)
-    with refused("path"):
-        Profile.load(path)
+    assert list(path.parent.iterdir()) == [path], "nothing is left next to it"
+    values = json.loads(path.read_text())
+    malformed: list[dict[str, Any]] = [
+        *({"format": "foresay-recording"}, {"version": 2}, {"timings": [{"batch": 1}]}, {"timings": 3}),
+        *({"fills": [[1]]}, {"floor": {"weight": 1}}, {"drafts": {"x": [[1, 2]]}}, {"colour": 1}, {"model": ...}),
+    ]
+    texts = [json.dumps({k: v for k, v in (values | change).items() if v is not ...}).encode() for change in malformed]
+    for data in (*texts, b"", b"{", b"[]", b"3", b"\xff\xfe", b"{}"):
+        path.write_bytes(data)
+        with refused("path"):
+            Profile.load(path)
     with refused("path"):
         Profile.load(tmp_path / "none.json")
 
@@ -213,15 +154,11 @@ def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_key_and_value_bytes() -> None:
     grouped = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    whole, wide = (SimpleNamespace(**vars(grouped) | one) for one in ({"num_key_value_heads": None}, {"head_dim": 16}))
     assert kv_bytes(grouped, torch.float32) == 2 * 3 * 2 * 8 * 4
-    assert (
-        kv_bytes(SimpleNamespace(**vars(grouped) | {"num_key_value_heads": None}), torch.bfloat16) == 2 * 3 * 4 * 8 * 2
-    )
-    assert kv_bytes(SimpleNamespace(**vars(grouped), head_dim=16), torch.float16) == 2 * 3 * 2 * 16 * 2
+    assert kv_bytes(whole, torch.bfloat16) == 2 * 3 * 4 * 8 * 2
+    assert kv_bytes(wide, torch.float16) == 2 * 3 * 2 * 16 * 2
     assert kv_bytes(grouped, torch.int8) == 2 * 3 * 2 * (8 + 4), "with a scale"
-
-
-# -- what to expect ------------------------------------------------------------------------------------------------------
 
 
 def test_expectations_by_hand() -> None:
@@ -245,9 +182,6 @@ def test_expectations_by_hand() -> None:
     profiled = expect(done, recording, known, "d")
     assert profiled.draft_s == pytest.approx(0 + 3.0 + 3.0 + 14 * 0.5), "each pass, and reading the prompts"
     assert profiled.seconds == pytest.approx(target + fill + profiled.draft_s)
-
-
-# -- measuring -----------------------------------------------------------------------------------------------------------
 
 
 def loaded(drafter: str = "none", **changes: Any) -> Generator:
@@ -315,22 +249,17 @@ def test_passes_have_the_columns_they_are_timed_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "step", watched)
     measure(loaded(), batches=(2,), columns=(1, 5), contexts=(10,), repeats=4, fills=())
     assert seen.count((2, 5)) == 6 and seen.count((2, 1)) >= 6
-
-
-@pytest.mark.parametrize(
-    ("settings", "param", "value"),
-    [
+    wrong: list[tuple[dict[str, Any], str, Any]] = [
         ({"batches": ()}, "batch", []),
         ({"batches": (0,)}, "batch", [0]),
         ({"columns": (0, 1)}, "columns", [0, 1]),
         ({"contexts": (1,)}, "context", [1]),
         ({"repeats": 0}, "repeats", 0),
         ({"contexts": (252,)}, "context", 252),
-    ],
-)
-def test_what_cannot_be_measured(settings: dict[str, Any], param: str, value: Any) -> None:
-    with refused(param, value):
-        measure(loaded(), **{"batches": (1,), "columns": (1,), "contexts": (8,), "repeats": 1, **settings})
+    ]
+    for settings, param, value in wrong:
+        with refused(param, value):
+            measure(loaded(), **{"batches": (1,), "columns": (1,), "contexts": (8,), "repeats": 1, **settings})
 
 
 def test_measuring_a_drafter() -> None:
@@ -340,11 +269,10 @@ def test_measuring_a_drafter() -> None:
     assert times[1][2] > times[0][2], "four tokens take longer than one"
     with refused("drafter", "none"):
         measure_drafting(loaded())
-
-
-def test_quartiles() -> None:
-    assert quartiles([3.0]) == (3, 3, 3)
-    assert quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (3, 2, 4)
+    assert quartiles([3.0]) == (3, 3, 3) and quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (3, 2, 4)
+    # the line through the timed lengths has a point at or above every recorded prompt, up to a chunk
+    for longest, timed in ((1, 2), (32, 2), (33, 3), (129, len(FILLS)), (9999, len(FILLS))):
+        assert prompt_lengths(longest) == list(FILLS)[:timed] and FILLS[:3] == (8, 32, 128)
 
 
 def test_a_kept_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,44 +298,27 @@ def test_a_kept_profile_is_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(list((tmp_path / "profiles").iterdir())) == 1
 
 
-# -- bytes of weights ----------------------------------------------------------------------------------------------------
-
-
-class Small(nn.Module):
+def small(*, tied: bool) -> nn.ModuleDict:
     """An embedding of 10 x 8, a layer of 8 x 8 with a bias, a norm of 8 and a head."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.q_proj = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-        self.lm_head = nn.Linear(8, 10, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed.weight
+    embed, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    if tied:
+        head.weight = embed.weight
+    return nn.ModuleDict({"embed": embed, "q_proj": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "lm_head": head})
 
 
 def test_bytes_of_weights() -> None:
     layers = (64 + 8) + 16
-    assert weight_bytes(Small(tied=False)) == 4 * (layers + 80), "a few rows of the embedding are as good as nothing"
-    assert weight_bytes(Small(tied=True)) == 4 * (layers + 80), "the head is read whole, once"
-    assert weight_bytes(Small(tied=False).to(torch.bfloat16)) == 2 * (layers + 80)
+    assert weight_bytes(small(tied=False)) == 4 * (layers + 80), "a few rows of the embedding are as good as nothing"
+    assert weight_bytes(small(tied=True)) == 4 * (layers + 80), "the head is read whole, once"
+    assert weight_bytes(small(tied=False).to(torch.bfloat16)) == 2 * (layers + 80)
     shared = nn.ModuleList([nn.Linear(4, 4, bias=False)] * 3)
     assert weight_bytes(shared) == 4 * 16
     assert weight_bytes(nn.Embedding(5, 5)) == 0
 
 
 def test_packed_weights_count_as_much() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return
-    plain = make("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=64).to(torch.bfloat16)
-    before = weight_bytes(plain)
-    assert freeze_linears(plain) > 0
-    assert weight_bytes(plain) == pytest.approx(before, rel=0.15), "padded at most"
-
-
-@pytest.mark.parametrize(
-    ("longest", "timed"), [(1, [8, 32]), (32, [8, 32]), (33, [8, 32, 128]), (129, [*FILLS]), (9999, [*FILLS])]
-)
-def test_lengths_of_prompts_that_are_timed(longest: int, timed: list[int]) -> None:
-    """The line through them has a point at or above every recorded prompt, up to a chunk."""
-    assert prompt_lengths(longest) == timed and FILLS[:2] == (8, 32)
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        plain = make("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=64).to(torch.bfloat16)
+        before = weight_bytes(plain)
+        assert freeze_linears(plain) > 0
+        assert weight_bytes(plain) == pytest.approx(before, rel=0.15), "padded at most"

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 from huggingface_hub import metadata_load
 
 from foresay.records.results import Cell, Results, Run
@@ -42,6 +41,7 @@ def test_metadata_and_text(tmp_path: Path) -> None:
         "license": "mit",
         "tags": ["foresay", "speculative-decoding", "draft-model", "dspark"],
     }
+    assert RELATION in ("adapter", "merge", "quantized", "finetune"), "one of those in the hub's documentation"
     for line in (
         "# me/draft",
         "- reads layers 1, 5, 9 of the target",
@@ -52,11 +52,6 @@ def test_metadata_and_text(tmp_path: Path) -> None:
         "No measurement was given.",
     ):
         assert f"\n{line}\n" in card
-
-
-def test_the_relation_is_one_that_the_hub_accepts() -> None:
-    """As its documentation of model cards lists them."""
-    assert RELATION in ("adapter", "merge", "quantized", "finetune")
 
 
 def test_what_a_note_reports() -> None:
@@ -80,21 +75,19 @@ def test_what_a_note_reports() -> None:
     assert "private" not in card and "/home/me" not in card
 
 
-@pytest.mark.parametrize(
-    "note",
-    [
+def test_a_hostile_note_becomes_no_markup(tmp_path: Path) -> None:
+    notes: list[dict[str, Any]] = [
         {"texts": HOSTILE, "tokens": [1], "minutes": True, "seed": 1e300},
         {"held_out": HOSTILE, "provenance": HOSTILE},
         {"held_out": {"loss": HOSTILE}, "provenance": {"versions": [HOSTILE]}},
         {"provenance": {"versions": {HOSTILE: HOSTILE, "torch": 7}}},
         {"held_out": {"loss": float("nan")}},
-    ],
-)
-def test_a_hostile_note_becomes_no_markup(note: dict[str, Any], tmp_path: Path) -> None:
-    card = model_card(CardFacts(**FACTS, note=note))
-    assert MARKUP.search(card) is None and "nan" not in card
-    (tmp_path / "README.md").write_text(card)
-    assert "license" not in (metadata_load(tmp_path / "README.md") or {})
+    ]
+    for note in notes:
+        card = model_card(CardFacts(**FACTS, note=note))
+        assert MARKUP.search(card) is None and "nan" not in card
+        (tmp_path / "README.md").write_text(card)
+        assert "license" not in (metadata_load(tmp_path / "README.md") or {})
 
 
 def test_the_measured_table() -> None:
@@ -102,11 +95,7 @@ def test_the_measured_table() -> None:
     card = model_card(CardFacts(**FACTS, results=found, names={"/home/me/out": "me/draft"}))
     assert "| head(me/draft), 3 | shipped | 1 | greedy | 2.00x |" in card and "| plain | shipped |" in card
     assert "/home/me" not in card and "\nMachine: processor: EPYC, cores: 2.\n" in card
-
-
-def test_hostile_results_become_no_markup() -> None:
-    found = results(HOSTILE, machine={HOSTILE: HOSTILE})
-    card = model_card(CardFacts(**FACTS, results=found))
+    card = model_card(CardFacts(**FACTS, results=results(HOSTILE, machine={HOSTILE: HOSTILE})))
     row = next(line for line in card.splitlines() if "onerror" in line)
     assert row.startswith("| &lt;img") and row.replace("\\|", "").count("|") == 10
     assert MARKUP.search(card) is None

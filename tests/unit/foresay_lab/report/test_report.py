@@ -59,20 +59,18 @@ def suffix(seconds=5.0, stats=None, **more):
     return run("suffix, 4", seconds, stats=stats, **{"plain_seconds": 10.0, "identical": True} | more)
 
 
+def table(folder, *lines):
+    return read_report([write(folder / "r", *lines)]).table
+
+
 def columns(row):
     return {name: say(row) for name, say in COLUMNS.items()}
 
 
 def test_the_table_against_hand_computation(tmp_path):
     second = counts(60, 100, 80, 70, 40)
-    lines = [
-        suffix(5.0),
-        suffix(4.0, second, repeat=1),
-        suffix(8.0, second, repeat=2),
-        plain(10.0),
-        plain(12.5, repeat=1),
-    ]
-    (row, base) = read_report([write(tmp_path / "r", *lines)]).table
+    lines = [suffix(5.0), suffix(4.0, second, repeat=1), suffix(8.0, second, repeat=2)]
+    (row, base) = table(tmp_path, *lines, plain(10.0), plain(12.5, repeat=1))
     assert columns(row) == {
         "method": "suffix, 4",
         "data set": "chat",
@@ -93,23 +91,17 @@ def test_the_table_against_hand_computation(tmp_path):
     assert columns(base)["acceptance rate"] == columns(base)["identical"] == "-"
 
 
-def test_without_a_plain_run_beside_it_a_method_is_compared_with_the_plain_cell_of_its_setting(tmp_path):
+def test_without_a_plain_run_next_to_it_a_method_is_compared_with_the_plain_cell_of_its_setting(tmp_path):
+    """Rows are sorted by speed-up; those without come last."""
     lines = [plain(10.0), run("vllm", 5.0), run("vllm", 5.0, batch=8), plain(5.0, dataset="code")]
     lines += [run("vllm", 2.0, dataset="code", sampling="t=1")]
-    table = {row.group: row for row in read_report([write(tmp_path / "r", *lines)]).table if row.cell.method == "vllm"}
-    assert table["chat", 1, "greedy"].speed_up == (2, 2, 2)
-    assert table["chat", 8, "greedy"].speed_up is table["code", 1, "t=1"].speed_up is None
-    assert columns(table["chat", 8, "greedy"])["speed-up"] == "-"
-
-
-def test_rows_are_sorted_by_speed_up_and_those_without_come_last(tmp_path):
+    rows = {row.group: row for row in table(tmp_path, *lines) if row.cell.method == "vllm"}
+    assert rows["chat", 1, "greedy"].speed_up == (2, 2, 2)
+    assert rows["chat", 8, "greedy"].speed_up is rows["code", 1, "t=1"].speed_up is None
+    assert columns(rows["chat", 8, "greedy"])["speed-up"] == "-"
     lines = [run("b", 5.0, plain_seconds=6.0), run("none", 1.0), run("a", 5.0, plain_seconds=20.0), run("quick", 0.5)]
-    assert [row.cell.method for row in read_report([write(tmp_path / "r", *lines)]).table] == [
-        "a",
-        "b",
-        "quick",
-        "none",
-    ]
+    (tmp_path / "r").unlink()
+    assert [row.cell.method for row in table(tmp_path, *lines)] == ["a", "b", "quick", "none"]
 
 
 def test_the_summary_names_the_fastest_exact_method_and_its_gain(tmp_path):
@@ -123,32 +115,28 @@ def test_the_summary_names_the_fastest_exact_method_and_its_gain(tmp_path):
     assert report.warnings == ["Lossy, so the output may differ from the target's: typical."]
 
 
-@pytest.mark.parametrize(
-    ("methods", "plains"),
-    [([9.9, 9.3, 8.9], [10.0, 10.0]), ([11.0, 11.0], [10.0, 10.0]), ([9.8, 9.8], [10.0, 10.9])],
-    ids=["its own spread", "slower", "the spread of plain"],
-)
-def test_the_summary_is_honest_where_no_draft_pays(tmp_path, methods, plains):
-    lines = [suffix(seconds, repeat=i) for i, seconds in enumerate(methods)]
-    lines += [plain(seconds, repeat=i) for i, seconds in enumerate(plains)]
-    lines = [line | {"plain_seconds": None} for line in lines]
-    (sentence,) = read_report([write(tmp_path / "r", *lines)]).summary
-    assert "drafting does not pay" in sentence and "suffix, 4" in sentence
-
-
-def test_the_summary_where_there_is_nothing_to_compare(tmp_path):
+def test_the_summary_is_honest_where_no_draft_pays(tmp_path):
+    for name, methods, plains in (
+        ("its own spread", [9.9, 9.3, 8.9], [10.0, 10.0]),
+        ("slower", [11.0, 11.0], [10.0, 10.0]),
+        ("the spread of plain", [9.8, 9.8], [10.0, 10.9]),
+    ):
+        lines = [suffix(seconds, repeat=i) for i, seconds in enumerate(methods)]
+        lines += [plain(seconds, repeat=i) for i, seconds in enumerate(plains)]
+        lines = [line | {"plain_seconds": None} for line in lines]
+        (sentence,) = read_report([write(tmp_path / name, *lines)]).summary
+        assert "drafting does not pay" in sentence and "suffix, 4" in sentence
     report = read_report([write(tmp_path / "r", suffix(plain_seconds=None))])
     assert report.summary == ["On chat (batch 1, greedy) no exact method was compared with plain decoding."]
 
 
-@pytest.mark.parametrize(("last", "warned"), [(10.9, False), (11.5, True)])
-def test_a_warning_where_plain_itself_spreads(tmp_path, last, warned):
-    report = read_report([write(tmp_path / "r", plain(10.0), plain(10.5, repeat=1), plain(last, repeat=2))])
-    assert bool(report.warnings) is warned
-    assert all("Plain decoding itself varies" in line and "chat (batch 1, greedy)" in line for line in report.warnings)
-
-
-def test_a_warning_where_exact_outputs_differ(tmp_path):
+def test_warnings(tmp_path):
+    """Where plain decoding itself spreads, and where exact outputs differ."""
+    for last, warned in ((10.9, False), (11.5, True)):
+        lines = [plain(10.0), plain(10.5, repeat=1), plain(last, repeat=2)]
+        warnings = read_report([write(tmp_path / str(last), *lines)]).warnings
+        assert bool(warnings) is warned
+        assert all("Plain decoding itself varies" in line and "chat (batch 1, greedy)" in line for line in warnings)
     report = read_report([write(tmp_path / "r", suffix(), suffix(identical=False, repeat=1))])
     assert report.warnings == [
         "Outputs differ from plain decoding, although the method is exact: suffix, 4 on chat, batch 1, greedy."
@@ -156,17 +144,19 @@ def test_a_warning_where_exact_outputs_differ(tmp_path):
     assert columns(report.table[0])["identical"] == "no"
 
 
-def test_wilson_on_known_values():
+def test_wilson_on_known_values(monkeypatch):
     low, high = wilson(8, 10)  # as scipy.stats.binomtest(8, 10).proportion_ci(method="wilson") has it
-    assert low == pytest.approx(0.490162, abs=1e-6) and high == pytest.approx(0.943318, abs=1e-6)
+    assert (low, high) == pytest.approx((0.490162, 0.943318), abs=1e-6)
     assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == pytest.approx(1)
     with refused("hits", 3):
         wilson(3, 2)
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with refused("intervals"):
+        wilson(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("method", "found"),
-    [
+def test_the_draft_length_in_a_name():
+    for method, found in (
         ("suffix, 8", ("suffix", 8)),
         ("cascade(a, b; k=[[4, 8]]), 16", ("cascade(a, b; k=[[4, 8]])", 16)),
         ("a, 3, 4", ("a, 3", 4)),
@@ -174,30 +164,27 @@ def test_wilson_on_known_values():
         ("suffix", None),
         ("suffix, 8x", None),
         (", 8", None),
-    ],
-)
-def test_the_draft_length_in_a_name(method, found):
-    assert figures.family(method) == found
+    ):
+        assert figures.family(method) == found
 
 
-def drawn(table):
-    return {name: figure for name, _, figure, _ in figures.drawings(table)}
-
-
-def captions(table):
-    return {name: caption for name, _, _, caption in figures.drawings(table)}
+def drawn(folder, *lines):
+    return {name: figure for name, _, figure, _ in figures.drawings(table(folder, *lines))}
 
 
 def test_without_lengths_and_counts_their_figures_are_left_out(tmp_path):
-    assert list(drawn(read_report([write(tmp_path / "a", run("x", 1.0, plain_seconds=2.0))]).table)) == ["speed-up"]
-    assert drawn(read_report([write(tmp_path / "b", run("x", 1.0))]).table) == {}
-    both = read_report([write(tmp_path / "c", plain(), suffix())]).table
-    assert list(drawn(both)) == ["speed-up", "acceptance"]
+    for lines, names in (
+        ([run("x", 1.0)], []),
+        ([run("x", 1.0, plain_seconds=2.0)], ["speed-up"]),
+        ([plain(), suffix()], ["speed-up", "acceptance"]),
+    ):
+        (tmp_path / "r").unlink(missing_ok=True)
+        assert list(drawn(tmp_path, *lines)) == names
 
 
 def test_tokens_per_pass_against_length_with_the_closed_form(tmp_path):
     lines = [run(f"max_gram, {n}", 5.0, stats=counts(50, tokens, 50 * n, 60, 30)) for n, tokens in ((2, 75), (4, 90))]
-    (axes,) = drawn(read_report([write(tmp_path / "r", *lines, suffix())]).table)["draft-length"].axes
+    (axes,) = drawn(tmp_path, *lines, suffix())["draft-length"].axes
     measured, closed = axes.lines
     assert measured.get_xydata().tolist() == [[2, 1.5], [4, 1.8]]
     assert closed.get_xydata().tolist() == [[2, 1.75], [3, 1.875], [4, 1.9375]]  # alpha = 60 / 120
@@ -205,8 +192,7 @@ def test_tokens_per_pass_against_length_with_the_closed_form(tmp_path):
 
 def test_acceptance_by_position_leaves_out_what_was_hardly_tested(tmp_path):
     at = ({"0": 100, "1": 40, "2": 19}, {"0": 80, "1": 10, "2": 19})
-    lines = [suffix(stats=counts(100, 200, 200, 159, 109, at=at)), plain()]
-    (axes,) = drawn(read_report([write(tmp_path / "r", *lines)]).table)["acceptance"].axes
+    (axes,) = drawn(tmp_path, suffix(stats=counts(100, 200, 200, 159, 109, at=at)), plain())["acceptance"].axes
     assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 0.8], [2, 0.25]]]
     band = axes.collections[0].get_paths()[0].get_extents()
     assert band.y0 == pytest.approx(wilson(10, 40)[0]) and band.y1 == pytest.approx(wilson(80, 100)[1])
@@ -214,15 +200,10 @@ def test_acceptance_by_position_leaves_out_what_was_hardly_tested(tmp_path):
 
 def test_at_most_eight_methods_and_how_many_are_left_out(tmp_path):
     lines = [run(f"m{i:02}", 5.0, plain_seconds=20.0 - i, stats=counts(50, 100, 90, 60, 50)) for i in range(11)]
-    table = read_report([write(tmp_path / "r", *lines)]).table
-    assert "3 slower methods left out." in captions(table)["acceptance"]
-    (legend,) = drawn(table)["acceptance"].legends
-    assert [text.get_text() for text in legend.get_texts()] == [f"m{i:02}" for i in range(8)]
-
-
-def boxes(figure, texts):
-    renderer = figure.canvas.get_renderer()
-    return [text.get_window_extent(renderer) for text in texts if text.get_text() and text.get_visible()]
+    found = {name: (figure, caption) for name, _, figure, caption in figures.drawings(table(tmp_path, *lines))}
+    figure, caption = found["acceptance"]
+    assert "3 slower methods left out." in caption
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"m{i:02}" for i in range(8)]
 
 
 @pytest.mark.parametrize("count", [1, 30])
@@ -232,13 +213,13 @@ def test_labels_do_not_overlap(tmp_path, count):
         stats = counts(50 - i, 100, 60 + 3 * i, 55, 50, draft_s=0.1, target_s=1.0, total_s=1.3)
         name = f"cascade(model=some-long-name-{i}, max_gram; k=[[{i}, 8], [0, 8]])"
         lines += [run(name, 5.0 + i / 9, plain_seconds=20.0, dataset=one, stats=stats) for one in ("chat", "code")]
-    pictures = drawn(read_report([write(tmp_path / "r", *lines)]).table)
+    pictures = drawn(tmp_path, *lines)
     bars, lines = pictures["speed-up"], pictures["acceptance"]
     bars.draw_without_rendering()
-    labels = boxes(bars, bars.axes[0].get_yticklabels())
-    assert len(labels) == count
+    shown = [text for text in bars.axes[0].get_yticklabels() if text.get_text() and text.get_visible()]
+    labels = [text.get_window_extent(bars.canvas.get_renderer()) for text in shown]
+    assert len(labels) == count and all(label.x0 >= 0 for label in labels)
     assert not any(a.overlaps(b) for a, b in pairwise(labels))
-    assert all(label.x0 >= 0 for label in labels)
     lines.draw_without_rendering()
     (legend,) = lines.legends
     frame = legend.get_window_extent(lines.canvas.get_renderer())
@@ -285,10 +266,8 @@ class Page(HTMLParser):
 NASTY = "<script>alert('1')</script> & $x$ _--!> | 模型"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A report with everything in it, under names that no one should choose."""
-    folder = tmp_path_factory.mktemp("whole")
+def test_the_page(tmp_path):
+    """It parses, refers to nothing outside, escapes everything, and reports who wrote each piece and where it came from."""
     cell = asdict(Cell(NASTY, "chat", 1))
     stats = counts(40, 100, 120, 80, 60, draft_s=0.5, target_s=4.0, total_s=5.0)
     lines = [plain(), suffix(), run("suffix, 8", 4.0, stats=stats, exact=False, identical=False)]
@@ -297,12 +276,8 @@ def whole(tmp_path_factory):
     lines += [{"kind": "prediction", "cell": cell, "tokens_per_s": 15.0, "tokens_per_pass": 2.0}]
     pieces = [["<b>a</b> ", "draft"], ["b", "residual"], [" c", "bonus"], ["?", NASTY]]
     lines += [{"kind": "trace", "cell": cell, "id": NASTY, "pieces": pieces}]
-    source = write(folder / "results.jsonl", *lines, settings={"model": NASTY})
-    return write_report([source], folder / "out" / "report", title=f"T {NASTY}")
-
-
-def test_the_page_parses_refers_to_nothing_outside_and_escapes_everything(whole):
-    text = whole.read_text()
+    source = write(tmp_path / "results.jsonl", *lines, settings={"model": NASTY})
+    text = write_report([source], tmp_path / "out" / "report", title=f"T {NASTY}").read_text()
     page = Page(text)
     assert not {"script", "b", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
     for _, attributes in page.tags:
@@ -315,16 +290,9 @@ def test_the_page_parses_refers_to_nothing_outside_and_escapes_everything(whole)
     assert len(ids) == len(set(ids))
     used = re.findall(r'(?:href="|url\()#([^")]+)', text)
     assert used and set(used) <= set(ids)
-
-
-def test_words_in_figures_are_text_in_the_colour_of_the_page(whole):
-    text = whole.read_text()
-    assert "speed-up over plain decoding" in Page(text).texts
+    # words in figures are text, in the colour of the page
+    assert "speed-up over plain decoding" in page.texts
     assert figures.INK not in text[text.index("<svg") :] and "fill: currentColor" in text
-
-
-def test_the_page_tells_who_wrote_each_piece_and_where_it_came_from(whole):
-    page = Page(whole.read_text())
     titled = {attributes["class"]: attributes["title"] for _, attributes in page.tags if "title" in attributes}
     assert titled["draft"] == "drafted and accepted"
     assert titled["residual"] == "from the target, in place of a rejected draft token"
@@ -341,72 +309,50 @@ def test_the_same_results_give_the_same_bytes(tmp_path):
 
 
 def test_files_are_merged_and_a_cell_of_both_is_pooled(tmp_path):
-    a = write(tmp_path / "a", plain(), suffix(5.0))
-    b = write(tmp_path / "b", suffix(4.0), run("vllm", 5.0))
-    report = read_report([a, b])
+    """Other settings and machines of other cells are reported; those of the same cell, and a file given twice, refused."""
+    a, other = write(tmp_path / "a", plain(), suffix(5.0)), {"model": "n"}
+    report = read_report([a, write(tmp_path / "b", suffix(4.0), run("vllm", 5.0))])
     rows = {row.cell.method: row for row in report.table}
     assert rows["suffix, 4"].speed_up == (2.25, 2.0, 2.5) and rows["suffix, 4"].stats.num_tokens == 200
     assert rows["vllm"].speed_up == (2, 2, 2) and not report.warnings
-
-
-def test_a_cell_of_two_files_with_other_settings_is_refused(tmp_path):
-    a = write(tmp_path / "a", suffix())
-    b = write(tmp_path / "b", suffix(), settings={"model": "n"})
-    with refused("path"):
-        read_report([a, b])
-
-
-def test_other_settings_and_machines_of_other_cells_are_told(tmp_path):
-    a = write(tmp_path / "a", suffix())
-    b = write(tmp_path / "b", plain(), settings={"model": "n"}, came={"machine": {"processor": "slate"}})
-    told = read_report([a, b]).warnings
-    assert "settings (model='m' and 'n')" in told[0] and "machines (processor='abacus' and 'slate')" in told[1]
-
-
-def test_the_same_file_twice_is_refused(tmp_path):
-    a = write(tmp_path / "a", suffix())
-    with refused("path"):
-        read_report([a, tmp_path / "." / "a"])
+    slate = {"machine": {"processor": "slate"}}
+    found = read_report([a, write(tmp_path / "c", run("x", 1.0), settings=other, came=slate)]).warnings
+    assert "settings (model='m' and 'n')" in found[0] and "machines (processor='abacus' and 'slate')" in found[1]
+    for one in (write(tmp_path / "d", suffix(), settings=other), tmp_path / "." / "a"):
+        with refused("path"):
+            read_report([a, one])
 
 
 def test_files_without_runs_are_refused(tmp_path):
+    """A last line that is cut short is left out, and so is a failure that was made good."""
     (tmp_path / "empty").touch()
-    with refused("path"):
-        read_report([tmp_path / "empty"])
-    with refused("path"):
-        read_report([write(tmp_path / "header")])
-    with refused("path"):
-        read_report([write(tmp_path / "failed", failed("a", "boom"), failed("b", "bang"))])
+    failures = write(tmp_path / "failed", failed("a", "boom"), failed("b", "bang"))
+    for file in (tmp_path / "empty", write(tmp_path / "header"), failures):
+        with refused("path"):
+            read_report([file])
     with refused("results", ()):
         read_report([])
-
-
-def test_a_last_line_cut_short_is_left_out(tmp_path):
-    path = write(tmp_path / "r", suffix())
-    path.write_text(path.read_text() + json.dumps(plain())[:40])
-    assert len(read_report([path]).table) == 1
-
-
-def test_a_failure_that_was_made_good_is_not_listed(tmp_path):
     lines = [failed("suffix, 4", "busy"), suffix(), failed("suffix, 4", "busy again", repeat=1)]
-    assert [one.error for one in read_report([write(tmp_path / "r", *lines)]).failures] == ["busy again"]
+    path = write(tmp_path / "r", *lines)
+    path.write_text(path.read_text() + json.dumps(plain())[:40])
+    report = read_report([path])
+    assert len(report.table) == 1 and [one.error for one in report.failures] == ["busy again"]
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "value"),
-    [
+def test_numbers_that_are_none_are_refused(tmp_path):
+    cell = {"method": "x", "dataset": "chat", "batch_size": 1}
+    for change, param, value in (
         ({"seconds": 0.0}, "run.seconds", 0.0),
         ({"plain_seconds": -1}, "run.plain_seconds", -1),
         ({"tokens": 1.5}, "run.tokens", 1.5),
         ({"exact": "yes"}, "run.exact", "yes"),
         ({"stats": {"num_tokens": 1}}, "run.stats.num_passes", {"num_tokens": 1}),
-        ({"cell": {"method": 4, "dataset": "chat", "batch_size": 1}}, "run.cell.method", 4),
-        ({"cell": {"method": "x", "dataset": "chat", "batch_size": "1"}}, "run.cell.batch_size", "1"),
-    ],
-)
-def test_numbers_that_are_none_are_refused(tmp_path, change, param, value):
-    with refused(param, value, at=f"{tmp_path / 'r'}, line 2"):
-        read_report([write(tmp_path / "r", suffix() | change)])
+        ({"cell": cell | {"method": 4}}, "run.cell.method", 4),
+        ({"cell": cell | {"batch_size": "1"}}, "run.cell.batch_size", "1"),
+    ):
+        path = write(tmp_path / param, suffix() | change)
+        with refused(param, value, at=f"{path}, line 2"):
+            read_report([path])
 
 
 def test_traces_of_many_cells_come_before_many_of_one(tmp_path):
@@ -419,27 +365,23 @@ def test_traces_of_many_cells_come_before_many_of_one(tmp_path):
     assert "The results files contain 8 more outputs." in text
 
 
-def test_markdown_shows_text_as_it_is():
+def test_text_and_sources_as_they_are_shown():
     assert escaped("a_b *c* `d` [e](f) _g_ <h> # i | j") == r"a_b \*c\* \`d\` \[e\](f) \_g\_ &lt;h&gt; # i \| j"
+    settings, machine = {"model": "org/name", "dtype": "bfloat16"}, {"processor": "AMD EPYC", "threads": 2}
+    whole = Source("r.jsonl", settings, {"machine": machine, "time": "2026-11-27T17:12:24+00:00", "commit": "0123"})
+    assert whole.summary == "r.jsonl: org/name in bfloat16, AMD EPYC, 2 threads, 2026-11-27, commit 0123"
+    assert Source("r.jsonl", {}, {"machine": None}).summary == "r.jsonl"
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_reports_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    source = write(tmp_path / "r", suffix())
+    with refused("path"):
+        write_report([source], tmp_path / "file")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with refused("figures"):
-        write_report([write(tmp_path / "r", suffix())], tmp_path / "out")
+        write_report([source], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_without_scipy_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    with refused("intervals"):
-        wilson(1, 2)
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "out").touch()
-    with refused("path"):
-        write_report([write(tmp_path / "r", run("vllm", 1.0))], tmp_path / "out")
 
 
 def test_the_command_prints_paths_and_the_summary_however_narrow_the_terminal(tmp_path):
@@ -451,11 +393,3 @@ def test_the_command_prints_paths_and_the_summary_however_narrow_the_terminal(tm
         "On chat (batch 1, greedy) no exact method was compared with plain decoding.",
     ]
     assert "<title>Mine</title>" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_a_report_begins_with_the_model_and_the_machine() -> None:
-    settings = {"model": "org/name", "dtype": "bfloat16"}
-    machine = {"processor": "AMD EPYC", "threads": 2}
-    whole = Source("r.jsonl", settings, {"machine": machine, "time": "2026-11-27T17:12:24+00:00", "commit": "0123"})
-    assert whole.summary == "r.jsonl: org/name in bfloat16, AMD EPYC, 2 threads, 2026-11-27, commit 0123"
-    assert Source("r.jsonl", {}, {"machine": None}).summary == "r.jsonl"

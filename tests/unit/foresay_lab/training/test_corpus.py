@@ -7,7 +7,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from foresay.errors import UnknownNameError
 from foresay.text.text_files import BLOCK_BYTES, MAX_LINE_BYTES
 from foresay_lab.training.corpus import CorpusReader
-from helpers.refusals import refused
+from helpers.refusals import refused, refuses
 
 
 def joined(reader: CorpusReader) -> list[str]:
@@ -30,25 +29,20 @@ def joined(reader: CorpusReader) -> list[str]:
     return [document for document in documents if document]
 
 
-@pytest.mark.parametrize(
-    ("separator", "expected"),
-    [
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_ends_a_document(tmp_path: Path, packed: bool) -> None:
+    names = [str(tmp_path / f"{i}.txt{'.gz' * packed}") for i in range(2)]
+    for name, text in zip(names, ("\ufeffa b\r\nc\n\n \t\nd\x0c\u2028e", "f"), strict=True):
+        Path(name).write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    for separator, expected in (
         ("file", ["a b\r\nc\n\n \t\nd\x0c\u2028e", "f"]),
         ("line", ["a b", "c", " \t", "d\x0c\u2028e", "f"]),
         ("blank-line", ["a b\r\nc\n", "d\x0c\u2028e", "f"]),
-    ],
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_ends_a_document(tmp_path: Path, separator: str, expected: list[str], packed: bool) -> None:
-    ending = ".gz" if packed else ""
-    names = [str(tmp_path / f"{i}.txt{ending}") for i in range(2)]
-    for name, text in zip(names, ("\ufeffa b\r\nc\n\n \t\nd\x0c\u2028e", "f"), strict=True):
-        raw = text.encode()
-        Path(name).write_bytes(gzip.compress(raw) if packed else raw)
-    reader = CorpusReader(names, separator=separator)
-    assert joined(reader) == expected
-    assert reader.position == reader.size == sum(Path(name).stat().st_size for name in names)
-    assert joined(reader) == expected  # it can be read again
+    ):
+        reader = CorpusReader(names, separator=separator)
+        assert joined(reader) == expected
+        assert reader.position == reader.size == sum(Path(name).stat().st_size for name in names)
+        assert joined(reader) == expected  # it can be read again
 
 
 @pytest.mark.parametrize("separator", ["file", "line", "blank-line"])
@@ -88,76 +82,55 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     gives(b'{"body": "a"}\n')
     assert joined(CorpusReader(["-"], field="body")) == ["a"]
     gives(b"a\xff")
-    with refused("path", "standard input"):
-        joined(CorpusReader(["-"]))
+    refuses(lambda: joined(CorpusReader(["-"])), "path", "standard input")
     monkeypatch.setattr(sys, "stdin", None)
-    with refused("standard input"):
-        CorpusReader(["-"])
+    refuses(lambda: CorpusReader(["-"]), "standard input")
 
 
-@pytest.mark.parametrize("offset", [0, 5, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 17])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_byte_that_is_not_utf8_is_named(tmp_path: Path, offset: int, packed: bool) -> None:
-    raw = bytearray(b"abcdefg\n" * (BLOCK_BYTES // 2))
-    raw[offset] = 0xE9
+def test_a_byte_that_is_not_utf8_is_named(tmp_path: Path, packed: bool) -> None:
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
-    path.write_bytes(gzip.compress(raw) if packed else raw)
-    with refused("path", str(path)) as caught:
-        joined(CorpusReader([str(path)]))
-    assert f"byte 0xe9 at offset {offset}" in str(caught.value)
+    for offset in (0, 5, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 17):
+        raw = bytearray(b"abcdefg\n" * (BLOCK_BYTES // 2))
+        raw[offset] = 0xE9
+        path.write_bytes(gzip.compress(raw, 1) if packed else raw)
+        with refused("path", str(path)) as caught:
+            joined(CorpusReader([str(path)]))
+        assert f"byte 0xe9 at offset {offset}" in str(caught.value)
 
 
-def test_a_character_cut_off_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"a\n" + "東".encode()[:2])
-    with refused("path"):
-        joined(CorpusReader([str(path)]))
-
-
-@pytest.mark.parametrize(
-    ("line", "param", "value"),
-    [
-        ("{", "{}, line 3", None),
-        ("[1]", "{}, line 3", [1]),
+def test_records_that_are_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line, param, value in (
+        ("{", f"{path}, line 3", None),
+        ("[1]", f"{path}, line 3", [1]),
         ('{"body": "x", "n": 3}', "field", "text"),
         ('{"text": 3}', "field", "text"),
-        ('{"text": "a\\ud800"}', "{}, line 3: the field 'text'", None),
-    ],
-)
-def test_records_that_are_wrong(tmp_path: Path, line: str, param: str, value: Any) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n\n' + line + "\n")
-    with refused(param.format(path), value) as caught:
-        joined(CorpusReader([str(path)]))
-    assert f"{path}, line 3" in str(caught.value)
+        ('{"text": "a\\ud800"}', f"{path}, line 3: the field 'text'", None),
+    ):
+        path.write_text('{"text": "a"}\n\n' + line + "\n")
+        with refused(param, value) as caught:
+            joined(CorpusReader([str(path)]))
+        assert f"{path}, line 3" in str(caught.value)
     path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
-    with refused("path"):
-        joined(CorpusReader([str(path)]))
+    refuses(lambda: joined(CorpusReader([str(path)])), "path")
 
 
-def test_readers_that_cannot_be(tmp_path: Path) -> None:
-    text = str(tmp_path / "a.txt")
-    Path(text).write_text("a")
-    with refused("separator", "lines", UnknownNameError):
-        CorpusReader([text], separator="lines")
-    with refused("files", []):
-        CorpusReader([])
-    with refused("field", "text"):
-        CorpusReader([text], field="text")
-    with refused("files", ("-", "-")):
-        CorpusReader(["-", "-"])
-    with refused("path"):
-        CorpusReader([text, str(tmp_path / "nothing")])
-    with refused("path"):
-        CorpusReader([str(tmp_path)])
-
-
-@pytest.mark.parametrize("damage", ["no gzip", "cut", "flipped"])
-def test_gzip_files_that_are_damaged(tmp_path: Path, damage: str) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     raw = bytearray(gzip.compress(np.random.default_rng(0).integers(97, 120, 9000).astype(np.uint8).tobytes()))
     raw[60] ^= 0xFF
-    content = {"no gzip": b"plain text", "cut": gzip.compress(b"abc " * 99)[:-9], "flipped": bytes(raw)}[damage]
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(content)
-    with refused("path"):
-        joined(CorpusReader([str(path)]))
+    contents = {
+        "a.txt": b"a\n" + "東".encode()[:2],  # a character that is cut off
+        "no-gzip.gz": b"plain text",
+        "cut.gz": gzip.compress(b"abc " * 99)[:-9],
+        "flipped.gz": bytes(raw),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for name in (*contents, "nothing", ""):
+        refuses(lambda name=name: joined(CorpusReader([str(tmp_path / name)])), "path")  # type: ignore[misc]
+    text = str(tmp_path / "a.txt")
+    refuses(lambda: CorpusReader([text], separator="lines"), "separator", "lines", UnknownNameError)
+    refuses(lambda: CorpusReader([]), "files", [])
+    refuses(lambda: CorpusReader([text], field="text"), "field", "text")
+    refuses(lambda: CorpusReader(["-", "-"]), "files", ("-", "-"))

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foresay.drafters.ngram_table import MAX_VOCAB_SIZE, NgramTable
-from foresay.errors import ConfigError
 from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
 from foresay_lab.training.corpus import CorpusReader
 from foresay_lab.training.ngrams import NgramCounter, count_corpus
@@ -103,42 +102,20 @@ def test_no_vocabulary_overflows(vocab_size: int, order: int) -> None:
     agrees(table, documents, order)
 
 
-def test_equal_counts_take_the_smaller_id() -> None:
-    documents = [[0, 3], [0, 1], [0, 2], [5, 0, 4], [5, 0, 1]]
-    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [3, 0, 4, 2, 1]):
-        table = counted([documents[i] for i in order], 3, 6, chunk_tokens=6)
-        assert table.next([0]) == 1  # twice; and after (5, 0) as often as 4
-        assert table.next([5, 0]) == 1
-
-
-def test_documents_do_not_run_into_each_other() -> None:
-    table = counted([[1], [2], [3, 4]], 3, 6)
-    assert [table.next([i]) for i in range(6)] == [None, None, None, 4, None, None]
-    assert table.num_contexts == (1, 0)
-
-
-def test_a_document_may_come_in_pieces() -> None:
-    counter = NgramCounter(3, 6)
+def test_a_document_may_come_in_pieces_and_counting_go_on_after_a_table() -> None:
+    counter = NgramCounter(3, 6, chunk_tokens=6)
+    assert counter.table().num_contexts == (0, 0) and counter.table().next([1, 2, 3]) is None, "nothing is counted"
     counter.add([1, 2], more=True)
     counter.add([], more=True)
-    counter.add([3])
-    counter.add([])
-    counter.add([4])
-    table = counter.table()
-    assert table.next([1, 2]) == 3 and table.next([3]) is None
-    assert counter.num_documents == 2 and counter.num_tokens == 4
-
-
-def test_counting_may_go_on_after_a_table() -> None:
-    counter = NgramCounter(3, 6, chunk_tokens=6)
-    counter.add([1, 2], more=True)
     assert counter.table().next([1]) == 2
     counter.add([3, 1, 4])
+    counter.add([])
     counter.add([1, 4])
     agrees(counter.table(), [[1, 2, 3, 1, 4], [1, 4]], 3)
+    assert counter.num_documents == 2 and counter.num_tokens == 7
 
 
-def test_what_a_table_says_of_itself() -> None:
+def test_what_a_table_holds_of_its_corpus() -> None:
     counter = NgramCounter(2, 6, 2)
     counter.add([1, 2, 1, 2, 3])
     table = counter.table(fingerprint="0" * 64, files=["/somewhere/a.txt", "-"])
@@ -147,30 +124,20 @@ def test_what_a_table_says_of_itself() -> None:
     assert table.num_contexts == (1,) and table.next([2]) is None
 
 
-def test_nothing_counted_is_an_empty_table() -> None:
-    table = NgramCounter(4, 6).table()
-    assert table.num_contexts == (0, 0, 0) and table.next([1, 2, 3]) is None
-
-
-# -- pruning ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_rarest_are_dropped() -> None:
+    """Equally rare ones together: which of them stay must not depend on their ids."""
     documents = [[0, 1]] * 5 + [[2, 3]] * 3 + [[4, 5], [5, 4]]
+    for some, room, pruned, count, contexts in (
+        (documents, 2, 2, 1, 2),
+        (documents, 1, 3, 3, 1),
+        ([[0, 1], [2, 3], [4, 5]], 2, 3, 1, 0),
+    ):
+        table = counted(some, 2, 6, max_entries=room)
+        assert table.corpus is not None and table.counts is not None
+        assert (table.corpus.num_pruned, table.corpus.pruned_count, table.num_contexts) == (pruned, count, (contexts,))
+        assert table.counts.sum() == sum(map(len, some)), "tokens are never dropped"
     table = counted(documents, 2, 6, max_entries=2)
-    assert table.corpus is not None
-    assert (table.corpus.num_pruned, table.corpus.pruned_count, table.corpus.num_ngrams) == (2, 1, (2,))
     assert table.successor.tolist() == [1, -1, 3, -1, -1, -1]
-    table = counted(documents, 2, 6, max_entries=1)
-    assert table.corpus is not None
-    assert (table.corpus.num_pruned, table.corpus.pruned_count, table.num_contexts) == (3, 3, (1,))
-    assert table.counts is not None and table.counts.sum() == sum(map(len, documents))  # tokens are never dropped
-
-
-def test_equally_rare_n_grams_are_dropped_together() -> None:
-    """Which of them stay must not depend on their ids."""
-    table = counted([[0, 1], [2, 3], [4, 5]], 2, 6, max_entries=2)
-    assert table.num_contexts == (0,) and table.corpus is not None and table.corpus.num_pruned == 3
 
 
 def test_room_for_all_prunes_nothing() -> None:
@@ -203,44 +170,19 @@ def test_a_pruned_table_is_smaller_repeatable_and_never_invents(
             assert (context[-1], successor) in whole
 
 
-# -- wrong input -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"order": 1}, "order=1 must be an integer in [2, 5]"),
-        ({"order": 6}, "order=6 must be an integer in [2, 5]"),
-        ({"vocab_size": 0}, "vocab_size=0 must be an integer in [1, 2097152]"),
-        ({"vocab_size": 2**21 + 1}, "vocab_size=2097153 must be an integer in [1, 2097152]"),
-        ({"min_count": 0}, "min_count=0 must be an integer at least 1"),
-        ({"max_entries": 0}, "max_entries=0 must be an integer at least 1"),
-        ({"chunk_tokens": 3}, "chunk_tokens=3 must be an integer at least 4"),
-    ],
-)
-def test_counters_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        NgramCounter(**{"order": 3, "vocab_size": 6, **arguments})
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([1, 6], "token 6 is not in the vocabulary of 6 tokens"),
-        ([-1, 6], "token -1 is not in the vocabulary of 6 tokens"),
-        ([1.0], r"token_ids must be a list of integers, not float64 of shape \(1,\)"),
-        ([[1]], r"token_ids must be a list of integers, not int64 of shape \(1, 1\)"),
-    ],
-)
-def test_tokens_that_cannot_be(tokens: Any, message: str) -> None:
+def test_counters_and_tokens_that_cannot_be() -> None:
+    for name, value in (
+        *(("order", 1), ("order", 6), ("vocab_size", 0), ("vocab_size", 2**21 + 1)),
+        *(("min_count", 0), ("max_entries", 0), ("chunk_tokens", 3)),
+    ):
+        with refused(name, value):
+            NgramCounter(**{"order": 3, "vocab_size": 6, name: value})
     counter = NgramCounter(2, 6)
-    with refused("token_ids"):
-        counter.add(tokens)
+    wrong: list[Any] = [[1, 6], [-1, 6], [1.0], [[1]]]
+    for tokens in wrong:
+        with refused("token_ids"):
+            counter.add(tokens)
     assert counter.num_tokens == 0
-
-
-# -- tokenizers ------------------------------------------------------------------------------------------------------
 
 
 class Letters:
@@ -257,33 +199,27 @@ class Letters:
         return {"input_ids": [[self.names.index(c) for c in text] for text in texts]}
 
 
-def test_count_corpus(tmp_path: Path) -> None:
+def test_count_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [str(tmp_path / f"{i}.txt") for i in range(2)]
     Path(names[0]).write_text("abc\nad\nad")
     Path(names[1]).write_text("bc")
-    reader = CorpusReader(names, separator="line")
-    told: list[tuple[int, int]] = []
+    reader, seen = CorpusReader(names, separator="line"), list[tuple[int, int]]()
     counter = NgramCounter(3, 6)
-    count_corpus(counter, reader, Letters(), on_progress=lambda *now: told.append(now))
+    count_corpus(counter, reader, Letters(), on_progress=lambda *now: seen.append(now))
     agrees(counter.table(), [[0, 1, 2], [0, 3], [0, 3], [1, 2]], 3)
-    assert told == [(reader.size, 9)]
+    assert seen == [(reader.size, 9)]
     counter = NgramCounter(3, 6)
     count_corpus(counter, reader, Letters(), max_tokens=4)
     agrees(counter.table(), [[0, 1, 2], [0]], 3)
     assert counter.num_tokens == 4
     with refused("max_tokens", 0):
         count_corpus(counter, reader, Letters(), max_tokens=0)
-
-
-def test_text_is_tokenized_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foresay_lab.training.ngrams.BATCH_CHARS", 200)
-    path = tmp_path / "a.txt"
-    path.write_text("abcdef\n" * 50)
-    told: list[int] = []
-    counter = NgramCounter(2, 6)
-    reader = CorpusReader([str(path)], separator="line")
-    count_corpus(counter, reader, Letters(), on_progress=lambda position, tokens: told.append(tokens))
-    assert len(told) == 17 and told[-1] == 300 and counter.num_documents == 50
+    Path(names[0]).write_text("abcdef\n" * 50)
+    seen.clear()
+    counter, reader = NgramCounter(2, 6), CorpusReader(names[:1], separator="line")
+    count_corpus(counter, reader, Letters(), on_progress=lambda *now: seen.append(now))
+    assert len(seen) == 17 and seen[-1][1] == 300 and counter.num_documents == 50, "text is tokenized in batches"
 
 
 def test_fingerprints_tell_vocabularies_apart() -> None:
