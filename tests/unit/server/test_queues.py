@@ -35,21 +35,17 @@ def taken(queue: Queue, clients: str, stack: ExitStack, most: int = 1000) -> dic
     return found
 
 
-@pytest.mark.parametrize(("clients", "share"), [("a", 12), ("ab", 8), ("abc", 6), ("abcde", 4)])
-def test_a_client_takes_as_many_slots_as_it_leaves(clients: str, share: int) -> None:
-    with ExitStack() as stack:
-        queue = Queue(24)
-        assert set(taken(queue, clients, stack).values()) == {share}
-        assert queue.open == share * len(clients)
-        assert taken(queue, "z", stack)["z"] >= 1, "there is one for another"
-    assert queue.open == 0
-
-
-def test_a_queue_without_shares_leaves_none() -> None:
-    """Control."""
+def test_a_client_takes_as_many_slots_as_it_leaves() -> None:
+    for clients, share in (("a", 12), ("ab", 8), ("abc", 6), ("abcde", 4)):
+        with ExitStack() as stack:
+            queue = Queue(24)
+            assert set(taken(queue, clients, stack).values()) == {share}
+            assert queue.open == share * len(clients)
+            assert taken(queue, "z", stack)["z"] >= 1, "there is one for another"
+        assert queue.open == 0
     with ExitStack() as stack:
         queue = Greedy(24)
-        assert taken(queue, "a", stack) == {"a": 24} and taken(queue, "z", stack) == {"z": 0}
+        assert taken(queue, "a", stack) == {"a": 24} and taken(queue, "z", stack) == {"z": 0}, "control"
 
 
 def test_several_slots_at_once_count_as_such() -> None:
