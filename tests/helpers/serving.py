@@ -60,7 +60,7 @@ class Running:
 
     def count(self, name: str) -> float:
         """Its metrics; 0 for those it does not name."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(f"foresay_{name} ")), 0.0)
 
     @property
@@ -73,8 +73,13 @@ class Running:
         asyncio.run_coroutine_threadsafe(self.service.drain(), self._loop).result(30)
 
     def close(self) -> None:
-        self._server.should_exit = True
+        """End it; twice is as once."""
+        self.end()
         self._thread.join(20)
+
+    def end(self) -> None:
+        """Let it begin to end."""
+        self._server.should_exit = True
 
     def __enter__(self) -> Running:
         return self
@@ -82,13 +87,27 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        """The answer to GET. Keywords are headers."""
+        return httpx.get(self.url + path, headers=headers, timeout=60)
+
     def post(self, path: str, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         """The answer to a JSON body."""
         return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
+    def answer(self, path: str, **body: Any) -> dict[str, Any]:
+        """The body of a successful answer."""
+        answer = self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
     def chat(self, **body: Any) -> httpx.Response:
         """The answer to a chat."""
         return self.post("/v1/chat/completions", **{"messages": TALK[1:], **body})
+
+    def complete(self, prompt: Any = TEXT, **body: Any) -> httpx.Response:
+        """The answer to a completion, which is greedy."""
+        return self.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **body})
 
     def client(self) -> openai.OpenAI:
         """OpenAI's client of it."""
