@@ -3,85 +3,74 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 import httpx
 import pytest
 
-import foresay
-from helpers import agents, chains, tiny
-from helpers.serving import Running, choice_of, events_of, named_events
-from helpers.tool_chats import PIECES, TEMPLATE
+from helpers import agents
+from helpers.serving import Running, assert_refused, events_of, named_events
 
 CALLS = [("weather", {"city": "Rome"}), ("time", {})]
 """Calls of the model of the tests."""
 
 
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that reasons, answers and makes two calls, whose context has room for an agent's prompt."""
-    special = ["<tool_call>", "<think>", "</think>"]
-    folder = chains.save(tmp_path_factory.mktemp("agent"), PIECES, TEMPLATE + "{# </think> #}", special=special)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 15}))
-    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
-        yield running
-
-
-def changed(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of a body with another value at a path; "+" appends to a list."""
+def changed(body: dict[str, Any], path: str, value: Any) -> tuple[dict[str, Any], str]:
+    """A copy of a body with another value at a path, and the path; "+" appends to a list."""
     out = deepcopy(body)
     *parts, last = path.split(".")
     at: Any = out
     for part in parts:
-        at = at[int(part)] if isinstance(at, list) else at[part]
+        at = at[int(part) if part.isdigit() else part]
     if last == "+":
         at.append(value)
-    else:
-        at[int(last) if isinstance(at, list) else last] = value
-    return out
+        return out, ".".join([*parts, str(len(at) - 1)])
+    at[int(last) if isinstance(at, list) else last] = value
+    return out, path
 
 
-def test_claude_code(agent: Running) -> None:
+def ignored_by(answer: httpx.Response) -> set[str]:
+    assert answer.status_code == 200, answer.text
+    return set(filter(None, answer.headers.get("x-foresay-ignored", "").split(", ")))
+
+
+HINTS = {"context_management", "output_config.effort"}
+
+
+def test_claude_code(chain: Running) -> None:
     """Blocks, schemas and beta headers; what no model here can do is named."""
-    url = f"{agent.url}/v1/messages?beta=true"
-    with httpx.stream("POST", url, json=agents.CLAUDE, headers=agents.CLAUDE_HEADERS, timeout=60) as answer:
-        assert answer.status_code == 200, answer.read()
-        ignored = answer.headers["x-foresay-ignored"].split(", ")
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
-    assert sorted(ignored) == ["context_management", "output_config.effort"]
+    answer = chain.post("/v1/messages?beta=true", headers=agents.CLAUDE_HEADERS, **agents.CLAUDE)
+    assert ignored_by(answer) == HINTS
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
     kinds = [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"]
     assert kinds == ["thinking", "text", "tool_use", "tool_use"] and events[-2]["delta"]["stop_reason"] == "tool_use"
     counted = {name: agents.CLAUDE[name] for name in ("model", "messages", "system", "tools", "thinking")}
-    answer = httpx.post(f"{agent.url}/v1/messages/count_tokens?beta=true", json=counted, headers=agents.CLAUDE_HEADERS)
-    usage = events[0]["message"]["usage"]
-    assert answer.json()["input_tokens"] == usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) > 1000
+    path, usage = "/v1/messages/count_tokens?beta=true", events[0]["message"]["usage"]
+    count = chain.answer(path, headers=agents.CLAUDE_HEADERS, **counted)["input_tokens"]
+    assert count == usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) > 1000
 
 
-@pytest.mark.parametrize(
-    ("changes", "ignored"),
-    [
-        ({"thinking": {"type": "adaptive"}}, {"context_management", "output_config.effort"}),
-        ({"thinking": {"type": "adaptive", "budget_tokens": 2000, "display": "summarized"}, "speed": "fast"},
-         {"thinking.budget_tokens", "thinking.display", "speed", "context_management", "output_config.effort"}),
-        ({"context_management": None, "output_config": None, "thinking": None, "service_tier": "auto"}, set()),
-        ({"system": "You are an agent.", "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-         {"context_management", "output_config.effort"}),
-    ],
-)  # fmt: skip
-def test_variants_of_claude_code(changes: dict[str, Any], ignored: set[str], agent: Running) -> None:
-    answer = agent.post("/v1/messages", **{**agents.CLAUDE, "stream": False, **changes})
-    assert answer.status_code == 200, answer.text
-    assert set(filter(None, answer.headers.get("x-foresay-ignored", "").split(", "))) == ignored
-    calls = [(one["name"], one["input"]) for one in answer.json()["content"] if one["type"] == "tool_use"]
-    assert calls == (CALLS[:1] if "tool_choice" in changes else CALLS)
+VARIANTS: list[tuple[dict[str, Any], set[str]]] = [
+    ({"thinking": {"type": "adaptive"}}, HINTS),
+    ({"thinking": {"type": "adaptive", "budget_tokens": 2000, "display": "summarized"}, "speed": "fast"},
+     {"thinking.budget_tokens", "thinking.display", "speed", *HINTS}),
+    ({"context_management": None, "output_config": None, "thinking": None, "service_tier": "auto"}, set()),
+    ({"system": "You are an agent.", "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, HINTS),
+]  # fmt: skip
 
 
-def test_codex(agent: Running) -> None:
+def test_variants_of_claude_code(chain: Running) -> None:
+    for changes, ignored in VARIANTS:
+        answer = chain.post("/v1/messages", **{**agents.CLAUDE, "stream": False, **changes})
+        assert ignored_by(answer) == ignored
+        calls = [(one["name"], one["input"]) for one in answer.json()["content"] if one["type"] == "tool_use"]
+        assert calls == (CALLS[:1] if "tool_choice" in changes else CALLS)
+
+
+def test_codex(chain: Running, server: Running) -> None:
     """The items of a conversation, and those of the answer as the next request sends them back."""
-    events = named_events(f"{agent.url}/v1/responses", agents.CODEX)
+    events = named_events(f"{chain.url}/v1/responses", agents.CODEX)
     assert events[-1]["type"] == "response.completed"
     output = events[-1]["response"]["output"]
     done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
@@ -89,84 +78,45 @@ def test_codex(agent: Running) -> None:
     assert [(one["name"], json.loads(one["arguments"])) for one in output[2:]] == CALLS
     assert {"input_tokens", "output_tokens", "total_tokens"} <= events[-1]["response"]["usage"].keys()
     results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "ok"} for one in output[2:]]
-    body = {**agents.CODEX, "input": [*agents.CODEX["input"], *output, *results], "stream": False}
-    answer = agent.post("/v1/responses", **body)
-    assert answer.status_code == 200, answer.text
-    ignored = {"reasoning.effort", "text.verbosity", "client_metadata"}
-    assert set(answer.headers["x-foresay-ignored"].split(", ")) == ignored
-    assert answer.json()["usage"]["input_tokens"] > events[-1]["response"]["usage"]["input_tokens"]
-
-
-def test_another_servers_reasoning_is_left_out(agent: Running) -> None:
-    """As in the Messages API: its text is encrypted."""
-    plain, given = (
-        agent.post("/v1/responses", **changed({**agents.CODEX, "stream": False}, "input.3.encrypted_content", value))
-        for value in (None, "gAAAA")
-    )
-    assert given.status_code == 200, given.text
-    assert given.json()["usage"]["input_tokens"] == plain.json()["usage"]["input_tokens"]
-    assert "input.reasoning.encrypted_content" in given.headers["x-foresay-ignored"]
-    assert "encrypted_content" not in plain.headers["x-foresay-ignored"]
-
-
-def test_the_schema_of_codex_exec(server: Running) -> None:
+    whole = {**agents.CODEX, "stream": False}
+    again = chain.post("/v1/responses", **whole | {"input": [*agents.CODEX["input"], *output, *results]})
+    assert ignored_by(again) == {"reasoning.effort", "text.verbosity", "client_metadata"}
+    plain = chain.post("/v1/responses", **whole)
+    assert again.json()["usage"]["input_tokens"] > plain.json()["usage"]["input_tokens"]
+    hidden = chain.post("/v1/responses", **changed(whole, "input.3.encrypted_content", "gAAAA")[0])
+    assert ignored_by(hidden) == ignored_by(plain) | {"input.reasoning.encrypted_content"}, "of another server"
+    assert hidden.json()["usage"]["input_tokens"] == plain.json()["usage"]["input_tokens"]
     form = {"type": "json_schema", "strict": True, "name": "codex_output_schema", "schema": {"enum": ["rain", "sun"]}}
-    body = {**agents.CODEX, "tools": [], "stream": False, "text": {"format": form}}
-    answer = server.post("/v1/responses", **body)
-    assert json.loads(answer.json()["output"][0]["content"][0]["text"]) in ("rain", "sun"), answer.text
+    shaped = server.answer("/v1/responses", **whole | {"tools": [], "text": {"format": form}})
+    assert json.loads(shaped["output"][0]["content"][0]["text"]) in ("rain", "sun")
 
 
-@pytest.mark.parametrize("name", agents.CHATS)
-def test_clients_of_chat_completions(name: str, agent: Running) -> None:
-    """Streams with their usage; labels of caching are accepted, the effort is named as ignored."""
+def test_codex_searches_nothing_and_is_told_so(chain: Running) -> None:
+    whole, tools = {**agents.CODEX, "stream": False}, agents.CODEX["tools"]
+    plain = chain.answer("/v1/responses", **whole)["tools"]
+    for kind in ("web_search", "web_search_preview"):
+        search = {"type": kind, "external_web_access": False, "filters": {"allowed_domains": ["a.example"]}}
+        found = chain.post("/v1/responses", **whole | {"tools": [search, *tools]})
+        assert f"tools.{kind}" in ignored_by(found)
+        assert found.json()["tools"] == plain and len(plain) == len(tools)
+        assert_refused(chain.post("/v1/responses", **whole | {"tools": [search, {"type": "local_shell"}]}), "tools.1")
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("aider", []), ("Cline", ["weather"]), ("Continue", ["weather", "time"])])
+def test_clients_of_chat_completions(name: str, wanted: list[str], chain: Running) -> None:
+    """Streams with their usage; labels of caching change nothing, the effort is named as ignored."""
     body = agents.CHATS[name]
-    answer = agent.post("/v1/chat/completions", **body)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers.get("x-foresay-ignored", "") == ("reasoning_effort" if name == "Cline" else "")
+    answer = chain.chat(**body)
+    assert ignored_by(answer) == ({"reasoning_effort"} if name == "Cline" else set())
     events = events_of(answer)
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] > 0
     deltas = [one["choices"][0]["delta"] for one in events[:-1]]
-    calls = [
-        call["function"]["name"] for one in deltas for call in one.get("tool_calls", []) if "name" in call["function"]
-    ]
-    wanted = {"aider": [], "Cline": ["weather"], "Continue": ["weather", "time"]}
-    assert calls == wanted[name] or (name == "aider" and not calls)
+    functions = [call["function"] for one in deltas for call in one.get("tool_calls", [])]
+    assert [one["name"] for one in functions if "name" in one] == wanted
     assert "".join(one.get("reasoning_content") or "" for one in deltas) == "What is asked?"
-
-
-def test_labels_of_caching_change_nothing(agent: Running) -> None:
-    body = {**agents.CHATS["Continue"], "stream": False, "stream_options": None}
     plain = json.loads(json.dumps(body).replace(json.dumps(agents.CACHED)[1:-1], '"name": null'))
     assert "cache_control" not in json.dumps(plain)
-    tokens = [agent.post("/v1/chat/completions", **one).json()["usage"]["prompt_tokens"] for one in (body, plain)]
-    assert tokens[0] == tokens[1]
-
-
-def test_continue_fills_in(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With the stop strings of a language, of which there are many."""
-    folder = tiny.save_filling(tmp_path_factory.mktemp("filling"))
-    with Running(foresay.load(str(folder))) as running:
-        answer = running.post("/v1/completions", **agents.FILL_IN)
-        assert answer.status_code == 200, answer.text
-        streamed = "".join(one["choices"][0]["text"] for one in events_of(answer))
-        whole = running.post("/v1/completions", **{**agents.FILL_IN, "stream": False})
-        assert choice_of(whole)["text"] == streamed != ""
-        filled = running.post("/tokenize", prompt=f"<fim_prefix>{'hello'}<fim_suffix> you<fim_middle>").json()["count"]
-        assert whole.json()["usage"]["prompt_tokens"] == filled
-
-
-@pytest.mark.parametrize("kind", ["web_search", "web_search_preview"])
-def test_codex_searches_nothing_and_is_told_so(kind: str, agent: Running) -> None:
-    search = {"type": kind, "external_web_access": False, "filters": {"allowed_domains": ["a.example"]}}
-    tools = [search, *agents.CODEX["tools"]]
-    found = [
-        agent.post("/v1/responses", **{**agents.CODEX, "tools": one, "stream": False}) for one in (tools, tools[1:])
-    ]
-    assert found[0].status_code == 200, found[0].text
-    assert f"tools.{kind}" in found[0].headers["x-foresay-ignored"].split(", ")
-    assert found[0].json()["tools"] == found[1].json()["tools"] and len(found[0].json()["tools"]) == len(tools) - 1
-    refused = agent.post("/v1/responses", **{**agents.CODEX, "tools": [search, {"type": "local_shell"}]})
-    assert refused.json()["error"]["param"] == "tools.1"
+    assert events_of(chain.chat(**plain))[-1]["usage"]["prompt_tokens"] == events[-1]["usage"]["prompt_tokens"]
 
 
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -195,11 +145,11 @@ REFUSED: list[tuple[str, str, Any]] = [
 """Route, path in the body of an agent, and the features that no model here has."""
 
 
-@pytest.mark.parametrize(("route", "path", "value"), REFUSED)
-def test_what_no_model_here_can_do_is_refused_by_name(route: str, path: str, value: Any, agent: Running) -> None:
-    at: Any = BODIES[route]
-    for part in path.split(".")[:-1]:
-        at = at[int(part) if part.isdigit() else part]
-    answer = agent.post(f"/v1/{route}", **changed(BODIES[route], path, value))
+@pytest.mark.parametrize(
+    ("route", "path", "value"), REFUSED, ids=[f"{one[0]} {one[1]} {i}" for i, one in enumerate(REFUSED)]
+)
+def test_what_no_model_here_can_do_is_refused_by_name(route: str, path: str, value: Any, chain: Running) -> None:
+    body, at = changed(BODIES[route], path, value)
+    answer = chain.post(f"/v1/{route}", **body)
     assert answer.status_code == 400, answer.text
-    assert str(answer.json()["error"]["param"]).startswith(path.replace("+", str(len(at))))
+    assert str(answer.json()["error"]["param"]).startswith(at)
