@@ -7,18 +7,10 @@ from typing import Any
 
 import anthropic
 import pytest
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
+from helpers.client_server import LIMA, NAME, PARAMETERS, QUESTION, RAIN, SEA, TALK, City, Served
 
-SEA = "The sea is wide and blue."
-TALK: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
-RAIN: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
-WEATHER: Any = {
-    "name": "weather",
-    "description": "The weather of a city",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
+WEATHER: Any = {"name": "weather", "description": "The weather of a city", "input_schema": PARAMETERS}
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +114,9 @@ def test_errors(client: anthropic.Anthropic) -> None:
         create(client, TALK, model="another")
 
 
-class City(BaseModel):
-    name: str
-    inhabitants: int
-
-
 def test_structured_outputs(client: anthropic.Anthropic) -> None:
-    question: list[Any] = [{"role": "user", "content": "How many inhabitants has Lima?"}]
-    done = client.messages.parse(model=NAME, messages=question, output_format=City, max_tokens=64)
-    assert done.parsed_output == City(name="Lima", inhabitants=10092000)
+    done = client.messages.parse(model=NAME, messages=QUESTION, output_format=City, max_tokens=64)
+    assert done.parsed_output == LIMA
 
 
 def test_a_runner_of_tools(client: anthropic.Anthropic) -> None:
@@ -150,13 +136,10 @@ def test_a_runner_of_tools(client: anthropic.Anthropic) -> None:
         client.beta.messages.tool_runner(**request).until_done()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_fields_that_change_nothing(client: anthropic.Anthropic) -> None:
+    for more in (
         {"metadata": {"user_id": "7"}, "service_tier": "auto"},
         {"thinking": {"type": "disabled"}},
         {"cache_control": {"type": "ephemeral"}},
-    ],
-)
-def test_fields_that_change_nothing(more: dict[str, Any], client: anthropic.Anthropic) -> None:
-    assert create(client, TALK, **more).content[0].text == SEA
+    ):
+        assert create(client, TALK, **more).content[0].text == SEA

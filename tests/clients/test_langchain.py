@@ -9,18 +9,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
-
-SEA = "The sea is wide and blue."
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str
-    inhabitants: int
+from helpers.client_server import LIMA, NAME, SEA, City, Served
 
 
 @tool
@@ -78,7 +68,7 @@ def test_bind_tools(choice: str | None, chat: ChatOpenAI) -> None:
 def test_structured_output(method: Any, chat: ChatOpenAI) -> None:
     more = {} if method is None else {"method": method}
     answer = chat.with_structured_output(City, **more).invoke("How many inhabitants has Lima? Answer in JSON.")
-    assert answer == City(name="Lima", inhabitants=10092000)
+    assert answer == LIMA
     both: Any = chat.with_structured_output(City, include_raw=True, strict=None, **more).invoke(
         "Lima's inhabitants? JSON."
     )

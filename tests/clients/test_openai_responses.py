@@ -8,21 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
+from helpers.client_server import LIMA, NAME, PARAMETERS, RAIN, SEA, City, Served
 
-SEA = "The sea is wide and blue."
-WEATHER: Any = {
-    "type": "function",
-    "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-
-
-class City(BaseModel):
-    name: str
-    inhabitants: int
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +59,20 @@ def test_a_stream(client: openai.OpenAI) -> None:
 def test_structured_outputs(client: openai.OpenAI) -> None:
     question = "How many inhabitants has Lima?"
     done = client.responses.parse(model=NAME, input=question, text_format=City, max_output_tokens=64)
-    assert done.output_parsed == City(name="Lima", inhabitants=10092000)
+    assert done.output_parsed == LIMA
     with client.responses.stream(model=NAME, input=question, text_format=City, max_output_tokens=64) as stream:
-        assert stream.get_final_response().output_parsed == City(name="Lima", inhabitants=10092000)
+        assert stream.get_final_response().output_parsed == LIMA
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}])
 def test_tools(choice: Any, client: openai.OpenAI) -> None:
     """A call, and the answer to its result: the whole conversation is sent again."""
-    talk: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
-    done = respond(client, talk, tools=[WEATHER], tool_choice=choice)
+    done = respond(client, RAIN, tools=[WEATHER], tool_choice=choice)
     [call] = done.output
     assert call.type == "function_call" and call.name == "weather" and json.loads(call.arguments) == {"city": "Rome"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    assert respond(client, [*talk, call, result], tools=[WEATHER]).output_text == "It is sunny in Rome."
-    sent_back = [*talk, *(one.model_dump() for one in done.output), result]
+    assert respond(client, [*RAIN, call, result], tools=[WEATHER]).output_text == "It is sunny in Rome."
+    sent_back = [*RAIN, *(one.model_dump() for one in done.output), result]
     assert respond(client, sent_back, tools=[WEATHER]).output_text == "It is sunny in Rome."
 
 
