@@ -33,6 +33,7 @@ def test_a_whole_answer(client: anthropic.Anthropic) -> None:
     assert [(one.type, one.text) for one in done.content] == [("text", SEA)]
     assert (done.type, done.role, done.stop_reason, done.model) == ("message", "assistant", "end_turn", NAME)
     assert prompt_tokens(done.usage) > 0 and done.usage.output_tokens > 0
+    assert [one.id for one in client.models.list()] == [NAME]
     cut = create(client, TALK, max_tokens=2)
     assert (cut.content[0].text, cut.stop_reason, cut.usage.output_tokens) == ("The sea is wide", "max_tokens", 2)
     stopped = create(client, TALK, stop_sequences=[" and"])
@@ -83,9 +84,6 @@ def test_a_stream_of_a_call(client: anthropic.Anthropic) -> None:
         [call] = stream.get_final_message().content
     assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Rome"})
     assert "".join(pieces) == '{"city": "Rome"}'
-
-
-def test_no_tools(client: anthropic.Anthropic) -> None:
     assert create(client, TALK, tools=[WEATHER], tool_choice={"type": "none"}).content[0].text == SEA
 
 
@@ -95,10 +93,6 @@ def test_counted_tokens(client: anthropic.Anthropic) -> None:
         counted = client.messages.count_tokens(model=NAME, messages=TALK, **more)
         assert counted.input_tokens == prompt_tokens(create(client, TALK, max_tokens=1, **more).usage)
     assert client.messages.count_tokens(model=NAME, messages=RAIN, tools=[WEATHER]).input_tokens > 100
-
-
-def test_models(client: anthropic.Anthropic) -> None:
-    assert [one.id for one in client.models.list()] == [NAME]
 
 
 def test_errors(client: anthropic.Anthropic) -> None:

@@ -89,14 +89,11 @@ def test_tools(choice: Any, client: openai.OpenAI) -> None:
     assert any(one.type == "tool_calls.function.arguments.delta" for one in events)
 
 
-def test_tools_of_a_model_class(client: openai.OpenAI) -> None:
+def test_tools_of_a_model_class_and_none(client: openai.OpenAI) -> None:
     tools = [openai.pydantic_function_tool(City)]
     done = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, max_tokens=64)
     [call] = done.choices[0].message.tool_calls or ()
     assert call.function.parsed_arguments == LIMA
-
-
-def test_no_tools(client: openai.OpenAI) -> None:
     message = chat(client, TALK, tools=[WEATHER], tool_choice="none").choices[0].message
     assert message.content == SEA and not message.tool_calls
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from helpers.client_server import LIMA, NAME, PARAMETERS, RAIN, SEA, City, Served
+from helpers.client_server import LIMA, NAME, PARAMETERS, RAIN, SEA, TALK, City, Served
 
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 
@@ -32,9 +32,6 @@ def test_a_text(client: openai.OpenAI) -> None:
     assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
     longer = respond(client, "What colour is the sea, if one may know?", instructions="Be brief.")
     assert longer.usage.input_tokens > done.usage.input_tokens
-
-
-def test_a_text_that_is_cut(client: openai.OpenAI) -> None:
     done = client.responses.create(model=NAME, input="What colour is the sea?", max_output_tokens=2)
     assert done.output_text == "The sea is wide" and done.status == "incomplete"
     assert done.incomplete_details is not None and done.incomplete_details.reason == "max_output_tokens"
@@ -99,28 +96,21 @@ def test_a_stream_repeats_nothing(tools: list[Any], client: openai.OpenAI) -> No
                 assert one.part.text == ""
 
 
-def test_a_talk_goes_on(client: openai.OpenAI) -> None:
-    talk: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
-    talk += respond(client, talk).output
-    talk.append({"role": "user", "content": [{"type": "input_text", "text": "And the sky?"}]})
-    assert respond(client, talk).output_text == SEA
-
-
-def test_log_probabilities(client: openai.OpenAI) -> None:
+def test_a_talk_goes_on_and_has_log_probabilities(client: openai.OpenAI) -> None:
+    turn = {"role": "user", "content": [{"type": "input_text", "text": "And the sky?"}]}
+    assert respond(client, [*TALK, *respond(client, TALK).output, turn]).output_text == SEA
     done = respond(client, "What colour is the sea?", include=["message.output_text.logprobs"], top_logprobs=2)
     tokens = done.output[0].content[0].logprobs
     assert "".join(one.token for one in tokens).startswith(SEA) and all(len(one.top_logprobs) == 2 for one in tokens)
 
 
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
+def test_refusals(client: openai.OpenAI) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "file_search"}]}, "tools"),
         ({"background": True}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, r"input\.0\.content"),
-    ],
-)
-def test_refusals(more: dict[str, Any], field: str, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=field):
-        respond(client, **{"question": more.pop("input", "What colour is the sea?"), **more})
+    ]
+    for more, field in refused:
+        with pytest.raises(openai.BadRequestError, match=field):
+            client.responses.create(**{"model": NAME, "input": TALK, **more})

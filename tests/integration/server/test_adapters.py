@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,8 @@ def test_reasoning_text_and_calls(api: str, chain: Running) -> None:
     if api == "messages":
         assert body["stop_reason"] == "tool_use" and body["content"][2]["id"] != body["content"][3]["id"]
         assert body["content"][0]["signature"] == ""
+        single = {"type": "auto", "disable_parallel_tool_use": True}
+        assert parts(post(chain, api, tools=TOOLS[api], tool_choice=single)) == CHAIN[:3]
         return
     assert body["status"] == "completed" == body["output"][1]["status"] and body["tools"][0]["name"] == "weather"
     counts = set()
@@ -152,61 +156,44 @@ def events(running: Running, api: str, **body: Any) -> list[dict[str, Any]]:
 
 def test_the_events_of_a_stream_build_the_message(chain: Running) -> None:
     found = events(chain, "messages", tools=TOOLS["messages"])
+    whole = post(chain, "messages", tools=TOOLS["messages"])
     assert found[0]["type"] == "message_start" and found[0]["message"]["content"] == []
     assert found[0]["message"]["usage"]["input_tokens"] > 0 and found[0]["message"]["stop_reason"] is None
+    steps = [key for key, _ in groupby((one["type"], one["index"]) for one in found[1:-2])]
+    assert steps == [(f"content_block_{kind}", i) for i in range(4) for kind in ("start", "delta", "stop")]
+    blocks = [one["content_block"] for one in found if one["type"] == "content_block_start"]
+    assert [one["type"] for one in blocks] == [one["type"] for one in whole["content"]]
+    texts = [""] * 4
+    for one in found[1:-2]:
+        texts[one["index"]] += "".join(value for name, value in one.get("delta", {}).items() if name != "type")
+    assert texts[:2] == ["What is asked?", "Let me look."] and json.loads(texts[2]) == {"city": "Rome"}
     assert [one["type"] for one in found[-2:]] == ["message_delta", "message_stop"]
     assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    blocks, texts, open_index = list[dict[str, Any]](), list[str](), None
-    for one in found[1:-2]:
-        if one["type"] == "content_block_start":
-            assert one["index"] == len(blocks) and open_index is None
-            blocks.append(one["content_block"])
-            texts.append("")
-            open_index = one["index"]
-        elif one["type"] == "content_block_delta":
-            assert one["index"] == open_index
-            ((_, added),) = [pair for pair in one["delta"].items() if pair[0] != "type"]
-            texts[-1] += added
-        else:
-            assert one["type"] == "content_block_stop" and one["index"] == open_index
-            open_index = None
-    whole = post(chain, "messages", tools=TOOLS["messages"])
-    assert [one["type"] for one in blocks] == [one["type"] for one in whole["content"]]
-    assert texts[:2] == ["What is asked?", "Let me look."] and json.loads(texts[2]) == {"city": "Rome"}
     assert found[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
 
 
 def test_the_events_of_a_stream_build_the_whole_response(chain: Running) -> None:
     found = events(chain, "responses", tools=TOOLS["responses"])
+    kinds, whole = [one["type"] for one in found], found[-1]["response"]
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    kinds = [one["type"] for one in found]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
-    items, texts = dict[int, dict[str, Any]](), dict[int, str]()
-    for one in found:
-        index, kind = one.get("output_index", -1), one["type"]
+    items, texts = dict[int, dict[str, Any]](), [""] * 4
+    for one in found[2:-1]:
+        index, kind = one["output_index"], one["type"]
         begun = one.get("item") or one.get("part") or {}
-        if kind.endswith(".added"):
-            assert not any(begun.get(name) for name in ("text", "arguments", "content"))
+        assert not kind.endswith(".added") or not any(begun.get(name) for name in ("text", "arguments", "content"))
         if kind == "response.output_item.added":
             assert index == len(items)
-            items[index], texts[index] = one["item"], ""
-        elif kind.endswith(".delta"):
-            assert one["item_id"] == items[index]["id"]
-            texts[index] += one["delta"]
-        elif kind == "response.output_item.done":
-            assert one["item"]["id"] == items[index]["id"]
-            items[index] = one["item"]
-    whole = found[-1]["response"]
-    assert [items[i] for i in sorted(items)] == whole["output"]
-    assert list(texts.values()) == ["What is asked?", "Let me look.", '{"city": "Rome"}', "{}"]
-
-    def stripped(response: Any) -> Any:
-        hidden = {"id", "call_id", "created_at", "input_tokens_details"}
-        if isinstance(response, dict):
-            return {name: stripped(value) for name, value in response.items() if name not in hidden}
-        return [stripped(one) for one in response] if isinstance(response, list) else response
-
-    assert stripped(whole) == stripped(post(chain, "responses", tools=TOOLS["responses"]))
+        assert kind.startswith("response.output_item") or one["item_id"] == items[index]["id"]
+        if kind.startswith("response.output_item"):
+            assert begun["id"] == items.setdefault(index, begun)["id"]
+            items[index] = begun
+        texts[index] += one["delta"] if kind.endswith(".delta") else ""
+    assert [items[i] for i in range(4)] == whole["output"]
+    assert texts == ["What is asked?", "Let me look.", '{"city": "Rome"}', "{}"]
+    hidden = r'"(id|call_id)": "\w+"|"created_at": \d+|"cached_tokens": \d+'
+    same = [re.sub(hidden, "", json.dumps(one)) for one in (whole, post(chain, "responses", tools=TOOLS["responses"]))]
+    assert same[0] == same[1]
 
 
 @APIS
@@ -326,7 +313,10 @@ def test_variables_of_the_chat_template(serve: Any, chat_folder: Path) -> None:
         ("messages", {"output_config": {"effort": "high"}}, "output_config.effort"),
         ("messages", {"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
         ("messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
-        ("messages", {"thinking": {"type": "disabled"}, "metadata": {"user_id": "x"}}, ""),
+        ("messages", {"thinking": {"type": "adaptive", "budget_tokens": 2000, "display": "summarized"}, "speed": "fast"},
+            "thinking.budget_tokens, thinking.display, speed"),
+        ("messages", {"thinking": {"type": "disabled"}, "metadata": {"user_id": "x"}, "service_tier": "auto",
+            "context_management": None, "output_config": None}, ""),
         ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("chat/completions", {"reasoning_effort": "none", "verbosity": "medium", "store": True}, ""),
         ("chat/completions", {"verbosity": "low", "prompt_cache_retention": "24h"}, "prompt_cache_retention, verbosity"),

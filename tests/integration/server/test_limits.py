@@ -7,7 +7,6 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,19 +33,6 @@ KEYS = frozenset({"a", "b"})
 
 def code_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
-
-
-def begun(target: Any, arguments: Iterable[Any]) -> list[threading.Thread]:
-    """Threads that have begun, one for each group of arguments."""
-    threads = [threading.Thread(target=target, args=one) for one in arguments]
-    for one in threads:
-        one.start()
-    return threads
-
-
-def joined(threads: list[threading.Thread]) -> None:
-    for one in threads:
-        one.join(60)
 
 
 def after(event: threading.Event, honest: Any) -> Any:
@@ -88,15 +74,16 @@ class TestBeforeTheQueue:
             monkeypatch.setattr(served, "encode", after(go_on, served.encode))
         else:
             running.service.shared.thread.call(lambda: go_on.wait(60))
-        threads = begun(lambda: said.append(running.post(path, headers=of_key("a"), **body)), [()] * 10)
-        wait_until(lambda: len(said) == 4, "what is too much is refused at once")
-        assert all(code_of(one) == (429, "queue_full") and one.headers["retry-after"] for one in said)
-        assert running.get("/health").status_code == 200, "no other request waits for it"
-        threads += begun(lambda: said.append(running.chat(max_tokens=2, headers=of_key("b"))), [()])
-        queues = running.service.shared.queues
-        wait_until(lambda: queues.before_rows + queues.rows.open == 7, "each waits where it is counted")
-        go_on.set()
-        joined(threads)
+        with ThreadPoolExecutor(11) as threads:
+            for _ in range(10):
+                threads.submit(lambda: said.append(running.post(path, headers=of_key("a"), **body)))
+            wait_until(lambda: len(said) == 4, "what is too much is refused at once")
+            assert all(code_of(one) == (429, "queue_full") and one.headers["retry-after"] for one in said)
+            assert running.get("/health").status_code == 200, "no other request waits for it"
+            threads.submit(lambda: said.append(running.chat(max_tokens=2, headers=of_key("b"))))
+            queues = running.service.shared.queues
+            wait_until(lambda: queues.before_rows + queues.rows.open == 7, "each waits where it is counted")
+            go_on.set()
         assert [one.status_code for one in said[4:]] == [200] * 7
 
     def test_short_texts_do_not_wait_for_long_ones(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +103,13 @@ class TestBeforeTheQueue:
             messages = [{"role": "user", "content": content}]
             said.append(running.chat(messages=messages, max_tokens=2, headers=of_key(key)))
 
-        longs = []
-        for waiting, (name, key) in enumerate(("1a", "2a", "3a", "4b"), 1):
-            longs += begun(ask, [(name * 70_000, key)])
-            wait_until(lambda n=waiting: running.service.shared.queues.before_rows == n, "it is being prepared")
-        ask("hello", "a")
-        assert said[0].status_code == 200 and order == ["1"]
-        go_on.set()
-        joined(longs)
+        with ThreadPoolExecutor(4) as threads:
+            for waiting, (name, key) in enumerate(("1a", "2a", "3a", "4b"), 1):
+                threads.submit(ask, name * 70_000, key)
+                wait_until(lambda n=waiting: running.service.shared.queues.before_rows == n, "it is being prepared")
+            ask("hello", "a")
+            assert said[0].status_code == 200 and order == ["1"]
+            go_on.set()
         assert order[:2] == ["1", "4"] or order.index("4") == 2, "after at most one more of the other client"
         assert all(one.json()["error"]["message"].startswith("the prompt has at least") for one in said[1:])
 
@@ -137,10 +123,11 @@ class TestBeforeTheQueue:
         def ask(key: str) -> None:
             said[key].append(running.complete("x" * 70_000, headers=of_key(key)).status_code)
 
-        threads = begun(ask, "aaab")
-        wait_until(lambda: said["a"] == [429], "half of four are its own")
-        go_on.set()
-        joined(threads)
+        with ThreadPoolExecutor(4) as threads:
+            asked = threads.map(ask, "aaab")
+            wait_until(lambda: said["a"] == [429], "half of four are its own")
+            go_on.set()
+        assert list(asked) == [None] * 4
         assert sorted(said["a"]) == [400, 400, 429] and said["b"] == [400]
 
     @pytest.mark.parametrize("how", ["its client leaves", "its time is over"])
@@ -174,12 +161,12 @@ class TestBeforeTheQueue:
         running, go_on = serve(), threading.Event()
         monkeypatch.setattr(served, "encode", after(go_on, served.encode))
         assert running.get("/ready").status_code == 200
-        threads = begun(lambda: running.complete(max_tokens=2), [()])
-        wait_until(lambda: running.get("/ready").status_code == 503, "it is stuck")
-        assert "thread foresay-texts has not ended" in running.get("/ready").json()["reason"]
-        wait_until(lambda: "has not ended" in caplog.text, "it is logged")
-        go_on.set()
-        joined(threads)
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(running.complete, max_tokens=2)
+            wait_until(lambda: running.get("/ready").status_code == 503, "it is stuck")
+            assert "thread foresay-texts has not ended" in running.get("/ready").json()["reason"]
+            wait_until(lambda: "has not ended" in caplog.text, "it is logged")
+            go_on.set()
         wait_until(lambda: running.get("/ready").status_code == 200, "it goes on")
         wait_until(lambda: "over: " in caplog.text, "so is its end")
         assert caplog.text.count("has not ended") == 2

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from foresay.server import service as service_module
 from foresay.server.service import Entry, Service
 from foresay.server.settings import ServerSettings
 from helpers import tiny
-from helpers.serving import TALK, Running, choice_of, events_of
+from helpers.serving import TALK, Running, choice_of, events_of, sent
 from helpers.waiting import wait_until
 
 LENGTHS = {"a": 4096, "b": 2048}
@@ -77,25 +76,6 @@ class Several:
 
         return loaded
 
-    @contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        """A request for a model that is open."""
-        taken, ended, loop = threading.Event(), asyncio.Event(), self.running._loop
-
-        async def use() -> None:
-            with self.service.request():
-                self.service.take(name) or await self.service.wait(name)
-                taken.set()
-                await ended.wait()
-
-        held = asyncio.run_coroutine_threadsafe(use(), loop)
-        assert taken.wait(60)
-        try:
-            yield
-        finally:
-            loop.call_soon_threadsafe(ended.set)
-            held.result(60)
-
     def text(self, name: str, **body: Any) -> str:
         return text_of(self.running.chat(**BODY, model=name, **body))
 
@@ -142,6 +122,8 @@ def test_each_model_answers_as_its_own_server_does(several: Start, texts: dict[s
     assert server.running.get("/v1/models/b").json()["max_model_len"] == LENGTHS["b"]
     answer = server.running.chat(model="c", **BODY)
     assert answer.status_code == 404 and "this server serves 'a', 'b'" in answer.text
+    metrics = server.running.get("/metrics").text
+    assert all(f'foresay_acceptance_rate{{drafter="{name}: suffix"}}' in metrics for name in "ab")
 
 
 def test_every_route_uses_the_model_that_is_named(several: Start, texts: dict[str, str]) -> None:
@@ -182,16 +164,6 @@ def test_unloading_frees_the_model(several: Start, texts: dict[str, str]) -> Non
     assert server.models[1]() is None
 
 
-def test_concurrent_requests_for_both(several: Start, texts: dict[str, str]) -> None:
-    server, names = several(timeout_s=300.0), "abbabaabbaab"
-    with ThreadPoolExecutor(12) as pool:
-        found = pool.map(lambda i: server.text(names[i]) if i % 3 else server.streamed(names[i]), range(12))
-        assert list(found) == [texts[name] for name in names] and server.most == 1
-    wait_until(lambda: not any(server.service._residency.users.values()), "every request has ended")
-    metrics = server.running.get("/metrics").text
-    assert all(f'foresay_acceptance_rate{{drafter="{name}: suffix"}}' in metrics for name in "ab")
-
-
 def test_two_models_at_a_time(several: Start, texts: dict[str, str]) -> None:
     server = several(max_loaded=2)
     with ThreadPoolExecutor(4) as pool:
@@ -203,8 +175,10 @@ def test_two_models_at_a_time(several: Start, texts: dict[str, str]) -> None:
 
 def test_a_model_in_use_stays_and_others_wait(several: Start, texts: dict[str, str]) -> None:
     server = several(max_waiting=1)
+    endless = {"model": "a", "prompt": "x", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     with ThreadPoolExecutor(1) as pool:
-        with server.using("a"):
+        with sent(server.running.port, endless, buffer=4096) as held:
+            assert held.recv(10)
             server.gives_up("b")
             wait_until(lambda: server.waiting == 0, "its client has left the queue")
             answer = pool.submit(server.text, "b")
