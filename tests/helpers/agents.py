@@ -7,6 +7,9 @@ from typing import Any
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 CACHED = {"cache_control": {"type": "ephemeral"}}
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_STEP = {"content": {"type": "string"}, "status": {"enum": ["pending", "done"]}}
+_STEPS: dict[str, Any] = {"type": "array", "items": {
+    "type": "object", "properties": _STEP, "required": ["content", "status"], "additionalProperties": False}}  # fmt: skip
 _READ: dict[str, Any] = {
     "$schema": SCHEMA,
     "type": "object",
@@ -15,20 +18,13 @@ _READ: dict[str, Any] = {
         "offset": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
         "pages": {"anyOf": [{"type": "string", "pattern": "^[0-9-]+$"}, {"type": "null"}], "default": None},
         "url": {"type": "string", "format": "uri"},
+        "todos": _STEPS,
+        "answers": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
     },
     "required": ["file_path"],
     "additionalProperties": False,
 }
 """The dialect of Claude Code's tools: a schema with its draft, bounds, formats and defaults."""
-_TASK = {"content": {"type": "string"}, "status": {"enum": ["pending", "done"]}}
-_TASKS: dict[str, Any] = {
-    "$schema": SCHEMA, "type": "object", "required": ["todos"], "additionalProperties": False,
-    "properties": {
-        "todos": {"type": "array", "items": {
-            "type": "object", "properties": _TASK, "required": ["content", "status"], "additionalProperties": False}},
-        "answers": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
-    },
-}  # fmt: skip
 CLAUDE_HEADERS = {
     "anthropic-version": "2023-06-01",
     "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
@@ -38,8 +34,7 @@ CLAUDE_HEADERS = {
 }
 _CLAUDE_TOOLS: list[dict[str, Any]] = [
     {"name": "weather", "description": "The weather.", "input_schema": {"$schema": SCHEMA, **WEATHER}},
-    {"name": "Read", "description": "Read a file.", "input_schema": _READ, "eager_input_streaming": True},
-    {"name": "TodoWrite", "description": "Update the list.", "input_schema": _TASKS, **CACHED},
+    {"name": "Read", "description": "Read a file.", "input_schema": _READ, "eager_input_streaming": True, **CACHED},
 ]
 _CLAUDE_TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": [
@@ -69,19 +64,12 @@ CLAUDE: dict[str, Any] = {
     "output_config": {"effort": "medium"},
 }  # fmt: skip
 
-_STEP = {"step": {"type": "string"}, "status": {"type": "string"}}
+_COMMAND = {"type": "array", "items": {"type": "string"}, "description": "The command"}
 _CODEX_TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "weather", "description": "The weather.", "strict": False, "parameters": WEATHER},
     {"type": "function", "name": "shell", "description": "Run a command.", "strict": False, "parameters": {
         "type": "object", "required": ["command"], "additionalProperties": False,
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}, "description": "The command"},
-            "timeout_ms": {"type": "number"},
-            "justification": {"type": "string"}}}},
-    {"type": "function", "name": "update_plan", "description": "Update the plan.", "strict": False, "parameters": {
-        "type": "object", "required": ["plan"], "additionalProperties": False,
-        "properties": {"plan": {"type": "array", "items": {
-            "type": "object", "properties": _STEP, "required": ["step", "status"], "additionalProperties": False}}}}},
+        "properties": {"command": _COMMAND, "timeout_ms": {"type": "number"}, "plan": _STEPS}}},
 ]  # fmt: skip
 CODEX: dict[str, Any] = {
     "model": "tiny",

@@ -29,7 +29,7 @@ def test_claude_code(chain: Running) -> None:
     counted = {name: agents.CLAUDE[name] for name in ("model", "messages", "system", "tools", "thinking")}
     path, usage = "/v1/messages/count_tokens?beta=true", events[0]["message"]["usage"]
     count = chain.answer(path, headers=agents.CLAUDE_HEADERS, **counted)["input_tokens"]
-    assert count == usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) > 1000
+    assert count == usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) > 500
 
 
 def test_codex(chain: Running, server: Running) -> None:

@@ -113,23 +113,6 @@ class TestBeforeTheQueue:
         assert order[:2] == ["1", "4"] or order.index("4") == 2, "after at most one more of the other client"
         assert all(one.json()["error"]["message"].startswith("the prompt has at least") for one in said[1:])
 
-    def test_long_texts_of_one_client_leave_room_for_others(
-        self, serve: Any, narrow: foresay.Generator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        running, go_on = serve(narrow, max_waiting=2, keys=KEYS), threading.Event()
-        monkeypatch.setattr(served, "encode", after(go_on, served.encode))
-        said: dict[str, list[int]] = {"a": [], "b": []}
-
-        def ask(key: str) -> None:
-            said[key].append(running.complete("x" * 70_000, headers=of_key(key)).status_code)
-
-        with ThreadPoolExecutor(4) as threads:
-            asked = threads.map(ask, "aaab")
-            wait_until(lambda: said["a"] == [429], "half of four are its own")
-            go_on.set()
-        assert list(asked) == [None] * 4
-        assert sorted(said["a"]) == [400, 400, 429] and said["b"] == [400]
-
     @pytest.mark.parametrize("how", ["its client leaves", "its time is over"])
     def test_work_ends_when_nobody_waits_for_it(self, how: str, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Work without an end, that no exception stops; the next text needs the same thread."""

@@ -108,7 +108,7 @@ def test_a_chat_of_continue(server: Running) -> None:
 
 def test_every_option_is_the_field_of_openai(server: Running) -> None:
     """Each of them changes the output as its counterpart does, and the output of another value differs."""
-    base = {"temperature": 1.5, "seed": 7, "num_predict": 24}
+    base = {"temperature": 1.5, "seed": 7, "num_predict": 16}
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"top_k": 4}, {"top_k": 4}),
         ({"top_p": 0.5}, {"top_p": 0.5}),
@@ -126,7 +126,7 @@ def test_every_option_is_the_field_of_openai(server: Running) -> None:
     texts = []
     for options, fields in pairs:
         texts.append(whole(server, "/api/chat", messages=TALK, options={**base, **options})["message"]["content"])
-        assert texts[-1] == text_of(server, **{"temperature": 1.5, "seed": 7, "max_tokens": 24, **fields}), options
+        assert texts[-1] == text_of(server, **{"temperature": 1.5, "seed": 7, "max_tokens": 16, **fields}), options
     assert texts[9] == texts[11] and texts[6] == texts[10] and len(set(texts)) == 10, "the others have effects"
     stop = texts[11][3:5]
     done = whole(server, "/api/chat", messages=TALK, options={**base, "stop": [stop]})
