@@ -15,7 +15,7 @@ NAME = "Qwen/Qwen2.5-1.5B-Instruct"
 """The name under which a small model is served: that of the model on the page of clients."""
 SEA = "The sea is wide and blue."
 TALK: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
-"""What the model `writer` answers to a question, which is one of these."""
+"""A question, and the answer of the model `writer`."""
 RAIN: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
 QUESTION: list[Any] = [{"role": "user", "content": "How many inhabitants has Lima?"}]
 PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
