@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -73,12 +72,5 @@ def filler(tmp_path_factory: Make) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
-
-
-@pytest.fixture(scope="session")
-def raw(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as one:
-        yield one
+def client(server: Running) -> openai.OpenAI:
+    return server.client

@@ -70,7 +70,7 @@ CHAIN = [("reasoning", "What is asked?"), ("text", "Let me look."), ("weather", 
 
 def test_a_text_is_that_of_a_chat(server: Running) -> None:
     text = chat(server, [{"role": "system", "content": "be brief"}, *TALK], max_tokens=9)["message"]["content"]
-    answer = server.client().responses.create(
+    answer = server.client.responses.create(
         model="tiny", input="hello there", instructions="be brief", max_output_tokens=9, temperature=0
     )
     assert answer.output_text == text != ""

@@ -19,7 +19,7 @@ import foresay
 from foresay.server.chat_page import PAGE_FILES
 from foresay.server.settings import ServerSettings
 from helpers import agents, tiny
-from helpers.serving import TALK, TEXT, Running, assert_refused, choice_of, events_of, sent
+from helpers.serving import CLIENT, TALK, TEXT, Running, assert_refused, choice_of, events_of, sent
 from helpers.waiting import wait_until
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -144,8 +144,8 @@ def test_paths_and_sizes(serve: Any) -> None:
     large = running.complete("x" * 30_000)
     assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
     pieces = (b'{"prompt": "' if not i else b"x" * 1000 for i in range(30))
-    sent_in_pieces = httpx.post(f"{running.url}/v1/completions", content=pieces)
-    assert sent_in_pieces.status_code == 413, "whatever its length field"
+    in_pieces = running.request("POST", "/v1/completions", content=pieces)
+    assert in_pieces.status_code == 413, "whatever its length field"
 
 
 @pytest.mark.parametrize("control_tokens", [False, True])
@@ -258,7 +258,7 @@ def test_the_page_of_the_docs(serve: Any, capsys: pytest.CaptureFixture[str]) ->
     page = (DOCS / "start" / "serve.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8000", running.url)
     (command,) = re.findall(r"^curl .*$", page, re.MULTILINE)
     url, body = (shlex.split(command)[i] for i in (2, -1))
-    assert choice_of(httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60))["text"]
+    assert choice_of(CLIENT.post(url, content=body, headers={"Content-Type": "application/json"}))["text"]
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(compile(block, "docs/start/serve.md", "exec"), {})
     assert "target passes without a drafter" in capsys.readouterr().out

@@ -137,28 +137,28 @@ class TestEcho:
 
 
 class TestHttp:
-    def test_head(self, raw: httpx.Client) -> None:
+    def test_head(self, server: Running) -> None:
         for path in ("/health", "/ready", "/v1/models", "/v1/models/tiny", "/metrics", "/", "/page.js"):
-            got, head = raw.get(path), raw.head(path)
+            got, head = server.get(path), server.request("HEAD", path)
             assert head.status_code == got.status_code and head.content == b"", path
             assert head.headers["content-type"] == got.headers["content-type"], path
 
-    def test_methods_that_a_route_does_not_take(self, raw: httpx.Client) -> None:
+    def test_methods_that_a_route_does_not_take(self, server: Running) -> None:
         for method, path, allowed in (
             ("GET", "/v1/completions", {"POST"}), ("HEAD", "/v1/completions", {"POST"}), ("PUT", "/tokenize", {"POST"}),
             ("POST", "/health", {"GET", "HEAD"}), ("DELETE", "/v1/models/tiny", {"GET", "HEAD"}),
         ):  # fmt: skip
-            answer = raw.request(method, path)
+            answer = server.request(method, path)
             assert answer.status_code == 405, (method, path)
             assert set(answer.headers["allow"].split(", ")) == allowed, (method, path)
 
     @pytest.mark.parametrize("sender", [{}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}], ids=str)
-    def test_a_wrong_content_type_is_named(self, sender: dict[str, str], raw: httpx.Client) -> None:
+    def test_a_wrong_content_type_is_named(self, sender: dict[str, str], server: Running) -> None:
         """Programs may leave it out, as curl and litellm do; pages of browsers, which name themselves, may not."""
 
         def answer(kind: str | None) -> httpx.Response:
             headers = sender if kind is None else {"content-type": kind, **sender}
-            return raw.post("/tokenize", content=b'{"prompt": "x"}', headers=headers)
+            return server.request("POST", "/tokenize", content=b'{"prompt": "x"}', headers=headers)
 
         good = ["application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.api+json"]
         bad = ["text/plain", "multipart/form-data"]
@@ -185,7 +185,7 @@ class TestHttp:
             ({"x-api-key": "secret"}, 200), ({"authorization": "Bearer secret"}, 200), ({"x-api-key": "wrong"}, 401),
             ({"authorization": "Bearer wrong", "x-api-key": "secret"}, 401), ({}, 401), ({"x-api-key": ""}, 401),
         ):  # fmt: skip
-            answer = httpx.get(f"{running.url}/v1/models", headers=headers)  # type: ignore[arg-type]
+            answer = running.request("GET", "/v1/models", headers=headers)
             assert answer.status_code == status, headers
             if status == 401:
                 assert answer.headers["www-authenticate"] == "Bearer"

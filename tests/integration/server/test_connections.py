@@ -30,7 +30,7 @@ from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.refusals import refused
 from helpers.schema_bombs import PRODUCT
-from helpers.serving import TALK, TEXT, Running, sent
+from helpers.serving import CLIENT, TALK, TEXT, Running, sent
 from helpers.waiting import wait_until
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -237,7 +237,7 @@ class TestWhereItListens:
         assert "drafter=max_gram" in said and "gamma=3" in said
         url = said.split()[-1]
         root = url.removesuffix("/v1")
-        assert httpx.get(f"{url}/models").status_code == 401
+        assert CLIENT.get(f"{url}/models").status_code == 401
         with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60) as client:
             told = client.get(f"{url}/models").text
             assert '"own-model"' in told and str(tmp_path) not in told
@@ -270,7 +270,7 @@ class TestWhereItListens:
         assert first["path"] == "/v1/models" and first["status"] == 401
         assert not psutil.wait_procs(below, 60)[1]
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{root}/ready")
+            CLIENT.get(f"{root}/ready")
 
     def test_a_second_signal_ends_it_at_once(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """As without a handler, so that no task that is torn down reports it; the first signal drains the server."""
@@ -279,7 +279,7 @@ class TestWhereItListens:
         monkeypatch.setattr(signal, "raise_signal", lambda given: calls.append(given))
         with unread_stream(begun.port):
             begun._server.handle_exit(signal.SIGINT, None)
-            wait_for(lambda: httpx.get(f"{begun.url}/ready").status_code == 503)
+            wait_for(lambda: begun.get("/ready").status_code == 503)
             assert not calls
             begun._server.handle_exit(signal.SIGINT, None)
         assert calls == [(signal.SIGINT, signal.SIG_DFL), signal.SIGINT]

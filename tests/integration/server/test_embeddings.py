@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from foresay.generation.scoring import TextEmbedder
 from foresay.models.huggingface.causal import CausalModel
 from helpers import tiny
 from helpers.families import make
-from helpers.serving import Running, assert_refused
+from helpers.serving import Running, assert_refused, sent
 
 TEXTS = ["hello there", "the number 7 and 8 and 7", "x", "the number 7 and 8 and " * 20]
 PATH = "/v1/embeddings"
@@ -84,7 +84,7 @@ def test_the_bits_do_not_depend_on_the_passes(pooling: str) -> None:
 def test_shapes_of_inputs_and_encodings(server: Running) -> None:
     """Base64 is the default of OpenAI's client, which decodes it itself."""
     ids, expected = [server.answer("/tokenize", prompt=one)["tokens"] for one in TEXTS], vectors(server, TEXTS)
-    found = server.client().embeddings.create(model="tiny", input=TEXTS)
+    found = server.client.embeddings.create(model="tiny", input=TEXTS)
     assert found.model == "tiny" and [one.index for one in found.data] == [0, 1, 2, 3]
     assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, ids))
     for same in ([torch.tensor(one.embedding) for one in found.data], vectors(server, [ids[0], *TEXTS[1:3], ids[3]])):
@@ -123,17 +123,12 @@ def test_decoding_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> N
         return forward(self, model_input, cache)
 
     monkeypatch.setattr(CausalModel, "forward", observed)
-    with server.client() as client:
-        stream = client.completions.create(model="tiny", prompt="and", max_tokens=3900, temperature=0, stream=True)
-        next(iter(stream))
+    with sent(server.port, {"prompt": "and", "max_tokens": 3900, "temperature": 0, "stream": True}) as stream:
+        assert stream.recv(10)
         begun = len(kinds)
-        asked = [threading.Thread(target=vectors, args=(server, ["and 7 " * 60] * 3)) for _ in range(2)]
-        for one in asked:
-            one.start()
-        for one in asked:
-            one.join()
-        stream.close()
-    seen = kinds[begun:]
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda _: vectors(server, ["and 7 " * 60] * 3), range(2)))
+        seen = kinds[begun:]
     texts = [i for i, kind in enumerate(seen) if kind == "text"]
     assert len(texts) >= 6
     assert all(b - a > 1 for a, b in itertools.pairwise(texts)), "never two in a row"

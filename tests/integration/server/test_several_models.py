@@ -86,7 +86,7 @@ class Several:
     def gives_up(self, name: str) -> None:
         """A request whose client leaves."""
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{self.running.url}/v1/completions", json={"model": name, "prompt": "x"}, timeout=0.5)
+            self.running.request("POST", "/v1/completions", json={"model": name, "prompt": "x"}, timeout=0.5)
 
     @property
     def waiting(self) -> int:

@@ -25,7 +25,7 @@ Message = tuple[str, str, str, list[tuple[str, Any]]]
 def messages_of(running: Running, **body: Any) -> list[Message]:
     """Finish reason, reasoning, text and calls of a chat, whole and as OpenAI's client puts a stream together."""
     body = {"model": "tiny", "messages": TALK, "temperature": 0, **body}
-    client: Any = running.client().chat.completions
+    client: Any = running.client.chat.completions
     with client.stream(**body) as stream:
         choices = [one.choices[0] for one in (client.create(**body), stream.get_final_completion())]
     found = list[Message]()
@@ -231,7 +231,7 @@ def test_a_talk_goes_on_after_calls(server: Running) -> None:
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in text
     assert text.endswith("<user>sunnycall_1<assistant>")
     asked: dict[str, Any] = {"model": "tiny", "tools": [WEATHER], "max_tokens": 300}
-    client = server.client().chat.completions
+    client = server.client.chat.completions
     done = client.create(messages=TALK, tool_choice="required", parallel_tool_calls=False, **asked).choices[0].message
     result = {"role": "tool", "tool_call_id": done.tool_calls[0].id, "content": "sunny"}
     again = client.create(messages=[*TALK, done, result], **asked | {"max_tokens": 4})
