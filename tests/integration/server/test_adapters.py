@@ -70,9 +70,8 @@ CHAIN = [("reasoning", "What is asked?"), ("text", "Let me look."), ("weather", 
 
 def test_a_text_is_that_of_a_chat(server: Running) -> None:
     text = chat(server, [{"role": "system", "content": "be brief"}, *TALK], max_tokens=9)["message"]["content"]
-    answer = server.client.responses.create(
-        model="tiny", input="hello there", instructions="be brief", max_output_tokens=9, temperature=0
-    )
+    briefly: dict[str, Any] = {"instructions": "be brief", "max_output_tokens": 9}
+    answer = server.client.responses.create(model="tiny", **BODY["responses"], **briefly)
     assert answer.output_text == text != ""
     assert answer.status == "incomplete" and answer.incomplete_details is not None
     assert answer.incomplete_details.reason == "max_output_tokens" and answer.output[-1].status == "incomplete"  # type: ignore[union-attr]
@@ -112,9 +111,8 @@ SENT: dict[str, dict[str, Any]] = {
 @APIS
 def test_a_conversation(api: str, server: Running) -> None:
     """Texts, reasoning, calls and results become the messages of a chat; items of a response can be sent back."""
-    calls = [
-        {"id": one, "type": "function", "function": {"name": "time", "arguments": '{"zone": "utc"}'}} for one in "ab"
-    ]
+    function = {"name": "time", "arguments": '{"zone": "utc"}'}
+    calls = [{"id": one, "type": "function", "function": function} for one in "ab"]
     talk = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "one moment", "reasoning_content": "hm", "tool_calls": calls},
@@ -295,12 +293,8 @@ def test_variables_of_the_chat_template(serve: Any, chat_folder: Path) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "long"), ({"output_config": {"effort": "max"}}, "max"),
     ):  # fmt: skip
         is_chat = fields.keys() & {"reasoning_effort", "chat_template_kwargs"}
-        usage = (
-            running.chat(max_tokens=1, **fields).json()["usage"]
-            if is_chat
-            else {"prompt_tokens": count(running, **fields)}
-        )
-        assert usage["prompt_tokens"] == base + len(plain(text).input_ids), fields
+        found = running.answer("/tokenize", messages=TALK, **fields)["count"] if is_chat else count(running, **fields)
+        assert found == base + len(plain(text).input_ids), fields
     for name in ("mood", "messages", "tokenize", "bos_token"):
         known = f"no variable {name!r}; it has: enable_thinking, reasoning_effort"
         assert_refused(running.chat(chat_template_kwargs={name: 1}), "chat_template_kwargs", known)

@@ -247,16 +247,11 @@ class TestWho:
         assert answer.status_code == 200, "keys keep pages out"
 
     def test_settings_out_of_range(self) -> None:
-        wrong: dict[str, Any] = {
-            "timeout_s": 0,
-            "pooling": "max",
-            "share_prefixes": "some",
-            "tool_format": "x",
-            "max_n": 0,
-        }
-        for name, value in wrong.items():
+        for name, value in (
+            ("timeout_s", 0), ("pooling", "max"), ("share_prefixes", "some"), ("tool_format", "x"), ("max_n", 0),
+        ):  # fmt: skip
             with refused(name, value):
-                ServerSettings(**{name: value})
+                ServerSettings(**{name: value})  # type: ignore[arg-type]
 
     def test_pages_of_other_origins(self, serve: Any) -> None:
         running = serve(cors=("https://page.example",), keys=KEYS)
@@ -320,9 +315,8 @@ class TestWhatIsTold:
         for own, one in zip(found["tokens"], found["top_logprobs"], strict=True):
             assert len({*one, own}) == len(one) and 3 <= len(one) <= 4, "distinct names, the sampled token's among them"
         never = (TokenLogprob(-math.inf, ((11, -math.inf),)),) * 2
-        entries = Logprobs(tokenizer).take(
-            Step(0, (9, 10), (Origin.BONUS,) * 2, 0, 0, logprobs=never), "xy", ended=True
-        )
+        step = Step(0, (9, 10), (Origin.BONUS,) * 2, 0, 0, logprobs=never)
+        entries = Logprobs(tokenizer).take(step, "xy", ended=True)
         assert "-9999.0" in json.dumps([as_chat(entries), as_completion(entries)], allow_nan=False)
 
     def test_a_schema_that_cannot_be_followed(

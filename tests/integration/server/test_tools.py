@@ -117,14 +117,7 @@ def test_fields_of_tools(chain: Running) -> None:
 
 @pytest.mark.parametrize(
     ("tool_format", "temperature"),
-    [
-        ("auto", 0),
-        ("mistral", 0),
-        ("mistral_named", 1.5),
-        ("llama3_json", 1.5),
-        ("pythonic", 1.5),
-        ("qwen3_coder", 1.5),
-    ],
+    [("auto", 0), ("mistral", 0), *((one, 1.5) for one in ("mistral_named", "llama3_json", "pythonic", "qwen3_coder"))],
 )
 def test_calls_of_a_model_that_writes_noise(tool_format: str, temperature: float, server: Running, serve: Any) -> None:
     """Required ones follow their schemas, with drafts; next to a schema an output is a call or an answer."""
@@ -339,19 +332,20 @@ def test_messages_in_the_harmony_format(writer: Callable[..., Running]) -> None:
     assert not any("<|" in one.get("content", "") for one in deltas)
 
 
-RESPONSE_TEMPLATE = {
-    "start_anchor": "<assistant>",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>"},
-        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
-        "content": {},
-    },
+FIELDS = {
+    "reasoning_content": {"open": "<think>", "close": "</think>"},
+    "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+    "content": {},
 }
 
 
 def test_a_response_template_of_the_tokenizer(writer: Callable[..., Running]) -> None:
     """It describes messages that no format of ours does; another chat template without a known format has tools then."""
-    running = writer(PIECES, TEMPLATE.replace("<tool_call>", "CALL"), response_template=RESPONSE_TEMPLATE)
+    running = writer(
+        PIECES,
+        TEMPLATE.replace("<tool_call>", "CALL"),
+        response_template={"start_anchor": "<assistant>", "fields": FIELDS},
+    )
     message = ("tool_calls", "What is asked?", "Let me look.", BOTH)
     assert messages_of(running, tools=[WEATHER, TIME]) == [message] * 2
     one = choice_of(running.chat(tools=[WEATHER, TIME], temperature=0, parallel_tool_calls=False))["message"]
