@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shlex
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -224,26 +224,17 @@ class TestTelling:
 
 class TestManyAtOnce:
     def test_each_answer_is_the_librarys_under_load(self, server: Running, library: foresay.Generator) -> None:
+        coupled = foresay.change(library, rule="coupled")
         prompts = [f"{TEXT} {i}" for i in range(16)]
 
-        async def all_of_them() -> list[str]:
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-                done = await asyncio.gather(
-                    *(
-                        client.completions.create(
-                            model="tiny", prompt=prompt, max_tokens=8 + i % 9, temperature=1.0, seed=i,
-                            extra_body={"foresay": {"rule": "coupled"}},
-                        )
-                        for i, prompt in enumerate(prompts)
-                    )
-                )  # fmt: skip
-            return [one.choices[0].text for one in done]
+        def text_of(i: int) -> str:
+            body = {"max_tokens": 8 + i % 9, "temperature": 1.0, "seed": i, "foresay": {"rule": "coupled"}}
+            return str(choice_of(server.complete(prompts[i], **body))["text"])
 
-        coupled = foresay.change(library, rule="coupled")
-        assert asyncio.run(all_of_them()) == [
-            coupled.generate(prompt, max_new_tokens=8 + i % 9, temperature=1.0, seed=i).text
-            for i, prompt in enumerate(prompts)
-        ]
+        with ThreadPoolExecutor(16) as threads:
+            found = list(threads.map(text_of, range(16)))
+        for i, text in enumerate(found):
+            assert coupled.generate(prompts[i], max_new_tokens=8 + i % 9, temperature=1.0, seed=i).text == text
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_leaves_frees_the_row(self, stream: bool, server: Running) -> None:

@@ -341,11 +341,8 @@ FIELDS = {
 
 def test_a_response_template_of_the_tokenizer(writer: Callable[..., Running]) -> None:
     """It describes messages that no format of ours does; another chat template without a known format has tools then."""
-    running = writer(
-        PIECES,
-        TEMPLATE.replace("<tool_call>", "CALL"),
-        response_template={"start_anchor": "<assistant>", "fields": FIELDS},
-    )
+    response_template = {"start_anchor": "<assistant>", "fields": FIELDS}
+    running = writer(PIECES, TEMPLATE.replace("<tool_call>", "CALL"), response_template=response_template)
     message = ("tool_calls", "What is asked?", "Let me look.", BOTH)
     assert messages_of(running, tools=[WEATHER, TIME]) == [message] * 2
     one = choice_of(running.chat(tools=[WEATHER, TIME], temperature=0, parallel_tool_calls=False))["message"]
