@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -227,12 +228,12 @@ class TestManyAtOnce:
         coupled = foresay.change(library, rule="coupled")
         prompts = [f"{TEXT} {i}" for i in range(16)]
 
-        def text_of(i: int) -> str:
+        def sampled(i: int) -> str:
             body = {"max_tokens": 8 + i % 9, "temperature": 1.0, "seed": i, "foresay": {"rule": "coupled"}}
             return str(choice_of(server.complete(prompts[i], **body))["text"])
 
         with ThreadPoolExecutor(16) as threads:
-            found = list(threads.map(text_of, range(16)))
+            found = list(threads.map(sampled, range(16)))
         for i, text in enumerate(found):
             assert coupled.generate(prompts[i], max_new_tokens=8 + i % 9, temperature=1.0, seed=i).text == text
 
@@ -273,3 +274,69 @@ def test_what_the_command_refuses(shell: tiny.Shell, tmp_path: Path, monkeypatch
             patch.setitem(sys.modules, missing, None)
             said = shell.refused("serve", "--model", "nowhere")
         assert f"server needs {missing}: pip install 'foresay[server]'" in said
+
+
+CONTEXT = 160
+
+
+@pytest.fixture(scope="module", params=["model", "foresay"])
+def configured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = tiny.llama(context=CONTEXT)
+    model.generation_config.update(do_sample=True, temperature=3.0, top_k=20, repetition_penalty=1.4, min_new_tokens=3)
+    model.generation_config.max_new_tokens = 9
+    folder = tiny.save(tmp_path_factory.mktemp("model"), model, chat=True)
+    with Running(foresay.load(folder, dtype="fp32", sampling=request.param)) as one:
+        yield one
+
+
+def text_of(running: Running, **fields: Any) -> str:
+    return str(choice_of(running.chat(messages=TALK, **fields))["message"]["content"])
+
+
+def test_defaults_of_sampling(configured: Running) -> None:
+    generator = configured.model.generator
+    is_model = generator.target.generation.sampling == "model"
+    wanted = {"temperature": 3.0, "top_k": 20} if is_model else {"temperature": 1.0}
+    expected = generator.generate(TALK, seed=4, max_new_tokens=9, **wanted).text
+    assert text_of(configured, seed=4, max_tokens=9) == expected
+    whole = configured.chat(ignore_eos=True).json()["usage"]
+    assert whole["completion_tokens" if is_model else "total_tokens"] == (9 if is_model else CONTEXT)
+    assert configured.complete(temperature=None, ignore_eos=True).json()["usage"]["completion_tokens"] == 16
+    predicted = generator.generate("and 7", max_new_tokens=12, temperature=0.0).text
+    assert configured.answer("/predict", prompt="and 7", max_tokens=12) == {"text": predicted}, "greedy"
+    for fields, temperature in (({}, wanted["temperature"]), ({"temperature": 0.5}, 0.5)):
+        response = configured.answer("/v1/responses", input="hello", max_output_tokens=4, **fields)
+        assert response["temperature"] == temperature, "a response reports what was used"
+
+
+def test_fields_of_the_request_come_first(configured: Running) -> None:
+    generator, own = configured.model.generator, {"temperature": 0.0, "repetition_penalty": 1.0}
+    plain = generator.generate(TALK, max_new_tokens=12, min_new_tokens=0, **own).text
+    assert text_of(configured, max_tokens=12, min_tokens=0, **own) == plain
+    assert text_of(configured, max_tokens=12, min_tokens=0, temperature=0, repeat_penalty=1.0) == plain, (
+        "llama.cpp's name"
+    )
+    constrained = generator.generate(TALK, max_new_tokens=12, temperature=0.0).text
+    assert text_of(configured, max_tokens=12, temperature=0) == constrained != plain
+    free = generator.generate(TALK, max_new_tokens=12, temperature=0.7, top_k=0, seed=3).text
+    for off in (0, -1):
+        assert text_of(configured, max_tokens=12, temperature=0.7, top_k=off, seed=3) == free
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [7]}}}
+    assert text_of(configured, response_format=schema, temperature=0) == "7", (
+        "the config's minimum forbids no short value"
+    )
+
+
+@pytest.mark.parametrize(("name", "off"), [("typical_p", 1), ("no_repeat_ngram_size", 0)])
+def test_what_a_request_cannot_turn_off_is_named(name: str, off: int, tmp_path: Path) -> None:
+    model = tiny.llama(context=CONTEXT)
+    model.generation_config.update(do_sample=True, **{name: 0.5 if off else 2})
+    folder = tiny.save(tmp_path, model, chat=True)
+    for sampling, applied in (("model", True), ("foresay", name == "no_repeat_ngram_size")):
+        with Running(foresay.load(folder, dtype="fp32", sampling=sampling)) as running:
+            turned_off = running.complete(max_tokens=2, **{name: off})
+            assert_refused(running.complete(max_tokens=2, **{name: off + 2}), name)
+        if applied:
+            assert_refused(turned_off, name, "cannot turn off")
+        else:
+            assert turned_off.status_code == 200, turned_off.text

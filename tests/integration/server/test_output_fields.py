@@ -1,16 +1,26 @@
-"""Constraints as clients of OpenAI, vLLM and llama.cpp send them: the text of plain decoding, which matches, by either route."""
+"""Constraints as clients of OpenAI, vLLM and llama.cpp send them: the text of plain decoding, which matches, by either route.
+
+Schemas that would occupy the server are refused, no other request waits for them, and the process can end.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
-from foresay.text import client_grammars
-from helpers.serving import TALK, Running, assert_refused, events_of
+from foresay.text import client_grammars, schema_compiler
+from foresay.text.schema_compiler import TrialLimits
+from helpers.schema_bombs import PRODUCT
+from helpers.serving import TALK, Running, assert_refused, choice_of, events_of, sent
 from helpers.tool_chats import TIME
+from helpers.waiting import wait_until
 
 SCHEMA = {"enum": ["red", "green"]}
 GBNF = 'root ::= "(" root ")" | word\nword ::= [a-c]{2,4} "!"'
@@ -137,3 +147,60 @@ def test_contradictions_and_members_without_support(
         name = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[route]
         prompt = TALK if name == "messages" else "hello"
         assert_refused(server.post(f"/v1/{route}", **{name: prompt}, **fields), param)
+
+
+GOOD = {"enum": ["yes", "no"]}
+
+
+def is_compiling() -> bool:
+    """Whether a process that tries schemas has a fork at work."""
+    with suppress(psutil.NoSuchProcess):
+        tried = [one for one in psutil.Process().children() if "foresay.text.grammar_process" in one.cmdline()]
+        return any(one.children() for one in tried)
+    return False
+
+
+def wanted(schema: Any) -> dict[str, Any]:
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": TALK, "max_tokens": 20, "response_format": named}
+
+
+def ask(running: Running, schema: Any) -> httpx.Response:
+    return running.chat(**wanted(schema))
+
+
+def test_schemas_that_take_too_much_are_refused_and_others_answered(serve: Any) -> None:
+    running, us = serve(), psutil.Process()
+    before = us.memory_info().rss
+    assert_refused(ask(running, {"type": "integer", "multipleOf": 9999991}), "response_format", "multipleOf=9999991")
+    with ThreadPoolExecutor(4) as threads:
+        bad = [threads.submit(ask, running, PRODUCT) for _ in range(2)]
+        good = [threads.submit(ask, running, GOOD) for _ in range(3)]
+        assert {one.result().status_code for one in good} == {200}
+        for one in bad:
+            assert_refused(one.result(), "response_format", "to compile; give a simpler one")
+    assert choice_of(ask(running, GOOD))["message"]["content"] in ('"yes"', '"no"')
+    assert us.memory_info().rss - before < 500 << 20
+
+
+def test_an_open_request_starts_no_process_once_the_server_ends(serve: Any) -> None:
+    running, before = serve(), psutil.Process().children()
+    running.model.stop_compiling()
+    assert ask(running, GOOD).status_code == 503 and psutil.Process().children() == before
+
+
+def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, endless = serve(), TrialLimits(cpu_s=1e6, wall_s=1e6, memory_bytes=8 << 30)
+    monkeypatch.setattr(schema_compiler, "TrialLimits", lambda: endless)
+    with sent(running.port, wanted(PRODUCT), "/v1/chat/completions"):
+        wait_until(is_compiling, "a schema is compiled")
+    wait_until(lambda: not is_compiling(), "the compilation is ended")
+    assert ask(running, GOOD).status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, running, PRODUCT)
+        wait_until(is_compiling, "a schema is compiled")
+        running.drain()
+        assert answer.result().status_code == 503
+    wait_until(lambda: not is_compiling(), "the compilation is ended")
