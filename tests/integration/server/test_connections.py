@@ -115,10 +115,9 @@ class TestTheHeadOfARequest:
         done = running.complete(max_tokens=2)
         assert done.status_code == 200 and done.elapsed.total_seconds() > 0.3
 
-    def test_one_that_grows_without_end_is_refused(self, serve: Any) -> None:
-        running = serve()
+    def test_one_that_grows_without_end_is_refused(self, server: Running) -> None:
         for line in (b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000):
-            with connected(running) as held, suppress(OSError):  # closed while this side was sending
+            with connected(server) as held, suppress(OSError):  # closed while this side was sending
                 held.sendall(b"GET /health HTTP/1.1\r\nX: ")
                 for _ in range(400):
                     held.sendall(line)
@@ -161,9 +160,9 @@ class TestTheEventLoop:
         ids=["a large body is read", "tokens become text"],
     )
     def test_others_are_answered_meanwhile(
-        self, owner: Any, name: str, path: str, body: Any, status: int, serve: Any, monkeypatch: pytest.MonkeyPatch
+        self, owner: Any, name: str, path: str, body: Any, status: int, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        running, begun, go_on, honest = serve(), threading.Event(), threading.Event(), getattr(owner, name)
+        begun, go_on, honest = threading.Event(), threading.Event(), getattr(owner, name)
 
         def slowly(*args: Any, **kwargs: Any) -> Any:
             begun.set()
@@ -172,19 +171,20 @@ class TestTheEventLoop:
 
         monkeypatch.setattr(owner, name, slowly)
         with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(running.post, path, **body)
+            answer = threads.submit(server.post, path, **body)
             assert begun.wait(30)
-            assert running.get("/health").status_code == 200
+            assert server.get("/health").status_code == 200
             go_on.set()
             assert answer.result().status_code == status
 
-    def test_a_client_that_leaves_in_its_body_is_no_failure(self, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-        running = serve()
-        with connected(running) as held:
+    def test_a_client_that_leaves_in_its_body_is_no_failure(
+        self, server: Running, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with connected(server) as held:
             held.sendall(HALF)
-            wait_for(lambda: running.connections == 1)
-        wait_for(lambda: running.connections == 0)
-        assert running.get("/health").status_code == 200
+            wait_for(lambda: server.connections == 1)
+        wait_for(lambda: server.connections == 0)
+        assert server.get("/health").status_code == 200
         assert not [one for one in caplog.records if one.exc_info]
 
 

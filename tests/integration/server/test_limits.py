@@ -291,26 +291,25 @@ class TestWhatIsTold:
         assert running.complete(max_tokens=2).status_code == 200, "its requests alone fail"
         assert running.count('request_success_total{finished_reason="error"}') == 0
 
-    def test_log_probabilities_end_with_the_text(self, serve: Any, model: foresay.Generator) -> None:
-        running = serve()
-        whole = model.generate(TEXT, max_new_tokens=24).text
+    def test_log_probabilities_end_with_the_text(self, server: Running) -> None:
+        whole = server.model.generator.generate(TEXT, max_new_tokens=24).text
         stop = whole[9:12]
         body = {"max_tokens": 24, "stop": stop, "logprobs": 2}
-        choice = choice_of(running.complete(**body))
+        choice = choice_of(server.complete(**body))
         tokens = choice["logprobs"]["tokens"]
         assert choice["text"] == whole[: whole.index(stop)] == "".join(tokens)
         offsets, length = list[int](), 0
-        for one in events_of(running.complete(**body, stream=True)):
+        for one in events_of(server.complete(**body, stream=True)):
             piece = one["choices"][0]
             length += len(piece["text"])
             offsets += piece["logprobs"]["text_offset"]
             assert max(offsets, default=-1) < length, "none comes before its text"
         assert offsets == choice["logprobs"]["text_offset"] == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
 
-    def test_log_probabilities_of_bytes_and_of_what_cannot_be(self, serve: Any, model: foresay.Generator) -> None:
-        tokenizer: Any = model.tokenizer
+    def test_log_probabilities_of_bytes_and_of_what_cannot_be(self, server: Running) -> None:
+        tokenizer: Any = server.model.tokenizer
         bias = {str(part): 90 - i for i, part in enumerate(tokenizer("東").input_ids)}
-        found = choice_of(serve().complete(max_tokens=3, logprobs=3, logit_bias=bias))["logprobs"]
+        found = choice_of(server.complete(max_tokens=3, logprobs=3, logit_bias=bias))["logprobs"]
         assert set(found["tokens"]) == {"bytes:\\xe6"}, "a third of a character"
         for own, one in zip(found["tokens"], found["top_logprobs"], strict=True):
             assert len({*one, own}) == len(one) and 3 <= len(one) <= 4, "distinct names, the sampled token's among them"
