@@ -61,7 +61,7 @@ def outputs(generator: foresay.Generator, budget: int, *, batch: bool = True, **
     tokenizer = generator.tokenizer
     prompts = [tokenizer(f"<user>{one}<assistant><think>").input_ids for one in PROMPTS]
     limit = ThinkingBudget(budget, tokenizer)
-    each = [SamplingParams(max_new_tokens=40, processors=(limit.after(one),), **params) for one in prompts]
+    each = [SamplingParams(max_new_tokens=28, processors=(limit.after(one),), **params) for one in prompts]
     if batch:
         return list(generator.generate(prompts, each))
     return [generator.generate(one, own) for one, own in zip(prompts, each, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,14 +120,16 @@ def test_fields_of_tools(chain: Running) -> None:
     ("tool_format", "temperature"),
     [("auto", 0), ("mistral", 0), *((one, 1.5) for one in ("mistral_named", "llama3_json", "pythonic", "qwen3_coder"))],
 )
-def test_calls_of_a_model_that_writes_noise(tool_format: str, temperature: float, server: Running, serve: Any) -> None:
+def test_calls_of_a_model_that_writes_noise(
+    tool_format: str, temperature: float, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Required ones follow their schemas, with drafts; next to a schema an output is a call or an answer."""
-    running = serve(server.model.generator, tool_format=tool_format)
+    monkeypatch.setattr(server.model, "settings", replace(server.model.settings, tool_format=tool_format))
     tools = [TIME] if tool_format == "qwen3_coder" else [WEATHER, TIME]
     body = {"tools": tools, "temperature": temperature, "seed": 0, "max_tokens": 150}
     named = {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
     for choice, single in (("required", True), (named, False)):
-        done = choice_of(running.chat(tool_choice=choice, parallel_tool_calls=not single, **body))
+        done = choice_of(server.chat(tool_choice=choice, parallel_tool_calls=not single, **body))
         if done["finish_reason"] == "length":  # noise may go on calling
             assert not single
             continue
@@ -139,9 +142,9 @@ def test_calls_of_a_model_that_writes_noise(tool_format: str, temperature: float
             if call["name"] == "weather":
                 assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2, 3)
                 assert 1 <= len(arguments["city"]) <= 8 and arguments["city"].isalpha()
-    assert not choice_of(running.chat(**body))["message"].get("tool_calls"), "control: noise is no call"
+    assert not choice_of(server.chat(**body))["message"].get("tool_calls"), "control: noise is no call"
     form = {"type": "json_schema", "json_schema": {"schema": ANSWER}}
-    done = choice_of(running.chat(response_format=form, parallel_tool_calls=False, **body))
+    done = choice_of(server.chat(response_format=form, parallel_tool_calls=False, **body))
     message, is_answer = done["message"], not done["message"].get("tool_calls")
     if done["finish_reason"] != "length":
         assert done["finish_reason"] == ("stop" if is_answer else "tool_calls")
