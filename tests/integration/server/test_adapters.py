@@ -86,6 +86,7 @@ SENT: dict[str, dict[str, Any]] = {
     "responses": {"input": [
         {"role": "user", "content": [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": None},
         {"type": "message", "role": "assistant", "status": "completed", "id": "msg_1", "content": [
             {"type": "output_text", "text": "one moment", "annotations": [], "logprobs": []}]},
         *({"type": "function_call", "id": f"fc_{one}", "status": "completed", "call_id": one, "name": "time",
