@@ -34,10 +34,11 @@ def test_invoke(chat: ChatOpenAI) -> None:
     assert [one.text for one in chat.batch(["What colour is the sea?"] * 3)] == [SEA] * 3
 
 
-def test_streams_and_asynchronous_calls(chat: ChatOpenAI) -> None:
+def test_streams_and_asynchronous_calls(chat: ChatOpenAI, writer: Served) -> None:
     async def both() -> tuple[str, str]:
-        pieces = [one.text async for one in chat.astream("What colour is the sea?")]
-        return (await chat.ainvoke("What colour is the sea?")).text, "".join(pieces)
+        other = model(writer)
+        pieces = [one.text async for one in other.astream("What colour is the sea?")]
+        return (await other.ainvoke("What colour is the sea?")).text, "".join(pieces)
 
     pieces = [one.text for one in chat.stream("What colour is the sea?")]
     assert len([one for one in pieces if one]) > 1 and "".join(pieces) == SEA
