@@ -7,18 +7,10 @@ from typing import Any
 
 import anthropic
 import pytest
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
+from helpers.client_server import LIMA, NAME, PARAMETERS, QUESTION, RAIN, SEA, TALK, City, Served
 
-SEA = "The sea is wide and blue."
-TALK: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
-RAIN: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
-WEATHER: Any = {
-    "name": "weather",
-    "description": "The weather of a city",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
+WEATHER: Any = {"name": "weather", "description": "The weather of a city", "input_schema": PARAMETERS}
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +33,7 @@ def test_a_whole_answer(client: anthropic.Anthropic) -> None:
     assert [(one.type, one.text) for one in done.content] == [("text", SEA)]
     assert (done.type, done.role, done.stop_reason, done.model) == ("message", "assistant", "end_turn", NAME)
     assert prompt_tokens(done.usage) > 0 and done.usage.output_tokens > 0
+    assert [one.id for one in client.models.list()] == [NAME]
     cut = create(client, TALK, max_tokens=2)
     assert (cut.content[0].text, cut.stop_reason, cut.usage.output_tokens) == ("The sea is wide", "max_tokens", 2)
     stopped = create(client, TALK, stop_sequences=[" and"])
@@ -91,9 +84,6 @@ def test_a_stream_of_a_call(client: anthropic.Anthropic) -> None:
         [call] = stream.get_final_message().content
     assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Rome"})
     assert "".join(pieces) == '{"city": "Rome"}'
-
-
-def test_no_tools(client: anthropic.Anthropic) -> None:
     assert create(client, TALK, tools=[WEATHER], tool_choice={"type": "none"}).content[0].text == SEA
 
 
@@ -103,10 +93,6 @@ def test_counted_tokens(client: anthropic.Anthropic) -> None:
         counted = client.messages.count_tokens(model=NAME, messages=TALK, **more)
         assert counted.input_tokens == prompt_tokens(create(client, TALK, max_tokens=1, **more).usage)
     assert client.messages.count_tokens(model=NAME, messages=RAIN, tools=[WEATHER]).input_tokens > 100
-
-
-def test_models(client: anthropic.Anthropic) -> None:
-    assert [one.id for one in client.models.list()] == [NAME]
 
 
 def test_errors(client: anthropic.Anthropic) -> None:
@@ -122,15 +108,9 @@ def test_errors(client: anthropic.Anthropic) -> None:
         create(client, TALK, model="another")
 
 
-class City(BaseModel):
-    name: str
-    inhabitants: int
-
-
 def test_structured_outputs(client: anthropic.Anthropic) -> None:
-    question: list[Any] = [{"role": "user", "content": "How many inhabitants has Lima?"}]
-    done = client.messages.parse(model=NAME, messages=question, output_format=City, max_tokens=64)
-    assert done.parsed_output == City(name="Lima", inhabitants=10092000)
+    done = client.messages.parse(model=NAME, messages=QUESTION, output_format=City, max_tokens=64)
+    assert done.parsed_output == LIMA
 
 
 def test_a_runner_of_tools(client: anthropic.Anthropic) -> None:
@@ -150,13 +130,10 @@ def test_a_runner_of_tools(client: anthropic.Anthropic) -> None:
         client.beta.messages.tool_runner(**request).until_done()
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_fields_that_change_nothing(client: anthropic.Anthropic) -> None:
+    for more in (
         {"metadata": {"user_id": "7"}, "service_tier": "auto"},
         {"thinking": {"type": "disabled"}},
         {"cache_control": {"type": "ephemeral"}},
-    ],
-)
-def test_fields_that_change_nothing(more: dict[str, Any], client: anthropic.Anthropic) -> None:
-    assert create(client, TALK, **more).content[0].text == SEA
+    ):
+        assert create(client, TALK, **more).content[0].text == SEA

@@ -11,10 +11,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from helpers.client_server import NAME, Served
-
-SEA = "The sea is wide and blue."
-TALK: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
+from helpers.client_server import NAME, SEA, TALK, Served
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,8 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
-
-SEA = "The sea is wide and blue."
-
-
-class City(BaseModel):
-    """A city."""
-
-    name: str
-    inhabitants: int
+from helpers.client_server import LIMA, NAME, SEA, City, Served
 
 
 @tool
@@ -44,18 +34,15 @@ def test_invoke(chat: ChatOpenAI) -> None:
     assert [one.text for one in chat.batch(["What colour is the sea?"] * 3)] == [SEA] * 3
 
 
-def test_asynchronous_calls(writer: Served) -> None:
+def test_streams_and_asynchronous_calls(chat: ChatOpenAI, writer: Served) -> None:
     async def both() -> tuple[str, str]:
-        chat = model(writer)
-        pieces = [one.text async for one in chat.astream("What colour is the sea?")]
-        return (await chat.ainvoke("What colour is the sea?")).text, "".join(pieces)
+        other = model(writer)
+        pieces = [one.text async for one in other.astream("What colour is the sea?")]
+        return (await other.ainvoke("What colour is the sea?")).text, "".join(pieces)
 
-    assert asyncio.run(both()) == (SEA, SEA)
-
-
-def test_stream(chat: ChatOpenAI) -> None:
     pieces = [one.text for one in chat.stream("What colour is the sea?")]
     assert len([one for one in pieces if one]) > 1 and "".join(pieces) == SEA
+    assert asyncio.run(both()) == (SEA, SEA)
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "any", "weather"])
@@ -78,19 +65,16 @@ def test_bind_tools(choice: str | None, chat: ChatOpenAI) -> None:
 def test_structured_output(method: Any, chat: ChatOpenAI) -> None:
     more = {} if method is None else {"method": method}
     answer = chat.with_structured_output(City, **more).invoke("How many inhabitants has Lima? Answer in JSON.")
-    assert answer == City(name="Lima", inhabitants=10092000)
+    assert answer == LIMA
     both: Any = chat.with_structured_output(City, include_raw=True, strict=None, **more).invoke(
         "Lima's inhabitants? JSON."
     )
     assert both["parsed"] == answer and isinstance(both["raw"], AIMessage) and both["parsing_error"] is None
 
 
-def test_completions(writer: Served) -> None:
+def test_completions_and_log_probabilities(writer: Served) -> None:
     older = OpenAI(model=NAME, base_url=writer.url, api_key="none", max_tokens=8, max_retries=0)
     assert older.invoke("The sea") == " is wide and blue."
     assert "".join(older.stream("The sea")) == " is wide and blue."
-
-
-def test_log_probabilities(writer: Served) -> None:
     done = model(writer, logprobs=True, top_logprobs=2).invoke("What colour is the sea?")
     assert "".join(one["token"] for one in done.response_metadata["logprobs"]["content"]).startswith(SEA)

@@ -7,39 +7,16 @@ from typing import Any
 
 import litellm
 import pytest
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
-
-SEA = "The sea is wide and blue."
-TALK = [{"role": "user", "content": "What colour is the sea?"}]
-RAIN = [{"role": "user", "content": "Is it raining in Rome?"}]
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-
-
-class City(BaseModel):
-    name: str
-    inhabitants: int
+from helpers.client_server import LIMA, NAME, NAMED, QUESTION, RAIN, SEA, TALK, WEATHER, City, Served
 
 
 @pytest.fixture(params=["openai", "anthropic"])
 def server(request: pytest.FixtureRequest, writer: Served) -> dict[str, Any]:
     """Arguments for one of the two APIs."""
     address = {"openai": writer.url, "anthropic": writer.root}[request.param]
-    return {
-        "model": f"{request.param}/{NAME}",
-        "api_base": address,
-        "api_key": "none",
-        "max_tokens": 64,
-        "num_retries": 0,
-    }
+    own = {"model": f"{request.param}/{NAME}", "api_base": address, "api_key": "none"}
+    return {**own, "max_tokens": 64, "num_retries": 0}
 
 
 def calls(message: Any) -> list[tuple[str, Any]]:
@@ -64,7 +41,7 @@ def test_a_stream(server: dict[str, Any]) -> None:
     assert counted[-1].usage.completion_tokens >= 5
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
 def test_tools(choice: Any, server: dict[str, Any]) -> None:
     """A call, and the answer to its result."""
     done: Any = litellm.completion(messages=RAIN, tools=[WEATHER], tool_choice=choice, **server)
@@ -78,26 +55,15 @@ def test_tools(choice: Any, server: dict[str, Any]) -> None:
 
 
 def test_structured_outputs(server: dict[str, Any]) -> None:
-    question = [{"role": "user", "content": "How many inhabitants has Lima?"}]
-    done: Any = litellm.completion(messages=question, response_format=City, **server)
-    assert City.model_validate_json(done.choices[0].message.content) == City(name="Lima", inhabitants=10092000)
+    done: Any = litellm.completion(messages=QUESTION, response_format=City, **server)
+    assert City.model_validate_json(done.choices[0].message.content) == LIMA
 
 
-def test_completions(writer: Served) -> None:
-    done: Any = litellm.text_completion(
-        model=f"text-completion-openai/{NAME}", prompt="The sea", api_base=writer.url, api_key="none", max_tokens=2
-    )
+def test_completions_and_responses(writer: Served) -> None:
+    where: dict[str, Any] = {"api_base": writer.url, "api_key": "none"}
+    done: Any = litellm.text_completion(model=f"text-completion-openai/{NAME}", prompt="The sea", max_tokens=2, **where)
     assert done.choices[0].text == " is wide and"
-
-
-def test_responses(writer: Served) -> None:
-    done: Any = litellm.responses(
-        model=f"openai/{NAME}",
-        input="What colour is the sea?",
-        api_base=writer.url,
-        api_key="none",
-        max_output_tokens=64,
-    )
+    done = litellm.responses(model=f"openai/{NAME}", input="What colour is the sea?", max_output_tokens=64, **where)
     assert done.output[0].content[0].text == SEA
 
 

@@ -26,10 +26,6 @@ def llm(folder: Path, *arguments: str) -> str:
     return run("llm", "llm", *arguments, folder=folder)
 
 
-def test_the_model_is_listed(folder: Path) -> None:
-    assert "OpenAI Chat: qwen" in llm(folder, "models", "list", "-q", "qwen")
-
-
 @pytest.mark.parametrize("stream", [[], ["--no-stream"]])
 def test_a_prompt(stream: list[str], folder: Path) -> None:
     options = ["-o", "temperature", "0.5", "-o", "max_tokens", "64", "-o", "seed", "7", "--system", "Be brief."]
@@ -42,6 +38,7 @@ def test_a_prompt(stream: list[str], folder: Path) -> None:
 
 
 def test_a_conversation(folder: Path) -> None:
+    assert "OpenAI Chat: qwen" in llm(folder, "models", "list", "-q", "qwen")
     assert llm(folder, "-m", "qwen", "What colour is the sea?") == SEA
     assert llm(folder, "-c", "And the sky?") == SEA
     last, first = (one["input_tokens"] for one in json.loads(llm(folder, "logs", "-n", "2", "--json")))
@@ -56,7 +53,7 @@ def test_json(folder: Path) -> None:
 def test_a_tool_is_called_once(folder: Path) -> None:
     function = "def weather(city: str) -> str:\n    '''The weather of a city.'''\n    return 'sunny in ' + city"
     assert llm(folder, "-m", "qwen", "--functions", function, "Is it raining in Rome?") == "It is sunny in Rome.\n"
-    calls = [call for one in json.loads(llm(folder, "logs", "-n", "5", "--json")) for call in one["tool_calls"]]
-    assert [(one["name"], one["arguments"]) for one in calls] == [("weather", {"city": "Rome"})]
-    results = [one for log in json.loads(llm(folder, "logs", "-n", "5", "--json")) for one in log["tool_results"]]
-    assert [one["output"] for one in results] == ["sunny in Rome"]
+    logs = json.loads(llm(folder, "logs", "-n", "5", "--json"))
+    calls = [(call["name"], call["arguments"]) for one in logs for call in one["tool_calls"]]
+    assert calls == [("weather", {"city": "Rome"})]
+    assert [one["output"] for log in logs for one in log["tool_results"]] == ["sunny in Rome"]

@@ -9,11 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.client_server import NAME, Served
+from helpers.client_server import NAME, RAIN, SEA, Served
 
-SEA = "The sea is wide and blue."
 TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What colour is the sea?"}]
-RAIN = [{"role": "user", "content": "Is it raining in Rome?"}]
 SPEC: dict[str, Any] = {
     "name": "weather",
     "description": "The weather of a city.",

@@ -9,26 +9,8 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
-
-SEA = "The sea is wide and blue."
-TALK: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
-QUESTION: list[Any] = [{"role": "user", "content": "How many inhabitants has Lima?"}]
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-NAMED: Any = {"type": "function", "function": {"name": "weather"}}
-
-
-class City(BaseModel):
-    name: str
-    inhabitants: int
+from helpers.client_server import LIMA, NAME, NAMED, QUESTION, RAIN, SEA, TALK, WEATHER, City, Served
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +64,9 @@ def test_an_asynchronous_client(writer: Served) -> None:
 
 def test_structured_outputs(client: openai.OpenAI) -> None:
     done = client.chat.completions.parse(model=NAME, messages=QUESTION, response_format=City, max_tokens=64)
-    assert done.choices[0].message.parsed == City(name="Lima", inhabitants=10092000)
+    assert done.choices[0].message.parsed == LIMA
     with client.chat.completions.stream(model=NAME, messages=QUESTION, response_format=City, max_tokens=64) as stream:
-        assert stream.get_final_completion().choices[0].message.parsed == City(name="Lima", inhabitants=10092000)
+        assert stream.get_final_completion().choices[0].message.parsed == LIMA
     anything = chat(client, QUESTION, response_format={"type": "json_object"})
     assert json.loads(anything.choices[0].message.content) == {"name": "Lima", "inhabitants": 10092000}
     with pytest.raises(openai.LengthFinishReasonError):
@@ -94,30 +76,24 @@ def test_structured_outputs(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
 def test_tools(choice: Any, client: openai.OpenAI) -> None:
     """A call, and the answer to its result."""
-    talk: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
-    done = chat(client, talk, tools=[WEATHER], tool_choice=choice)
+    done = chat(client, RAIN, tools=[WEATHER], tool_choice=choice)
     message = done.choices[0].message
     assert calls(message) == [("weather", {"city": "Rome"})] and done.choices[0].finish_reason == "tool_calls"
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
-    answer = chat(client, [*talk, message, result], tools=[WEATHER]).choices[0]
+    answer = chat(client, [*RAIN, message, result], tools=[WEATHER]).choices[0]
     assert answer.message.content == "It is sunny in Rome." and answer.message.tool_calls is None
-    with client.chat.completions.stream(
-        model=NAME, messages=talk, tools=[WEATHER], tool_choice=choice, max_tokens=64
-    ) as stream:
+    more: Any = {"messages": RAIN, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 64}
+    with client.chat.completions.stream(model=NAME, **more) as stream:
         events = list(stream)
         assert calls(stream.get_final_completion().choices[0].message) == [("weather", {"city": "Rome"})]
     assert any(one.type == "tool_calls.function.arguments.delta" for one in events)
 
 
-def test_tools_of_a_model_class(client: openai.OpenAI) -> None:
-    done = client.chat.completions.parse(
-        model=NAME, messages=QUESTION, tools=[openai.pydantic_function_tool(City)], max_tokens=64
-    )
+def test_tools_of_a_model_class_and_none(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(City)]
+    done = client.chat.completions.parse(model=NAME, messages=QUESTION, tools=tools, max_tokens=64)
     [call] = done.choices[0].message.tool_calls or ()
-    assert call.function.parsed_arguments == City(name="Lima", inhabitants=10092000)
-
-
-def test_no_tools(client: openai.OpenAI) -> None:
+    assert call.function.parsed_arguments == LIMA
     message = chat(client, TALK, tools=[WEATHER], tool_choice="none").choices[0].message
     assert message.content == SEA and not message.tool_calls
 
@@ -147,20 +123,17 @@ def test_completions(client: openai.OpenAI) -> None:
     assert "".join(one.choices[0].text for one in stream if one.choices) == " is wide and blue."
 
 
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}, "audio"),
-        ({"web_search_options": {}}, "web_search_options"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-    ],
-)
-def test_refusals(more: dict[str, Any], field: str, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=field):
-        chat(client, TALK, **more)
-
-
-def test_other_endpoints_do_not_exist(client: openai.OpenAI) -> None:
+def test_refusals(client: openai.OpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    refused: list[tuple[list[Any], dict[str, Any], str]] = [
+        (TALK, {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+        (TALK, {"web_search_options": {}}, "web_search_options"),
+        (TALK, {"functions": [{"name": "f"}]}, "functions"),
+        ([{"role": "user", "content": [image]}], {}, "messages"),
+    ]
+    for messages, more, field in refused:
+        with pytest.raises(openai.BadRequestError, match=field):
+            chat(client, messages, **more)
     with pytest.raises(openai.NotFoundError):
         client.moderations.create(input="The sea")
     with pytest.raises(openai.NotFoundError):
@@ -177,9 +150,3 @@ def test_embeddings_are_those_of_plain_requests(client: openai.OpenAI) -> None:
         assert len(one.embedding) == len(other.embedding) > 0
         assert one.embedding == pytest.approx(other.embedding, rel=1e-6)
     assert found.data[0].embedding != found.data[1].embedding
-
-
-def test_images_are_refused(client: openai.OpenAI) -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    with pytest.raises(openai.BadRequestError, match="messages"):
-        chat(client, [{"role": "user", "content": [part]}])

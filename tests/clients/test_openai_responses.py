@@ -8,21 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from helpers.client_server import NAME, Served
+from helpers.client_server import LIMA, NAME, PARAMETERS, RAIN, SEA, TALK, City, Served
 
-SEA = "The sea is wide and blue."
-WEATHER: Any = {
-    "type": "function",
-    "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-
-
-class City(BaseModel):
-    name: str
-    inhabitants: int
+WEATHER: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +32,6 @@ def test_a_text(client: openai.OpenAI) -> None:
     assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
     longer = respond(client, "What colour is the sea, if one may know?", instructions="Be brief.")
     assert longer.usage.input_tokens > done.usage.input_tokens
-
-
-def test_a_text_that_is_cut(client: openai.OpenAI) -> None:
     done = client.responses.create(model=NAME, input="What colour is the sea?", max_output_tokens=2)
     assert done.output_text == "The sea is wide" and done.status == "incomplete"
     assert done.incomplete_details is not None and done.incomplete_details.reason == "max_output_tokens"
@@ -70,21 +56,20 @@ def test_a_stream(client: openai.OpenAI) -> None:
 def test_structured_outputs(client: openai.OpenAI) -> None:
     question = "How many inhabitants has Lima?"
     done = client.responses.parse(model=NAME, input=question, text_format=City, max_output_tokens=64)
-    assert done.output_parsed == City(name="Lima", inhabitants=10092000)
+    assert done.output_parsed == LIMA
     with client.responses.stream(model=NAME, input=question, text_format=City, max_output_tokens=64) as stream:
-        assert stream.get_final_response().output_parsed == City(name="Lima", inhabitants=10092000)
+        assert stream.get_final_response().output_parsed == LIMA
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}])
 def test_tools(choice: Any, client: openai.OpenAI) -> None:
     """A call, and the answer to its result: the whole conversation is sent again."""
-    talk: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
-    done = respond(client, talk, tools=[WEATHER], tool_choice=choice)
+    done = respond(client, RAIN, tools=[WEATHER], tool_choice=choice)
     [call] = done.output
     assert call.type == "function_call" and call.name == "weather" and json.loads(call.arguments) == {"city": "Rome"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    assert respond(client, [*talk, call, result], tools=[WEATHER]).output_text == "It is sunny in Rome."
-    sent_back = [*talk, *(one.model_dump() for one in done.output), result]
+    assert respond(client, [*RAIN, call, result], tools=[WEATHER]).output_text == "It is sunny in Rome."
+    sent_back = [*RAIN, *(one.model_dump() for one in done.output), result]
     assert respond(client, sent_back, tools=[WEATHER]).output_text == "It is sunny in Rome."
 
 
@@ -111,28 +96,21 @@ def test_a_stream_repeats_nothing(tools: list[Any], client: openai.OpenAI) -> No
                 assert one.part.text == ""
 
 
-def test_a_talk_goes_on(client: openai.OpenAI) -> None:
-    talk: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
-    talk += respond(client, talk).output
-    talk.append({"role": "user", "content": [{"type": "input_text", "text": "And the sky?"}]})
-    assert respond(client, talk).output_text == SEA
-
-
-def test_log_probabilities(client: openai.OpenAI) -> None:
+def test_a_talk_goes_on_and_has_log_probabilities(client: openai.OpenAI) -> None:
+    turn = {"role": "user", "content": [{"type": "input_text", "text": "And the sky?"}]}
+    assert respond(client, [*TALK, *respond(client, TALK).output, turn]).output_text == SEA
     done = respond(client, "What colour is the sea?", include=["message.output_text.logprobs"], top_logprobs=2)
     tokens = done.output[0].content[0].logprobs
     assert "".join(one.token for one in tokens).startswith(SEA) and all(len(one.top_logprobs) == 2 for one in tokens)
 
 
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
+def test_refusals(client: openai.OpenAI) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "file_search"}]}, "tools"),
         ({"background": True}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, r"input\.0\.content"),
-    ],
-)
-def test_refusals(more: dict[str, Any], field: str, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=field):
-        respond(client, **{"question": more.pop("input", "What colour is the sea?"), **more})
+    ]
+    for more, field in refused:
+        with pytest.raises(openai.BadRequestError, match=field):
+            client.responses.create(**{"model": NAME, "input": TALK, **more})

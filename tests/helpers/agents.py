@@ -7,7 +7,10 @@ from typing import Any
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 CACHED = {"cache_control": {"type": "ephemeral"}}
 WEATHER: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-READ: dict[str, Any] = {
+_STEP = {"content": {"type": "string"}, "status": {"enum": ["pending", "done"]}}
+_STEPS: dict[str, Any] = {"type": "array", "items": {
+    "type": "object", "properties": _STEP, "required": ["content", "status"], "additionalProperties": False}}  # fmt: skip
+_READ: dict[str, Any] = {
     "$schema": SCHEMA,
     "type": "object",
     "properties": {
@@ -15,30 +18,13 @@ READ: dict[str, Any] = {
         "offset": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
         "pages": {"anyOf": [{"type": "string", "pattern": "^[0-9-]+$"}, {"type": "null"}], "default": None},
         "url": {"type": "string", "format": "uri"},
+        "todos": _STEPS,
+        "answers": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
     },
     "required": ["file_path"],
     "additionalProperties": False,
 }
 """The dialect of Claude Code's tools: a schema with its draft, bounds, formats and defaults."""
-TASKS: dict[str, Any] = {
-    "$schema": SCHEMA,
-    "type": "object",
-    "properties": {
-        "todos": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"content": {"type": "string"}, "status": {"enum": ["pending", "done"]}},
-                "required": ["content", "status"],
-                "additionalProperties": False,
-            },
-        },
-        "answers": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
-    },
-    "required": ["todos"],
-    "additionalProperties": False,
-}
-
 CLAUDE_HEADERS = {
     "anthropic-version": "2023-06-01",
     "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14,context-management-2025-06-27",
@@ -48,8 +34,7 @@ CLAUDE_HEADERS = {
 }
 _CLAUDE_TOOLS: list[dict[str, Any]] = [
     {"name": "weather", "description": "The weather.", "input_schema": {"$schema": SCHEMA, **WEATHER}},
-    {"name": "Read", "description": "Read a file.", "input_schema": READ, "eager_input_streaming": True},
-    {"name": "TodoWrite", "description": "Update the list.", "input_schema": TASKS, **CACHED},
+    {"name": "Read", "description": "Read a file.", "input_schema": _READ, "eager_input_streaming": True, **CACHED},
 ]
 _CLAUDE_TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": [
@@ -67,41 +52,24 @@ _CLAUDE_TURNS: list[dict[str, Any]] = [
          "content": [{"type": "text", "text": "no such file"}]}]},
 ]  # fmt: skip
 CLAUDE: dict[str, Any] = {
-    "model": "tiny",
-    "max_tokens": 32_000,
-    "temperature": 0,
-    "stream": True,
+    "model": "tiny", "max_tokens": 32_000, "temperature": 0, "stream": True,
     "metadata": {"user_id": "user_1_account__session_2"},
     "system": [
         {"type": "text", "text": "You are an agent."},
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}},
     ],
-    "messages": _CLAUDE_TURNS,
-    "tools": _CLAUDE_TOOLS,
+    "messages": _CLAUDE_TURNS, "tools": _CLAUDE_TOOLS,
     "thinking": {"type": "enabled", "budget_tokens": 31_999},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
     "output_config": {"effort": "medium"},
-}
+}  # fmt: skip
 
+_COMMAND = {"type": "array", "items": {"type": "string"}, "description": "The command"}
 _CODEX_TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "weather", "description": "The weather.", "strict": False, "parameters": WEATHER},
     {"type": "function", "name": "shell", "description": "Run a command.", "strict": False, "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}, "description": "The command"},
-            "timeout_ms": {"type": "number"},
-            "justification": {"type": "string"}},
-        "required": ["command"],
-        "additionalProperties": False}},
-    {"type": "function", "name": "update_plan", "description": "Update the plan.", "strict": False, "parameters": {
-        "type": "object",
-        "properties": {"plan": {"type": "array", "items": {
-            "type": "object",
-            "properties": {"step": {"type": "string"}, "status": {"type": "string"}},
-            "required": ["step", "status"],
-            "additionalProperties": False}}},
-        "required": ["plan"],
-        "additionalProperties": False}},
+        "type": "object", "required": ["command"], "additionalProperties": False,
+        "properties": {"command": _COMMAND, "timeout_ms": {"type": "number"}, "plan": _STEPS}}},
 ]  # fmt: skip
 CODEX: dict[str, Any] = {
     "model": "tiny",
@@ -119,29 +87,19 @@ CODEX: dict[str, Any] = {
         {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
         {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "b.txt"}]},
     ],
-    "tools": _CODEX_TOOLS,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "service_tier": "priority",
-    "prompt_cache_key": "0199-thread",
-    "text": {"verbosity": "low"},
+    "tools": _CODEX_TOOLS, "tool_choice": "auto", "parallel_tool_calls": True, "store": False, "stream": True,
+    "reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "low"},
+    "include": ["reasoning.encrypted_content"], "service_tier": "priority", "prompt_cache_key": "0199-thread",
     "client_metadata": {"x-codex-installation-id": "1"},
 }  # fmt: skip
 
-CHAT_TOOL: dict[str, Any] = {
+_CHAT_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "The weather.", "strict": False, "parameters": WEATHER},
 }
 _CALL = {
-    "id": "call_1",
-    "type": "function",
-    "index": 0,
-    "function": {"name": "weather", "arguments": '{"city": "Bari"}'},
-}
+    "id": "call_1", "type": "function", "index": 0, "function": {"name": "weather", "arguments": '{"city": "Bari"}'},
+}  # fmt: skip
 _CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "You are an agent."},
     {"role": "user", "content": [{"type": "text", "text": "Is it raining in Bari?", **CACHED}]},
@@ -149,60 +107,27 @@ _CHAT: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "call_1", "content": "no"},
     {"role": "user", "content": [{"type": "text", "text": "And in Rome?"}]},
 ]
+_STREAM: dict[str, Any] = {"model": "tiny", "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+_DEFAULTS = {"top_p": 1, "frequency_penalty": 0, "presence_penalty": 0}
 CHATS: dict[str, dict[str, Any]] = {
-    "aider": {
-        "model": "tiny",
-        "messages": [
-            {"role": "system", "content": "Act as a programmer. Reply with whole files."},
-            {"role": "user", "content": "I have added b.txt to the chat.\n\nb.txt\n```\nrain\n```\n"},
-            {"role": "assistant", "content": "Ok, any changes I propose will be to those files."},
-            {"role": "user", "content": "Is it raining?"},
-        ],
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    },
-    "Cline": {
-        "model": "tiny",
-        "messages": _CHAT,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "reasoning_effort": "medium",
-        "tools": [CHAT_TOOL],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-    },
-    "Continue": {
-        "model": "tiny",
-        "messages": _CHAT,
-        "max_tokens": 4096,
-        "temperature": 0,
-        "top_p": 1,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "stream": True,
-        "stop": ["<|im_end|>", "<|endoftext|>"],
-        "stream_options": {"include_usage": True},
-        "tools": [{**CHAT_TOOL, **CACHED}],
-        "prediction": {"type": "content", "content": "It rains in Rome."},
-    },
-}
+    "aider": {**_STREAM, "messages": [
+        {"role": "system", "content": "Act as a programmer. Reply with whole files."},
+        {"role": "user", "content": "I have added b.txt to the chat.\n\nb.txt\n```\nrain\n```\n"},
+        {"role": "assistant", "content": "Ok, any changes I propose will be to those files."},
+        {"role": "user", "content": "Is it raining?"}]},
+    "Cline": {**_STREAM, "messages": _CHAT, "reasoning_effort": "medium", "tools": [_CHAT_TOOL], "tool_choice": "auto",
+              "parallel_tool_calls": False},
+    "Continue": {**_STREAM, **_DEFAULTS, "messages": _CHAT, "max_tokens": 4096, "stop": ["<|im_end|>", "<|endoftext|>"],
+                 "tools": [{**_CHAT_TOOL, **CACHED}],
+                 "prediction": {"type": "content", "content": "It rains in Rome."}},
+}  # fmt: skip
 FIM_STOPS = [
     *(f"<|{name}|>" for name in ("endoftext", "fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name")),
     *("<|file_sep|>", "<|im_start|>", "<|im_end|>", "/src/", "#- coding: utf-8", "```"),
     *(f"\n{word}" for word in ("function", "class", "module", "export ", "import ")),
 ]
 FILL_IN: dict[str, Any] = {
-    "model": "tiny",
-    "prompt": "hello",
-    "suffix": " you",
-    "max_tokens": 8,
-    "temperature": 0,
-    "top_p": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "stop": FIM_STOPS,
-    "stream": True,
-}
+    **_DEFAULTS, "model": "tiny", "prompt": "hello", "suffix": " you", "max_tokens": 8, "temperature": 0,
+    "stop": FIM_STOPS, "stream": True,
+}  # fmt: skip
 """Continue's completion of code between two texts."""

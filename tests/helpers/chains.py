@@ -20,6 +20,7 @@ def save(
     *,
     special: Sequence[str] = (),
     others: Sequence[Sequence[str]] = (),
+    context: int = 2048,
 ) -> Path:
     """A folder of a model that writes these pieces, each a token of its own, after `<assistant>`, and ends.
 
@@ -31,7 +32,7 @@ def save(
     new = [one for one in dict.fromkeys(itertools.chain.from_iterable(chains)) if one not in tokenizer.get_vocab()]
     tokenizer.add_tokens([AddedToken(one, special=one in special, normalized=False) for one in new])
     tokenizer.chat_template = template
-    model = make("llama", vocab_size=len(tokenizer), hidden_size=128, max_position_embeddings=2048)
+    model = make("llama", vocab_size=len(tokenizer), hidden_size=128, max_position_embeddings=context)
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(len(tokenizer), 128, generator=generator)
     for layer in model.model.layers:

@@ -7,9 +7,33 @@ import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 NAME = "Qwen/Qwen2.5-1.5B-Instruct"
 """The name under which a small model is served: that of the model on the page of clients."""
+SEA = "The sea is wide and blue."
+TALK: list[Any] = [{"role": "user", "content": "What colour is the sea?"}]
+"""A question, and the answer of the model `writer`."""
+RAIN: list[Any] = [{"role": "user", "content": "Is it raining in Rome?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "How many inhabitants has Lima?"}]
+PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather of a city.", "parameters": PARAMETERS},
+}
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    inhabitants: int
+
+
+LIMA = City(name="Lima", inhabitants=10092000)
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

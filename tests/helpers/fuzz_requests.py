@@ -188,17 +188,22 @@ def _write(place: Path, rng: random.Random) -> Path:
     return path
 
 
+def answered(one: Case) -> tuple[int, str | None]:
+    """The status of a request's answer, and what is wrong with it."""
+    runner, client = _client()
+    headers = {"content-type": one.content_type}
+    answer = runner.run(client.post(one.path, content=one.body, headers=headers, timeout=60))
+    kind = answer.headers.get("content-type", "")
+    return answer.status_code, violation(answer.status_code, kind, answer.content, one.path)
+
+
 def _check(path: Path) -> None:
     """Answer a request. Raises PromptError for one that is refused, as it should be, and AssertionError for a bad answer."""
     one = json.loads(path.read_text(encoding="utf-8"))
-    runner, client = _client()
-    headers = {"content-type": one["type"]}
-    answer = runner.run(client.post(one["path"], content=base64.b64decode(one["body"]), headers=headers, timeout=60))
-    kind = answer.headers.get("content-type", "")
-    wrong = violation(answer.status_code, kind, answer.content, one["path"])
+    status, wrong = answered(Case(one["path"], base64.b64decode(one["body"]), one["type"]))
     assert wrong is None, wrong
-    if answer.status_code >= 400:
-        raise PromptError(f"answered {answer.status_code}")
+    if status >= 400:
+        raise PromptError(f"answered {status}")
 
 
 FORMAT = Format(_write, _check)

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -20,6 +21,8 @@ from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 
 TEXT = "the number 7 and 8 and 7 and 8 and"
+CLIENT = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+"""A client whose every request has a connection of its own. Making a client takes ten times as long as a request."""
 TALK: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
 
 
@@ -60,7 +63,7 @@ class Running:
 
     def count(self, name: str) -> float:
         """Its metrics; 0 for those it does not name."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(f"foresay_{name} ")), 0.0)
 
     @property
@@ -73,8 +76,13 @@ class Running:
         asyncio.run_coroutine_threadsafe(self.service.drain(), self._loop).result(30)
 
     def close(self) -> None:
-        self._server.should_exit = True
+        """End it; twice is as once."""
+        self.end()
         self._thread.join(20)
+
+    def end(self) -> None:
+        """Let it begin to end."""
+        self._server.should_exit = True
 
     def __enter__(self) -> Running:
         return self
@@ -82,17 +90,35 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        return CLIENT.request(method, self.url + path, **more)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        """The answer to GET. Keywords are headers."""
+        return self.request("GET", path, headers=headers)
+
     def post(self, path: str, *, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         """The answer to a JSON body."""
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+        return self.request("POST", path, json=body, headers=headers)
+
+    def answer(self, path: str, **body: Any) -> dict[str, Any]:
+        """The body of a successful answer."""
+        answer = self.post(path, **body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
 
     def chat(self, **body: Any) -> httpx.Response:
         """The answer to a chat."""
         return self.post("/v1/chat/completions", **{"messages": TALK[1:], **body})
 
+    def complete(self, prompt: Any = TEXT, **body: Any) -> httpx.Response:
+        """The answer to a completion, which is greedy."""
+        return self.post("/v1/completions", **{"prompt": prompt, "temperature": 0, **body})
+
+    @cached_property
     def client(self) -> openai.OpenAI:
         """OpenAI's client of it."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=CLIENT)
 
 
 def sent(
@@ -140,7 +166,7 @@ def named_events(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream whose every event has a name, which its data repeats."""
     out: list[dict[str, Any]] = []
     name = None
-    with httpx.stream("POST", url, json={"stream": True, **body}, timeout=60) as answer:
+    with CLIENT.stream("POST", url, json={"stream": True, **body}) as answer:
         for line in answer.iter_lines():
             kind, _, rest = line.partition(": ")
             if kind == "event":

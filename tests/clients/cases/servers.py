@@ -14,7 +14,7 @@ from clients.cases.bodies import KEY, ORIGIN
 from clients.cases.case import Case, Request
 from clients.cases.replies import Reply, parsed
 from helpers import chains, tiny
-from helpers.serving import Running
+from helpers.serving import CLIENT, Running
 from helpers.tool_chats import TEMPLATE
 
 THINKING = TEMPLATE + "{% if enable_thinking %}{% endif %}{# </think> #}"
@@ -131,7 +131,7 @@ class Servers:
         url = self.url(request.server or case.server) + request.path
         content = {} if body is None else {"content": body} if isinstance(body, bytes) else {"json": body}
         try:
-            answer = httpx.request(
+            answer = CLIENT.request(
                 request.method, url, headers=dict(request.headers), timeout=request.give_up_s or 60, **content
             )
         except httpx.TimeoutException:

@@ -1,12 +1,11 @@
-"""A tiny model, and servers over it that end with the test."""
+"""Tiny models, and servers over them: those of the session, which tests leave as they are, and those that end with a test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -15,14 +14,17 @@ from helpers import chains, tiny
 from helpers.serving import Running
 from helpers.tool_chats import PIECES, TEMPLATE
 
+Make = pytest.TempPathFactory
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def model(chat_folder: Path) -> foresay.Generator:
+    """A model whose chat template has no tools."""
     return foresay.load(str(chat_folder), num_draft_tokens=3)
 
 
 @pytest.fixture
-def serve(model: foresay.Generator) -> Iterator[Any]:
+def serve(model: foresay.Generator) -> Iterator[Callable[..., Running]]:
     begun: list[Running] = []
 
     def start(generator: foresay.Generator = model, **settings: Any) -> Running:
@@ -31,20 +33,13 @@ def serve(model: foresay.Generator) -> Iterator[Any]:
 
     yield start
     for one in begun:
+        one.end()  # all of them at the same time
+    for one in begun:
         one.close()
 
 
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model that reasons, answers, and makes two calls."""
-    special = ["<tool_call>", "<think>", "</think>"]
-    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=special)
-    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: Make) -> Path:
     folder = tiny.save(tmp_path_factory.mktemp("random"))
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -52,19 +47,30 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(random_model: Path) -> Iterator[Running]:
-    with Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3)) as running:
+    """A model that writes noise, whose template has tools."""
+    with Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3, dtype="fp32")) as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory: Make) -> Iterator[Running]:
+    """A model that reasons, answers, and makes two calls; its context has room for an agent's prompt."""
+    special = ["<tool_call>", "<think>", "</think>"]
+    template = TEMPLATE + "{# </think> #}"
+    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, template, special=special, context=1 << 15)
+    with Running(foresay.load(str(folder), num_draft_tokens=3)) as running:
+        yield running
 
 
-@pytest.fixture(scope="module")
-def raw(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as one:
-        yield one
+@pytest.fixture(scope="session")
+def filler(tmp_path_factory: Make) -> Iterator[Running]:
+    """A model whose tokenizer has tokens for filling in."""
+    with Running(foresay.load(str(tiny.save_filling(tmp_path_factory.mktemp("filler"))))) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: Running) -> openai.OpenAI:
+    return server.client

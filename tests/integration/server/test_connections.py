@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.refusals import refused
 from helpers.schema_bombs import PRODUCT
-from helpers.serving import TEXT, Running, sent
+from helpers.serving import CLIENT, TALK, TEXT, Running, sent
 from helpers.waiting import wait_until
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -48,46 +48,46 @@ def wait_for(condition: Callable[[], bool]) -> None:
     wait_until(condition, "the server's state", 30)
 
 
-LONG = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 70_000 + b"\r\nContent-Length: "
-CHUNKED = (
-    b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-)
-SENT: dict[str, tuple[dict[str, Any], bytes, int, str]] = {
-    "no end of a line": ({"head_s": 0.3}, b"GET", 408, "timeout"),
-    "no end": ({"head_s": 0.3}, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", 408, "timeout"),
-    "nothing": ({"head_s": 0.3}, b"", 0, ""),
-    "no HTTP": ({}, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "invalid_http"),
-    "too large": ({}, LONG + b"0\r\n\r\n", 431, "head_too_large"),
-    "too large, with a body": ({}, LONG + b"2\r\n\r\n{}", 431, "head_too_large"),
-    "a load balancer": ({}, b"GET /health HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
-    "a load balancer at /ready": ({}, b"GET /ready HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
-    "a chunk without a size": ({}, CHUNKED + b"zz\r\n", 400, "invalid_http"),
-    "a chunk that is longer than its size": ({}, CHUNKED + b"2\r\n{}}}\r\n", 400, "invalid_http"),
-    "an upgrade": ({}, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n", 200, ""),
-    "a web socket": ({}, b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 200, ""),
-    "another host": ({}, b"GET /health HTTP/1.0\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
-    "no host": ({}, b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
+BEGINNING = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+LONG = BEGINNING + b"X: " + b"y" * 70_000 + b"\r\nContent-Length: "
+CHUNKED = BEGINNING + b"Transfer-Encoding: chunked\r\n\r\n"
+HALF = BEGINNING + b"Content-Length: 99\r\n\r\n{"
+CASES: dict[str, tuple[bytes, int, str]] = {
+    "no end of a line": (b"GET", 408, "timeout"),
+    "no end": (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", 408, "timeout"),
+    "no end of a body": (HALF.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), 408, "timeout"),
+    "nothing": (b"", 0, ""),
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "invalid_http"),
+    "too large": (LONG + b"0\r\n\r\n", 431, "head_too_large"),
+    "too large, with a body": (LONG + b"2\r\n\r\n{}", 431, "head_too_large"),
+    "a load balancer": (b"GET /health HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
+    "a load balancer at /ready": (b"GET /ready HTTP/1.0\r\nConnection: close\r\n\r\n", 200, ""),
+    "a chunk without a size": (CHUNKED + b"zz\r\n", 400, "invalid_http"),
+    "a chunk that is longer than its size": (CHUNKED + b"2\r\n{}}}\r\n", 400, "invalid_http"),
+    "an upgrade": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n", 200, ""),
+    "a web socket": (b"GET /health HTTP/1.0\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 200, ""),
+    "another host": (b"GET /health HTTP/1.0\r\nHost: evil.example\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
+    "no host": (b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", 421, "unknown_host"),
 }  # fmt: skip
-"""Case -> settings, bytes sent, status (0: closed without a response), code of the error."""
+"""Case -> bytes sent, status (0: closed without a response), code of the error."""
 
 
 class TestTheHeadOfARequest:
-    @pytest.mark.parametrize("name", SENT)
     def test_what_is_answered(
-        self, name: str, serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self, serve: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """HTTP/1.0 has no Host; pages of browsers always send one. The log gets nothing that needs no key."""
-        settings, sent, status, code = SENT[name]
-        running = serve(**settings)
+        running, hasty = serve(), serve(head_s=0.3, body_s=0.3)
         monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
-        with connected(running) as held:
-            held.sendall(sent)
-            answer = until_closed(held)
+        for name, (given, status, code) in CASES.items():
+            with connected(hasty if status in (0, 408) else running) as held:
+                held.sendall(given)
+                answer = until_closed(held)
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert answer.count(b"HTTP/1.1") == (status > 0) and (not status or int(head.split()[1]) == status), name
+            error = json.loads(body)["error"] if code else {"code": ""}
+            assert error["code"] == code and (code != "timeout" or "0.3 s" in error["message"]), name
         assert not caplog.records
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert answer.count(b"HTTP/1.1") == (status > 0) and (not status or int(head.split()[1]) == status)
-        error = json.loads(body)["error"] if code else {"code": ""}
-        assert error["code"] == code and (code != "timeout" or "0.3 s" in error["message"])
 
     def test_bytes_that_trickle_in_do_not_extend_the_time(self, serve: Any) -> None:
         with connected(serve(head_s=0.3)) as held:
@@ -104,47 +104,36 @@ class TestTheHeadOfARequest:
                 except OSError:  # closed while this side was sending
                     closed = True
 
-    def test_the_second_request_of_a_connection_has_as_much_time(self, serve: Any) -> None:
-        with connected(serve(head_s=0.3)) as held:
+    def test_each_request_of_a_connection_has_as_much_time_and_its_answer_more(self, serve: Any) -> None:
+        running = serve(head_s=0.3)
+        with connected(running) as held:
             held.sendall(REQUEST)
             assert b" 200 " in held.recv(4096)
             held.sendall(REQUEST[:10])
             assert b" 408 " in until_closed(held)
+        running.service.shared.thread.call(lambda: time.sleep(0.5))
+        done = running.complete(max_tokens=2)
+        assert done.status_code == 200 and done.elapsed.total_seconds() > 0.3
 
-    def test_what_is_under_way_is_not_timed_out(self, serve: Any) -> None:
-        done = serve(head_s=0.05).post("/v1/completions", prompt=TEXT, max_tokens=3000, temperature=0)
-        assert done.status_code == 200 and done.elapsed.total_seconds() > 0.05
-
-    @pytest.mark.parametrize("line", [b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
-    def test_one_that_grows_without_end_is_refused(self, line: bytes, serve: Any) -> None:
-        with connected(serve()) as held:
-            held.sendall(b"GET /health HTTP/1.1\r\nX: ")
-            try:
+    def test_one_that_grows_without_end_is_refused(self, server: Running) -> None:
+        for line in (b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000):
+            with connected(server) as held, suppress(OSError):  # closed while this side was sending
+                held.sendall(b"GET /health HTTP/1.1\r\nX: ")
                 for _ in range(400):
                     held.sendall(line)
                 answer = until_closed(held)
-            except OSError:  # closed while this side was sending
-                return
-        assert answer == b"" or b" 431 " in answer.split(b"\r\n")[0]
+                assert answer == b"" or b" 431 " in answer.split(b"\r\n")[0]
 
 
 class TestManyConnections:
-    def test_half_sent_heads_do_not_keep_others_out(self, serve: Any) -> None:
-        running = serve(max_connections=20, head_s=600)
+    @pytest.mark.parametrize("half", [REQUEST[:20], HALF], ids=["heads", "bodies"])
+    def test_half_sent_requests_do_not_keep_others_out(self, half: bytes, serve: Any) -> None:
+        running = serve(max_connections=10, head_s=600, body_s=600)
         with ExitStack() as stack:
-            for i in range(60):
+            for i in range(30):
                 held = stack.enter_context(connected(running))
-                held.sendall(REQUEST[: 5 + i % 20])
-            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
-            assert running.connections <= 21
-
-    def test_half_sent_bodies_do_not_either(self, serve: Any) -> None:
-        running = serve(max_connections=10, body_s=600)
-        head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        with ExitStack() as stack:
-            for _ in range(30):
-                stack.enter_context(connected(running)).sendall(head)
-            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+                held.sendall(half if half is HALF else half[: 5 + i % 15])
+            assert running.get("/health").status_code == 200 and running.connections <= 11
 
     def test_a_request_under_way_keeps_its_connection(self, serve: Any) -> None:
         running = serve(max_connections=2)
@@ -154,14 +143,11 @@ class TestManyConnections:
             assert b" 503 " in answer.split(b"\r\n")[0] and b"retry-after: 5" in answer
             assert one.recv(10) and other.recv(10), "they go on"
 
-    def test_as_many_as_the_process_may_open_files(
-        self, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_as_many_as_the_process_may_open_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-        bounds: Any = configuration(lambda *_: None, ServerSettings()).http  # type: ignore[arg-type, return-value]
-        assert bounds.max_connections == 256 - SPARE_FILES
-        few: Any = configuration(lambda *_: None, ServerSettings(max_connections=7)).http  # type: ignore[arg-type, return-value]
-        assert few.max_connections == 7
+        for settings, most in (({}, 256 - SPARE_FILES), ({"max_connections": 7}, 7)):
+            bounds: Any = configuration(lambda *_: None, ServerSettings(**settings)).http  # type: ignore[arg-type, return-value]
+            assert bounds.max_connections == most
 
 
 class TestTheEventLoop:
@@ -174,9 +160,9 @@ class TestTheEventLoop:
         ids=["a large body is read", "tokens become text"],
     )
     def test_others_are_answered_meanwhile(
-        self, owner: Any, name: str, path: str, body: Any, status: int, serve: Any, monkeypatch: pytest.MonkeyPatch
+        self, owner: Any, name: str, path: str, body: Any, status: int, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        running, begun, go_on, honest = serve(), threading.Event(), threading.Event(), getattr(owner, name)
+        begun, go_on, honest = threading.Event(), threading.Event(), getattr(owner, name)
 
         def slowly(*args: Any, **kwargs: Any) -> Any:
             begun.set()
@@ -185,33 +171,30 @@ class TestTheEventLoop:
 
         monkeypatch.setattr(owner, name, slowly)
         with ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(running.post, path, **body)
+            answer = threads.submit(server.post, path, **body)
             assert begun.wait(30)
-            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+            assert server.get("/health").status_code == 200
             go_on.set()
             assert answer.result().status_code == status
 
-    def test_a_client_that_leaves_in_its_body_is_no_failure(self, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
-        running = serve()
-        with connected(running) as held:
-            held.sendall(
-                b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-            )
-            wait_for(lambda: running.connections == 1)
-        wait_for(lambda: running.connections == 0)
-        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+    def test_a_client_that_leaves_in_its_body_is_no_failure(
+        self, server: Running, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with connected(server) as held:
+            held.sendall(HALF)
+            wait_for(lambda: server.connections == 1)
+        wait_for(lambda: server.connections == 0)
+        assert server.get("/health").status_code == 200
         assert not [one for one in caplog.records if one.exc_info]
 
 
 class TestWhereItListens:
-    def test_a_port_in_use_is_said_before_the_model_is_loaded(self, shell: tiny.Shell) -> None:
+    def test_addresses_that_cannot_be_listened_at(self, model: foresay.Generator, shell: tiny.Shell) -> None:
+        """A port in use, before and after the model is loaded, and names that are not known or not this machine's."""
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
             said = shell.refused("serve", "--model", "no-such-model", "--port", str(port))
-        assert f"--port {port}" in said and "in use" in said
-
-    def test_addresses_that_cannot_be_listened_at(self, model: foresay.Generator) -> None:
-        """Names that are not known or not this machine's, and a port that is taken while the model is loaded."""
+            assert f"--port {port}" in said and "in use" in said
         for host in ("no.such.host.invalid", "192.0.2.1"):
             with refused("host", host):
                 bind(ServerSettings(host=host, open_to_all=True))
@@ -243,10 +226,18 @@ class TestWhereItListens:
         folder = tiny.save(tmp_path / "own-model", chat=True)
         (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\ndrafter = "max_gram"\nlength = 3\n')
         variables = {"FORESAY_SERVE_PORT": "0", "FORESAY_API_KEYS": "secret"}
-        child, url, said = started("--warmup", "--log-requests", cwd=tmp_path, **variables)
+        command = [*tiny.FORESAY, "serve", "--warmup", "--log-requests"]
+        child = psutil.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=tiny.environment(**variables), cwd=tmp_path
+        )
+        said = ""
+        while "listening at " not in said:
+            said += (line := child.stderr.readline())
+            assert line, said
         assert "drafter=max_gram" in said and "gamma=3" in said
+        url = said.split()[-1]
         root = url.removesuffix("/v1")
-        assert httpx.get(f"{url}/models").status_code == 401
+        assert CLIENT.get(f"{url}/models").status_code == 401
         with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=60) as client:
             told = client.get(f"{url}/models").text
             assert '"own-model"' in told and str(tmp_path) not in told
@@ -260,7 +251,7 @@ class TestWhereItListens:
                 unread_stream(int(root.rpartition(":")[2]), "secret"),  # it cannot end before it is read
                 client.stream("POST", f"{url}/completions", json=body) as other,
             ):
-                chat = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+                chat = {"messages": TALK, "response_format": form}
                 compiled = threads.submit(client.post, f"{url}/chat/completions", json=chat)
                 wait_for(lambda: len(child.children(recursive=True)) == 2)
                 below = child.children(recursive=True)
@@ -268,6 +259,7 @@ class TestWhereItListens:
                 wait_for(lambda: client.get(f"{root}/ready").status_code == 503)
                 late = client.post(f"{url}/completions", json={"prompt": "x"})
                 assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
+                assert late.headers["retry-after"] == "5"
                 assert compiled.result().status_code == 503
                 assert client.get(f"{root}/health").status_code == 200
                 assert list(other.iter_lines())[-2] == "data: [DONE]"
@@ -278,7 +270,7 @@ class TestWhereItListens:
         assert first["path"] == "/v1/models" and first["status"] == 401
         assert not psutil.wait_procs(below, 60)[1]
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{root}/ready")
+            CLIENT.get(f"{root}/ready")
 
     def test_a_second_signal_ends_it_at_once(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """As without a handler, so that no task that is torn down reports it; the first signal drains the server."""
@@ -287,7 +279,7 @@ class TestWhereItListens:
         monkeypatch.setattr(signal, "raise_signal", lambda given: calls.append(given))
         with unread_stream(begun.port):
             begun._server.handle_exit(signal.SIGINT, None)
-            wait_for(lambda: httpx.get(f"{begun.url}/ready").status_code == 503)
+            wait_for(lambda: begun.get("/ready").status_code == 503)
             assert not calls
             begun._server.handle_exit(signal.SIGINT, None)
         assert calls == [(signal.SIGINT, signal.SIG_DFL), signal.SIGINT]
@@ -299,19 +291,3 @@ def unread_stream(port: int, key: str = "") -> socket.socket:
     held = sent(port, body, buffer=4096, X_Api_Key=key)
     assert b" 200 " in held.recv(100)
     return held
-
-
-def started(*options: str, cwd: Path, **variables: str) -> tuple[psutil.Popen, str, str]:
-    """A server of the command line, its address, and its output so far."""
-    child = psutil.Popen(
-        [*tiny.FORESAY, "serve", *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=tiny.environment(**variables),
-        cwd=cwd,
-    )
-    said = ""
-    while "listening at " not in said:
-        said += (line := child.stderr.readline())
-        assert line, said
-    return child, said.split()[-1], said

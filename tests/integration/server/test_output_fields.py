@@ -1,23 +1,35 @@
-"""Constraints as clients of OpenAI, vLLM and llama.cpp send them: the text of plain decoding, which matches, by either route."""
+"""Constraints as clients of OpenAI, vLLM and llama.cpp send them: the text of plain decoding, which matches, by either route.
+
+Schemas that would occupy the server are refused, no other request waits for them, and the process can end.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
-from foresay.text import client_grammars
-from helpers.serving import TALK, Running, assert_refused
+from foresay.text import client_grammars, schema_compiler
+from foresay.text.schema_compiler import TrialLimits
+from helpers.schema_bombs import PRODUCT
+from helpers.serving import TALK, Running, assert_refused, choice_of, events_of, sent
 from helpers.tool_chats import TIME
+from helpers.waiting import wait_until
 
 SCHEMA = {"enum": ["red", "green"]}
 GBNF = 'root ::= "(" root ")" | word\nword ::= [a-c]{2,4} "!"'
 NESTED = r"(\(*)[a-c]{2,4}!(\)*)"
 CHOICES = ["the number is seven", "the number is eight"]
 WORD = r"[a-f]{3}-\d{2}\.?"
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 SPELLINGS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORM}, '"(red|green)"'),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"(red|green)"'),
     ({"structured_outputs": {"json": SCHEMA}}, '"(red|green)"'),
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "disable_fallback": True}}, '"(red|green)"'),
@@ -32,6 +44,7 @@ SPELLINGS: list[tuple[dict[str, Any], str]] = [
     ({"grammar": GBNF}, NESTED),
     ({"json_schema": SCHEMA}, '"(red|green)"'),
 ]
+BOTH = ["chat/completions", "completions"]
 DRAFTERS: list[dict[str, Any]] = [
     {"drafter": "none"},
     {"drafter": "suffix", "length": 8},
@@ -39,58 +52,47 @@ DRAFTERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _no_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself reads no constraint: a process with limits does."""
+    monkeypatch.setattr(client_grammars, "KINDS", {})
+
+
 def outputs(running: Running, route: str, **body: Any) -> tuple[list[str], int]:
     """The texts of a request's two outputs, and its passes."""
     given = {"messages": TALK} if route == "chat/completions" else {"prompt": "hello there"}
-    answer = running.post(f"/v1/{route}", **given, n=2, max_tokens=200, **body)
-    assert answer.status_code == 200, answer.text
-    choices = answer.json()["choices"]
+    choices = running.answer(f"/v1/{route}", **given, n=2, max_tokens=200, **body)["choices"]
     assert {one["finish_reason"] for one in choices} == {"stop"}
     texts = [one["message"]["content"] if "message" in one else one["text"] for one in choices]
     return texts, sum(one["foresay"]["passes"] for one in choices)
 
 
-@pytest.mark.parametrize(("fields", "pattern"), SPELLINGS)
-def test_the_server_itself_reads_no_constraint(
-    fields: dict[str, Any], pattern: str, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process with limits does: here are no readers of any kind."""
-    monkeypatch.setattr(client_grammars, "KINDS", {})
-    (text, _), _ = outputs(server, "chat/completions", foresay={"stats": True}, **fields)
-    assert re.fullmatch(pattern, text), text
-
-
-@pytest.mark.parametrize("route", ["chat/completions", "completions"])
-@pytest.mark.parametrize(("fields", "pattern"), SPELLINGS)
-def test_the_text_matches_and_is_that_of_plain_decoding(
-    fields: dict[str, Any], pattern: str, route: str, server: Running
-) -> None:
-    for params in ({"temperature": 0}, {"temperature": 1.2, "seed": 5}):
-        found = [outputs(server, route, foresay={"stats": True, **one}, **params, **fields)[0] for one in DRAFTERS]
-        assert found[0] == found[1] == found[2]
+@pytest.mark.parametrize(
+    ("fields", "pattern"), SPELLINGS, ids=[f"{next(iter(one))} {i}" for i, (one, _) in enumerate(SPELLINGS)]
+)
+def test_the_text_matches_and_is_that_of_plain_decoding(fields: dict[str, Any], pattern: str, server: Running) -> None:
+    """By each route; a text of the Responses API, which has vLLM's object alone, is that of a chat."""
+    sampled, greedy = {"temperature": 1.2, "seed": 5}, {"temperature": 0}
+    for route, params, some in (
+        (BOTH[0], sampled, DRAFTERS), (BOTH[0], greedy, DRAFTERS[:2]), (BOTH[1], sampled, DRAFTERS[:2]),
+    ):  # fmt: skip
+        found = [outputs(server, route, foresay={"stats": True, **one}, **params, **fields)[0] for one in some]
+        assert all(one == found[0] for one in found)
         for text in found[0]:
             match = re.fullmatch(pattern, text)
-            assert match, text
-            assert pattern != NESTED or len(match[1]) == len(match[2])
-
-
-@pytest.mark.parametrize(
-    ("value", "pattern"),
-    [(one["structured_outputs"], pattern) for one, pattern in SPELLINGS if "structured_outputs" in one],
-)
-def test_the_responses_api_takes_the_same_object(value: dict[str, Any], pattern: str, server: Running) -> None:
-    """Its text is that of a chat, with and without drafts."""
-    for params in ({"temperature": 0}, {"temperature": 1.2}):
-        texts = []
+            assert match and (pattern != NESTED or len(match[1]) == len(match[2])), text
+    if "structured_outputs" in fields:
+        chat = server.chat(temperature=0, **fields).json()["choices"][0]["message"]["content"]
         for one in DRAFTERS:
-            body = {"input": TALK[1:], "foresay": one, "structured_outputs": value, **params}
-            answer = server.post("/v1/responses", **body)
-            assert answer.status_code == 200 and answer.json()["status"] == "completed", answer.text
-            texts.append(answer.json()["output"][0]["content"][0]["text"])
-        assert all(re.fullmatch(pattern, text) for text in texts), texts
-        if not params["temperature"]:
-            chat = server.chat(messages=TALK[1:], structured_outputs=value, **params).json()["choices"][0]["message"]
-            assert texts == [chat["content"]] * len(DRAFTERS)
+            answer = server.answer("/v1/responses", input=TALK[1:], temperature=0, foresay=one, **fields)
+            assert (answer["status"], answer["output"][0]["content"][0]["text"]) == ("completed", chat)
+
+
+def test_each_output_of_a_stream_matches(server: Running) -> None:
+    pieces = ["", ""]
+    for event in events_of(server.chat(response_format=FORM, stream=True, n=2)):
+        pieces[event["choices"][0]["index"]] += event["choices"][0]["delta"].get("content") or ""
+    assert all(json.loads(one) in ("red", "green") for one in pieces)
 
 
 def test_forced_tokens_of_a_choice_are_drafted(server: Running) -> None:
@@ -116,7 +118,6 @@ def outputs_of(**members: Any) -> dict[str, Any]:
     return {"structured_outputs": members}
 
 
-BOTH = ["chat/completions", "completions"]
 CALL = {"tool_choice": "required", "tools": [{"type": "function", "name": "time"}]}
 REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
     *(([*BOTH, "responses"], outputs_of(**{name: value}), f"structured_outputs.{name}") for name, value in (
@@ -138,19 +139,68 @@ REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
 """Routes, fields that contradict each other or have no support, and the parameter of the error."""
 
 
-@pytest.mark.parametrize(("routes", "fields", "param"), REFUSED)
+@pytest.mark.parametrize(("routes", "fields", "param"), REFUSED, ids=[f"{one[2]} {i}" for i, one in enumerate(REFUSED)])
 def test_contradictions_and_members_without_support(
     routes: list[str], fields: dict[str, Any], param: str, server: Running
 ) -> None:
-    prompts = {
-        "chat/completions": {"messages": TALK},
-        "completions": {"prompt": "hello"},
-        "responses": {"input": "hello"},
-    }
     for route in routes:
-        assert_refused(server.post(f"/v1/{route}", **prompts[route], **fields), param)
+        name = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[route]
+        prompt = TALK if name == "messages" else "hello"
+        assert_refused(server.post(f"/v1/{route}", **{name: prompt}, **fields), param)
 
 
-def test_a_backend_is_a_hint(server: Running) -> None:
-    answer = server.chat(guided_regex="a", guided_decoding_backend="xgrammar")
-    assert answer.status_code == 200 and answer.headers["x-foresay-ignored"] == "guided_decoding_backend"
+GOOD = {"enum": ["yes", "no"]}
+
+
+def is_compiling() -> bool:
+    """Whether a process that tries schemas has a fork at work."""
+    with suppress(psutil.NoSuchProcess):
+        tried = [one for one in psutil.Process().children() if "foresay.text.grammar_process" in one.cmdline()]
+        return any(one.children() for one in tried)
+    return False
+
+
+def wanted(schema: Any) -> dict[str, Any]:
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": TALK, "max_tokens": 20, "response_format": named}
+
+
+def ask(running: Running, schema: Any) -> httpx.Response:
+    return running.chat(**wanted(schema))
+
+
+def test_schemas_that_take_too_much_are_refused_and_others_answered(serve: Any) -> None:
+    running, us = serve(), psutil.Process()
+    before = us.memory_info().rss
+    assert_refused(ask(running, {"type": "integer", "multipleOf": 9999991}), "response_format", "multipleOf=9999991")
+    with ThreadPoolExecutor(4) as threads:
+        bad = [threads.submit(ask, running, PRODUCT) for _ in range(2)]
+        good = [threads.submit(ask, running, GOOD) for _ in range(3)]
+        assert {one.result().status_code for one in good} == {200}
+        for one in bad:
+            assert_refused(one.result(), "response_format", "to compile; give a simpler one")
+    assert choice_of(ask(running, GOOD))["message"]["content"] in ('"yes"', '"no"')
+    assert us.memory_info().rss - before < 500 << 20
+
+
+def test_an_open_request_starts_no_process_once_the_server_ends(serve: Any) -> None:
+    running, before = serve(), psutil.Process().children()
+    running.model.stop_compiling()
+    assert ask(running, GOOD).status_code == 503 and psutil.Process().children() == before
+
+
+def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, endless = serve(), TrialLimits(cpu_s=1e6, wall_s=1e6, memory_bytes=8 << 30)
+    monkeypatch.setattr(schema_compiler, "TrialLimits", lambda: endless)
+    with sent(running.port, wanted(PRODUCT), "/v1/chat/completions"):
+        wait_until(is_compiling, "a schema is compiled")
+    wait_until(lambda: not is_compiling(), "the compilation is ended")
+    assert ask(running, GOOD).status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, running, PRODUCT)
+        wait_until(is_compiling, "a schema is compiled")
+        running.drain()
+        assert answer.result().status_code == 503
+    wait_until(lambda: not is_compiling(), "the compilation is ended")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from foresay.server.fields import ANYTHING, Fields
@@ -17,6 +16,7 @@ ORIGINAL: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "hello", "max_tokens": 2},
     "responses": {"input": "hello", "max_output_tokens": 16},
     "messages": {"messages": TALK, "max_tokens": 3},
+    "embeddings": {"input": "hello"},
 }
 """Route -> a request that it answers."""
 SENT = "messages.0.tool_calls.0.function.arguments"
@@ -57,6 +57,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "foresay.length": ["acceptance(/etc)"], "foresay.rule": ["blok"],
         "tools": [[function(), function()], [function()] * 129, [function(parameters={"a": {"multipleOf": 12345677}})]],
         "tool_choice": ["required"], "dry_multiplier": [0.8], "top_n_sigma": [1], "prediction": ["x"],
+        "thinking_token_budget": [-2, 0.5, "5", True],
     },
     "completions": {
         "max_tokens": [0], "suffix": ["b"], "stream_options.continuous_usage_stats": [True],
@@ -73,7 +74,12 @@ VALUES: dict[str, dict[str, list[Any]]] = {
     "messages": {
         "max_tokens": [None, 0], "messages": [[], [{"role": "user", "content": PARTS}] * 2],
         "thinking.type": ["always"], "container": ["x"], "temperature": [5.0], "foresay.origins": [True],
-        "tool_choice": [{"type": "auto", "name": "x"}], "model": ["other"],
+        "tool_choice": [{"type": "auto", "name": "x"}], "model": ["other"], "fallback_model": ["other"],
+        "mcp_servers": [[{"type": "url", "url": "https://a.example", "name": "a"}]],
+    },
+    "embeddings": {
+        "dimensions": [7, "x"], "encoding_format": ["int8"], "pooling": ["cls"], "normalize": [False], "model": ["other"],
+        "input": ["", [], [1, 10**6], ["hello", [-1]], None, ["x"] * 1025, [5] * 4096, "number 7 " * 4096],
     },
 }  # fmt: skip
 """Route -> field, within objects too -> values of it that are refused."""
@@ -84,6 +90,8 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
         (turn("king", "x"), "messages.0.role"), (turn("assistant", None), "messages.0"),
         (turn("user", "x", tool_calls=[function()]), "messages.0"),
+        (turn("user", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]),
+            "messages.0.content.0.type"),
         (turn("assistant", "", tool_calls=[function(arguments=7)]), SENT), (turn("user", "x" * 5000), "messages"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"), ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [function(name="a b")]}, "tools.0.function.name"),
@@ -97,6 +105,8 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
             "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
         ({"prediction": {"type": "content"}}, "prediction.content"),
         ({"prediction": {"type": "content", "content": 7}}, "prediction.content"),
+        ({"thinking_token_budget": 5, "thinking_budget_tokens": 6}, "thinking_budget_tokens"),
+        ({"repetition_penalty": 1.0, "repeat_penalty": 1.1}, "repeat_penalty"),
     ],
     "completions": [
         ({"prompt": [[5] * 4000] * 16, "echo": True, "logprobs": 20, "max_tokens": 0}, "prompt"),
@@ -110,7 +120,10 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input.0.content.0.type"),
-        ({"tools": [{"type": "file_search"}]}, "tools.0"),
+        ({"input": [{"type": "local_shell_call", "call_id": "c"}]}, "input.0"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "mcp"}]},
+            "input.0.namespace"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0"), ({"tools": [{"type": "custom", "name": "f"}]}, "tools.0"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"include": ["file_search_call.results"]}, "include.0"),
     ],
@@ -120,10 +133,15 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tools": [NAMED], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type"),
         ({"tools": [NAMED], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": [{**NAMED, "defer_loading": True}]}, "tools.0.defer_loading"),
+        (turn("user", [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}]),
+            "messages.0.content.0.content.0.type"),
         (turn("system", [{"type": "tool_result", "tool_use_id": "a"}]), "messages.0"),
         (turn("user", [{"type": "thinking", "thinking": "x"}]), "messages.0"),
         (turn("assistant", [{"type": "tool_result", "tool_use_id": "a"}]), "messages.0"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
     ],
+    "embeddings": [({"input": [[]]}, "input.0")],
 }  # fmt: skip
 """Route -> changes of its request, and the parameter of the error."""
 
@@ -146,15 +164,16 @@ def test_refusals(route: str, body: dict[str, Any], param: str, server: Running)
     answer = server.post(f"/v1/{route}", **{**ORIGINAL[route], **body})
     assert_refused(answer, param, status=404 if param == "model" else 400)
     error, named = answer.json()["error"], [name for name in param.split(".") if not name.isdigit()][-1]
+    named = "prompt" if (route, named) == ("embeddings", "input") and "prompt" in error["message"] else named
     assert any(words in error["message"] for words in (named, "schema", "the model's context is")), error["message"]
     assert error["type"] == ("not_found_error" if param == "model" else "invalid_request_error")
     assert (answer.json().get("type") == "error") == (route == "messages"), "the shape of the API"
 
 
-@pytest.mark.parametrize("route", ORIGINAL)
-def test_requests_before_they_are_changed(route: str, server: Running) -> None:
+def test_requests_before_they_are_changed(server: Running) -> None:
     """Control: without the change they are answered."""
-    assert server.post(f"/v1/{route}", **ORIGINAL[route], stream=False).status_code == 200
+    for route, body in ORIGINAL.items():
+        assert server.answer(f"/v1/{route}", **body), route
 
 
 def test_a_reason_of_the_model(serve: Any, chain: Running) -> None:
@@ -163,20 +182,15 @@ def test_a_reason_of_the_model(serve: Any, chain: Running) -> None:
     assert_refused(chain.post("/v1/messages", messages=TALK, max_tokens=3, thinking={"type": "disabled"}), "thinking")
 
 
-def test_ends_of_the_ranges_are_within(server: Running) -> None:
+def test_ends_of_the_ranges_and_values_without_effect_are_answered(server: Running) -> None:
+    """All of the latter at once, and those of samplers that are off with any value."""
     for body in (
         {"temperature": 2, "presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {"70": 100, "71": -100}},
         {"temperature": 0, "presence_penalty": -2, "frequency_penalty": 2, "top_p": 1, "n": 16},
     ):
-        answer: httpx.Response = server.chat(max_tokens=2, **body)
-        assert answer.status_code == 200, answer.text
-
-
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-def test_values_without_effect_are_answered(kind: type[Fields], server: Running) -> None:
-    """All of them at once, and those of samplers that are off with any value."""
-    body = {name: 0.25 if values[0] is ANYTHING else values[0] for name, values in kind.neutral.items()}
-    route = "chat/completions" if kind is ChatRequest else "completions"
-    answer = server.post(f"/v1/{route}", **{**ORIGINAL[route], **body})
-    assert answer.status_code == 200, answer.text
-    assert {"xtc_probability", "xtc_threshold", "dry_base", "top_n_sigma"} <= body.keys()
+        assert server.answer("/v1/chat/completions", **ORIGINAL["chat/completions"], **body)
+    kinds: list[tuple[str, type[Fields]]] = [("chat/completions", ChatRequest), ("completions", CompletionRequest)]
+    for route, kind in kinds:
+        body = {name: 0.25 if values[0] is ANYTHING else values[0] for name, values in kind.neutral.items()}
+        assert server.answer(f"/v1/{route}", **{**ORIGINAL[route], **body})
+        assert {"xtc_probability", "xtc_threshold", "dry_base", "top_n_sigma"} <= body.keys()

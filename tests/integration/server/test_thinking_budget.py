@@ -17,7 +17,7 @@ from foresay.generation.result import Generation
 from foresay.text.thinking_budget import BudgetProcessor, ThinkingBudget
 from helpers import tiny
 from helpers.families import make
-from helpers.serving import Running, assert_refused, events_of
+from helpers.serving import Running, choice_of, events_of
 from helpers.tool_chats import TALK, TEMPLATE
 
 OPENS = TEMPLATE.replace("<assistant>", "<assistant><think>") + "{# </think> #}"
@@ -47,14 +47,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> Loaded:
     """One target with drafters that are right, wrong and absent; a seed's text depends on none of them."""
-    own = dict[str, Any](rule="coupled")
+    own = {"rule": "coupled"}
     found = {"plain": foresay.load(str(folder), drafter="none", **own)}
-    for length in (1, 2, 3, 5, 8):
-        found[f"ngram {length}"] = foresay.load(
-            str(folder), drafter="prompt_lookup(min_ngram=1)", num_draft_tokens=length, **own
-        )
+    for length in (1, 5, 8):
+        drafter = "prompt_lookup(min_ngram=1)"
+        found[f"ngram {length}"] = foresay.change(found["plain"], drafter=drafter, num_draft_tokens=length)
     found["model 3"] = foresay.load(str(folder), str(folder), drafter="model", num_draft_tokens=3, **own)
-    found["model 7"] = foresay.load(str(folder), str(folder), drafter="model", num_draft_tokens=7, **own)
     return found
 
 
@@ -63,7 +61,7 @@ def outputs(generator: foresay.Generator, budget: int, *, batch: bool = True, **
     tokenizer = generator.tokenizer
     prompts = [tokenizer(f"<user>{one}<assistant><think>").input_ids for one in PROMPTS]
     limit = ThinkingBudget(budget, tokenizer)
-    each = [SamplingParams(max_new_tokens=40, processors=(limit.after(one),), **params) for one in prompts]
+    each = [SamplingParams(max_new_tokens=28, processors=(limit.after(one),), **params) for one in prompts]
     if batch:
         return list(generator.generate(prompts, each))
     return [generator.generate(one, own) for one, own in zip(prompts, each, strict=True)]
@@ -89,7 +87,7 @@ def test_one_text_whatever_is_drafted(params: dict[str, Any], budgets: tuple[int
                 for step in one.steps:
                     inside += done < budget < done + step.num_drafted
                     done += len(step.token_ids)
-    assert inside > 5, "the limit lies inside drafts"
+    assert inside > 2, "the limit lies inside drafts"
 
 
 def test_a_version_that_counts_drafts_differs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +123,7 @@ def thinks(folder: Path) -> Iterator[Running]:
 
 
 def chat_of(running: Running, **body: Any) -> dict[str, Any]:
-    answer = running.chat(messages=TALK, **{"temperature": 0, "max_tokens": 40, **body})
+    answer = running.chat(**{"temperature": 0, "max_tokens": 40, **body})
     assert answer.status_code == 200 and "x-foresay-ignored" not in answer.headers, answer.text
     return dict(answer.json())
 
@@ -134,34 +132,35 @@ def test_every_api_has_it(thinks: Running) -> None:
     wanted = chat_of(thinks, thinking_token_budget=5, foresay={"drafter": "none"})["choices"][0]["message"]
     reasoning, content = wanted["reasoning_content"], wanted["content"]
     assert 1 <= len(thinks.model.tokenizer(reasoning).input_ids) <= 5 and content
-    for fields in ({"thinking_token_budget": 5}, {"thinking_budget_tokens": 5}):
-        assert chat_of(thinks, **fields)["choices"][0]["message"] == wanted
     several = chat_of(thinks, thinking_token_budget=5, n=3)["choices"]
     assert [one["message"] for one in several] == [wanted] * 3
+    assert chat_of(thinks, thinking_budget_tokens=5)["choices"][0]["message"] == wanted
     free = chat_of(thinks)["choices"][0]["message"]
     assert free["reasoning_content"].startswith(reasoning) and len(free["reasoning_content"]) > 5
     assert chat_of(thinks, thinking_token_budget=-1)["choices"][0]["message"] == free
-    given = {"temperature": 0, "messages": TALK, "max_tokens": 40}
-    thinking = {"type": "enabled", "budget_tokens": 5}
-    blocks = thinks.post("/v1/messages", **given, thinking=thinking).json()["content"]
+    own: dict[str, Any] = {"messages": TALK, "thinking": {"type": "enabled", "budget_tokens": 5}}
+    blocks = thinks.answer("/v1/messages", temperature=0, max_tokens=40, **own)["content"]
     assert [one.get("thinking", one.get("text")) for one in blocks] == [reasoning, content]
-    items = thinks.post("/v1/responses", input=TALK, temperature=0, max_output_tokens=40, thinking_token_budget=5)
-    assert [one["content"][0]["text"] for one in items.json()["output"]] == [reasoning, content]
+    own = {"input": TALK, "max_output_tokens": 40, "thinking_token_budget": 5}
+    items = thinks.answer("/v1/responses", temperature=0, **own)["output"]
+    assert [one["content"][0]["text"] for one in items] == [reasoning, content]
     prompt = "<bos><user>hello there<assistant><think>"
-    text = thinks.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=40, thinking_token_budget=5)
-    ended = text.json()["choices"][0]["text"]
-    assert ended.replace("</think>", "").startswith(reasoning) and ended.replace("</think>", "").endswith(content)
+    text = choice_of(thinks.complete(prompt, max_tokens=40, thinking_token_budget=5))["text"].replace("</think>", "")
+    assert text.startswith(reasoning) and text.endswith(content)
 
 
 def test_several_budgets_at_once_and_a_stream(thinks: Running) -> None:
-    alone = [chat_of(thinks, thinking_token_budget=one, foresay={"drafter": "none"}) for one in range(8)]
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda one: chat_of(thinks, thinking_token_budget=one), range(8)))
-    messages = [one["choices"][0]["message"] for one in found]
-    assert messages == [one["choices"][0]["message"] for one in alone] and len({str(one) for one in messages}) > 4
-    events = events_of(thinks.chat(messages=TALK, temperature=0, max_tokens=40, thinking_token_budget=6, stream=True))
+    def message(budget: int, **more: Any) -> Any:
+        return chat_of(thinks, thinking_token_budget=budget, **more)["choices"][0]["message"]
+
+    budgets = (0, 1, 3, 5, 6)
+    with ThreadPoolExecutor(len(budgets)) as threads:
+        found = list(threads.map(message, budgets))
+    assert found == [message(one, foresay={"drafter": "none"}) for one in budgets]
+    assert len({str(one) for one in found}) > 3
+    events = events_of(thinks.chat(temperature=0, max_tokens=40, thinking_token_budget=6, stream=True))
     for field in ("reasoning_content", "content"):
-        assert "".join(one["choices"][0]["delta"].get(field) or "" for one in events) == messages[6][field]
+        assert "".join(one["choices"][0]["delta"].get(field) or "" for one in events) == found[-1][field]
 
 
 def test_an_answer_by_a_grammar_follows(thinks: Running) -> None:
@@ -177,23 +176,3 @@ def test_an_answer_by_a_grammar_follows(thinks: Running) -> None:
         ]
         assert found[0] == found[1] == found[2]
         assert found[0]["message"]["content"] in ("yes", "no", "7") and found[0]["finish_reason"] == "stop"
-
-
-def test_values_that_are_refused(thinks: Running) -> None:
-    for value in (-2, 0.5, "5", True):
-        refused = thinks.chat(thinking_token_budget=value)
-        assert_refused(refused, "thinking_token_budget", "thinking_token_budget")
-    refused = thinks.chat(thinking_token_budget=5, thinking_budget_tokens=6)
-    assert_refused(refused, "thinking_budget_tokens", "differ")
-    thinking = {"type": "enabled", "budget_tokens": -1}
-    refused = thinks.post("/v1/messages", messages=TALK, max_tokens=5, thinking=thinking)
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "thinking.budget_tokens"
-
-
-def test_a_hint_where_the_model_does_not_reason(server: Running) -> None:
-    for fields in ({"thinking_token_budget": 5}, {"thinking_budget_tokens": 5}):
-        answer = server.chat(max_tokens=3, **fields)
-        assert answer.status_code == 200 and answer.headers["x-foresay-ignored"] == next(iter(fields))
-    thinking = {"type": "adaptive", "budget_tokens": 2000}
-    answer = server.post("/v1/messages", messages=TALK, max_tokens=3, thinking=thinking)
-    assert answer.status_code == 200 and answer.headers["x-foresay-ignored"] == "thinking.budget_tokens"

@@ -23,13 +23,6 @@ AS_HTML = re.compile(
 )
 
 
-def listed(readme: str) -> dict[str, str]:
-    """Hash of each file of others, as the list of them has it."""
-    return {
-        f"vendor/{name}": digest for name, digest in re.findall(r"^\| `(\S+)` \|.*`(\w{64})` \|$", readme, re.MULTILINE)
-    }
-
-
 def changed(hashes: dict[str, str], contents: dict[str, bytes]) -> set[str]:
     """Files whose content has another hash, and files that one of the two lacks."""
     found = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
@@ -37,12 +30,14 @@ def changed(hashes: dict[str, str], contents: dict[str, bytes]) -> set[str]:
 
 
 def test_files_of_others_are_as_they_were_published() -> None:
-    hashes = listed(FILES["vendor/README.md"].read_text(encoding="utf-8"))
+    """By the hashes of their list."""
+    readme, script = FILES["vendor/README.md"].read_text(encoding="utf-8"), "vendor/marked.umd.js"
+    rows = re.findall(r"^\| `(\S+)` \|.*`(\w{64})` \|$", readme, re.MULTILINE)
+    hashes = {f"vendor/{name}": digest for name, digest in rows}
     contents = {name: FILES[name].read_bytes() for name in VENDORED - {"vendor/README.md"}}
     assert len(hashes) == 2 and changed(hashes, contents) == set()
-    script = contents["vendor/marked.umd.js"]
-    assert changed(hashes, contents | {"vendor/marked.umd.js": script + b" "}) == {"vendor/marked.umd.js"}
-    assert changed(hashes, contents | {"vendor/more.js": b""}) == {"vendor/more.js"}
+    for name, wrong in ((script, contents[script] + b" "), ("vendor/more.js", b"")):
+        assert changed(hashes, contents | {name: wrong}) == {name}
     assert b"Permission is hereby granted" in contents["vendor/marked.LICENSE"]
 
 
@@ -74,13 +69,8 @@ def test_what_the_scripts_look_for_is_on_the_page() -> None:
 
 
 IN_PYTHON = {
-    "Math.": "",
-    "||": "or",
-    "&&": "and",
-    "!== null": "is not None",
-    "speedUp": "speed_up",
-    "perPass": "per_pass",
-}
+    "Math.": "", "||": "or", "&&": "and", "!== null": "is not None", "speedUp": "speed_up", "perPass": "per_pass",
+}  # fmt: skip
 """Spellings of an expression in the page's language, and in ours."""
 
 
@@ -89,13 +79,9 @@ def differing(script: str) -> list[tuple[float, float, float | None]]:
     [rule] = re.findall(r"function isNoise\(speedUp, spread, perPass\) \{\s*//[^\n]*\s*return ([^;]*);", script)
     for theirs, ours in IN_PYTHON.items():
         rule = rule.replace(theirs, ours)
+    page = eval(f"lambda speed_up, spread, per_pass: {rule}", {"abs": abs, "max": max})  # noqa: S307
     cases = product((0.4, 0.95, 1.0, 1.05, 2.49, 2.5, 2.85), (0.0, 0.1), (None, 0.9, 1.0, 2.5))
-    names = ("speed_up", "spread", "per_pass")
-    return [
-        one
-        for one in cases
-        if eval(rule, {"abs": abs, "max": max}, dict(zip(names, one, strict=True))) != is_noise(*one)  # noqa: S307
-    ]
+    return [one for one in cases if page(*one) != is_noise(*one)]
 
 
 def test_a_speed_up_is_noise_on_the_page_where_it_is_on_the_command_line() -> None:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from foresay.errors import QueueFullError
-from foresay.server.queues import SENDER, Queue, Sender
+from foresay.server.queues import LONG, SENDER, Queue, Queues, Sender
 
 
 class Greedy(Queue):
@@ -35,21 +35,17 @@ def taken(queue: Queue, clients: str, stack: ExitStack, most: int = 1000) -> dic
     return found
 
 
-@pytest.mark.parametrize(("clients", "share"), [("a", 12), ("ab", 8), ("abc", 6), ("abcde", 4)])
-def test_a_client_takes_as_many_slots_as_it_leaves(clients: str, share: int) -> None:
-    with ExitStack() as stack:
-        queue = Queue(24)
-        assert set(taken(queue, clients, stack).values()) == {share}
-        assert queue.open == share * len(clients)
-        assert taken(queue, "z", stack)["z"] >= 1, "there is one for another"
-    assert queue.open == 0
-
-
-def test_a_queue_without_shares_leaves_none() -> None:
-    """Control."""
+def test_a_client_takes_as_many_slots_as_it_leaves() -> None:
+    for clients, share in (("a", 12), ("ab", 8), ("abc", 6), ("abcde", 4)):
+        with ExitStack() as stack:
+            queue = Queue(24)
+            assert set(taken(queue, clients, stack).values()) == {share}
+            assert queue.open == share * len(clients)
+            assert taken(queue, "z", stack)["z"] >= 1, "there is one for another"
+        assert queue.open == 0
     with ExitStack() as stack:
         queue = Greedy(24)
-        assert taken(queue, "a", stack) == {"a": 24} and taken(queue, "z", stack) == {"z": 0}
+        assert taken(queue, "a", stack) == {"a": 24} and taken(queue, "z", stack) == {"z": 0}, "control"
 
 
 def test_several_slots_at_once_count_as_such() -> None:
@@ -63,6 +59,20 @@ def test_several_slots_at_once_count_as_such() -> None:
             assert queue.open == 6
     with pytest.raises(QueueFullError), queue.slot(9):
         pass
+
+
+@pytest.mark.parametrize(("size", "share"), [(0, 4), (LONG, 2)])
+def test_half_as_many_long_texts_of_a_client_are_read(size: int, share: int) -> None:
+    queues = Queues(4, 2, 1)
+    with ExitStack() as stack:
+        SENDER.set(Sender("a", size))
+        for _ in range(share):
+            stack.enter_context(queues.texts.slot())
+        with pytest.raises(QueueFullError):
+            stack.enter_context(queues.texts.slot())
+        SENDER.set(Sender("b", size))
+        stack.enter_context(queues.texts.slot())
+        assert queues.before_rows == share + 1
 
 
 def test_a_client_that_comes_later_waits_for_one_turn_of_another() -> None:
