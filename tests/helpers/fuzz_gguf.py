@@ -6,13 +6,12 @@ import copy
 import math
 import random
 import struct
-import warnings
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import gguf
 import torch
+from transformers import PreTrainedModel
 
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
@@ -21,11 +20,10 @@ from foresay.models.gguf import packed
 from foresay.models.gguf.mtp import mtp_layers_of_file
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
-from helpers import tiny
-from helpers.families import make
 from helpers.fuzz_mutators import flip_bytes, mutate_bytes
-from helpers.fuzzing import Format, working_folder
-from helpers.gguf_files import write_gguf
+from helpers.fuzzing import Format
+from helpers.gguf_cases import MODELS, model_of
+from helpers.gguf_image import FORMATS, LIST, TEXT, Image, Tensor, image_of, typed
 from helpers.mtp import layers_of_gguf
 
 DENSE = "-dense"
@@ -33,123 +31,42 @@ DENSE = "-dense"
 TOKENS = (5, 9, 70, 9)
 LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-WITH_MTP = ("glm4moe", "qwen35")
-"""Architectures whose files have a multi-token-prediction layer."""
-ALIGNMENT = 32
+WITH_MTP = {"glm4moe": "glm4_moe", "qwen35": "qwen3_5"}
+"""Architectures whose files have a multi-token-prediction layer, and their families."""
 COUNTS = (0, 1, 2, 3, 5, 255, 70_000, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1)
 FLOATS = (0.0, -1.0, 1e-45, 1e30, -1e30, float("nan"), float("inf"), float("-inf"))
-FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""struct's letters for the scalar types of GGUF."""
-
-
-@dataclass(slots=True)
-class Tensor:
-    """An entry of the table of tensors. offset: None for the next free position."""
-
-    name: bytes
-    dims: list[int]
-    kind: int
-    data: bytes
-    offset: int | None = None
-    num_dims: int | None = None
-
-
-@dataclass(slots=True)
-class Image:
-    """A GGUF file in parts that may contradict each other. values: (key, type, bytes after the type)."""
-
-    values: list[tuple[bytes, int, bytes]]
-    tensors: list[Tensor]
-    version: int = 3
-    num_tensors: int | None = None
-    num_values: int | None = None
-
-    def written(self) -> bytes:
-        """The bytes of the file."""
-        counts = [self.num_tensors, self.num_values]
-        counts = [len(one) if n is None else n for n, one in zip(counts, (self.tensors, self.values), strict=True)]
-        out = bytearray(struct.pack("<4sIQQ", b"GGUF", self.version & 0xFFFFFFFF, *(n % (1 << 64) for n in counts)))
-        for key, kind, value in self.values:
-            out += struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + value
-        data = bytearray()
-        for one in self.tensors:
-            at = len(data) if one.offset is None else one.offset
-            count = len(one.dims) if one.num_dims is None else one.num_dims
-            out += struct.pack("<Q", len(one.name)) + one.name + struct.pack("<I", count)
-            out += struct.pack(f"<{len(one.dims)}QIQ", *(n % (1 << 64) for n in one.dims), one.kind, at)
-            data += one.data + bytes(-len(one.data) % ALIGNMENT)
-        return bytes(out + bytes(-len(out) % ALIGNMENT) + data)
 
 
 @cache
 def bases() -> dict[str, Image]:
     """Sound files by name, of several families and types."""
     eights, fours = dict.fromkeys([*LAYERS, "token_embd"], "Q8_0"), dict.fromkeys(LAYERS, "Q4_0")
-    made = {
-        "llama": ("llama", {}),
-        "llama-q4_0": ("llama", {**fours, "token_embd": "Q4_1"}),
-        "llama-q8_0": ("llama", eights),
-        "llama-mixed": ("llama", {**fours, "attn_v": "Q8_0", "ffn_up": "F16", "output": "BF16"}),
-        "qwen2": ("qwen2", fours),
-        "qwen3": ("qwen3", {}),
-        "gemma2": ("gemma2", fours),
-        "gemma3": ("gemma3", eights),
-        "phi3": ("phi3", {"attn_qkv": "Q4_1"}),
-        "gpt-oss": ("gpt_oss", {**eights, **dict.fromkeys(EXPERTS, "MXFP4")}),
-        "glm4moe": ("glm4_moe", {**eights, **dict.fromkeys(EXPERTS, "Q4_0")}),
-        "gemma4": ("gemma4", {**eights, "per_layer_token_embd": "Q8_0"}),
-        "gemma4-moe": ("gemma4_moe", {**eights, "ffn_gate_up_exps": "Q4_0"}),
-        "olmo3": ("olmo3", fours),
-        "ministral3": ("ministral3", fours),
-        "exaone4": ("exaone4", eights),
-        "granitehybrid": ("granitemoehybrid", {**eights, "ssm_in": "Q4_0", "ffn_up_exps": "Q4_1"}),
-        "lfm2": ("lfm2", {**fours, "in_proj": "Q4_0"}),
-        "qwen35": ("qwen3_5", {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"}),
-        "qwen3next": ("qwen3_next", {**fours, "attn_qkv": "Q8_0", "attn_gate": "Q4_1", "ffn_up_exps": "Q4_0"}),
+    kinds = {
+        "llama": {},
+        "llama-q4_0": {**fours, "token_embd": "Q4_1"},
+        "llama-q8_0": eights,
+        "llama-mixed": {**fours, "attn_v": "Q8_0", "ffn_up": "F16", "output": "BF16"},
+        "qwen3": {},
+        "phi3": {"attn_qkv": "Q4_1"},
+        "gpt-oss": {**eights, **dict.fromkeys(EXPERTS, "MXFP4")},
+        "glm4moe": {**eights, **dict.fromkeys(EXPERTS, "Q4_0")},
+        "gemma4": {**eights, "per_layer_token_embd": "Q8_0"},
+        "gemma4-moe": {**eights, "ffn_gate_up_exps": "Q4_0"},
+        "granitehybrid": {**eights, "ssm_in": "Q4_0", "ffn_up_exps": "Q4_1"},
+        "lfm2": {**fours, "in_proj": "Q4_0"},
+        "qwen35": {**fours, "attn_gate": "Q8_0", "ssm_out": "Q4_1"},
+        "qwen3next": {**fours, "attn_qkv": "Q8_0", "attn_gate": "Q4_1", "ffn_up_exps": "Q4_0"},
+        **dict.fromkeys(("qwen2", "gemma2", "olmo3", "ministral3"), fours),
+        **dict.fromkeys(("gemma3", "exaone4"), eights),
     }
-    with working_folder() as folder:
-        path = folder / "sound.gguf"
-        mtp = {name: layers_of_gguf(model(made[name][0]), made[name][0]) for name in WITH_MTP}
-        return {
-            name: _image(write_gguf(path, model(family), kinds, mtp=mtp.get(name)))
-            for name, (family, kinds) in made.items()
-        }
+    made = {name: model_of("llama" if name.startswith("llama") else name) for name in kinds}
+    mtp = {name: layers_of_gguf(made[name], family) for name, family in WITH_MTP.items()}
+    return {name: image_of(made[name], kinds[name], mtp=mtp.get(name)) for name in kinds}
 
 
-def model(family: str, **changes: object) -> torch.nn.Module:
+def model(family: str) -> PreTrainedModel:
     """A tiny model of a family, for the tiny tokenizer."""
-    vocabulary = len(tiny.tokenizer())
-    sizes: dict[str, object] = {"vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 96}
-    kinds = ["sliding_attention", "full_attention"]
-    inputs = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": vocabulary}
-    mamba = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 16, "shared_intermediate_size": 64}
-    own: dict[str, dict[str, object]] = {
-        "qwen2": {"use_sliding_window": False},
-        "phi3": {"sliding_window": None},
-        "gpt_oss": {"swiglu_limit": 7.0},
-        "glm4_moe": {"moe_intermediate_size": 32},
-        "gemma4": {"layer_types": kinds * 2, "num_kv_shared_layers": 2, "num_hidden_layers": 4, **inputs},
-        "gemma4_moe": {"layer_types": kinds, "moe_intermediate_size": 32},
-        "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        "granitemoehybrid": mamba,
-        "qwen3_5": {"num_hidden_layers": 4},
-        "qwen3_next": {"num_hidden_layers": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
-    }
-    return make(family, 0, **{**sizes, "num_hidden_layers": 2, **own.get(family, {}), **changes})
-
-
-def _image(path: Path) -> Image:
-    reader = gguf.GGUFReader(path)
-    values = []
-    for key, one in reader.fields.items():
-        if not key.startswith("GGUF."):
-            parts = [part.tobytes() for part in one.parts]
-            values.append((parts[1], int(one.parts[2][0]), b"".join(parts[3:])))
-    tensors = [
-        Tensor(one.name.encode(), [int(n) for n in one.shape], int(one.tensor_type), one.data.tobytes())
-        for one in reader.tensors
-    ]
-    return Image(values, tensors)
+    return model_of(next(case for case, (name, _) in MODELS.items() if name == family))
 
 
 def check(path: Path) -> None:
@@ -172,22 +89,16 @@ def check(path: Path) -> None:
 
 # -- changes -----------------------------------------------------------------------------------------------------------
 
-TEXTS = (b"", b"llama", b"qwen2", b"gemma3", b"yarn", b"linear", b"\xff\xfe", b"x" * 70_000)
+TEXTS = ("", "llama", "qwen2", "gemma3", "yarn", "linear", "x" * 70_000, (TEXT, struct.pack("<Q", 2) + b"\xff\xfe"))
 KEYS = (
-    b"attention.key_length attention.value_length rope.scaling.factor rope.scale_linear rope.dimension_count "
-    b"attention.sliding_window final_logit_softcapping expert_count"
-).split()
+    "attention.key_length", "attention.value_length", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count",
+    "general.alignment", "attention.sliding_window", "final_logit_softcapping", "expert_count",
+)  # fmt: skip
 """Keys that a sound file need not have."""
-RENAMED = (
-    b"",
-    b"rope_freqs.weight",
-    b"output.weight",
-    b"blk.99999999999.attn_q.weight",
-    b"blk.0.attn_q.bias",
-    b"\xff",
-    b"x" * 100_000,
-)
-ADDED = (b"rope_freqs.weight", b"output.weight", b"blk.0.attn_q.bias", b"blk.7.attn_q.weight", b"other")
+NAMES = (
+    "rope_freqs.weight", "output.weight", "blk.99999999999.attn_q.weight", "blk.0.attn_q.bias", "blk.7.attn_q.weight", "other",
+    "", "x" * 100_000,
+)  # fmt: skip
 OF_VALUES = ("counts", *["value"] * 4, "kind", "nested", "missing", "double", *["added"] * 2)
 OF_TENSORS = (*["dims"] * 2, *["sizes"] * 3, "stored", "offset", "missing", "double", "swapped", "renamed", "added")
 OF_BYTES = ("bytes", "bytes", "cut", "lengthen")
@@ -197,17 +108,19 @@ def write(place: Path, dice: random.Random) -> Path:
     """A file with one to three changes, which its name lists."""
     base = dice.choice(list(bases()))
     image, kinds, last = copy.deepcopy(bases()[base]), [], []
+    values, tensors = (
+        [f"{of}_{one}" for one in all_of] for of, all_of in (("value", OF_VALUES), ("tensor", OF_TENSORS))
+    )
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
-        kind = dice.choice(
-            [*OF_BYTES, *(f"value_{one}" for one in OF_VALUES), *(f"tensor_{one}" for one in OF_TENSORS)]
-        )
+        kind = dice.choice([*OF_BYTES, *values, *tensors])
         kinds.append(kind)
+        of, _, what = kind.partition("_")
         if kind in OF_BYTES:
             last.append(kind)
-        elif kind.startswith("value_") and image.values:
-            _change_values(image, kind.removeprefix("value_"), dice)
-        elif kind.startswith("tensor_") and image.tensors:
-            _change_tensors(image, kind.removeprefix("tensor_"), dice)
+        elif of == "value" and image.values:
+            _change_values(image, what, dice)
+        elif of == "tensor" and image.tensors:
+            _change_tensors(image, what, dice)
     data = image.written()
     for kind in last:
         data = _change_bytes(data, kind, dice)
@@ -242,34 +155,29 @@ def _change_values(image: Image, what: str, dice: random.Random) -> None:
         case "value":  # of the same type; of a list, another type or length
             image.values[i] = (key, kind, _other(kind, value, dice))
         case "kind":
-            kind = dice.choice((*FORMATS, 8))
             image.values[i] = (
                 key,
-                kind,
-                struct.pack("<Q3s", 3, b"two") if kind == 8 else struct.pack("<" + FORMATS[kind], 1),
+                *dice.choice((typed(True), typed(1), typed(-1), typed(1.5), typed(1 << 40), typed("two"))),
             )
         case "nested":  # lists in lists
-            inner = struct.pack("<IQ", 9, 1) * dice.choice((1, 10, 5000)) + struct.pack("<IQI", 4, 1, 7)
-            image.values[i] = (key, 9, inner)
+            inner = struct.pack("<IQ", LIST, 1) * dice.choice((1, 10, 5000)) + struct.pack("<IQI", 4, 1, 7)
+            image.values[i] = (key, LIST, inner)
         case "missing":
             del image.values[i]
         case "double":
             image.values.insert(i, dice.choice(image.values))
-        case "added":
-            family = next((value[8:] for key, _, value in image.values if key == b"general.architecture"), b"llama")
-            kind = dice.choice((4, 5, 6, 6))
-            value = _other(kind, struct.pack("<" + FORMATS[kind], 16), dice)
-            image.values.append((family + b"." + dice.choice(KEYS), kind, value))
-            if dice.random() < 0.2:
-                alignment = struct.pack("<I", dice.choice((0, 1, 3, 8, 64, 1 << 31)))
-                image.values.append((b"general.alignment", 4, alignment))
+        case "added" if any(key == b"general.architecture" for key, _, _ in image.values):
+            image.put(dice.choice(KEYS), dice.choice((*COUNTS, *FLOATS, 8, 16, 64)))
 
 
 def _change_tensors(image: Image, what: str, dice: random.Random) -> None:
     one, other = dice.choice(image.tensors), dice.choice(image.tensors)
     match what:
-        case "dims":
-            _change_dims(one, dice)
+        case "dims" if one.dims:  # another shape over the same bytes
+            sizes = [dice.choice((1, 2, 32, 64, 1 << 32, 1 << 63)) for _ in range(dice.choice((0, 1, 3, 4, 5, 70_000)))]
+            changed = [*one.dims[1:], dice.choice(COUNTS)]
+            one.dims = dice.choice((changed, one.dims[::-1], sizes))
+            one.num_dims = dice.choice((None, None, None, dice.choice(COUNTS) % (1 << 32)))
         case "sizes" if one.dims and one.data and one.kind in set(gguf.GGMLQuantizationType):  # earlier changes
             _change_sizes(one, dice)
         case "stored":
@@ -284,24 +192,11 @@ def _change_tensors(image: Image, what: str, dice: random.Random) -> None:
         case "swapped":
             one.name, other.name = other.name, one.name
         case "renamed":
-            one.name = dice.choice(RENAMED)
+            one.name = dice.choice((b"\xff", *(name.encode() for name in NAMES)))
         case "added":
             count = dice.choice((1, 8, 64, 5))
             numbers = struct.pack(f"<{count}f", *(dice.choice((*FLOATS, 1.0, 1.0)) for _ in range(count)))
-            image.tensors.append(Tensor(dice.choice(ADDED), [count], 0, numbers))
-
-
-def _change_dims(one: Tensor, dice: random.Random) -> None:
-    """Another shape over the same bytes."""
-    way = dice.randrange(4)
-    if way == 0 and one.dims:
-        one.dims[dice.randrange(len(one.dims))] = dice.choice(COUNTS)
-    elif way == 1:
-        one.dims.reverse()
-    elif way == 2:
-        one.num_dims = dice.choice(COUNTS) % (1 << 32)
-    else:
-        one.dims = [dice.choice((1, 2, 32, 64, 1 << 32, 1 << 63)) for _ in range(dice.choice((0, 1, 3, 4, 5, 70_000)))]
+            image.tensors.append(Tensor(dice.choice(NAMES).encode(), [count], 0, numbers))
 
 
 def _change_sizes(one: Tensor, dice: random.Random) -> None:
@@ -318,17 +213,16 @@ def _change_sizes(one: Tensor, dice: random.Random) -> None:
 
 def _other(kind: int, value: bytes, dice: random.Random) -> bytes:
     if kind in (6, 12):
-        with warnings.catch_warnings():
-            return struct.pack("<" + FORMATS[kind], dice.choice(FLOATS))
+        return struct.pack("<" + FORMATS[kind], dice.choice(FLOATS))
     if kind in FORMATS:
-        size = struct.calcsize(FORMATS[kind])
-        old = int.from_bytes(value, "little")
+        size, old = struct.calcsize(FORMATS[kind]), int.from_bytes(value, "little")
         new = dice.choice((*COUNTS, old + 1, old - 1, 2 * old, old // 2, old * 1000, 7, 13))
         return (new % (1 << 8 * size)).to_bytes(size, "little")
-    if kind == 8:
-        text = dice.choice(TEXTS)
-        return struct.pack("<Q", dice.choice((len(text), *COUNTS[-5:]))) + text
+    if kind == TEXT:
+        text = typed(dice.choice(TEXTS))[1]
+        return dice.choice((text, text, struct.pack("<Q", dice.choice(COUNTS[-5:])) + text[8:]))
     inner, count = struct.unpack_from("<IQ", value)
-    if dice.random() < 0.5:
-        return struct.pack("<IQ", inner, dice.choice((*COUNTS, count - 1, count + 1))) + value[12:]
-    return struct.pack("<IQ", dice.choice((*range(13), 99)), count) + value[12:]
+    count, inner = dice.choice(
+        ((dice.choice((*COUNTS, count - 1, count + 1)), inner), (count, dice.choice((*range(13), 99))))
+    )
+    return struct.pack("<IQ", inner, count % (1 << 64)) + value[12:]

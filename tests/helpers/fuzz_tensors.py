@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,26 @@ def _config(path: Path) -> dict[str, Any]:
     return found
 
 
-def _write(place: Path, config: dict[str, Any], weights: Weights, rng: random.Random) -> Path:
-    """A folder whose configuration, weights or both are changed."""
-    which = rng.random()
-    text = mutate_json(config, rng) if which < 0.55 else dump(config).encode()
-    (place / "config.json").write_bytes(text)
-    data = mutate_tensors(*weights, rng) if which > 0.45 else joined(*safetensors(*weights))
-    (place / "model.safetensors").write_bytes(data)
-    return place
+Made = Callable[[random.Random], tuple[dict[str, Any], Weights]]
+"""The configuration and the weights of a sound folder."""
+
+
+def _folder(made: Made) -> Callable[[Path, random.Random], Path]:
+    """Folders whose configuration, weights or both are changed."""
+
+    def write(place: Path, rng: random.Random) -> Path:
+        (config, weights), which = made(rng), rng.random()
+        text = mutate_json(config, rng) if which < 0.55 else dump(config).encode()
+        (place / "config.json").write_bytes(text)
+        data = mutate_tensors(*weights, rng) if which > 0.45 else joined(*safetensors(*weights))
+        (place / "model.safetensors").write_bytes(data)
+        return place
+
+    return write
+
+
+def _one_of(made: Callable[[], tuple[list[dict[str, Any]], list[Weights]]]) -> Made:
+    return lambda rng: (rng.choice(made()[0]), rng.choice(made()[1]))
 
 
 # -- tables, heads, checkpoints ---------------------------------------------------------------------------------
@@ -104,7 +117,7 @@ def _read_table(path: Path) -> None:
 
 
 @cache
-def _head() -> tuple[list[dict[str, Any]], Weights]:
+def _head() -> tuple[list[dict[str, Any]], list[Weights]]:
     """config.json of both layouts, and the weights."""
     sizes: dict[str, Any] = {"vocab_size": 40, "draft_vocab_size": 10, "target_hidden_size": 12}
     config = HeadConfig(layer=FIELDS, **sizes, hidden_layers=(0, 1, 2), norm_before_residual=False, target="tiny")
@@ -115,12 +128,7 @@ def _head() -> tuple[list[dict[str, Any]], Weights]:
         for layout in ("plain", "speculators"):
             write_draft(head, folder, layout=layout, lm_head=torch.zeros(10, 16))
             configs.append(_config(folder))
-        return configs, _stored(folder / "model.safetensors")
-
-
-def _write_head(place: Path, rng: random.Random) -> Path:
-    configs, weights = _head()
-    return _write(place, rng.choice(configs), weights, rng)
+        return configs, [_stored(folder / "model.safetensors")]
 
 
 def _read_head(path: Path) -> None:
@@ -130,7 +138,7 @@ def _read_head(path: Path) -> None:
 
 
 @cache
-def _block() -> tuple[list[dict[str, Any]], Weights]:
+def _block() -> tuple[list[dict[str, Any]], list[Weights]]:
     """config.json of all layouts, and the weights."""
     sizes: dict[str, Any] = {"vocab_size": 40, "draft_vocab_size": 10, "block_size": 4, "mask_token_id": 39}
     more: dict[str, Any] = {"hidden_layers": (0, 1, 2), "has_confidence": True, "confidence_reads_markov": True}
@@ -150,12 +158,7 @@ def _block() -> tuple[list[dict[str, Any]], Weights]:
         "speculators_config": {"verifier": {"name_or_path": "org/name", "architectures": ["A"]}},
         **{n: v for n, v in plain.items() if n not in (*names, "architectures", "target_layer_ids")},
     }
-    return [plain, {**dflash, "sample_from_anchor": True}, speculators], weights
-
-
-def _write_block(place: Path, rng: random.Random) -> Path:
-    configs, weights = _block()
-    return _write(place, rng.choice(configs), weights, rng)
+    return [plain, {**dflash, "sample_from_anchor": True}, speculators], [weights]
 
 
 def _read_block(path: Path) -> None:
@@ -166,7 +169,7 @@ def _read_block(path: Path) -> None:
 
 
 @cache
-def _acceptance() -> tuple[dict[str, Any], tuple[Tensors, Tensors]]:
+def _acceptance() -> tuple[list[dict[str, Any]], list[Weights]]:
     """config.json; our weights, and weights named as in published heads."""
     with working_folder() as folder:
         AcceptanceHead(8, 2).save(folder)
@@ -176,12 +179,7 @@ def _acceptance() -> tuple[dict[str, Any], tuple[Tensors, Tensors]]:
         for own, other in (("blocks.0.", "0.linear."), ("blocks.1.", "1.linear."), ("out.", "2.")):
             name = name.replace(own, other)
         theirs[name] = tensor
-    return config, (ours, theirs)
-
-
-def _write_acceptance(place: Path, rng: random.Random) -> Path:
-    config, weights = _acceptance()
-    return _write(place, config, (rng.choice(weights), None), rng)
+    return [config], [(ours, None), (theirs, None)]
 
 
 def _read_acceptance(path: Path) -> None:
@@ -190,7 +188,7 @@ def _read_acceptance(path: Path) -> None:
 
 
 @cache
-def _quantized(case: str) -> tuple[dict[str, Any], Tensors]:
+def _quantized(case: str) -> tuple[dict[str, Any], Weights]:
     """The quantization_config of a case, and the tensors of a layer."""
     make_layer, given, values = QUANTIZED[case]
     kinds = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float16: "F16", torch.float32: "F32"}
@@ -199,14 +197,13 @@ def _quantized(case: str) -> tuple[dict[str, Any], Tensors]:
     for name, one in make_layer(torch.Size(LAYER), torch.Generator().manual_seed(0), **given)[1].items():
         data = one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         stored[name] = (kinds[one.dtype], tuple(one.shape), data)
-    return {"quantization_config": values}, stored
+    return {"quantization_config": values}, (stored, None)
 
 
 def _write_quantized(place: Path, rng: random.Random) -> Path:
-    config, tensors = _quantized(rng.choice(sorted(QUANTIZED)))
     if rng.random() < 0.2:
         (place / "hf_quant_config.json").write_bytes(mutate_json({"quantization": {"quant_algo": "FP8"}}, rng))
-    return _write(place, config, (tensors, None), rng)
+    return _folder(lambda rng: _quantized(rng.choice(sorted(QUANTIZED))))(place, rng)
 
 
 def _read_quantized(path: Path) -> None:
@@ -300,9 +297,9 @@ def _read_tokenizer(path: Path) -> None:
 FORMATS: dict[str, Format] = {
     "ngram": Format(one_file("t.safetensors", lambda rng: mutate_tensors(*_table(), rng, _fact)), _read_table),
     "ngram-list": Format(one_file("t.json", lambda rng: mutate_json([1, 2, None, 4, 0, -1], rng)), _read_table),
-    "head": Format(_write_head, _read_head),
-    "block": Format(_write_block, _read_block),
-    "acceptance-head": Format(_write_acceptance, _read_acceptance),
+    "head": Format(_folder(_one_of(_head)), _read_head),
+    "block": Format(_folder(_one_of(_block)), _read_block),
+    "acceptance-head": Format(_folder(_one_of(_acceptance)), _read_acceptance),
     "quantized": Format(_write_quantized, _read_quantized),
     "checkpoint": Format(_write_checkpoint, _read_checkpoint),
     "tokenizer": Format(_write_tokenizer, _read_tokenizer),

@@ -68,11 +68,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 VOCAB = len(tiny.tokenizer())
 
 
-@cache
-def model_of(case: str) -> PreTrainedModel:
+def made(case: str, **more: Any) -> PreTrainedModel:
+    """A model of a case with further changes."""
     family, changes = MODELS[case]
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, **changes}
-    model = make(family, 3, **sizes)
+    model = make(family, 3, **{**sizes, **more})
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight") or weight.dim() == 1:
             weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
@@ -80,6 +80,9 @@ def model_of(case: str) -> PreTrainedModel:
         if name.endswith("expert_bias"):
             buffer.copy_(torch.linspace(1, -1, len(buffer)))
     return model
+
+
+model_of = cache(made)
 
 
 @cache
@@ -103,7 +106,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).square().mean(-1).sqrt().median() / wanted.std())
 
 
-def scores_of(case: str) -> torch.Tensor:
-    with torch.no_grad():
-        out: torch.Tensor = model_of(case)(torch.tensor([prompts()[3]])).logits[0]
+def logits(model: Any) -> torch.Tensor:
+    """By the family's own code."""
+    with torch.inference_mode():
+        out: torch.Tensor = model(torch.tensor([prompts()[3]])).logits[0]
     return out

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
+
+from helpers.gguf_image import Image
 
 MARKS = {"<|im_start|>": 3, "<|im_end|>": 3, "<｜Assistant｜>": 3, "<think>": 4, "</think>": 4, "    ": 4}
 """Control and user-defined tokens, at the end of each vocabulary."""
@@ -66,43 +67,19 @@ def write_vocabulary(
     tokens: Sequence[str] | None = None,
     types: Sequence[int] | None = None,
     *,
-    model: str = "gpt2",
-    pre: str | None = "gpt-2",
     merges: Sequence[tuple[str, str]] | None = None,
-    scores: Sequence[float] | None = None,
     family: str = "llama",
-    name: str | None = None,
-    template: str | None = None,
-    tool_template: str | None = None,
+    others: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> Path:
-    """A file with a vocabulary, by default the trained one with its marks. values: "tokenizer.ggml." keys without that prefix."""
+    """A file with a vocabulary, by default the trained one with its marks.
+
+    values: "tokenizer.ggml." keys without that prefix. others: keys in full.
+    """
     if tokens is None:
         own, merges = trained()
         tokens, types = [*own, *MARKS], [*[1] * len(own), *MARKS.values()]
-    writer = gguf.GGUFWriter(path, family)
-    if name is not None:
-        writer.add_name(name)
-    if template is not None:
-        writer.add_string("tokenizer.chat_template", template)
-    if tool_template is not None:
-        writer.add_string("tokenizer.chat_template.tool_use", tool_template)
-    writer.add_tokenizer_model(model)
-    if pre is not None:
-        writer.add_tokenizer_pre(pre)
-    writer.add_token_list(list(tokens))
-    if types is not None:
-        writer.add_token_types(list(types))
-    if merges is not None:
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-    if scores is not None:
-        writer.add_token_scores(list(scores))
-    for name, value in values.items():
-        key = f"tokenizer.ggml.{name}"
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-        add[type(value)](key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    pairs = None if merges is None else [" ".join(pair) for pair in merges]
+    values = {"model": "gpt2", "pre": "gpt-2", "tokens": [*tokens], "token_type": types, "merges": pairs, **values}
+    stored = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    return Image([], []).changed({"general.architecture": family, **stored, **(others or {})}).write(path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from helpers import tiny
@@ -172,23 +173,35 @@ EXPANDED: dict[str, Case] = {
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
-def folder_of(
-    path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3, *, with_head: bool = False
-) -> tuple[Path, PreTrainedModel]:
-    """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32."""
-    values = (CASES | EXPANDED)[case][2]
+@cache
+def _made(case: str, layers: int, with_head: bool) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """The model of the numbers in float32, and the tensors that are stored."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
     sizes |= {"vocab_size": VOCAB, "num_hidden_layers": layers, "num_key_value_heads": 2}
     model = make("qwen2", 3, **sizes, tie_word_embeddings=False)
     for weight in model.parameters():
         weight.data = weight.data.to(torch.bfloat16).float()
-    tiny.save(path, model)
-    found = {name: one.to(torch.bfloat16) for name, one in load_file(path / "model.safetensors").items()}
+    found = {name: one.to(torch.bfloat16) for name, one in sorted(model.state_dict().items())}
     chosen = ("_proj.weight", "lm_head.weight") if with_head else "_proj.weight"
     for name, weight in quantize(found, [one for one in found if one.endswith(chosen)], case).items():
         model.get_parameter(name).data = weight
+    return model, found
+
+
+def folder_of(
+    path: Path, case: str, change: Change = lambda tensors: None, layers: int = 3, *, with_head: bool = False
+) -> tuple[Path, PreTrainedModel]:
+    """A folder whose layers are quantized, without the output layer or with it, and the model of their numbers in float32.
+
+    The model is shared; leave it as it is. change: of the tensors of the folder.
+    """
+    model, stored = _made(case, layers, with_head)
+    found = {name: one.clone() for name, one in stored.items()}
     change(found)
-    save_tensors(path, found, quantization_config=values, dtype="bfloat16")
+    path.mkdir()
+    for part in (model.config, tiny.tokenizer()):
+        part.save_pretrained(path)
+    save_tensors(path, found, quantization_config=(CASES | EXPANDED)[case][2], dtype="bfloat16")
     return path, model
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as hf_logging
 
 import foresay
 from foresay import ConfigError, ModelLoadError, ModelNotFoundError
@@ -28,16 +31,13 @@ from helpers.quantized import edit
 from helpers.refusals import refused
 
 ALIAS = "smollm2-135m"
+FP32 = LoadOptions(dtype="fp32")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    yield from tiny.one_thread()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tiny.save(tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that no test changes."""
+    return tiny.save(tmp_path_factory.mktemp("loading") / "tiny")
 
 
 def _one_line(error: BaseException) -> str:
@@ -50,9 +50,8 @@ def _one_line(error: BaseException) -> str:
 
 def test_every_alias_names_an_installed_file() -> None:
     assert list(ALIASES) == [ALIAS]
-    for alias in ALIASES:
-        with packaged_file(alias).open("rb") as file:
-            assert file.read(4) == b"GGUF"
+    with packaged_file(ALIAS).open("rb") as file:
+        assert file.read(4) == b"GGUF"
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,43 +70,42 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
         packaged_file(ALIAS)
 
 
-@pytest.mark.parametrize(("name", "message"), [("smollm-135m", "Did you mean 'smollm2-135m'"), ("", "name is empty")])
-def test_an_unknown_name_offers_the_nearest(name: str, message: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=message):
-        load_model(name)
+def test_what_is_no_model(tmp_path: Path) -> None:
+    names = {"smollm-135m": "Did you mean 'smollm2-135m'", "": "name is empty", str(tmp_path): r"has no config\.json"}
+    for name, message in names.items():
+        with pytest.raises(ModelNotFoundError, match=message):
+            load_model(name)
 
 
 # -- conversions -----------------------------------------------------------------------------------------------------
 
 
-def _manifest(folder: Path) -> None:
-    sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-    (folder / "foresay.json").write_text(json.dumps({"source": "tiny.gguf", "sizes": sizes}))
-
-
 @pytest.fixture
-def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[Path]]:
+def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> tuple[Path, list[Path]]:
     """The alias' position in an empty cache, and the conversions made: the tiny model instead of the real one."""
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
     made: list[Path] = []
 
-    def convert(source: Path, folder: Path) -> None:
-        assert not folder.exists()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _manifest(tiny.save(folder))
-        made.append(folder)
+    def convert(source: Path, target: Path) -> None:
+        assert not target.exists()
+        shutil.copytree(folder, target)
+        sizes = {p.name: p.stat().st_size for p in sorted(target.iterdir())}
+        (target / "foresay.json").write_text(json.dumps({"source": "tiny.gguf", "sizes": sizes}))
+        made.append(target)
 
     monkeypatch.setattr(packaged, "convert", convert)
     return packaged.conversion_folder(ALIAS), made
 
 
 def test_a_conversion_is_made_once(converted: tuple[Path, list[Path]]) -> None:
-    folder, made = converted
+    target, made = converted
     told: list[str] = []
+    target.parent.mkdir(parents=True)
+    target.write_text("a file where the conversion belongs")
     for _ in range(2):
         loaded = load_model(ALIAS, LoadOptions(dtype="fp32", progress=told.append))
         assert loaded.model.vocab_size == 264 and loaded.eos_token_ids == {0}
-    assert made == [folder]
+    assert made == [target]
     assert told == ["Converting smollm2-135m (once; about 20 s)"]
 
 
@@ -115,12 +113,18 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def _same_size_garbage(path: Path) -> None:
+def _garbage(path: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
 
 
 def _half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _without_a_weight(path: Path) -> None:
+    weights = load_file(path)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _text(text: str) -> Callable[[Path], Any]:
@@ -129,15 +133,15 @@ def _text(text: str) -> Callable[[Path], Any]:
 
 BREAKAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "truncated weights": ("model.safetensors", _truncate, "model.safetensors has"),
-    "garbage weights": ("model.safetensors", _same_size_garbage, "SafetensorError"),
+    "garbage weights": ("model.safetensors", _garbage, "SafetensorError"),
     "missing weights": ("model.safetensors", Path.unlink, "model.safetensors is missing"),
     "missing config": ("config.json", Path.unlink, "config.json is missing"),
-    "garbage config": ("config.json", _same_size_garbage, "UnicodeDecodeError"),
+    "garbage config": ("config.json", _garbage, "UnicodeDecodeError"),
     "missing tokenizer": ("tokenizer.json", Path.unlink, "tokenizer.json is missing"),
     "empty tokenizer": ("tokenizer.json", _text(""), "tokenizer.json has 0 bytes"),
     "missing manifest": ("foresay.json", Path.unlink, "foresay.json is missing"),
     "half a manifest": ("foresay.json", _half, "JSONDecodeError"),
-    "garbage manifest": ("foresay.json", _same_size_garbage, "UnicodeDecodeError"),
+    "garbage manifest": ("foresay.json", _garbage, "UnicodeDecodeError"),
     "a manifest of something else": ("foresay.json", _text("[1, 2]"), "TypeError"),
     "a manifest without sizes": ("foresay.json", _text("{}"), "KeyError"),
     "sizes of another kind": ("foresay.json", _text('{"sizes": [1]}'), "AttributeError"),
@@ -145,69 +149,46 @@ BREAKAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BREAKAGES)
 def test_a_broken_conversion_is_seen_and_made_anew(
-    converted: tuple[Path, list[Path]], kind: str, caplog: pytest.LogCaptureFixture
+    converted: tuple[Path, list[Path]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, made = converted
-    load_model(ALIAS, LoadOptions(dtype="fp32"))
-    assert damage(folder) is None
-    name, breakage, expected = BREAKAGES[kind]
-    breakage(folder / name)
-    problem = damage(folder)
-    assert problem is not None and expected in problem
-    with caplog.at_level("WARNING", logger="foresay"):
-        load_model(ALIAS, LoadOptions(dtype="fp32"))
-    assert made == [folder, folder] and damage(folder) is None
-    [line] = [r.getMessage() for r in caplog.records if r.name == "foresay"]
-    assert f"smollm2-135m is damaged ({problem})" in line
-
-
-def test_a_file_where_the_conversion_belongs(converted: tuple[Path, list[Path]]) -> None:
-    folder, made = converted
-    folder.parent.mkdir(parents=True)
-    folder.write_text("not a folder")
-    load_model(ALIAS, LoadOptions(dtype="fp32"))
-    assert made == [folder]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_gguf(tmp_path / "tiny.gguf", tiny.llama())
-
-
-def test_a_conversion_appears_whole(source: Path, tmp_path: Path) -> None:
-    """Where another process was faster, its folder stays and nothing else does."""
-    folder = tmp_path / "cache" / "models" / "tiny-1"
-    for _ in range(2):
-        packaged.convert(source, folder)
-        assert damage(folder) is None
-        assert [p.name for p in folder.parent.iterdir()] == ["tiny-1"]
+    target, made = converted
+    packaged.converted(ALIAS, LoadOptions())
+    for kind, (name, breakage, expected) in BREAKAGES.items():
+        caplog.clear()
+        assert damage(target) is None
+        breakage(target / name)
+        problem = damage(target)
+        assert problem is not None and expected in problem, kind
+        assert packaged.converted(ALIAS, LoadOptions()) == target and damage(target) is None, kind
+        [line] = [r.getMessage() for r in caplog.records if r.name == "foresay"]
+        assert f"smollm2-135m is damaged ({problem})" in line
+    assert made == [target] * (1 + len(BREAKAGES))
 
 
 FULL, TOKENIZER = OSError(28, "No space left on device"), "transformers.PreTrainedTokenizerFast"
+FAILURES = [*((f"{TOKENIZER}.save_pretrained", one) for one in (RuntimeError("no"), KeyboardInterrupt(), FULL))]
+FAILURES += [("pathlib.Path.write_text", FULL)]
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        *[(f"{TOKENIZER}.save_pretrained", one) for one in (RuntimeError("no"), KeyboardInterrupt(), FULL)],
-        ("pathlib.Path.write_text", FULL),
-    ],
-)
-def test_a_conversion_that_fails_leaves_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
-) -> None:
-    """Also one that the disk has no room for after its weights."""
+def test_a_conversion_appears_whole_or_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that the disk has no room for after its weights. Where another process was faster, its folder stays."""
+    source, target = write_gguf(tmp_path / "tiny.gguf", tiny.llama()), tmp_path / "cache" / "models" / "tiny-1"
+    for call, error in FAILURES:
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise error
+        def fail(*args: Any, error: BaseException = error, **kwargs: Any) -> None:
+            raise error
 
-    monkeypatch.setattr(call, fail)
-    expected = ModelLoadError if isinstance(error, Exception) else type(error)
-    with pytest.raises(expected, match=str(error.args[-1]) if error is FULL else None):
-        packaged.convert(source, tmp_path / "cache" / "tiny-1")
-    assert list((tmp_path / "cache").iterdir()) == []
+        expected = ModelLoadError if isinstance(error, Exception) else type(error)
+        with monkeypatch.context() as patch:
+            patch.setattr(call, fail)
+            with pytest.raises(expected, match=str(error.args[-1]) if error is FULL else None):
+                packaged.convert(source, target)
+        assert list(target.parent.iterdir()) == []
+    for _ in range(2):
+        packaged.convert(source, target)
+        assert damage(target) is None
+        assert [p.name for p in target.parent.iterdir()] == ["tiny-1"]
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -227,45 +208,23 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder(folder: Path) -> None:
-    loaded = load_model(folder, LoadOptions(dtype="fp32"))
-    assert loaded.name == str(folder) and loaded.model.vocab_size == 264 and loaded.eos_token_ids == {0}
-
-
-def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
-        load_model(tmp_path)
-    (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ModelLoadError, match=r"is a file, but not a \.gguf file"):
-        load_model(tmp_path / "model.bin")
-
-
-@pytest.mark.parametrize("breakage", [_truncate, _same_size_garbage, _half, Path.unlink], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_corrupt_folder_is_one_line(folder: Path, name: str, breakage: Callable[[Path], Any]) -> None:
-    breakage(folder / name)
-    with pytest.raises((ModelLoadError, ModelNotFoundError)) as caught:
-        load_model(folder, LoadOptions(dtype="fp32"))
-    message = _one_line(caught.value)
-    assert str(folder) in message and len(message) < 500
-    if breakage is not Path.unlink:
-        assert isinstance(caught.value, ModelLoadError)
-    assert folder.is_dir()  # a user's folder is never touched
-
-
-def test_weights_that_are_missing_from_a_file(folder: Path) -> None:
+def test_a_corrupt_folder_is_one_line(folder: Path, tmp_path: Path, name: str) -> None:
     """transformers fills what a file lacks with noise and only warns; a decoder of noise is a lie."""
-    from safetensors.torch import load_file, save_file
+    copy, sound = Path(shutil.copytree(folder, tmp_path / "tiny")), (folder / name).read_bytes()
+    for breakage in (_truncate, _garbage, _half, Path.unlink, *[_without_a_weight] * (name != "config.json")):
+        (copy / name).write_bytes(sound)
+        breakage(copy / name)
+        lost = ModelNotFoundError if breakage is Path.unlink else ModelLoadError
+        with pytest.raises((ModelLoadError, lost)) as caught:
+            load_model(copy, FP32)
+        message = _one_line(caught.value)
+        assert str(copy) in message and len(message) < 500 and ("up_proj" in message) == (breakage is _without_a_weight)
+        assert copy.is_dir()  # a user's folder is never touched
 
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match="up_proj"):
-        load_model(folder, LoadOptions(dtype="fp32"))
 
-
-def test_code_of_a_models_own_is_off_by_default(folder: Path, tmp_path: Path) -> None:
-    trap = tmp_path / "ran"
+def test_code_of_a_models_own_is_off_by_default(tmp_path: Path) -> None:
+    folder, trap = tiny.save(tmp_path / "tiny"), tmp_path / "ran"
     (folder / "modeling_own.py").write_text(
         f"open({str(trap)!r}, 'w').close()\nfrom transformers import LlamaConfig as OwnConfig, LlamaForCausalLM as Own\n"
     )
@@ -278,8 +237,7 @@ def test_code_of_a_models_own_is_off_by_default(folder: Path, tmp_path: Path) ->
     assert LoadOptions().trust_remote_code is False
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("weights", "tied"), [("auto", False), ("auto", True), ("int8", True), ("int4", False)])
 def test_packed_weights_are_in_memory_once(tmp_path: Path, weights: str, tied: bool) -> None:
     """The checkpoint is not mapped any more, and a tied head and embedding are one where they are kept as they are."""
     dense = tiny.llama(tie_word_embeddings=tied, attention_bias=True).to(torch.bfloat16)
@@ -307,24 +265,12 @@ def test_a_model_of_mostly_other_weights_stays_where_it_is(tmp_path: Path, monke
     assert loaded.model.model.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-# -- GGUF ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("raw", [b"", b"GG", b"\x89PNG\r\n", b"ggml" * 10])
-def test_a_file_that_is_no_gguf(tmp_path: Path, raw: bytes) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(raw)
-    with pytest.raises(ModelLoadError, match="download it again") as caught:
-        load_model(path)
-    assert str(path) in _one_line(caught.value)
-
-
 # -- options ---------------------------------------------------------------------------------------------------------
 
 
 WRONG: dict[str, list[Any]] = {
     "dtype": ["bf61", "int8", torch.int8, 16],
-    "device": ["gpu", "cpu:x", 3.5, "meta"],
+    "device": ["gpu", "cpu:x", 3.5, "meta", "cuda"],
     "max_memory": [{"cpu": "1GB"}],
     "offload_folder": ["x"],
     "draft_device": ["nowhere"],
@@ -336,59 +282,35 @@ CONTRADICTIONS = [("device", "cpu", {"device_map": "auto"})]
 CONTRADICTIONS += [("tp_plan", "auto", more) for more in ({"device_map": "auto"}, {"weights": "int8"})]
 
 
-@pytest.mark.parametrize(
-    ("param", "value", "more"),
-    [*[(param, value, {}) for param, values in WRONG.items() for value in values], *CONTRADICTIONS],
-    ids=str,
-)
-def test_wrong_options(folder: Path, param: str, value: Any, more: dict[str, Any]) -> None:
-    unknown = param == "dtype" and isinstance(value, str)
-    with refused(param, value, UnknownNameError if unknown else ConfigError):
-        foresay.load(folder, **{param: value}, **more)
-
-
-def test_an_unknown_option_offers_the_nearest(folder: Path) -> None:
+def test_wrong_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    cases: list[Any] = [(param, value, {}) for param, values in WRONG.items() for value in values]
+    for param, value, more in (*cases, *CONTRADICTIONS):
+        unknown = param == "dtype" and isinstance(value, str)
+        with refused(param, value, UnknownNameError if unknown else ConfigError):
+            foresay.load(folder, **{param: value}, **more)
     with pytest.raises(UnknownNameError, match="Did you mean 'device'"):
         foresay.load(folder, devise="cpu")  # type: ignore[call-arg]
 
 
-def test_a_gpu_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with refused("device", "cuda"):
-        foresay.load(folder, device="cuda")
-
-
-def test_a_device_map_and_memory(folder: Path) -> None:
-    loaded = load_model(folder, LoadOptions(dtype="fp32", device_map="auto", max_memory={"cpu": "1GB"}))
-    assert str(loaded.model.device) == "cpu"
-    with pytest.raises(ModelLoadError) as caught:
-        load_model(folder, LoadOptions(dtype="fp32", device_map="somewhere"))
-    assert "somewhere" in _one_line(caught.value) or "device_map" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
-)
-def test_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
-    loaded: Any = load_model(folder, LoadOptions(dtype=name))
-    assert loaded.model.model.get_input_embeddings().weight.dtype == dtype
-
-
-def test_loading_leaves_transformers_settings_alone(folder: Path) -> None:
-    from transformers.utils import logging as hf_logging
-
+def test_dtypes_and_devices(folder: Path, tmp_path: Path) -> None:
+    """Loading leaves transformers' own settings alone, also where it fails."""
     before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    load_model(folder, LoadOptions(dtype="fp32"))
-    shutil.rmtree(folder)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
+        loaded: Any = load_model(folder, LoadOptions(dtype=name))
+        assert loaded.name == str(folder) and loaded.model.model.get_input_embeddings().weight.dtype == dtype
+    spread = load_model(folder, LoadOptions(dtype="fp32", device_map="auto", max_memory={"cpu": "1GB"}))
+    assert str(spread.model.device) == "cpu"
+    with pytest.raises(ModelLoadError, match=r"somewhere|device_map") as caught:
+        load_model(folder, LoadOptions(dtype="fp32", device_map="somewhere"))
+    assert _one_line(caught.value)
     with pytest.raises(ModelNotFoundError):
-        load_model(folder)
+        load_model(tmp_path / "none")
     assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
 
 
 def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options for others are passed on, and only if given."""
-    import transformers
-
+    """Options for others are passed on, and only if given; a GPU's number, which JSON has as a text, as a number."""
     seen: dict[str, Any] = {}
 
     def capture(source: str, **kwargs: Any) -> None:
@@ -403,7 +325,9 @@ def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytes
         {"quantization_config": object()},
         {"trust_remote_code": True},
     ]
-    other = (({"dtype": "bf16"}, {"dtype": torch.bfloat16}), ({}, {"trust_remote_code": False}))
+    other: list[Any] = [({"dtype": "bf16"}, {"dtype": torch.bfloat16}), ({}, {"trust_remote_code": False})]
+    memory = {"0": "9GB", "cpu": "1GB"}, {0: "9GB", "cpu": "1GB"}
+    other.append([{"device_map": "auto", "max_memory": one} for one in memory])
     for options, wanted in (*((one, one) for one in same), *other):
         with pytest.raises(ModelLoadError, match="enough"):
             load_model(folder, LoadOptions(**options))

@@ -39,50 +39,55 @@ def texts(generator: foresay.Generator) -> list[tuple[int, ...]]:
     return [tuple(one.token_ids) for one in generator.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)]
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
-def test_the_same_text_with_any_draft_and_in_any_batch(weights: str, folder: Path, small: Path) -> None:
+@pytest.mark.parametrize(("weights", "batch"), [("int8", 1), ("int4", 3), ("bf16", 3)])
+def test_the_same_text_with_any_draft_and_in_any_batch(weights: str, batch: int, folder: Path, small: Path) -> None:
+    """Rounded weights are another model, or the format would be ignored; what is loaded is reported."""
     plain = foresay.load(folder, drafter="none", weights=weights, dtype="bf16")
     alone = [tuple(plain.generate(p, max_new_tokens=24, ignore_eos=True).token_ids) for p in PROMPTS]
     assert texts(plain) == alone
     for method in ({"drafter": "suffix"}, {"drafter": "self(1)"}, {"draft": small}):
-        for size in (1, 3):
-            drafted = foresay.load(folder, weights=weights, dtype="bf16", max_batch_size=size, **method)
-            assert texts(drafted) == alone
-
-
-def test_rounded_weights_are_another_model(folder: Path) -> None:
-    """Or the format would be ignored."""
-    written = {w: texts(foresay.load(folder, drafter="none", weights=w, dtype="bf16")) for w in ("bf16", "int4")}
-    assert written["bf16"] != written["int4"]
+        drafted = foresay.load(folder, weights=weights, dtype="bf16", max_batch_size=batch, **method)
+        assert texts(drafted) == alone
+    if weights == "int4":
+        assert texts(foresay.load(folder, drafter="none", weights="bf16", dtype="bf16")) != alone
+    if weights == "int8":
+        assert plain.target.precision == "bfloat16, int8 weights"
+        bits = {int(m.product.bits) for m in plain.target.model.model.modules() if hasattr(m, "product")}  # type: ignore[attr-defined]
+        assert bits <= {8, 11}, "a scale per 32 weights, and rows of 48 are padded to two groups"
 
 
 def test_a_draft_in_fewer_bits_leaves_the_text_alone(folder: Path, small: Path) -> None:
-    plain = texts(foresay.load(folder, drafter="none", dtype="bf16"))
-    drafted = foresay.load(folder, small, dtype="bf16", draft_weights="int4")
-    assert texts(drafted) == plain
-    assert drafted.target.weights == ""
-    own = next(iter(drafted.resources.models.values()))
-    assert min(m.product.bits for m in own.model.model.modules() if hasattr(m, "product")) == 5.0
+    """Also one that is loaded by a change."""
+    plain = foresay.load(folder, drafter="none", dtype="bf16", draft_weights="int4")
+    for drafted in (
+        foresay.load(folder, small, dtype="bf16", draft_weights="int4"),
+        foresay.change(plain, drafter=f"model({small})"),
+    ):
+        assert texts(drafted) == texts(plain) and drafted.target.weights == ""
+        [draft] = drafted.resources.models.values()
+        assert draft.precision == "bfloat16, int4 weights"
+        assert min(m.product.bits for m in draft.model.model.modules() if hasattr(m, "product")) == 5.0
 
 
-def test_what_is_loaded_is_said(folder: Path) -> None:
-    eight = foresay.load(folder, drafter="none", weights="int8")
-    assert eight.target.precision == "bfloat16, int8 weights"
-    kept = {int(m.product.bits) for m in eight.target.model.model.modules() if hasattr(m, "product")}  # type: ignore[attr-defined]
-    assert kept <= {8, 11}, "a scale per 32 weights, and rows of 48 are padded to two groups"
-    assert foresay.load(folder, drafter="none", dtype="fp32").target.precision == "float32"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weights": "int4", "dtype": "fp32"}, {"weights": "int8", "device_map": "cuda"}, {"weights": "bf16", "dtype": "fp16"},
-        {"weights": "int4", "quantization_config": object()},
-    ],
-)  # fmt: skip
-def test_what_contradicts_is_refused(options: dict[str, Any]) -> None:
-    with refused("weights", options["weights"]):
-        LoadOptions(**options)
+def test_what_contradicts_is_refused(folder: Path) -> None:
+    """Among it a rounding of weights, or of inputs, that is not possible."""
+    for param, options in (
+        ("weights", {"weights": "int4", "dtype": "fp32"}),
+        ("weights", {"weights": "int8", "device_map": "cuda"}),
+        ("weights", {"weights": "bf16", "dtype": "fp16"}),
+        ("weights", {"weights": "int4", "quantization_config": object()}),
+        ("activations", {"weights": "int8", "activations": "bf16"}),
+        ("activations", {"dtype": "fp32", "activations": "int8"}),
+        ("tp_plan", {"tp_plan": "auto", "activations": "int8"}),
+        ("activations", {"backend": "llama.cpp", "activations": "int8"}),
+        ("reproducible", {"reproducible": "no"}),
+        ("reproducible", {"reproducible": False, "device_map": "auto"}),
+    ):
+        with refused(param, options[param]):
+            foresay.load(folder, drafter="none", **options)
+    for param in ("weights", "activations"):
+        with refused(param, "int5", UnknownNameError):
+            LoadOptions(**{param: "int5"})
 
 
 def test_rounded_weights_are_refused_where_a_gpu_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,36 +101,19 @@ def test_rounded_weights_are_refused_where_a_gpu_is_the_default(monkeypatch: pyt
 
 
 def test_a_library_multiplies_on_gpus_with_kernels_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused("reproducible", False):
-        foresay.load(folder, reproducible=False)
-    with refused("reproducible", "no"):
-        LoadOptions(reproducible="no")  # type: ignore[arg-type]
-    with refused("reproducible", False):
-        LoadOptions(reproducible=False, device_map="auto")
-    monkeypatch.setattr(Hardware, "gpu_kernels", True)
+    for has_kernels in (False, True):  # with them, it is not over pages here
+        monkeypatch.setattr(Hardware, "gpu_kernels", has_kernels)
+        with refused("reproducible", False):
+            foresay.load(folder, reproducible=False)
     assert LoadOptions(reproducible=False).for_draft().reproducible
-    with refused("reproducible", False):  # it is not over pages here
-        foresay.load(folder, reproducible=False)
 
 
-@pytest.mark.parametrize("drafter", ["auto", "max_gram", "self(1)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"])
-def test_draft_weights_without_a_draft_model_are_refused(drafter: str, folder: Path) -> None:
-    with refused("draft_weights", "int4"):
-        foresay.load(folder, drafter=drafter, draft_weights="int4")
-
-
-def test_draft_weights_are_not_for_a_draft_that_is_there(folder: Path, small: Path) -> None:
-    draft = foresay.load(small, drafter="none").target
+def test_draft_weights_without_a_draft_model_to_load_are_refused(folder: Path, small: Path) -> None:
+    for drafter in ("auto", "max_gram", "self(1)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"):
+        with refused("draft_weights", "int4"):
+            foresay.load(folder, drafter=drafter, draft_weights="int4")
     with refused("draft_weights", "int8"):
-        foresay.load(folder, draft, draft_weights="int8")
-
-
-def test_draft_weights_wait_for_a_change(folder: Path, small: Path) -> None:
-    plain = foresay.load(folder, drafter="none", dtype="fp32", draft_weights="int8")
-    drafted = foresay.change(plain, drafter=f"model({small})")
-    [draft] = drafted.resources.models.values()
-    assert (draft.precision, plain.target.precision) == ("bfloat16, int8 weights", "float32")
-    assert texts(drafted) == texts(plain)
+        foresay.load(folder, foresay.load(small, drafter="none").target, draft_weights="int8")
 
 
 def test_bf16_weights_are_bf16_whatever_the_processor_likes(
@@ -180,11 +168,6 @@ def test_auto_stays_float32_where_the_family_s_own_code_runs(
     assert describe(unreached, options).dtype == torch.bfloat16
 
 
-def test_an_unknown_format_is_named() -> None:
-    with refused("weights", "int5", UnknownNameError):
-        LoadOptions(weights="int5")
-
-
 def test_settings_keep_the_format(folder: Path, tmp_path: Path) -> None:
     settings = tmp_path / "foresay.toml"
     settings.write_text(f'target = "{folder}"\ndrafter = "none"\nweights = "int4"\n')
@@ -192,32 +175,13 @@ def test_settings_keep_the_format(folder: Path, tmp_path: Path) -> None:
     assert foresay.load(settings, weights="int8").target.weights == "int8"
 
 
-@pytest.mark.parametrize("activations", ["auto", "float32", "int8"])
-def test_inputs_are_rounded_as_requested(folder: Path, activations: str) -> None:
-    loaded = foresay.load(folder, drafter="none", weights="int8", activations=activations)
-    wanted = "int8" if activations == "auto" else activations
-    module = loaded.target.model.model  # type: ignore[attr-defined]
-    assert activations_of(module) == [wanted]
-    struct = loaded.target.model.fused._native._model.layer[0].qkv  # type: ignore[attr-defined]
-    assert struct.activations == ["float32", "bf16", "int8"].index(wanted), "in whole passes too"
-
-
-@pytest.mark.parametrize(
-    ("options", "param"),
-    [
-        ({"weights": "int8", "activations": "bf16"}, "activations"),
-        ({"dtype": "fp32", "activations": "int8"}, "activations"),
-        ({"activations": "int9"}, "activations"),
-        ({"tp_plan": "auto", "activations": "int8"}, "tp_plan"),
-        ({"backend": "llama.cpp", "activations": "int8"}, "activations"),
-    ],
-)
-def test_a_rounding_that_is_not_possible_is_refused(folder: Path, options: dict[str, Any], param: str) -> None:
-    with refused(param, options[param]):
-        foresay.load(folder, drafter="none", **options)
-
-
-def test_a_rounding_without_kernels_or_for_training_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_rounded_as_requested(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where no kernels are, and for training."""
+    for activations, wanted in (("auto", "int8"), ("float32", "float32"), ("int8", "int8")):
+        model: Any = foresay.load(folder, drafter="none", weights="int8", activations=activations).target.model
+        assert activations_of(model.model) == [wanted]
+        struct = model.fused._native._model.layer[0].qkv
+        assert struct.activations == ["float32", "bf16", "int8"].index(wanted), "in whole passes too"
     with refused("activations", "float32"):
         loading.load_weights(folder, LoadOptions(activations="float32"))
     monkeypatch.setattr(Hardware, "cpu_kernels", False)
