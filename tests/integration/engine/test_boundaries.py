@@ -154,28 +154,6 @@ def test_a_bad_request_is_refused_before_anything_is_decoded(
         _engine(max_batch_size=0)
 
 
-def test_long_prompts_are_filled_in_chunks_while_others_decode() -> None:
-    """A prompt of many chunks joins late and neither stalls the others nor changes anybody's output."""
-    model = CausalModel(make("llama", max_position_embeddings=4096))
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (4, 7, 1000)]
-    alone = [written(None, 12, model, prompts=[one], gamma=0)[0][0] for one in prompts]
-    engine = Engine(model, None, make_rule("speculative"), ConstantLength(0), prefill_clock=None)
-    params = SamplingParams(max_new_tokens=12)
-    outputs: dict[int, list[int]] = {engine.submit(p, params): [] for p in prompts[:2]}
-    for step in engine.step():
-        outputs[step.request_id] += step.token_ids
-    outputs[engine.submit(prompts[2], params)] = []
-    between = 0
-    while engine.has_work:
-        steps = engine.step()
-        between += bool(steps) and not outputs[2]
-        for step in steps:
-            outputs[step.request_id] += step.token_ids
-    assert between >= 2, "the short rows must go on while the long prompt is filled"
-    assert [*outputs.values()] == alone
-
-
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 def test_embeddings_larger_than_the_head(rule: str) -> None:
     """Ids that can be read but not written: prompts may hold them, drafts may copy them, nothing writes them."""

@@ -23,7 +23,6 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.0},
-    {"temperature": 0.3},
     {"temperature": 5.0},
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 0.7, "top_k": 40},
@@ -32,10 +31,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_p": 0.95},
     {"temperature": 1.0, "top_p": 1e-6},
     {"temperature": 1.0, "min_p": 0.2},
-    {"temperature": 1.0, "min_p": 1.0},
     {"temperature": 1.2, "top_k": 30, "top_p": 0.8},
-    {"temperature": 1.2, "top_k": 900, "top_p": 0.6},
-    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.05},
     {"temperature": 1.2, "top_k": 20, "min_p": 0.1},
     {"temperature": 1.2, "top_k": 600, "top_p": 0.9, "min_p": 0.3},
 ]
@@ -244,24 +240,6 @@ def test_the_likeliest_is_the_first_of_the_greatest(function: Likeliest) -> None
             compare()
 
 
-def test_each_position_is_processed_after_the_tokens_drafted_before_it() -> None:
-    rows = make_rows({"frequency_penalty": 1.0})
-    drafted = torch.tensor([[2, 3, 2, 4]])
-    points = torch.zeros(1, 3, 5)
-    points[..., 2] = 1.5
-    for first, expected in ((0, [2, 2, 2]), (1, [2, 2, 0])):
-        assert build_distributions(points, rows, drafted, first).greedy_ids.tolist() == [expected]
-
-
-def test_prob_of_reads_points_and_distributions() -> None:
-    probs = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]])
-    distributions = Distributions(torch.tensor([[2, 1, 0], [0, 0, 0]]), probs, torch.tensor([[-1, -1, -1], [0, 1, 1]]))
-    expected = torch.tensor([[1.0, 0.0], [0.7, 0.5]])
-    assert torch.equal(distributions.prob_of(torch.tensor([[2, 0], [2, 1]])), expected)
-    greedy = Distributions(torch.tensor([[2, 1]]))
-    assert greedy.prob_of(torch.tensor([[2, 2]])).tolist() == [[1.0, 0.0]]
-
-
 # -- draws -------------------------------------------------------------------------------------------------------------
 
 
@@ -277,15 +255,7 @@ def test_inverse_cdf_is_numpys_searchsorted(counts: list[int], numerators: list[
     ends = np.cumsum(counts)
     expected = np.searchsorted(ends, uniform * ends[-1], side="right")
     assert inverse_cdf(probs, torch.from_numpy(uniform)).tolist() == expected.tolist()
-
-
-def test_a_uniform_on_an_edge_belongs_to_the_next_token() -> None:
-    edges = torch.arange(1, 512, dtype=torch.float64) / 512
-    assert inverse_cdf(torch.ones(511, 512), edges).tolist() == list(range(1, 512))
-    uniform = (torch.arange(5000, dtype=torch.float64) + 0.5) / 5000
-    tokens = inverse_cdf(torch.ones(5000, 500), uniform)
-    assert torch.bincount(tokens, minlength=500).tolist() == [10] * 500, "a wide flat distribution"
-    assert inverse_cdf(torch.zeros(0, 300), torch.zeros(0, dtype=torch.float64)).shape == (0,), "no rows"
+    assert inverse_cdf(probs[:0], torch.from_numpy(uniform[:0])).shape == (0,), "no rows"
 
 
 EXTREMES = [2.0**-53, 1e-300, 1e-12, 0.5, 1 - 1e-12, 1 - 2.0**-53]
@@ -301,14 +271,6 @@ def test_a_token_of_probability_zero_is_never_drawn(seed: int, vocab: int, share
     uniform = torch.cat([torch.tensor(EXTREMES, dtype=torch.float64), edges])
     tokens = inverse_cdf(probs.expand(len(uniform), -1), uniform)
     assert bool((probs[tokens] > 0).all())
-
-
-@pytest.mark.parametrize("vocab", [5, 128, 50_000])
-def test_extreme_uniforms_draw_the_first_and_last_possible_token(vocab: int) -> None:
-    probs = torch.full((2, vocab), 1.0 / vocab)
-    probs[:, :2] = probs[:, -2:] = 0
-    uniform = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
-    assert inverse_cdf(probs, uniform).tolist() == [2, vocab - 3]
 
 
 def _sampled_rows() -> tuple[Rows, Distributions, torch.Tensor]:
@@ -350,16 +312,6 @@ def test_coupled_draws_add_the_noise_of_the_position() -> None:
     wanted = torch.arange(4) <= torch.tensor([3, 1, 0])[:, None]
     some = draw(distributions, streams, Purpose.TARGET, first=1, wanted=wanted)
     assert torch.equal(some[1, :2], tokens[1, :2]) and torch.equal(some[2, :1], tokens[2, :1])
-
-
-def test_coupled_draws_follow_the_distribution() -> None:
-    probs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0]).expand(8000, -1)
-    distributions = Distributions(torch.zeros(8000, 1, dtype=torch.int64), probs, torch.arange(8000)[:, None])
-    streams = Streams(torch.arange(8000), torch.full((8000,), 3), shares_noise=True)
-    counts = torch.bincount(draw(distributions, streams, Purpose.DRAFT)[:, 0], minlength=5)
-    assert counts[4] == 0
-    # 5 standard deviations
-    assert torch.allclose(counts[:4] / 8000, probs[0, :4], atol=5 * (0.25 / 8000) ** 0.5)
 
 
 WIDE = [
