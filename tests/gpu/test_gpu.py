@@ -1,4 +1,4 @@
-"""Every kind of drafter with its target on a GPU: batched, ragged, greedy and sampled, without a failed draft."""
+"""Families and every kind of drafter on a GPU: batched, ragged, greedy and sampled, without a failed draft."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
     BlockDrafter,
+    Cascade,
     HeadDrafter,
     Hybrid,
+    MaxGram,
     ModelTreeDrafter,
     NgramStoreDrafter,
     SelfDrafter,
@@ -26,9 +29,11 @@ from foresay.models.drafts.head import HeadModel
 from foresay.models.drafts.mtp import MtpHead
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.linears import join_layers
 from foresay.models.huggingface.recurrent import RecurrentModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from helpers.blocks import random_block
-from helpers.families import RECURRENT, VOCAB, make
+from helpers.families import RECURRENT, SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.heads import random_head
 from helpers.mtp import save_with_mtp
 from helpers.support import ModelDrafter, Sometimes, run
@@ -69,6 +74,10 @@ CHAINS: dict[str, Callable[[CausalModel], Drafter]] = {
     "confident block": lambda model: BlockDrafter(_block(model), VOCAB, confidence=0.4),
     "first layers": lambda model: SelfDrafter(first_layers(model, 2), VOCAB),
     "model": lambda model: ModelDrafter(_draft(model), VOCAB),
+    "cascade": lambda model: Cascade(
+        [SelfDrafter(first_layers(model, 2), VOCAB), ModelDrafter(_draft(model), VOCAB), MaxGram()],
+        [[3, 2, 2], [0, 2, 1], [0, 0, 2]],
+    ),
     "recycling": lambda model: NgramStoreDrafter(3, filler_top_k=4, device=model.device),
 }
 TREES: dict[str, Callable[[CausalModel], Drafter]] = {
@@ -79,33 +88,42 @@ TREES: dict[str, Callable[[CausalModel], Drafter]] = {
 }
 
 
+def decoded(model: Any, prompts: Any, params: Any, drafter: Any = None, **options: Any) -> tuple[list[list[int]], Any]:
+    """Outputs, and steps; without a failed draft."""
+    outputs, steps, engine = run(model, prompts, params, drafter=drafter, **options)
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    return outputs, steps
+
+
+GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
+
+
 @pytest.mark.parametrize("kind", CHAINS | TREES)
 def test_greedy_output_is_that_of_plain_decoding(kind: str, device: str) -> None:
-    params = SamplingParams(max_new_tokens=32, ignore_eos=True)
-    wanted = run(CausalModel(make("llama")), PROMPTS, params, gamma=0)[0]
+    wanted = run(CausalModel(make("llama")), PROMPTS, GREEDY, gamma=0)[0]
     model = target_on(device)
-    ours, steps, engine = run(
-        model, PROMPTS, params, drafter=(CHAINS | TREES)[kind](model), gamma=6, join_later=2, max_batch_size=3
-    )
-    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    drafter = (CHAINS | TREES)[kind](model)
+    ours, steps = decoded(model, PROMPTS, GREEDY, drafter, gamma=6, join_later=2, max_batch_size=3)
+    assert ours == wanted and any(step.num_drafted for step in steps)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", *RECURRENT, "t5", "bart", "m2m_100"])
+def test_greedy_output_on_the_gpu_equals_the_cpu(family: str, device: str) -> None:
+    """Of the family's own code, of states, and of encoders."""
+    kind = RecurrentModel if family in RECURRENT else CausalModel
+    prompts: Any = PROMPTS
+    options: dict[str, Any] = {}
+    if family in SEQ2SEQ:
+        kind, options = Seq2SeqModel, {"sources": [[5, 6, 7], [8] * 140, [9] * 12]}
+    built = make_seq2seq if family in SEQ2SEQ else make
+    cpu = kind(built(family))
+    if family in SEQ2SEQ:
+        prompts = [[cpu.decoder_start_token_id]] * 3
+    wanted = run(cpu, prompts, GREEDY, gamma=0, **options)[0]
+    target, drafter = kind(built(family).to(device)), Sometimes(wanted, VOCAB)
+    ours, steps = decoded(target, prompts, GREEDY, drafter, gamma=4, join_later=2, **options)
     assert ours == wanted
-    assert any(step.num_drafted for step in steps)
-
-
-@pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
-@pytest.mark.parametrize("kind", CHAINS | TREES)
-def test_a_row_alone_samples_what_the_cpu_samples(kind: str, rule: str, device: str) -> None:
-    """The same seed gives the same draft tokens, the same acceptance and the same output on both devices."""
-    params = SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
-
-    def sampled(on: str) -> list[list[int]]:
-        model = target_on(on)
-        drafter = (CHAINS | TREES)[kind](model)
-        ours, _, engine = run(model, PROMPTS[:1], params, drafter=drafter, rule=rule, gamma=6)
-        assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-        return ours
-
-    assert sampled(device) == sampled("cpu")
+    assert {step.num_accepted == step.num_drafted for step in steps if step.num_drafted} == {True, False}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -115,37 +133,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_token_ids": tuple(range(3, 60)), "logprobs": 4},
     "predicted": {"prediction": tuple(range(3, 30))},
 }
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_sampling_settings_mean_the_same(setting: str, temperature: float, device: str) -> None:
-    params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=5, **SETTINGS[setting])
-
-    def decoded(on: str) -> list[list[int]]:
+@pytest.mark.parametrize(
+    ("kind", "rule", "setting"),
+    [
+        *((kind, rule, SAMPLED) for kind in CHAINS | TREES for rule in ("speculative", "match", "coupled")),
+        *(("head", "speculative", {"temperature": t, **one}) for t in (0.0, 0.8) for one in SETTINGS.values()),
+    ],
+)
+def test_a_row_alone_samples_what_the_cpu_samples(kind: str, rule: str, setting: dict[str, Any], device: str) -> None:
+    """The same seed gives the same draft tokens, the same acceptance and the same output on both devices."""
+    params, outputs = SamplingParams(max_new_tokens=24, seed=5, **setting), []
+    for on in (device, "cpu"):
         model = target_on(on)
-        ours, _, engine = run(model, PROMPTS[:1], params, drafter=HeadDrafter(_head(model), VOCAB), gamma=4)
-        assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-        return ours
-
-    assert decoded(device) == decoded("cpu")
+        drafter = (CHAINS | TREES)[kind](model)
+        outputs.append(decoded(model, PROMPTS[:1], params, drafter, rule=rule, gamma=6)[0])
+    assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("family", RECURRENT)
-def test_a_recurrent_target(family: str, device: str) -> None:
-    params = SamplingParams(max_new_tokens=32)
-    wanted = run(RecurrentModel(make(family)), PROMPTS, params, gamma=0)[0]
-    ours, steps, engine = run(
-        RecurrentModel(make(family).to(device)),
-        PROMPTS,
-        params,
-        drafter=Sometimes(wanted, VOCAB),
-        gamma=4,
-        join_later=2,
-    )
-    assert engine.draft_failures == 0
-    assert ours == wanted
-    assert {step.num_accepted == step.num_drafted for step in steps if step.num_drafted} == {True, False}
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+def test_sampled_rows_equal_single_requests_on_the_gpu(rule: str, device: str) -> None:
+    target = CausalModel(make("llama").to(device))
+    params = [SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.9, seed=i) for i in range(5)]
+
+    def sampled(rows: slice) -> list[list[int]]:
+        return decoded(target, PROMPTS[rows], params[rows], ModelDrafter(target, VOCAB), rule=rule)[0]
+
+    assert sampled(slice(0, 5)) == [sampled(slice(i, i + 1))[0] for i in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +170,19 @@ def test_a_recurrent_target(family: str, device: str) -> None:
 def test_layers_for_multi_token_prediction(family: str, layers: int, device: str, tmp_path: Path) -> None:
     more = {"num_nextn_predict_layers": layers} if layers > 1 else {}
     folder = str(save_with_mtp(tmp_path, family, vocab_size=264, **more))
-    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
-    wanted = run(load(folder, drafter="none", dtype="fp32", device="cpu").target.model, PROMPTS, params, gamma=0)[0]
+    wanted = run(load(folder, drafter="none", dtype="fp32", device="cpu").target.model, PROMPTS, GREEDY, gamma=0)[0]
     model: Any = load(folder, drafter="none", dtype="fp32", device=device).target.model
     drafter = HeadDrafter(MtpHead(model, name="tiny"), 264)
-    ours, _, engine = run(model, PROMPTS, params, drafter=drafter, gamma=3, join_later=2)
-    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert ours == wanted
+    assert decoded(model, PROMPTS, GREEDY, drafter, gamma=3, join_later=2)[0] == wanted
+
+
+def test_joined_weights_are_in_memory_once(device: str) -> None:
+    model = make("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=8).to(device)
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    assert join_layers(model) == 16
+    target = CausalModel(model)
+    target.use_fused()
+    pages = 0 if target.paged is None else target.paged.pool.nbytes
+    assert device != "cuda" or torch.cuda.memory_allocated() - before - pages < 8e6
+    first = model.model.layers[0].self_attn
+    assert first.q_proj.weight.untyped_storage().data_ptr() == first.v_proj.weight.untyped_storage().data_ptr()

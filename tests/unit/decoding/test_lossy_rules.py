@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from foresay.decoding.acceptance import Lenience, Rule, Speculative, Typical
+from foresay.decoding.acceptance import Lenience, Rule, Typical
 from foresay.decoding.distributions import Distributions, build_distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.randomness import Streams
@@ -81,31 +81,6 @@ def test_lenience_divides_q(lenience: float, sampled: bool) -> None:
 def test_a_lenient_draft_ends_at_its_first_rejection() -> None:
     accepted, _ = verified(Lenience(2.0), [1, 4, 2], Q, P, P, P, AFTER)
     assert set(accepted.unique().tolist()) == {1}, "1 is always kept, p(4) = 0 never"
-
-
-def test_lenience_of_one_decides_as_speculative_sampling_does() -> None:
-    """Sampled rows, and greedy ones whose draft tokens no model made: the same verifications from the same streams."""
-    generator = torch.Generator().manual_seed(1)
-    size, width, batch = 7, 5, 64
-    p = torch.rand(batch * (width + 1), size, generator=generator) ** 4
-    q = torch.rand(batch * width, size, generator=generator) ** 4
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    tokens = torch.randint(size, (batch, width), generator=generator)
-    index = torch.arange(batch * width).view(batch, width)
-    unsampled = torch.rand(batch, width, generator=generator) < 0.3  # for which speculative uses other numbers
-    places = torch.arange(batch * (width + 1)).view(batch, width + 1)
-    points = p[places].argmax(-1)
-    points[:, :3] = torch.where(torch.rand(batch, 3, generator=generator) < 0.7, tokens[:, :3], points[:, :3])
-    for greedy in (slice(0, 0), slice(0, batch, 3), slice(0, batch)):
-        at = places.clone()
-        at[greedy] = -1
-        named = torch.where(unsampled & (at[:, :1] < 0), -1, index)
-        target = Distributions(points, p, at, p[places].log())
-        proposal = Proposal(tokens, [i % (width + 1) for i in range(batch)], q, named)
-        streams = Streams(torch.arange(batch), torch.arange(batch) + 5)
-        one, other = (rule.verify(target, proposal, streams) for rule in (Lenience(1.0), Speculative()))
-        assert torch.equal(one.num_accepted, other.num_accepted) and torch.equal(one.token_ids, other.token_ids)
-        assert len(one.num_accepted.unique()) > 2
 
 
 ONE_ROW = Streams(torch.tensor([1]), torch.tensor([5]))
