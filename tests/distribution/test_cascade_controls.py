@@ -23,7 +23,7 @@ from helpers.reference import joint
 from helpers.sequential import value_of
 from helpers.support import Loop, Renumbered
 
-LENGTH, SAMPLES = 4, 900
+LENGTH, SAMPLES = 4, 1200
 Patch = pytest.MonkeyPatch
 
 

@@ -28,7 +28,7 @@ from helpers.reference import distribution, joint, p_value
 from helpers.sequential import decided
 from helpers.support import Loop, run
 
-SAMPLES, SECONDS = 500, 300
+SAMPLES, SECONDS = 500, 400
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: ModelDrafter(DRAFT, SIZE),

@@ -22,7 +22,7 @@ from helpers.sequential import decided
 from helpers.support import run
 
 Patch = pytest.MonkeyPatch
-SAMPLES = 240
+SAMPLES = 300
 SHARP = TableModel(torch.tensor([0.6, 0.3, 0.1]).expand(3, 3, 3))
 VAGUE = TableModel(torch.tensor([0.2, 0.3, 0.5]).expand(3, 3, 3))
 

@@ -119,7 +119,16 @@ def _siblings_that_see_each_other(patch: Patch) -> None:
         (_siblings_that_see_each_other, "drawn and named", "speculative"),
         (_siblings_that_see_each_other, "drawn and named", "match"),
     ],
-    ids=lambda one: getattr(one, "__name__", "off" if isinstance(one, Off) else str(one)),
+    ids=[
+        "residual, named",
+        "residual, drawn",
+        "left in q",
+        "off",
+        "one off",
+        "one off, match",
+        "linear",
+        "linear, match",
+    ],
 )
 def test_a_broken_walk_is_found(
     breaks: Callable[[Patch], None], drafter: str, rule: str | Rule, monkeypatch: Patch
