@@ -31,7 +31,7 @@ from helpers.reference import enumerated, joint
 from helpers.sequential import value_of
 from helpers.support import Loop
 
-SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 900, [1, 2, 1]
+SIZE, LENGTH, SAMPLES, PROMPT = 5, 4, 1500, [1, 2, 1]
 PARAMS = SamplingParams(temperature=2.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 
@@ -132,6 +132,7 @@ def compared(
     nodes: int = 0,
     length: int = LENGTH,
     gamma: int = 3,
+    samples: int = SAMPLES,
     **changes: Any,
 ) -> float:
     """The p-value. nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels.
@@ -139,9 +140,9 @@ def compared(
     changes: of the parameters.
     """
     params = SamplingParams.of(PARAMS, max_new_tokens=length + nodes, **changes)
-    loop = Loop(target, drafter=drafter, rule=rule, gamma=nodes or gamma, max_batch_size=225)
+    loop = Loop(target, drafter=drafter, rule=rule, gamma=nodes or gamma, max_batch_size=samples // 12)
     probs = joint(enumerated(target), params, PROMPT, length)
-    found = value_of(loop, PROMPT, params, probs, SAMPLES, enough=length)
+    found = value_of(loop, PROMPT, params, probs, samples, enough=length)
     requests = len({step.request_id for step in loop.steps})
     assert sum(step.num_accepted for step in loop.steps) > requests / 4
     assert sum(step.num_accepted < step.num_drafted for step in loop.steps) > requests / 8
@@ -212,7 +213,7 @@ def gemma() -> CausalModel:
 def assisted(made: type[AssistantDrafter], target: CausalModel, rule: str, nodes: int = 0, **assistant: Any) -> float:
     drafts = Assistant(read(assistant_model(vocab_size=SIZE, **{"gain": 2.0, **assistant})), target)
     drafter = made(drafts, SIZE, nodes=nodes)
-    return compared(target, drafter, rule, nodes=nodes, length=3, gamma=2, temperature=1.5)
+    return compared(target, drafter, rule, nodes=nodes, length=3, gamma=2, samples=1200, temperature=1.5)
 
 
 @pytest.mark.parametrize(

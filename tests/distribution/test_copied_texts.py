@@ -39,7 +39,7 @@ from helpers.reference import joint, p_value
 from helpers.sequential import decided
 from helpers.support import Loop
 
-SEEDS, LENGTH, SIZE = 800, 2, 40
+SEEDS, LENGTH, SIZE = 1200, 2, 40
 TARGET = TableModel(torch.tensor([0.5, 0.5] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
 DRAFT = TableModel(torch.tensor([0.05, 0.95] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
 Request = tuple[list[int], SamplingParams]

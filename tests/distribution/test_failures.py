@@ -34,7 +34,7 @@ from helpers.reference import p_value
 from helpers.sequential import decided
 from helpers.support import Loop, Renumbered
 
-VOCAB, SAMPLES = 4, 360
+VOCAB, SAMPLES = 4, 450
 EVENLY = np.full(VOCAB, 1 / VOCAB)
 EVEN = TableModel(torch.full((VOCAB, VOCAB, VOCAB), 1 / VOCAB))
 """A target whose tokens are equally likely."""

@@ -1,6 +1,6 @@
 """The whole loop over a table: the distribution of what is written equals the enumerated distribution of the target.
 
-Each cell compares up to 200 to 1,000 outputs of LENGTH tokens with their enumerated distribution by chi-squared, in looks (see
+Each cell compares up to 300 to 1,000 outputs of LENGTH tokens with their enumerated distribution by chi-squared, in looks (see
 helpers/sequential.py). Seeds are fixed; with ALPHA = 1e-6 and 105 cells the odds that correct code would have failed when the
 seeds were chosen are at most 1e-4.
 `pytest tests/distribution --long` runs the full product of 5,040 with 3,000 outputs each.

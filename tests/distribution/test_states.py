@@ -30,7 +30,7 @@ from helpers.reference import enumerated, joint
 from helpers.sequential import value_of
 from helpers.support import Loop, Mixed, run
 
-SIZE, SAMPLES = 3, 1000
+SIZE, SAMPLES = 3, 1500
 
 
 class TableStates(SnapshotRows):

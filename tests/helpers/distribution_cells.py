@@ -86,7 +86,7 @@ PARAMS = {
 
 
 BATCHES = {"one": (1, 0), "eight": (8, 0), "joining": (64, 16)}
-COUNTS = {"one": 200, "eight": 400, "joining": 1000}
+COUNTS = {"one": 300, "eight": 600, "joining": 1000}
 """Outputs of a cell, unless all cells are tried with SAMPLES each; rows that go one by one take their time."""
 
 
