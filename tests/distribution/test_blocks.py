@@ -1,4 +1,4 @@
-"""Distribution tests of drafts on hidden states: chains of blocks and MTP layers, trees of blocks and heads; with controls."""
+"""Distribution tests of drafts that read the target: blocks, MTP layers, heads, and Gemma 4's assistants; with controls."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import BlockDrafter, HeadDrafter, Hybrid, SuffixDrafter
+from foresay.drafters import AssistantDrafter, BlockDrafter, HeadDrafter, Hybrid, SuffixDrafter
+from foresay.models.drafts.assistant import Assistant
 from foresay.models.drafts.block import BlockModel
 from foresay.models.drafts.block_config import DOMINO, SELECTOR, PathShape, Sight
 from foresay.models.drafts.head import HeadModel
 from foresay.models.drafts.mtp import MtpHead
 from foresay.models.huggingface.causal import CausalModel
+from helpers.assistants import assistant_model, read
 from helpers.blocks import random_block
 from helpers.distribution_cells import ALPHA
 from helpers.families import make
@@ -83,6 +85,16 @@ class _RootsForAll(_RecordsFirst, BlockDrafter):
     """The distribution of the roots for every node."""
 
 
+class _RecordsOthers(AssistantDrafter):
+    """Draws from its distributions, and records them for other tokens."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        proposal = super().propose(rows, budget, policy)
+        if proposal.distributions is None:
+            return proposal
+        return dataclasses.replace(proposal, distributions=proposal.distributions.roll(1, -1).contiguous())
+
+
 DRAFTERS: dict[str, Callable[[BlockModel], Any]] = {
     "chain": lambda block: BlockDrafter(block, SIZE),
     "confident": lambda block: BlockDrafter(block, SIZE, confidence=0.4),
@@ -112,90 +124,110 @@ PATHS = {
 }
 
 
-def value(target: CausalModel, drafter: str, rule: str, *, nodes: int = 0, path: str = "", **changes: Any) -> float:
-    """nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels. path: one of PATHS.
+def compared(
+    target: CausalModel,
+    drafter: Drafter,
+    rule: str,
+    *,
+    nodes: int = 0,
+    length: int = LENGTH,
+    gamma: int = 3,
+    samples: int = SAMPLES,
+    **changes: Any,
+) -> float:
+    """The p-value. nodes: of trees, whose budgets reach past the tokens that are compared, so that they have levels.
 
     changes: of the parameters.
     """
+    params = SamplingParams.of(PARAMS, max_new_tokens=length + nodes, **changes)
+    loop = Loop(target, drafter=drafter, rule=rule, gamma=nodes or gamma, max_batch_size=samples // 12)
+    probs = joint(enumerated(target), params, PROMPT, length)
+    found = value_of(loop, PROMPT, params, probs, samples, enough=length)
+    requests = len({step.request_id for step in loop.steps})
+    assert sum(step.num_accepted for step in loop.steps) > requests / 4
+    assert sum(step.num_accepted < step.num_drafted for step in loop.steps) > requests / 8
+    assert not nodes or max(step.num_accepted for step in loop.steps) > 1, "trees of one level"
+    return found
+
+
+def value(target: CausalModel, drafter: str, rule: str, *, path: str = "", **changes: Any) -> float:
+    """path: one of PATHS. changes: of `compared`."""
     made: dict[str, Any] = {"path": PATHS[path], "from_anchor": path in ("rnn", "gated")} if path else {}
     if path == "selector":
         made |= {"taps": (2, 8), "sights": [Sight(window=3)] * 2}
     made |= {name: changes.pop(name) for name in ("from_anchor",) if name in changes}
     block = BlockModel(random_block(target, gain=4.0 if path else 2.0, **made), target)
-    new = LENGTH + nodes
-    params = SamplingParams.of(PARAMS, max_new_tokens=new, **changes)
-    loop = Loop(target, drafter=DRAFTERS[drafter](block), rule=rule, gamma=nodes or 3, max_batch_size=125)
-    probs = joint(enumerated(target), params, PROMPT, LENGTH)
-    found = value_of(loop, PROMPT, params, probs, SAMPLES, enough=LENGTH)
-    requests = len({step.request_id for step in loop.steps})
-    assert sum(step.num_accepted for step in loop.steps) > requests / 4
-    assert sum(step.num_accepted < step.num_drafted for step in loop.steps) > requests / 4
-    assert not nodes or max(step.num_accepted for step in loop.steps) > 1, "trees of one level"
-    return found
+    return compared(target, DRAFTERS[drafter](block), rule, **changes)
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
-@pytest.mark.parametrize("drafter", ["chain", "confident", "likeliest"])
-def test_chains(drafter: str, rule: str, target: CausalModel) -> None:
-    assert value(target, drafter, rule) > ALPHA
-
-
-TREES = [(drafter, rule) for drafter in DRAFTERS if "drawn" in drafter for rule in ("speculative", "match", "coupled")]
+RULES = ("speculative", "block", "match", "coupled")
+TREES = [(drafter, rule) for drafter in DRAFTERS if "drawn" in drafter for rule in RULES if rule != "block"]
 BY_DEFAULT = [("drawn", "speculative"), ("drawn", "match"), ("drawn by a head", "speculative")]
 BY_DEFAULT += [("drawn by a head", "coupled"), ("drawn by a head in a hybrid", "speculative")]
+CELLS: list[tuple[str, str, dict[str, Any]]] = [
+    *((drafter, rule, {}) for drafter in ("chain", "confident", "likeliest") for rule in RULES),
+    ("chain", "speculative", {"from_anchor": False}),  # without a Markov head
+    *(("layers", rule, {}) for rule in ("speculative", "coupled")),
+    *(("best first", rule, {"nodes": 8}) for rule in ("speculative", "match", "coupled")),
+    *((*one, {"nodes": 8}) for one in BY_DEFAULT),
+    # tokens that depend on those before, in chains and trees, and by candidate selectors with every rule and truncation
+    *(("chain", "speculative", {"path": path}) for path in PATHS),
+    ("drawn", "speculative", {"path": "selector", "nodes": 8}),
+    *(("chain", rule, {"path": "selector"}) for rule in ("block", "match", "coupled")),
+    ("chain", "speculative", {"path": "selector", "temperature": 1.3, "top_k": 4, "top_p": 0.9}),
+]
+LONG: list[tuple[str, str, dict[str, Any]]] = [
+    *((*one, {"nodes": 8}) for one in TREES if one not in BY_DEFAULT),
+    *(("drawn", "speculative", {"path": path, "nodes": 8}) for path in PATHS if path != "selector"),
+]
+CONTROLS: list[tuple[str, str, dict[str, Any]]] = [
+    ("ignores", "speculative", {}),
+    ("ignores", "block", {}),
+    *(("ignores", "speculative", {"path": path}) for path in PATHS),
+    ("roots", "speculative", {"nodes": 8}),
+    ("first layer", "speculative", {}),
+]
+"""The conditioning ignored, and the distribution of the roots or of the first layer for all tokens."""
 
 
 @pytest.mark.parametrize(
-    ("drafter", "rule"),
+    ("drafter", "rule", "changes"), [*CELLS, *CONTROLS, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
+)
+def test_drafts_leave_the_distribution(
+    drafter: str, rule: str, changes: dict[str, Any], target: CausalModel, layered: CausalModel
+) -> None:
+    found = value(layered if "layer" in drafter else target, drafter, rule, **changes)
+    assert (found < ALPHA) if (drafter, rule, changes) in CONTROLS else (found > ALPHA)
+
+
+# -- assistants, whose drafts depend on the target's keys and values ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma() -> CausalModel:
+    model = CausalModel(make("gemma4", 3, vocab_size=SIZE, vocab_size_per_layer_input=SIZE))
+    assert model.use_fused() is None
+    return model
+
+
+def assisted(made: type[AssistantDrafter], target: CausalModel, rule: str, nodes: int = 0, **assistant: Any) -> float:
+    drafts = Assistant(read(assistant_model(vocab_size=SIZE, **{"gain": 2.0, **assistant})), target)
+    drafter = made(drafts, SIZE, nodes=nodes)
+    return compared(target, drafter, rule, nodes=nodes, length=3, gamma=2, samples=1200, temperature=1.5)
+
+
+@pytest.mark.parametrize(
+    ("made", "rule", "nodes", "more"),
     [
-        *(("best first", rule) for rule in ("speculative", "match", "coupled")),
-        *(pytest.param(*one, marks=[] if one in BY_DEFAULT else [pytest.mark.long]) for one in TREES),
+        (AssistantDrafter, "speculative", 0, {}),
+        (AssistantDrafter, "block", 0, {"ordered": True}),
+        (AssistantDrafter, "speculative", 6, {}),
+        (_RecordsOthers, "speculative", 0, {"gain": 4.0}),
     ],
 )
-def test_trees(drafter: str, rule: str, target: CausalModel) -> None:
-    assert value(target, drafter, rule, nodes=8) > ALPHA
-
-
-def test_the_distribution_of_the_roots_for_all_nodes(target: CausalModel) -> None:
-    assert value(target, "roots", "speculative", nodes=8) < ALPHA
-
-
-def test_blocks_without_a_markov_head(target: CausalModel) -> None:
-    assert value(target, "chain", "speculative", from_anchor=False) > ALPHA
-
-
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-def test_the_conditioning_ignored(rule: str, target: CausalModel) -> None:
-    assert value(target, "ignores", rule) < ALPHA
-
-
-@pytest.mark.parametrize("rule", ["speculative", "coupled"])
-def test_layers_of_multi_token_prediction(rule: str, layered: CausalModel) -> None:
-    assert value(layered, "layers", rule) > ALPHA
-
-
-def test_the_distribution_of_the_first_layer_for_all_tokens(layered: CausalModel) -> None:
-    assert value(layered, "first layer", "speculative") < ALPHA
-
-
-DRAWN = [pytest.param("drawn", path, marks=[] if path == "selector" else [pytest.mark.long]) for path in PATHS]
-
-
-@pytest.mark.parametrize(("drafter", "path"), [*(("chain", path) for path in PATHS), *DRAWN])
-def test_paths(drafter: str, path: str, target: CausalModel) -> None:
-    """Chains and trees of blocks whose tokens depend on those before."""
-    assert value(target, drafter, "speculative", path=path, nodes=8 * (drafter == "drawn")) > ALPHA
-
-
-@pytest.mark.parametrize("rule", ["block", "match", "coupled"])
-def test_candidate_selectors(rule: str, target: CausalModel) -> None:
-    assert value(target, "chain", rule, path="selector") > ALPHA
-
-
-def test_candidate_selectors_under_truncation(target: CausalModel) -> None:
-    assert value(target, "chain", "speculative", path="selector", temperature=1.3, top_k=4, top_p=0.9) > ALPHA
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_walk_with_probabilities_that_it_was_not_drawn_from(path: str, target: CausalModel) -> None:
-    assert value(target, "ignores", "speculative", path=path) < ALPHA
+def test_assistants_leave_the_distribution(
+    made: type[AssistantDrafter], rule: str, nodes: int, more: dict[str, Any], gemma: CausalModel
+) -> None:
+    """Control: probabilities of other tokens."""
+    found = assisted(made, gemma, rule, nodes, **more)
+    assert (found < ALPHA) == (made is _RecordsOthers)

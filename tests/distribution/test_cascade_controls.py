@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from foresay.decoding.acceptance import Lenience, Typical
-from foresay.decoding.distributions import Distributions
-from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.decoding.randomness import Streams
@@ -55,65 +54,69 @@ def test_the_intact_cascade_survives(make: Callable[[float], Cascade], lenience:
     assert value(make(lenience), rule) > ALPHA
 
 
-def test_streams_shared_by_the_levels(monkeypatch: Patch) -> None:
+def _streams_shared_by_the_levels(patch: Patch) -> None:
     """A cascade whose inner reviews draw the numbers that the target's review will draw."""
 
     def streams(self: Rows, device: torch.device, most: int = 0) -> Streams:
         seeds = torch.tensor([row.seed for row in self], device=device)
         return Streams(seeds, torch.tensor([row.size for row in self], device=device))
 
-    monkeypatch.setattr(Rows, "streams", streams)
-    assert value(two()) < ALPHA
+    patch.setattr(Rows, "streams", streams)
 
 
-def test_a_lenient_review_passed_off_as_exact(monkeypatch: Patch) -> None:
+def _lenient_review_passed_off_as_exact(patch: Patch) -> None:
     """Tokens of a lenient review labelled with the reviewer's distribution, which they do not have."""
-    intact = cascade._as_proposal
-    monkeypatch.setattr(
-        cascade, "_as_proposal", lambda *args, lenient, confidence: intact(*args, lenient=False, confidence=confidence)
-    )
-    assert value(two(4.0)) < ALPHA
+    intact: Any = cascade._as_proposal
+    patch.setattr(cascade, "_as_proposal", lambda *args, **named: intact(*args, **named | {"lenient": False}))
 
 
-def test_a_review_that_hides_its_unlikely_tokens(monkeypatch: Patch) -> None:
+def _unlikely_tokens_hidden(patch: Patch) -> None:
     """Where a review ends may depend on what came before a token, never on the token."""
-    intact = cascade._as_proposal
+    intact: Any = cascade._as_proposal
 
-    def choosy(steps: Sequence[Step], distributions: Distributions, **kwargs: bool) -> Proposal:
-        full = intact(steps, distributions, **kwargs)
-        assert full.distributions is not None and full.distribution_index is not None
-        index = full.distribution_index.clamp(min=0)
-        likeliest = full.distributions[index].argmax(-1) == full.token_ids
+    def choosy(*args: Any, **named: Any) -> Proposal:
+        full = intact(*args, **named)
+        likeliest = full.distributions[full.distribution_index.clamp(min=0)].argmax(-1) == full.token_ids
         leading = 1 + likeliest[:, 1:].long().cumprod(-1).sum(-1)
         kept = torch.minimum(leading, torch.tensor(full.num_tokens))
         return Proposal(full.token_ids, kept.tolist(), full.distributions, full.distribution_index)
 
-    assert value(overshooting()) > ALPHA
-    monkeypatch.setattr(cascade, "_as_proposal", choosy)
-    assert value(overshooting()) < ALPHA
+    patch.setattr(cascade, "_as_proposal", choosy)
 
 
-def test_tokens_labelled_with_the_law_one_place_on(monkeypatch: Patch) -> None:
-    intact = cascade._as_proposal
+def _labelled_with_the_distribution_one_position_on(patch: Patch) -> None:
+    intact: Any = cascade._as_proposal
 
-    def shifted(*args: object, **kwargs: bool) -> Proposal:
-        full = intact(*args, **kwargs)  # type: ignore[arg-type]
-        assert full.distribution_index is not None
-        index = torch.roll(full.distribution_index, -1, 1)
-        return Proposal(full.token_ids, full.num_tokens, full.distributions, index)
+    def shifted(*args: Any, **named: Any) -> Proposal:
+        full = intact(*args, **named)
+        return dataclasses.replace(full, distribution_index=torch.roll(full.distribution_index, -1, 1))
 
-    monkeypatch.setattr(cascade, "_as_proposal", shifted)
-    assert value(two()) < ALPHA
+    patch.setattr(cascade, "_as_proposal", shifted)
 
 
-@pytest.mark.parametrize("rule", [Lenience(2.0), Typical()])
-def test_a_lossy_rule_is_seen_to_be_lossy(rule: Rule) -> None:
-    assert not rule.exact
-    assert value(model(DRAFT), rule) < ALPHA
+@pytest.mark.parametrize(
+    ("breaks", "make"),
+    [
+        (_streams_shared_by_the_levels, two),
+        (_lenient_review_passed_off_as_exact, lambda: two(4.0)),
+        (_unlikely_tokens_hidden, overshooting),
+        (_labelled_with_the_distribution_one_position_on, two),
+    ],
+    ids=["streams", "lenient", "hidden", "labels"],
+)
+def test_a_broken_cascade(breaks: Callable[[Patch], None], make: Callable[[], Cascade], monkeypatch: Patch) -> None:
+    assert make is not overshooting or value(make()) > ALPHA
+    breaks(monkeypatch)
+    assert value(make()) < ALPHA
 
 
-def test_lenience_of_one_is_exact() -> None:
-    assert value(model(DRAFT), Lenience(1.0)) > ALPHA
+@pytest.mark.parametrize(
+    ("rule", "is_exact"),
+    [(Lenience(2.0), False), (Typical(), False), (Lenience(1.0), True)],
+    ids=["l=2", "typical", "l=1"],
+)
+def test_a_lossy_rule_is_seen_to_be_lossy(rule: Rule, is_exact: bool) -> None:
+    assert not rule.exact and (value(model(DRAFT), rule) > ALPHA) == is_exact
 
 
 def test_a_translation_without_its_restriction(monkeypatch: pytest.MonkeyPatch) -> None:

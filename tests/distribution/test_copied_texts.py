@@ -8,7 +8,7 @@ uniforms. Its output must have the target's distribution over seeds. The control
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ SEEDS, LENGTH, SIZE = 1200, 2, 40
 TARGET = TableModel(torch.tensor([0.5, 0.5] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
 DRAFT = TableModel(torch.tensor([0.05, 0.95] + [0.0] * (SIZE - 2)).expand(SIZE, SIZE, SIZE))
 Request = tuple[list[int], SamplingParams]
+Make = Callable[[int, list[int]], Request]
+"""A second request, of a seed and its answer."""
 
 
 class Forced:
@@ -87,17 +89,13 @@ class Part(NamedTuple):
     seeds: range
     folder: Path
 
-    @property
-    def first(self) -> list[Request]:
-        return [(prompt(seed), params(seed)) for seed in self.seeds]
+    def first(self, drafter: Drafter, rule: str, prefixes: PrefixStore | None = None) -> tuple[Loop, list[list[int]]]:
+        """A process, and its outputs of first requests."""
+        one = process(drafter, rule, 1, prefixes)
+        return one, outputs(one, [(prompt(seed), params(seed)) for seed in self.seeds])
 
-    def following(
-        self, first: Drafter, second: Drafter, make: Any, rule: str, prefixes: PrefixStore | None = None
-    ) -> list[list[int]]:
-        """Outputs of second requests, by another process unless the drafter is the same."""
-        one = process(first, rule, 1, prefixes)
-        requests = [make(seed, answer) for seed, answer in zip(self.seeds, outputs(one, self.first), strict=True)]
-        return outputs(one if second is first else process(second, rule, 2), requests)
+    def second(self, loop: Loop, make: Make, answers: list[list[int]]) -> list[list[int]]:
+        return outputs(loop, [make(seed, answer) for seed, answer in zip(self.seeds, answers, strict=True)])
 
 
 def hybrid(lookup: SuffixDrafter | NgramStoreDrafter | None = None) -> Drafter:
@@ -113,26 +111,52 @@ def after(seed: int, answer: list[int]) -> Request:
     return [*prompt(seed)[1:], answer[0]], params(seed)
 
 
-def of_memory(rule: str, part: Part) -> list[list[int]]:
-    """A memory of this process."""
-    kept = hybrid(SuffixDrafter(Memory()))
-    return part.following(kept, kept, after, rule)
+def predicted(seed: int, answer: list[int]) -> Request:
+    return prompt(seed), params(seed, prediction=(answer[1],))
+
+
+def in_history(seed: int, answer: list[int]) -> Request:
+    """A prompt with the answer in it, as long as the first one."""
+    text = prompt(seed)[-3:]
+    return [*text, *answer[:2], *text, answer[0]], params(seed)
+
+
+def forced(seed: int, answer: list[int]) -> Request:
+    """A grammar made from the answer."""
+    return prompt(seed), params(seed, processors=(Forced([answer[1]]),))
+
+
+def over_prefix(seed: int, answer: list[int]) -> Request:
+    return [*prompt(seed), *answer], params(seed)
+
+
+IN_ONE_PROCESS: dict[str, tuple[Callable[[], Drafter], Make]] = {
+    "memory": (lambda: hybrid(SuffixDrafter(Memory())), after),
+    "counts": (lambda: hybrid(NgramStoreDrafter(5, store=NgramStore(5))), after),
+    "prefixes": (hybrid, over_prefix),
+}
+"""A drafter that keeps texts or counts of n-grams, or prefixes of ended rows, answers included; and the second request."""
+IN_ANOTHER: dict[str, tuple[Callable[[], Drafter], Make]] = {
+    "prediction": (hybrid, predicted),
+    "prediction, cascade": (cascade, predicted),
+    "history": (hybrid, in_history),
+    "forced": (hybrid, forced),
+}
 
 
 def of_folder(rule: str, part: Part) -> list[list[int]]:
     """A memory that another process wrote."""
     memory = Memory(part.folder)
-    answers = outputs(process(hybrid(SuffixDrafter(memory)), rule, 1), part.first)
+    _, answers = part.first(hybrid(SuffixDrafter(memory)), rule)
     memory.flush(60)
     memory.close()
-    requests = [after(seed, answer) for seed, answer in zip(part.seeds, answers, strict=True)]
-    return outputs(process(hybrid(SuffixDrafter(Memory(part.folder, reads_only=True))), rule, 2), requests)
+    return part.second(process(hybrid(SuffixDrafter(Memory(part.folder, reads_only=True))), rule, 2), after, answers)
 
 
 def of_batch(rule: str, part: Part) -> list[list[int]]:
     """Rows of one batch: a seed's second request joins when the first has ended."""
     engine = process(hybrid(SuffixDrafter(Memory())), rule, 1).engine
-    texts = {engine.submit(tokens, each): list[int]() for tokens, each in part.first}
+    texts = {engine.submit(prompt(seed), params(seed)): list[int]() for seed in part.seeds}
     second: dict[int, int] = {}
     while engine.has_work:
         for step in engine.step():
@@ -144,41 +168,6 @@ def of_batch(rule: str, part: Part) -> list[list[int]]:
     return [texts[second[seed]] for seed in part.seeds]
 
 
-def of_counts(rule: str, part: Part) -> list[list[int]]:
-    """Counts of n-grams that a drafter keeps."""
-    kept = hybrid(NgramStoreDrafter(5, store=NgramStore(5)))
-    return part.following(kept, kept, after, rule)
-
-
-def of_prediction(rule: str, part: Part, drafter: Any = hybrid) -> list[list[int]]:
-    """A prediction made from the answer."""
-    make = lambda seed, answer: (prompt(seed), params(seed, prediction=(answer[1],)))  # noqa: E731
-    return part.following(drafter(), drafter(), make, rule)
-
-
-def of_history(rule: str, part: Part) -> list[list[int]]:
-    """A prompt with the answer in it, as long as the first one."""
-
-    def make(seed: int, answer: list[int]) -> Request:
-        text = prompt(seed)[-3:]
-        return [*text, *answer[:2], *text, answer[0]], params(seed)
-
-    return part.following(hybrid(), hybrid(), make, rule)
-
-
-def of_forced(rule: str, part: Part) -> list[list[int]]:
-    """A grammar made from the answer."""
-    make = lambda seed, answer: (prompt(seed), params(seed, processors=(Forced([answer[1]]),)))  # noqa: E731
-    return part.following(hybrid(), hybrid(), make, rule)
-
-
-def of_prefixes(rule: str, part: Part) -> list[list[int]]:
-    """Prefixes of ended rows, answers included."""
-    make = lambda seed, answer: ([*prompt(seed), *answer], params(seed))  # noqa: E731
-    kept = hybrid()
-    return part.following(kept, kept, make, rule, PrefixStore(1 << 20))
-
-
 def of_table(rule: str, part: Part) -> list[list[int]]:
     """An n-gram table that another run made of the answers."""
 
@@ -188,9 +177,9 @@ def of_table(rule: str, part: Part) -> list[list[int]]:
             counter.add(text)
         return Cascade([ModelDrafter(TARGET, SIZE), MaxGram(counter.table())], [[1, 0], [0, 3]])
 
-    answers = outputs(process(drafter([[1, 0]]), rule, 1), part.first)
+    _, answers = part.first(drafter([[1, 0]]), rule)
     made = drafter([*prompt(seed), answer[1]] for seed, answer in zip(part.seeds, answers, strict=True))
-    return outputs(process(made, rule, 2), part.first)
+    return part.second(process(made, rule, 2), lambda seed, answer: (prompt(seed), params(seed)), answers)
 
 
 def of_weights(rule: str, part: Part) -> list[list[int]]:
@@ -201,35 +190,34 @@ def of_weights(rule: str, part: Part) -> list[list[int]]:
         model.learned = digest
         return ModelDrafter(model, SIZE)
 
-    answers = outputs(process(drafter(b"before", TARGET.table), rule, 1), part.first)
+    _, answers = part.first(drafter(b"before", TARGET.table), rule)
     trained = TARGET.table.clone()
     for seed, answer in zip(part.seeds, answers, strict=True):
         x, y = prompt(seed)[-2:]
         trained[x, y] = 0
         trained[x, y, answer[1]] = 1
-    return outputs(process(drafter(b"after", trained), rule, 2), part.first)
+    made = process(drafter(b"after", trained), rule, 2)
+    return part.second(made, lambda seed, answer: (prompt(seed), params(seed)), answers)
 
 
-SOURCES = {
-    "table": of_table,
-    "weights": of_weights,
-    "memory": of_memory,
-    "folder": of_folder,
-    "batch": of_batch,
-    "counts": of_counts,
-    "prediction": of_prediction,
-    "prediction, cascade": lambda rule, part: of_prediction(rule, part, cascade),
-    "history": of_history,
-    "forced": of_forced,
-    "prefixes": of_prefixes,
-}
+OTHERS = {"table": of_table, "weights": of_weights, "folder": of_folder, "batch": of_batch}
+SOURCES = ["table", "weights", "memory", "folder", "batch", "counts", *IN_ANOTHER, "prefixes"]
+
+
+def second_outputs(source: str, rule: str, part: Part) -> list[list[int]]:
+    if source in OTHERS:
+        return OTHERS[source](rule, part)
+    drafter, make = (IN_ONE_PROCESS | IN_ANOTHER)[source]
+    one, answers = part.first(drafter(), rule, PrefixStore(1 << 20) if source == "prefixes" else None)
+    return part.second(one if source in IN_ONE_PROCESS else process(drafter(), rule, 2), make, answers)
 
 
 def value(source: str, rule: str, folder: Path) -> float:
     probs, written = joint(TARGET, params(0), prompt(0), LENGTH), list[list[int]]()
 
     def look(seeds: range) -> float:
-        written.extend(one[:LENGTH] for one in SOURCES[source](rule, Part(seeds, folder / str(seeds.start))))
+        found = second_outputs(source, rule, Part(seeds, folder / str(seeds.start)))
+        written.extend(one[:LENGTH] for one in found)
         return p_value(written, probs, SIZE)
 
     return decided(look, SEEDS, probs)
@@ -243,17 +231,17 @@ def test_a_seeds_own_text_keeps_the_distribution(source: str, rule: str, tmp_pat
     assert value(source, rule, tmp_path) > ALPHA
 
 
-@pytest.mark.parametrize("source", sorted(SOURCES.keys() - {"prefixes", "prediction, cascade"}))
-def test_the_seeds_own_numbers(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: the second request has the key of the first."""
-    monkeypatch.setattr(RequestKeys, "key_of", lambda keys, row: row.seed)
+CONTROLS = sorted({*SOURCES} - {"prefixes", "prediction, cascade"})
+
+
+@pytest.mark.parametrize(("source", "broken"), [*((one, "key") for one in CONTROLS), ("folder", "process")])
+def test_the_seeds_own_numbers(source: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: the second request has the key of the first, or its process the random numbers of another one."""
+    if broken == "key":
+        monkeypatch.setattr(RequestKeys, "key_of", lambda keys, row: row.seed)
+    else:
+        monkeypatch.setattr(random, "Random", lambda number, kind=random.Random: kind(1))
     assert value(source, "speculative", tmp_path) < ALPHA
-
-
-def test_keys_that_begin_again_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: random numbers of a process that another one has, too."""
-    monkeypatch.setattr(random, "Random", lambda number, kind=random.Random: kind(1))
-    assert value("folder", "speculative", tmp_path) < ALPHA
 
 
 def key(drafter: Drafter | None, rule: str = "speculative", draw: int = 5, **changes: Any) -> int:

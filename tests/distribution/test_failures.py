@@ -17,25 +17,112 @@ import pytest
 import torch
 
 from foresay.decoding import clock
-from foresay.decoding.acceptance import make_rule
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
+from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.stopping import Stopping
-from foresay.drafters import ModelDrafter, ModelTreeDrafter, tree
+from foresay.drafters import Cascade, Hybrid, MaxGram, ModelDrafter, ModelTreeDrafter, tree
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.drafters.proposal_builder import Interruptible
 from foresay.drafters.shortening import Shortening
-from foresay.engine import Engine, guard
-from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
+from foresay.engine import guard
+from foresay.lengths import ConfidenceLength, ThroughputLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA
-from helpers.failing import BUDGETS, CHAINS, EVEN, KINDS, PROMPT, SKEWED, TREES, VOCAB, FailingTable, Make, first_tokens
 from helpers.reference import p_value
 from helpers.sequential import decided
+from helpers.support import Loop, Renumbered
 
-SAMPLES, EVENLY = 450, np.full(VOCAB, 1 / VOCAB)
+VOCAB, SAMPLES = 4, 450
+EVENLY = np.full(VOCAB, 1 / VOCAB)
+EVEN = TableModel(torch.full((VOCAB, VOCAB, VOCAB), 1 / VOCAB))
+"""A target whose tokens are equally likely."""
+SKEWED = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(VOCAB, VOCAB, VOCAB)
+SOUND = TableModel(SKEWED)
+"""A draft with the same distribution after any context."""
+KINDS = ["raises", "exits", "nan", "shape"]
 Patch = pytest.MonkeyPatch
+
+
+class Failing(TableModel):
+    """A draft that fails in the passes that are fed one token, after the first `sound` passes."""
+
+    def __init__(self, token: int, kind: str, *, sound: int = 0) -> None:
+        """kind: "raises", "exits" (SystemExit), "nan" (scores after that token are NaN), or "shape" (scores without a batch)."""
+        super().__init__(SKEWED)
+        self.token, self.kind, self.sound, self.passes = token, kind, sound, 0
+
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
+        self.passes += 1
+        output = super().forward(model_input, cache)
+        met = model_input.token_ids == self.token
+        for i, count in enumerate(model_input.num_tokens):
+            met[i, count:] = False
+        if self.passes <= self.sound or not bool(met.any()) or output.logits is None:
+            return output
+        if self.kind == "raises":
+            raise RuntimeError(f"token {self.token} was fed")
+        if self.kind == "exits":
+            raise SystemExit(3)
+        if self.kind == "shape":
+            return ModelOutput(output.logits[0, 0])
+        bad = met[:, -1:] if output.logits.shape[1] == 1 else met
+        return ModelOutput(output.logits.masked_fill(bad[..., None], float("nan")))
+
+
+def _model(table: TableModel) -> ModelDrafter:
+    return ModelDrafter(table, VOCAB)
+
+
+def wide(width: int, branches: int, table: TableModel = SOUND) -> ModelTreeDrafter:
+    return ModelTreeDrafter(table, VOCAB, branches=branches, width=width)
+
+
+Make = Callable[[TableModel], Drafter]
+CHAINS: dict[str, tuple[Make, int]] = {
+    "model": (_model, 2),
+    "hybrid": (lambda table: Hybrid(MaxGram(), _model(table), min_match=9, k=4), 2),
+    "another tokenizer": (lambda table: CrossTokenizerDrafter(table, VOCAB, Renumbered(VOCAB)), 2),
+    "horizontal cascade": (lambda table: Cascade([_model(SOUND), _model(table)], [[1, 3], [0, 0]]), 3),
+    "reviewed by the failing one": (lambda table: Cascade([_model(table), _model(SOUND)], [[4, 0], [0, 2]]), 3),
+    "reviewed by a sound one": (lambda table: Cascade([_model(SOUND), _model(table)], [[4, 0], [0, 2]]), 3),
+}
+TREES: dict[str, tuple[Make, int]] = {
+    "tree": (lambda table: wide(1, 2, table), 4),
+    "wide tree": (lambda table: wide(2, 2, table), 4),
+}
+DRAFTERS = CHAINS | TREES
+"""With draft tokens of a step: 2 where a failure depends on the first token alone."""
+
+
+def first_tokens(
+    make: Callable[[], Drafter], rule: str, budget: int, *, samples: int = SAMPLES, batch: int = 1
+) -> tuple[float, float]:
+    """The p-value of the first token of requests, each batch in an engine of its own, and the share of drafters that failed."""
+    firsts, failures = list[tuple[int, ...]](), 0
+
+    def look(seeds: range) -> float:
+        nonlocal failures
+        for some in (seeds[i : i + batch] for i in range(0, len(seeds), batch)):
+            engine = Loop(EVEN, drafter=make(), rule=rule, gamma=budget, max_batch_size=len(some)).engine
+            for seed in some:
+                engine.submit([1, 2], SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
+            steps = engine.step()
+            assert len(steps) == len(some) and (batch == 1 or all(step.num_drafted for step in steps))
+            firsts.extend(step.token_ids[:1] for step in steps)
+            failures += engine.draft_failures
+        return p_value(firsts, EVENLY, VOCAB)
+
+    return decided(look, samples, EVENLY), failures / len(firsts)
+
+
+def failing(drafter: str, rule: str, kind: str) -> float:
+    """The p-value with a drafter that fails after token 0."""
+    make, budget = DRAFTERS[drafter]
+    value, failures = first_tokens(lambda: make(Failing(0, kind)), rule, budget)
+    assert failures > 0.1
+    return value
 
 
 def cells() -> list[tuple[str, str, str]]:
@@ -47,14 +134,9 @@ def cells() -> list[tuple[str, str, str]]:
     return sorted({*turns, *((*pair, kind) for pair in every for kind in KINDS)})
 
 
-DRAFTERS: dict[str, Make] = {**CHAINS, **TREES}
-
-
 @pytest.mark.parametrize(("drafter", "rule", "kind"), cells())
 def test_a_failure_after_a_token_keeps_that_token(drafter: str, rule: str, kind: str) -> None:
-    make = lambda: DRAFTERS[drafter](FailingTable(0, kind))  # noqa: E731
-    value, failures = first_tokens(make, rule, SAMPLES, budget=BUDGETS.get(drafter, 2))
-    assert failures > 0.1 and value > ALPHA
+    assert failing(drafter, rule, kind) > ALPHA
 
 
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.long] * (i > 5)) for i in range(60)])
@@ -63,8 +145,8 @@ def test_failures_at_any_pass_and_token(seed: int) -> None:
     drafter, kind = chosen.choice(list(DRAFTERS)), chosen.choice(KINDS)
     rule = "speculative" if drafter in TREES else chosen.choice(["speculative", "block"])
     token, sound = chosen.randrange(VOCAB), chosen.randrange(4)
-    value, _ = first_tokens(lambda: DRAFTERS[drafter](FailingTable(token, kind, sound=sound)), rule, 250, budget=4)
-    assert value > ALPHA, (drafter, rule, kind, token, sound)
+    make = lambda: DRAFTERS[drafter][0](Failing(token, kind, sound=sound))  # noqa: E731
+    assert first_tokens(make, rule, 4, samples=250)[0] > ALPHA, (drafter, rule, kind, token, sound)
 
 
 @contextmanager
@@ -72,17 +154,11 @@ def _raises_on(self: Interruptible) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("drafter", "rule"), [("model", "speculative"), ("model", "block")])
-def test_a_draft_lost_with_its_failure(drafter: str, rule: str, monkeypatch: Patch) -> None:
-    """Control: an exception loses the tokens that were drawn before it."""
+def _lost_with_an_exception(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Interruptible, "keeping", _raises_on)
-    value, failures = first_tokens(lambda: DRAFTERS[drafter](FailingTable(0, "raises")), rule, SAMPLES)
-    assert failures > 0.1 and value < ALPHA
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-def test_a_draft_lost_with_a_bad_distribution(rule: str, monkeypatch: Patch) -> None:
-    """Control: a NaN after one token loses the whole draft."""
+def _lost_with_a_bad_distribution(monkeypatch: Patch) -> None:
     intact = guard.checked
 
     def whole(proposal: Proposal, budget: list[int], vocab: int, device: torch.device, *, trees: bool) -> Proposal:
@@ -91,25 +167,28 @@ def test_a_draft_lost_with_a_bad_distribution(rule: str, monkeypatch: Patch) -> 
         return out if out.failure is None else dataclasses.replace(empty, failure=out.failure)
 
     monkeypatch.setattr(guard, "checked", whole)
-    value, _ = first_tokens(lambda: DRAFTERS["model"](FailingTable(0, "nan")), rule, SAMPLES)
-    assert value < ALPHA
 
 
-def test_a_review_lost_with_its_pass(monkeypatch: Patch) -> None:
-    """Control: a reviewer that fails on an inner draft token loses its review."""
+def _lost_with_its_pass(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Shortening, "forward", lambda self, model_input, cache: self.inner.forward(model_input, cache))
-    make = lambda: DRAFTERS["reviewed by the failing one"](FailingTable(0, "raises"))  # noqa: E731
-    value, failures = first_tokens(make, "speculative", SAMPLES)
-    assert failures > 0.1 and value < ALPHA
 
 
-# -- wide trees ----------------------------------------------------------------------------------------------------------
-
-DRAFT = TableModel(SKEWED.expand(VOCAB, VOCAB, VOCAB))
-
-
-def wide(width: int, branches: int) -> ModelTreeDrafter:
-    return ModelTreeDrafter(DRAFT, VOCAB, branches=branches, width=width)
+@pytest.mark.parametrize(
+    ("breaks", "drafter", "rule", "kind"),
+    [
+        (_lost_with_an_exception, "model", "speculative", "raises"),
+        (_lost_with_an_exception, "model", "block", "raises"),
+        (_lost_with_a_bad_distribution, "model", "speculative", "nan"),
+        (_lost_with_a_bad_distribution, "model", "block", "nan"),
+        (_lost_with_its_pass, "reviewed by the failing one", "speculative", "raises"),
+    ],
+)
+def test_a_lost_draft_or_review(
+    breaks: Callable[[Patch], None], drafter: str, rule: str, kind: str, monkeypatch: Patch
+) -> None:
+    """Controls: tokens that were drawn before a failure are lost."""
+    breaks(monkeypatch)
+    assert failing(drafter, rule, kind) < ALPHA
 
 
 @pytest.mark.parametrize(
@@ -117,19 +196,8 @@ def wide(width: int, branches: int) -> ModelTreeDrafter:
 )
 def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budget: int) -> None:
     """In one batch: a drafter that never fails treats every row as it would alone."""
-    firsts: list[tuple[int, ...]] = []
-
-    def look(seeds: range) -> float:
-        rule, policy = make_rule("speculative"), ConstantLength(budget)
-        engine = Engine(EVEN, wide(width, branches), rule, policy, max_batch_size=SAMPLES)
-        for seed in seeds:
-            engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
-        steps = engine.step()
-        assert len(steps) == len(seeds) and all(step.num_drafted for step in steps) and engine.draft_failures == 0
-        firsts.extend(step.token_ids[:1] for step in steps)
-        return p_value(firsts, EVENLY, VOCAB)
-
-    assert decided(look, SAMPLES, EVENLY) > ALPHA
+    value, failures = first_tokens(lambda: wide(width, branches), "speculative", budget, batch=SAMPLES)
+    assert value > ALPHA and failures == 0
 
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
@@ -143,20 +211,15 @@ def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
                 one.parents.index(max(some, key=lambda slot: one.scores[slot]) - 1)
 
     monkeypatch.setattr(tree.Grower, "_expand", expand)
-    monkeypatch.setattr(Interruptible, "keeping", _raises_on)
-    value, failures = first_tokens(lambda: wide(2, 2), "speculative", SAMPLES, budget=4)
+    _lost_with_an_exception(monkeypatch)
+    value, failures = first_tokens(lambda: wide(2, 2), "speculative", 4)
     assert failures > 0.1 and value < ALPHA
-
-
-# -- drafts that are slow after a token -----------------------------------------------------------------------------------
 
 
 class Slow(TableModel):
     """A draft whose passes take a hundred times as long when they are fed token 0, on a clock of their own."""
 
-    def __init__(self) -> None:
-        super().__init__(SKEWED.expand(VOCAB, VOCAB, VOCAB))
-        self.now = 0.0
+    now = 0.0
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         self.now += 0.1 if bool((model_input.token_ids == 0).any()) else 0.001
@@ -165,26 +228,20 @@ class Slow(TableModel):
 
 @pytest.mark.parametrize(
     ("rule", "policy"),
-    [
-        ("speculative", lambda: ThroughputLength(start=2, high=4)),
-        ("block", lambda: ConfidenceLength(0.3, high=4)),
-    ],
+    [("speculative", ThroughputLength(start=2, high=4)), ("block", ConfidenceLength(0.3, high=4))],
+    ids=["throughput", "confidence"],
 )
-def test_a_draft_that_is_slow_after_a_token(rule: str, policy: Callable[[], LengthPolicy], monkeypatch: Patch) -> None:
+def test_a_draft_that_is_slow_after_a_token(rule: str, policy: LengthPolicy, monkeypatch: Patch) -> None:
     """Lengths that follow measured time are learned from tokens that were drawn, over many requests."""
-    draft, shared, ticks = Slow(), policy(), itertools.count()
-    firsts: list[list[int]] = []
+    draft, ticks, firsts = Slow(SKEWED), itertools.count(), list[list[int]]()
     monkeypatch.setattr(clock, "perf_counter", lambda: draft.now + next(ticks) * 1e-4)
 
     def look(seeds: range) -> float:
         for seed in seeds:
-            engine = Engine(EVEN, ModelDrafter(draft, VOCAB), make_rule(rule), shared)
-            engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
-            tokens: list[int] = []
-            while engine.has_work:
-                tokens += [token for step in engine.step() for token in step.token_ids]
-            firsts.append(tokens[:1])
-            assert engine.draft_failures == 0
+            loop = Loop(EVEN, drafter=_model(draft), rule=rule, policy=policy)
+            params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4)
+            firsts.append(loop.outputs([[1, 2]], params)[0][:1])
+            assert loop.engine.draft_failures == 0
         return p_value(firsts, EVENLY, VOCAB)
 
     assert decided(look, SAMPLES, EVENLY) > ALPHA

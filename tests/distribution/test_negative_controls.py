@@ -8,47 +8,47 @@ import pytest
 import torch
 
 from foresay.decoding import acceptance, randomness
-from foresay.decoding.acceptance import Block, Match, Speculative, make_rule
+from foresay.decoding.acceptance import Block, Coupled, Match, Speculative
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw
 from foresay.decoding.proposal import Proposal, Verification
-from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.protocols import LengthPolicy, Rule
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import draft_chain
 from foresay.models.table import TableModel
-from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
+from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint
 from helpers.sequential import value_of
 from helpers.support import Loop, ModelDrafter, run
 
 Patch = pytest.MonkeyPatch
+SAMPLES = 1500
 
 
-def value(rule: object, *, drafter: ModelDrafter | None = None, gamma: int = 3) -> float:
+def value(rule: type[Rule], drafter: type[ModelDrafter] = ModelDrafter) -> float:
     """The p-value of what a (broken) rule and drafter write."""
-    drafter = drafter or ModelDrafter(DRAFT, SIZE)
-    loop = Loop(TARGET, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=500)  # type: ignore[arg-type]
+    loop = Loop(TARGET, drafter=drafter(DRAFT, SIZE), rule=rule(), gamma=3, max_batch_size=500)
     return value_of(loop, PROMPT, PARAMS["plain"], joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SAMPLES)
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
-def test_the_intact_rule_survives(rule: str) -> None:
-    assert value(make_rule(rule)) > ALPHA
+BOTH = pytest.mark.parametrize("rule", [Speculative, Block])
 
 
-@pytest.mark.parametrize("rule", [Speculative, Block])
-def test_no_residual(rule: type, monkeypatch: Patch) -> None:
-    """After a rejection the extra token is drawn from p instead of norm(max(0, p - q))."""
-    monkeypatch.setattr(acceptance, "residual", lambda p, q: p / p.sum(-1, keepdim=True))
-    assert value(rule()) < ALPHA
+@pytest.mark.parametrize("rule", [Speculative, Block, Match, Coupled])
+def test_the_intact_rule_survives(rule: type[Rule]) -> None:
+    assert value(rule) > ALPHA
 
 
-@pytest.mark.parametrize("rule", [Speculative, Block])
-def test_residual_of_the_wrong_sign(rule: type, monkeypatch: Patch) -> None:
+@BOTH
+@pytest.mark.parametrize("broken", ["none", "of the wrong sign"])
+def test_residuals(broken: str, rule: type[Rule], monkeypatch: Patch) -> None:
+    """After a rejection the extra token is drawn from p, or from norm(max(0, q - p)), instead of norm(max(0, p - q))."""
     intact = acceptance.residual
-    monkeypatch.setattr(acceptance, "residual", lambda p, q: intact(q, p))
-    assert value(rule()) < ALPHA
+    swapped = lambda p, q: p / p.sum(-1, keepdim=True) if broken == "none" else intact(q, p)  # noqa: E731
+    monkeypatch.setattr(acceptance, "residual", swapped)
+    assert value(rule) < ALPHA
 
 
 def _keyed_by_position(self: Streams, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
@@ -85,63 +85,50 @@ class _DropsUnlikely(ModelDrafter):
         return Proposal(full.token_ids, counts, full.distributions, full.distribution_index)
 
 
-@pytest.mark.parametrize("rule", [Speculative, Block])
-def test_a_dropped_unlikely_token(rule: type) -> None:
-    assert value(rule(), drafter=_DropsUnlikely(DRAFT, SIZE)) < ALPHA
+class _Mislabelled(ModelDrafter):
+    """Records q at another temperature than the tokens were drawn at."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        full = super().propose(rows, budget, policy)
+        if full.distributions is None:
+            return full
+        cooler = full.distributions.square() / full.distributions.square().sum(-1, keepdim=True)
+        return Proposal(full.token_ids, full.num_tokens, cooler, full.distribution_index)
 
 
-def _shifted(rule: type) -> object:
-    """Verifies each draft token by the distribution one position further on."""
+@pytest.mark.parametrize(
+    ("drafter", "rule"), [(_DropsUnlikely, Speculative), (_DropsUnlikely, Block), (_Mislabelled, Speculative)]
+)
+def test_a_dropped_unlikely_token_or_another_distribution_than_the_one_drawn_from(
+    drafter: type[ModelDrafter], rule: type[Rule]
+) -> None:
+    assert value(rule, drafter) < ALPHA
 
-    class Shifted(rule):  # type: ignore[misc]
+
+@pytest.mark.parametrize("rule", [Speculative, Block, Match])
+def test_an_index_off_by_one(rule: type[Rule]) -> None:
+    """Each draft token is verified by the distribution one position further on."""
+
+    class Shifted(rule):  # type: ignore[misc, valid-type]
         def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
             assert target.probs_row is not None
             index = torch.cat([target.probs_row[:, 1:], target.probs_row[:, -1:]], 1)
             return super().verify(Distributions(target.greedy_ids, target.probs, index), proposal, streams)
 
-    return Shifted()
+    assert value(Shifted) < ALPHA
 
 
-@pytest.mark.parametrize("rule", [Speculative, Block, Match])
-def test_an_index_off_by_one(rule: type) -> None:
-    assert value(_shifted(rule)) < ALPHA
+@pytest.mark.parametrize(
+    ("rule", "purpose"), [(Speculative, Purpose.ACCEPT), (Block, Purpose.ACCEPT), (Match, Purpose.TARGET)]
+)
+def test_a_stream_shared_by_draft_and_target(rule: type[Rule], purpose: Purpose, monkeypatch: Patch) -> None:
+    """The draft draws its tokens with the numbers that will accept them. `match` still writes p, and must survive."""
 
+    def shared(distributions: Distributions, streams: Streams, own: Purpose, first: int = 0) -> torch.Tensor:
+        return draw(distributions, streams, purpose, first)
 
-@pytest.mark.parametrize("rule", [Speculative, Block])
-def test_a_stream_shared_by_draft_and_target(rule: type, monkeypatch: Patch) -> None:
-    """The draft draws its tokens with the numbers that will accept them."""
-    from foresay.drafters import draft_chain as module
-
-    def shared(distributions: Distributions, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
-        return draw(distributions, streams, Purpose.ACCEPT, first)
-
-    monkeypatch.setattr(module, "draw", shared)
-    assert value(rule()) < ALPHA
-
-
-def test_match_with_the_drafts_own_numbers(monkeypatch: Patch) -> None:
-    """Only the coupled rule may share noise: match with shared uniforms still writes p, so this one must survive."""
-    from foresay.drafters import draft_chain as module
-
-    def shared(distributions: Distributions, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
-        return draw(distributions, streams, Purpose.TARGET, first)
-
-    monkeypatch.setattr(module, "draw", shared)
-    assert value(Match()) > ALPHA
-
-
-def test_a_law_other_than_the_one_drawn_from() -> None:
-    """q recorded at another temperature than the tokens were drawn at."""
-
-    class Mislabelled(ModelDrafter):
-        def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-            full = super().propose(rows, budget, policy)
-            if full.distributions is None:
-                return full
-            cooler = full.distributions.square() / full.distributions.square().sum(-1, keepdim=True)
-            return Proposal(full.token_ids, full.num_tokens, cooler, full.distribution_index)
-
-    assert value(Speculative(), drafter=Mislabelled(DRAFT, SIZE)) < ALPHA
+    monkeypatch.setattr(draft_chain, "draw", shared)
+    assert (value(rule) < ALPHA) == (rule is not Match)
 
 
 def test_greedy_accepted_by_the_ratio_of_temperature_one() -> None:
@@ -156,10 +143,8 @@ def test_greedy_accepted_by_the_ratio_of_temperature_one() -> None:
                 Distributions(target.greedy_ids, probs.contiguous(), index.contiguous()), proposal, streams
             )
 
-    plain, _, _ = run(TARGET, [PROMPT], SamplingParams(max_new_tokens=40))
-    broken, _, _ = run(
-        TARGET, [PROMPT], SamplingParams(max_new_tokens=40, seed=1), drafter=ModelDrafter(DRAFT, SIZE), rule=Ratio()
-    )
-    intact, _, _ = run(TARGET, [PROMPT], SamplingParams(max_new_tokens=40), drafter=ModelDrafter(DRAFT, SIZE))
-    assert intact == plain
-    assert broken != plain
+    params = SamplingParams(max_new_tokens=40, seed=1)
+    plain = run(TARGET, [PROMPT], params)[0]
+    for rule in (Speculative(), Ratio()):
+        found = run(TARGET, [PROMPT], params, drafter=ModelDrafter(DRAFT, SIZE), rule=rule)[0]
+        assert (found == plain) == (type(rule) is Speculative)

@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from foresay.decoding import clock
-from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter
-from foresay.engine import Engine
 from foresay.engine.request_keys import RequestKeys
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, LENGTHS
 from helpers.reference import p_value
 from helpers.sequential import decided
+from helpers.support import run
 
 Patch = pytest.MonkeyPatch
 SAMPLES = 300
@@ -64,15 +63,12 @@ def second_requests(policy: Callable[[], LengthPolicy], drafter: str, rule: str,
 
     def look(seeds: range) -> float:
         for seed in seeds:
-            shared = policy()
-            for turn in range(2):
-                engine = Engine(SHARP, DRAFTERS[drafter](), make_rule(rule), shared)
-                engine.submit([1, 0], SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
-                tokens: list[int] = []
-                while engine.has_work and not (turn and tokens):  # of the second request the first token is counted
-                    tokens += [token for step in engine.step() for token in step.token_ids]
+            shared, params = policy(), SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4)
+            for enough in (None, 1):  # of the second request the first token is counted
+                made = DRAFTERS[drafter]()
+                found, _, engine = run(SHARP, [[1, 0]], params, drafter=made, rule=rule, policy=shared, enough=enough)
                 assert engine.draft_failures == 0
-            firsts.append(tokens[:1])
+            firsts.append(found[0][:1])
         return p_value(firsts, probs, 3)
 
     return decided(look, SAMPLES, probs)
@@ -95,11 +91,7 @@ def test_a_seed_given_twice_keeps_the_distribution(drafter: str, rule: str, poli
 
 
 def test_lengths_learned_from_a_seeds_own_numbers(monkeypatch: Patch) -> None:
-    """Control: a policy that claims to remember nothing, and does."""
+    """Controls: a policy that claims to remember nothing, and does; other random numbers only where the drafter remembers."""
     assert second_requests(Stateless, "model", "speculative", monkeypatch) < ALPHA
-
-
-def test_a_seed_whose_policy_is_not_looked_at(monkeypatch: Patch) -> None:
-    """Control: other random numbers for a seed given twice only where the drafter remembers."""
     monkeypatch.setattr(RequestKeys, "key_of", lambda keys, row: row.seed)
     assert second_requests(Learning, "model", "block", monkeypatch) < ALPHA

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +10,16 @@ import pytest
 import torch
 
 from foresay.decoding import trees
-from foresay.decoding.acceptance import Speculative, make_rule
+from foresay.decoding.acceptance import Speculative
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.decoding.randomness import Streams
-from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Memory, ModelTreeDrafter, SuffixTreeDrafter
-from foresay.engine import Engine
-from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.making import make_rows
 from helpers.reference import joint, p_value
 from helpers.refusals import refused
 from helpers.sequential import decided, value_of
@@ -69,28 +68,6 @@ def test_output_has_the_targets_law_under_processing(drafter: str, params: str) 
     assert value(DRAFTERS[drafter](), params=params, batch=40) > ALPHA
 
 
-@pytest.mark.parametrize("drafter", ["drawn and named", "drawn"])
-def test_siblings_tried_with_the_wrong_residual(drafter: str, monkeypatch: Patch) -> None:
-    """After a rejection the next sibling is tried against p itself."""
-    monkeypatch.setattr(trees, "residual", lambda p, q: p)
-    assert value(DRAFTERS[drafter]()) < ALPHA
-
-
-def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
-    """Children drawn without replacement are verified as if each had been drawn from the whole distribution."""
-    where, kept = torch.where, []
-
-    def keeps(mask: torch.Tensor, a: object, b: object) -> torch.Tensor:
-        if isinstance(a, float) and a == 0.0 and isinstance(b, torch.Tensor):
-            kept.append(b)  # `q`, whose siblings that were tried would be taken away
-            return b
-        return where(mask, a, b)  # type: ignore[call-overload,no-any-return]
-
-    monkeypatch.setattr(trees.torch, "where", keeps)
-    assert value(TableTree(DRAFT, named=())) < ALPHA
-    assert kept
-
-
 class Off(Speculative):
     """Verifies by the distributions of the position before."""
 
@@ -100,53 +77,84 @@ class Off(Speculative):
         return super().verify(Distributions(target.greedy_ids, target.probs, index), proposal, streams)
 
 
-def test_a_path_one_position_off() -> None:
-    assert value(TableTree(DRAFT), Off()) < ALPHA
+def _wrong_residual(patch: Patch) -> None:
+    """After a rejection the next sibling is tried against p itself."""
+    patch.setattr(trees, "residual", lambda p, q: p)
 
 
-@pytest.mark.parametrize("rule", ["speculative", "match"])
-def test_a_path_of_chosen_tokens_one_position_off(rule: str, monkeypatch: Patch) -> None:
-    """The tokens drawn at the position before the one where the walk stands."""
+def _rejected_sibling_left_in_q(patch: Patch) -> None:
+    """Children drawn without replacement are verified as if each had been drawn from the whole distribution."""
+    where = torch.where
+
+    def keeps(mask: torch.Tensor, a: object, b: object) -> torch.Tensor:
+        # `q`, whose siblings that were tried would be taken away
+        is_q = isinstance(a, float) and a == 0.0 and isinstance(b, torch.Tensor)
+        return b if is_q else where(mask, a, b)  # type: ignore[call-overload,no-any-return,return-value]
+
+    patch.setattr(trees.torch, "where", keeps)
+
+
+def _one_position_off(patch: Patch) -> None:
+    """Chosen tokens are compared with those drawn at the position before the one where the walk stands."""
     intact = trees.draw
-    monkeypatch.setattr(trees, "draw", lambda *given, **more: intact(*given, **more).roll(1, -1))
-    assert value(TableTree(DRAFT, named=range(8)), rule) < ALPHA
+    patch.setattr(trees, "draw", lambda *given, **more: intact(*given, **more).roll(1, -1))
+
+
+def _siblings_that_see_each_other(patch: Patch) -> None:
+    """A target that takes each column for a continuation of the column before it."""
+    intact: Any = TableModel.forward
+    linear = lambda self, given, cache: intact(self, dataclasses.replace(given, parents=None), cache)  # noqa: E731
+    patch.setattr(TableModel, "forward", linear)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "drafter", "rule"),
+    [
+        (_wrong_residual, "drawn and named", "speculative"),
+        (_wrong_residual, "drawn", "speculative"),
+        (_rejected_sibling_left_in_q, "drawn", "speculative"),
+        (lambda patch: None, "drawn and named", Off()),
+        (_one_position_off, "named", "speculative"),
+        (_one_position_off, "named", "match"),
+        (_siblings_that_see_each_other, "drawn and named", "speculative"),
+        (_siblings_that_see_each_other, "drawn and named", "match"),
+    ],
+    ids=[
+        "residual, named",
+        "residual, drawn",
+        "left in q",
+        "off",
+        "one off",
+        "one off, match",
+        "linear",
+        "linear, match",
+    ],
+)
+def test_a_broken_walk_is_found(
+    breaks: Callable[[Patch], None], drafter: str, rule: str | Rule, monkeypatch: Patch
+) -> None:
+    breaks(monkeypatch)
+    assert value(DRAFTERS[drafter](), rule) < ALPHA
 
 
 @pytest.mark.parametrize("params", ["greedy", "plain"])
 def test_chosen_tokens_are_followed_as_by_a_walk(params: str) -> None:
     """All nodes at once, and one after the other."""
     torch.manual_seed(0)
-    width, size = 11, 4
-    rows = Rows([Row(i, [1, 2], SamplingParams.of(PARAMS["plain"], seed=i), limit=99, seed=i) for i in range(200)])
+    width, size, batch = 11, 4, 200
+    rows = make_rows(*[{"temperature": 1.0}] * batch, prompt=[1, 2])
     parents = torch.stack([torch.tensor([int(torch.randint(-1, n, ())) for n in range(width)]) for _ in rows])
-    ids = torch.randint(0, size, (len(rows), width))
-    counts = torch.randint(0, width + 1, (len(rows),)).tolist()
-    if params == "greedy":
-        target = Distributions(torch.randint(0, size, (len(rows), width + 1)))
-    else:
-        probs = torch.rand(len(rows) * (width + 1), size).softmax(-1)
-        index = torch.arange(len(probs)).view(len(rows), -1)
-        target = Distributions(probs.argmax(-1).view(len(rows), -1), probs, index)
+    ids, counts = torch.randint(0, size, (batch, width)), torch.randint(0, width + 1, (batch,)).tolist()
+    target = Distributions(torch.randint(0, size, (batch, width + 1)))
+    if params == "plain":
+        probs = torch.rand(batch * (width + 1), size).softmax(-1)
+        target = Distributions(target.greedy_ids, probs, torch.arange(len(probs)).view(batch, -1))
     proposal = Proposal(ids, counts, parents=parents)
     streams = rows.streams(torch.device("cpu"))
     at_once, walked = trees.match_tree(target, proposal, streams), trees.speculative_tree(target, proposal, streams)
     for name in ("num_accepted", "token_ids", "num_tested", "path", "tried"):
         assert torch.equal(getattr(at_once, name), getattr(walked, name)), name
     assert int(at_once.num_accepted.max()) > 2
-
-
-@pytest.mark.parametrize("rule", ["speculative", "match"])
-def test_siblings_that_see_each_other(rule: str, monkeypatch: Patch) -> None:
-    """A target that takes each column for a continuation of the column before it."""
-    intact = TableModel.forward
-
-    def linear(self: TableModel, model_input: object, cache: object) -> object:
-        import dataclasses
-
-        return intact(self, dataclasses.replace(model_input, parents=None), cache)  # type: ignore[arg-type, type-var]
-
-    monkeypatch.setattr(TableModel, "forward", linear)
-    assert value(TableTree(DRAFT), rule) < ALPHA
 
 
 @pytest.mark.parametrize("rule", ["block", "lenience", "typical"])
@@ -159,51 +167,30 @@ def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
 @pytest.mark.parametrize("params", ["context", "nucleus"])
 def test_a_tree_beside_a_row_with_one_token_left(params: str, width: int) -> None:
     """Row 0 has no room for a draft: its neighbours' trees are processed along their own paths all the same."""
-    first, probs = (
-        SamplingParams.of(PARAMS[params], seed=9, max_new_tokens=1),
-        joint(TARGET, PARAMS[params], PROMPT, LENGTH),
-    )
+    first, probs = {"max_new_tokens": 1}, joint(TARGET, PARAMS[params], PROMPT, LENGTH)
     drafter, written = ModelTreeDrafter(DRAFT, SIZE, branches=2, width=width), list[list[int]]()
     loop = Loop(TARGET, drafter=drafter, gamma=6, max_batch_size=1 + SAMPLES)
 
     def look(seeds: range) -> float:
         each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in seeds]
-        written.extend(loop.outputs([PROMPT] * (1 + len(each)), [first, *each])[1:])
+        each = [SamplingParams.of(each[0], **first), *each]
+        written.extend(loop.outputs([PROMPT] * len(each), each)[1:])
         return p_value(written, probs, SIZE)
 
     assert decided(look, SAMPLES, probs) > ALPHA and any(step.num_drafted for step in loop.steps)
-    assert loop.engine.draft_failures == 0, drafter.last_error
-
-
-class Watches:
-    """A processor that remembers the contexts it is shown."""
-
-    def __init__(self) -> None:
-        self.contexts: list[list[int]] = []
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.contexts.append(ids[0].tolist())
-        return scores
+    assert loop.engine.draft_failures == 0
 
 
 def test_the_drafts_processors_see_the_path_to_each_node() -> None:
     """With row 0 short of room, they once saw an empty path."""
     found = []
-    for lengths in ([1, 8], [8, 8]):
-        seen = Watches()
-        params = [
-            SamplingParams(max_new_tokens=lengths[0], temperature=1.0, seed=1),
-            SamplingParams(max_new_tokens=lengths[1], temperature=1.0, seed=2, processors=(seen,)),
-        ]
-        engine = Engine(
-            TARGET,
-            ModelTreeDrafter(DRAFT, SIZE, branches=2),
-            make_rule("speculative"),
-            ConstantLength(6),
-            max_batch_size=2,
-        )
-        for one in params:
-            engine.submit(PROMPT, one)
+    for new in (1, 8):
+        seen: list[tuple[int, ...]] = []
+        watches = lambda ids, scores, seen=seen: seen.append(tuple(ids[0].tolist())) or scores  # noqa: E731
+        drafter = ModelTreeDrafter(DRAFT, SIZE, branches=2)
+        engine = Loop(TARGET, drafter=drafter, gamma=6, max_batch_size=2).engine
+        engine.submit(PROMPT, SamplingParams(max_new_tokens=new, temperature=1.0, seed=1))
+        engine.submit(PROMPT, SamplingParams(max_new_tokens=8, temperature=1.0, seed=2, processors=(watches,)))
         engine.step()
-        found.append(sorted(map(tuple, seen.contexts)))
+        found.append(sorted(seen))
     assert found[0] == found[1] and max(map(len, found[0])) > len(PROMPT) + 1

@@ -115,9 +115,9 @@ def drafter_of(kind: str, target: CausalModel, monkeypatch: pytest.MonkeyPatch, 
     on_pages(monkeypatch, pages)
     if kind == "model":
         return ModelDrafter(made(monkeypatch, pages, seed=1), VOCAB)
+    sizes: dict[str, Any] = {"gain": 1.5, "num_attention_heads": 2, "num_key_value_heads": 1}
     if kind in BLOCKS:
-        return BlockDrafter(BlockModel(random_block(target, layers=(0, 1), gain=1.5, **BLOCKS[kind]), target), VOCAB)
-    more: dict[str, Any] = {"ids": range(3, 50)} if kind == "trimmed" else {}
-    if kind == "normed":
-        more = {"before": True, "parts": {"norm_output": True}}
-    return HeadDrafter(HeadModel(random_head(target, gain=1.5, **more), target), VOCAB)
+        return BlockDrafter(BlockModel(random_block(target, layers=(0, 1), **sizes, **BLOCKS[kind]), target), VOCAB)
+    if kind == "trimmed and normed":
+        sizes |= {"ids": range(3, 50), "before": True, "parts": {"norm_output": True}}
+    return HeadDrafter(HeadModel(random_head(target, **sizes), target), VOCAB)

@@ -18,7 +18,7 @@ from foresay.models.gpu import attention, flat, pages, passes, rows, trees
 from foresay.models.gpu.attention import Visible
 from foresay.models.gpu.flat import Buffers, PagedTokens
 from foresay.models.hardware import Hardware
-from foresay.models.huggingface import family_layers, fused
+from foresay.models.huggingface import family_layers, fused, self_check
 from foresay.models.sources import wrapping
 from helpers.families import joint_of, whole_product
 
@@ -43,6 +43,8 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(Hardware, "native_dtype", torch.float32)
     monkeypatch.setattr(wrapping, "_arrange", lambda weights, options: None)
+    monkeypatch.setattr(self_check, "_PROMPT", 2)
+    monkeypatch.setattr(self_check, "_DRAFT", 1)
 
 
 def scores(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -43,10 +43,18 @@ def decided(look: Callable[[range], float], samples: int, probs: np.ndarray, bou
 
 
 def value_of(
-    loop: Loop, prompt: Sequence[int], params: SamplingParams, probs: np.ndarray, samples: int, **options: Any
+    loop: Loop,
+    prompt: Sequence[int],
+    params: SamplingParams | Callable[[int], SamplingParams],
+    probs: np.ndarray,
+    samples: int,
+    *,
+    counted: Callable[[range, list[list[int]]], list[list[int]]] = lambda seeds, outputs: outputs,
+    **options: Any,
 ) -> float:
     """Return the p-value, see `decided`, of what a loop writes against `probs`, [V ** length]; no draft may fail.
 
+    params: of every request, or a function of its seed. counted: of seeds and their outputs those that are compared.
     options: of Loop.outputs.
     """
     size = loop.engine.target.vocab_size
@@ -54,8 +62,8 @@ def value_of(
     written: list[list[int]] = []
 
     def look(seeds: range) -> float:
-        each = [SamplingParams.of(params, seed=seed) for seed in seeds]
-        written.extend(one[:length] for one in loop.outputs([prompt] * len(each), each, **options))
+        each = [params(seed) if callable(params) else SamplingParams.of(params, seed=seed) for seed in seeds]
+        written.extend(one[:length] for one in counted(seeds, loop.outputs([prompt] * len(each), each, **options)))
         return p_value(written, probs, size)
 
     found = decided(look, samples, probs)

@@ -10,9 +10,10 @@ import torch
 
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import KVCache, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
+from foresay.decoding.protocols import KVCache, LengthPolicy, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters import SuffixDrafter
+from foresay.models.table import TableCache, TableModel
 
 TABLE = 64
 """Distributions of the target."""
@@ -28,41 +29,18 @@ class Saved(list[int]):
         return SLOT_BYTES * len(self)
 
 
-class HashCache:
+class HashCache(TableCache):
     """A digest of the tokens up to each position. A wrong slot makes every later distribution another one."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self.slots: list[list[int]] = []
 
     @property
     def nbytes(self) -> int:
-        return SLOT_BYTES * sum(map(len, self.slots))
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        for i, length in enumerate(lengths):
-            self.lengths[i] = min(self.lengths[i], length)
-
-    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
-
-    def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        for source, target in moves:
-            self.lengths[target], self.slots[target] = self.lengths[source], list(self.slots[source])
-        del self.lengths[count:], self.slots[count:]
-
-    def swap(self, one: int, other: int) -> None:
-        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
-        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.lengths[target], self.slots[target] = length, self.slots[source][:length]
+        return SLOT_BYTES * sum(map(len, self.tokens))
 
     def save_prefix(self, row: int, length: int) -> Saved:
-        return Saved(self.slots[row][:length])
+        return Saved(self.tokens[row][:length])
 
     def load_prefix(self, row: int, saved: Saved, length: int) -> None:
-        self.lengths[row], self.slots[row] = length, list(saved[:length])
+        self.lengths[row], self.tokens[row] = length, list(saved[:length])
 
 
 class Faults:
@@ -87,7 +65,7 @@ class Faults:
         return True
 
 
-class HashModel(LanguageModel):
+class HashModel(TableModel):
     """p(next | the digest of the tokens so far)."""
 
     capabilities = Capabilities()
@@ -112,12 +90,9 @@ class HashModel(LanguageModel):
         return int(self.room - self.taken())
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        assert isinstance(cache, HashCache) and len(cache.lengths) == first
         if self.faults.meets("allocation"):
             raise MemoryError("no memory for a row")
-        for _ in range(len(rows) - first):
-            cache.lengths.append(0)
-            cache.slots.append([])
+        super().admit(rows, first, cache)
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         assert isinstance(cache, HashCache)
@@ -129,19 +104,16 @@ class HashModel(LanguageModel):
         digests = [[0] * columns for _ in range(batch)]
         for i, fed in enumerate(model_input.token_ids.tolist()):
             row = model_input.first_row + i
-            seen = cache.slots[row][: cache.lengths[row]]
+            seen = cache.tokens[row][: cache.lengths[row]]
             digest = seen[-1] if seen else 1
             for at, token in enumerate(fed):
                 digest = (digest * 48_271 + token + 7) % _MODULUS
                 digests[i][at] = digest
-            cache.slots[row] = seen + digests[i]
+            cache.tokens[row] = seen + digests[i]
             cache.lengths[row] += model_input.num_tokens[i]
         if model_input.logits is Logits.NONE:
             return ModelOutput(None)
-        out = self.logits[torch.tensor(digests) % TABLE]
-        if model_input.logits is Logits.LAST:
-            out = out[torch.arange(batch), model_input.last_columns()][:, None]
-        return ModelOutput(out)
+        return ModelOutput(model_input.scored(self.logits[torch.tensor(digests) % TABLE]))
 
 
 class FaultyDrafter(SuffixDrafter):

@@ -230,15 +230,11 @@ class Simulation:
             return
         error = error_of(call)
         if error is None:
-            expected, found = self.expected(call), outputs(call)
+            expected, found = reference(call.path, call.body, type(self)), outputs(call)
             if found != expected:
                 self.problems.append(f"{name}: {found} instead of {expected}")
         elif not self._is_explained(call, error):
             self.problems.append(f"{name}: the error {error}, status {call.status}")
-
-    def expected(self, call: Call) -> Any:
-        """The outputs of a call alone, without faults."""
-        return reference(call.path, key_of(call.body))
 
     def _is_explained(self, call: Call, error: str) -> bool:
         """True if an error has a cause: a fault of the target while the request was open, a full queue, a limit, the end."""
@@ -258,23 +254,11 @@ class Simulation:
         return error == "timeout" and call.ended - call.began >= LIMIT_S
 
 
-def key_of(body: Mapping[str, Any]) -> str:
-    """A body as the key of its reference."""
-    return repr(sorted(body.items(), key=str))
-
-
 def plain_text(path: str, body: Mapping[str, Any]) -> str | None:
     """The text of a completion of one prompt of token ids, by plain decoding in the library; None for other requests."""
-    prompt, simple = (
-        body.get("prompt"),
-        {"prompt", "temperature", "max_tokens", "seed", "ignore_eos", "stream", "stream_options"},
-    )
-    if (
-        path != "/v1/completions"
-        or not isinstance(prompt, list)
-        or not isinstance(prompt[0], int)
-        or body.keys() - simple
-    ):
+    simple = {"prompt", "temperature", "max_tokens", "seed", "ignore_eos", "stream", "stream_options"}
+    prompt = body.get("prompt")
+    if path != "/v1/completions" or body.keys() - simple or not isinstance(prompt, list) or isinstance(prompt[0], list):
         return None
     params = SamplingParams(
         max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=body.get("seed"), ignore_eos=True
@@ -284,19 +268,20 @@ def plain_text(path: str, body: Mapping[str, Any]) -> str | None:
     return str(one.generator.plain().generate(prompt, params).text)
 
 
-@cache
-def reference(path: str, key: str) -> Any:
+_references: dict[str, Any] = {}
+
+
+def reference(path: str, body: Mapping[str, Any], kind: type[Simulation] = Simulation) -> Any:
     """The outputs of a request alone, without faults."""
-    body = next(body for where, body in BODIES if where == path and key_of(body) == key)
-    one = Simulation(0)
-    call = Call(path, body)
-    one.plan([call])
-    problems: list[str] = []
-    one._check_call = lambda call: None  # type: ignore[method-assign]
-    problems += one.run()
-    if problems or call.status != 200:
-        raise ConfigError(f"{path} {body}: {problems} {call.status} {call.data[:300]!r}")
-    return outputs(call)
+    key = f"{kind.__name__} {path} {sorted(body.items(), key=str)}"
+    if key not in _references:
+        one, call = kind(0), Call(path, dict(body))
+        one.plan([call])
+        one._check_call = lambda call: None  # type: ignore[method-assign]
+        problems = one.run()
+        assert not problems and call.status == 200, (path, body, problems, call.status, call.data[:300])
+        _references[key] = outputs(call)
+    return _references[key]
 
 
 def simulate(seed: int) -> list[str]:

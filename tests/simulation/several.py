@@ -11,11 +11,10 @@ from foresay.generation.session import Session
 from foresay.models.sources.wrapping import LoadedModel
 from foresay.server.service import Entry, Service
 from foresay.server.shared import Kind, is_main
-from simulation.bodies import outputs
 from simulation.client import Call
 from simulation.loop import SimulatedThread
 from simulation.model import HashModel
-from simulation.run import PREFIX_BYTES, ROWS, SETTINGS, WAITING, Simulation, _current, key_of
+from simulation.run import PREFIX_BYTES, ROWS, SETTINGS, WAITING, Simulation, _current
 
 NAMES = ("one", "two")
 
@@ -89,25 +88,6 @@ class SeveralModels(Simulation):
         if error == "model_not_loaded" or (error == "api_error" and call.path == "/v1/messages"):
             return "load" in self.model.faults.happened
         return super()._is_explained(call, error)
-
-    def expected(self, call: Call) -> Any:
-        return expected(call.path, call.body)
-
-
-_expected: dict[str, Any] = {}
-
-
-def expected(path: str, body: dict[str, Any]) -> Any:
-    """The outputs of a request alone, without faults."""
-    key = f"{path} {key_of(body)}"
-    if key not in _expected:
-        one, call = SeveralModels(0), Call(path, body)
-        one.plan([call])
-        one._check_call = lambda call: None  # type: ignore[method-assign]
-        problems = one.run()
-        assert not problems and call.status == 200, (problems, call.status, call.data[:300])
-        _expected[key] = outputs(call)
-    return _expected[key]
 
 
 def simulate_several(seed: int) -> tuple[list[str], SeveralModels]:

@@ -1,4 +1,4 @@
-"""1,000 simulated runs of the server keep every invariant, and 4,000 with --long; broken versions do not.
+"""500 simulated runs of the server keep every invariant, and 4,000 with --long; broken versions do not.
 
 `scripts/simulation SEED` repeats one run.
 """
@@ -15,18 +15,22 @@ from foresay.engine import Engine
 from foresay.engine.admission import MemoryLimit
 from foresay.engine.guard import GuardedDrafter
 from foresay.generation.session_thread import SessionThread
-from foresay.server import generating, shared
+from foresay.server import generating, service, shared
+from foresay.server.residency import Residency
 from simulation import run
 from simulation.bodies import BODIES
 from simulation.model import HashCache
 from simulation.run import Simulation, plain_text, reference, simulate
+from simulation.several import NAMES, SeveralModels, simulate_several
 
-SEEDS, LONG, PART = 1_000, 4_000, 500
+SEEDS, LONG, PART, OF_SEVERAL = 500, 4_000, 500, 120
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Failures that are meant to happen are logged thousands of times otherwise."""
+def _quiet(monkeypatch: Patch) -> Iterator[None]:
+    """Failures that are meant to happen are not logged, and no memory of this process is freed in virtual time."""
+    monkeypatch.setattr(service, "_free_memory", lambda: None)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -51,6 +55,18 @@ def test_every_seed_keeps_the_invariants(first: int) -> None:
     assert seen >= {*run.FAULTS, *(str(one) for one in run.Manner), *codes, "prefix copied"}
 
 
+def test_every_seed_of_several_models_keeps_the_invariants() -> None:
+    failed, loads, faults = dict[int, str](), list[str](), set[str]()
+    for seed in range(OF_SEVERAL):
+        problems, one = simulate_several(seed)
+        loads += one.loads
+        faults |= set(one.model.faults.happened)
+        if problems:
+            failed[seed] = problems[0]
+    assert not failed, failed
+    assert set(loads) == set(NAMES) and len(loads) > OF_SEVERAL and "load" in faults
+
+
 def test_a_seed_decides_everything() -> None:
     def traced(seed: int) -> Any:
         one = Simulation(seed)
@@ -64,16 +80,12 @@ def test_a_seed_decides_everything() -> None:
 
 def test_outputs_are_the_librarys() -> None:
     """The references of the other tests, against plain decoding by the library."""
-    compared = 0
-    for path, body in BODIES:
-        text = plain_text(path, body)
-        if text is not None:
-            assert reference(path, run.key_of(body))[0][0] == text
-            compared += 1
-    assert compared >= 6
+    texts = [(path, body, plain_text(path, body)) for path, body in BODIES]
+    compared = [reference(path, body)[0][0] == text for path, body, text in texts if text is not None]
+    assert all(compared) and len(compared) >= 6
 
 
-def _loses_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def _loses_ended(monkeypatch: Patch) -> None:
     """Cancelled requests are lost if the target fails in the same step."""
     real = Engine.abandon
 
@@ -84,39 +96,61 @@ def _loses_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "abandon", abandon)
 
 
-def _leaves_streams_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def _leaves_streams_open(monkeypatch: Patch) -> None:
     monkeypatch.setattr(generating, "_Stream", generating.StreamingResponse)
 
 
-def _keeps_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def _keeps_rejected_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr(HashCache, "truncate", lambda self, lengths: None)
 
 
-def _copies_a_stale_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def _copies_a_stale_slot(monkeypatch: Patch) -> None:
     def copy(self: HashCache, source: int, target: int, length: int) -> None:
-        self.lengths[target], self.slots[target] = length, [*self.slots[source][: length - 1], 1]
+        self.lengths[target], self.tokens[target] = length, [*self.tokens[source][: length - 1], 1]
 
     monkeypatch.setattr(HashCache, "copy_prefix", copy)
 
 
-def _lets_drafters_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def _lets_drafters_fail(monkeypatch: Patch) -> None:
     monkeypatch.setattr(GuardedDrafter, "_try", lambda self, action: action())
 
 
-def _cancels_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def _cancels_nothing(monkeypatch: Patch) -> None:
     real = SessionThread.cancel
     monkeypatch.setattr(SessionThread, "cancel", lambda self, tickets: real(self, []))
 
 
-def _never_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def _never_times_out(monkeypatch: Patch) -> None:
     async def wait(self: Any, chunk: Any) -> Any:
         return await chunk
 
     monkeypatch.setattr(shared.TimeLimit, "wait", wait)
 
 
-def _admits_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def _admits_all(monkeypatch: Patch) -> None:
     monkeypatch.setattr(MemoryLimit, "num_fitting", lambda self, active, waiting, count, cached: count)
+
+
+def _forgets_to_release(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Residency, "release", lambda self, name: None)
+
+
+def _keeps_those_who_left(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Residency, "leave", lambda self, waiting: None)
+
+
+def _unloads_a_used_model(monkeypatch: Patch) -> None:
+    honest = Residency.next
+
+    def next_(self: Residency, fits: object) -> object:
+        counts, self.users = self.users, dict.fromkeys(self.users, 0)
+        found = honest(self, fits)  # type: ignore[arg-type]
+        self.users = counts
+        return found
+
+    monkeypatch.setattr(Residency, "next", next_)
+    monkeypatch.setattr(Residency, "unloaded", lambda self, name: self.users.pop(name))
+    monkeypatch.setattr(Residency, "release", lambda self, name: self.users.update({name: self.users.get(name, 1) - 1}))
 
 
 BROKEN = {
@@ -130,14 +164,20 @@ BROKEN = {
     _admits_all: 11,
 }
 """Broken versions, and the seed that found each before, which is tried first."""
+BROKEN_LOADING = [_forgets_to_release, _keeps_those_who_left, _unloads_a_used_model]
 
 
-@pytest.mark.parametrize("breaks", BROKEN)
-def test_a_broken_version_is_found(
-    breaks: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("breaks", [*BROKEN, *BROKEN_LOADING])
+def test_a_broken_version_is_found(breaks: Callable[[Patch], None], monkeypatch: Patch) -> None:
     """Negative controls."""
-    for path, body in BODIES:
-        reference(path, run.key_of(body))
+    for path, body in BODIES:  # the outputs of intact versions, which are kept
+        if breaks in BROKEN:
+            reference(path, body)
+        elif "response_format" not in body:
+            for name in NAMES:
+                reference(path, {**body, "model": name}, SeveralModels)
     breaks(monkeypatch)
-    assert any(simulate(seed) for seed in (BROKEN[breaks], *range(SEEDS)))
+    if breaks in BROKEN:
+        assert any(simulate(seed) for seed in (BROKEN[breaks], *range(SEEDS)))
+    else:
+        assert any(simulate_several(seed)[0] for seed in range(OF_SEVERAL))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 
 import foresay
 from foresay.decoding.acceptance import Speculative
-from foresay.decoding.protocols import KVCache
 from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
@@ -26,6 +25,8 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 from helpers import tiny
 from helpers.refusals import refused
+
+CPU = torch.device("cpu")
 
 
 class Small(TableModel):
@@ -57,28 +58,29 @@ def outputs(decoder: Engine) -> tuple[dict[int, list[int]], int]:
 
 
 def test_a_request_that_would_not_fit_alone_is_refused() -> None:
-    decoder, _ = engine()
+    """One that was admitted goes on whatever became of the memory: waiting for what no one here holds would be for ever."""
+    decoder, model = engine()
     with pytest.raises(OutOfMemoryError, match=r"61 tokens of prompt and output would take .* max_new_tokens"):
         decoder.submit([1], SamplingParams(max_new_tokens=60))
     decoder.submit([1], SamplingParams(max_new_tokens=59))
-    assert len(outputs(decoder)[0][0]) == 59
+    decoder.submit([2], SamplingParams(max_new_tokens=40))
+    model.room = 5
+    written, most = outputs(decoder)
+    assert most == 1 and [len(tokens) for tokens in written.values()] == [59, 40]
 
 
 def test_others_wait_for_the_rows_that_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
-    decoder, model = engine()
-    with caplog.at_level(logging.WARNING, "foresay"):
+    """Control: with room they decode together, and write the same."""
+    found = []
+    for room in (60, 1000):
+        decoder, model = engine()
+        model.room = room
         for i in range(7):
             decoder.submit([i % 8], SamplingParams(max_new_tokens=19))
-        written, most = outputs(decoder)
-    assert most == 3
-    assert [len(written[i]) for i in range(7)] == [19] * 7
-    assert len(caplog.records) == 1 and "3 rows of up to 20 tokens" in caplog.text
-    model.room = 1000
-    wide, _ = engine()
-    wide.target.room = 1000  # type: ignore[attr-defined]
-    for i in range(7):
-        wide.submit([i % 8], SamplingParams(max_new_tokens=19))
-    assert outputs(wide) == (written, 7), "control: with room they decode together, and write the same"
+        found.append(outputs(decoder))
+        assert len(caplog.records) == 1 and "3 rows of up to 20 tokens" in caplog.text
+    assert found[0][1] == 3 and found[1] == (found[0][0], 7)
+    assert [len(one) for one in found[0][0].values()] == [19] * 7
 
 
 def test_the_batch_fills_again_when_shorter_requests_follow() -> None:
@@ -97,72 +99,40 @@ def test_the_batch_fills_again_when_shorter_requests_follow() -> None:
     assert all(n >= 4 for n in wide if n), "it does not run empty before it takes others in"
 
 
-def test_one_request_goes_on_whatever_became_of_the_memory() -> None:
-    """It fitted when it came; waiting for memory that no one here holds would be for ever."""
-    decoder, model = engine()
-    decoder.submit([1], SamplingParams(max_new_tokens=40))
-    decoder.submit([2], SamplingParams(max_new_tokens=40))
-    model.room = 5
-    written, most = outputs(decoder)
-    assert most == 1 and [len(tokens) for tokens in written.values()] == [40, 40]
+def grown(cache: SlotCache, shape: tuple[int, int], layers: int, rows: int, length: int) -> int:
+    """Add rows to a cache for a text of some length; return the bytes of all its slots."""
+    cache.add_rows(rows)
+    cache.begin_pass(len(cache.lengths) - rows, 1, length, CPU, None)
+    assert isinstance(cache.tensors, Stores)
+    for layer in range(layers):
+        cache.tensors.layer_tensors(layer, torch.empty(0), shape, shape)
+    return cache.tensors.rows * cache.tensors.slots
 
 
-def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slots(rows: Sequence[int]) -> int:
-        cache = SlotCache()
-        for length in rows:
-            cache.add_rows(1)
-            cache.begin_pass(len(cache.lengths) - 1, 1, length, torch.device("cpu"), None)
-            assert isinstance(cache.tensors, Stores)
-            cache.tensors.layer_tensors(0, torch.empty(0), (2, 4), (2, 4))
-        return cache.tensors.rows * cache.tensors.slots
-
-    assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
-    monkeypatch.setattr("foresay.models.cache.stores._GENEROUS", 0)
-    assert slots([100, 100, 100]) == 3 * 128
-
-
-def test_what_a_cache_takes_is_foretold() -> None:
+def test_what_a_cache_takes_is_known_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one grows by doubling, a large one by what is needed."""
     model = CausalModel(tiny.llama(context=4096))
+    config = model.model.config
+    shape = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     for rows, length in ((1, 1), (3, 700), (5, 3000)):
         cache = model.new_cache()
-        cache.add_rows(rows)
-        cache.begin_pass(0, 1, length, torch.device("cpu"), None)
-        config = model.model.config
-        for layer in range(config.num_hidden_layers):
-            heads = config.num_key_value_heads
-            shape = (heads, config.hidden_size // config.num_attention_heads)
-            assert isinstance(cache.tensors, Stores)
-            cache.tensors.layer_tensors(layer, torch.empty(0), shape, shape)
+        assert isinstance(cache, SlotCache)
+        grown(cache, shape, config.num_hidden_layers, rows, length)
         assert model.cache_bytes([length, *[1] * (rows - 1)]) == cache.nbytes
+    for slots in (4 * 128, 3 * 128):
+        cache = SlotCache()
+        assert [grown(cache, (2, 4), 1, 1, 100) for _ in range(3)][-1] == slots
+        monkeypatch.setattr("foresay.models.cache.stores._GENEROUS", 0)
 
 
-def test_the_room_is_what_machine_and_container_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    from pathlib import Path
-
-    folder = Path(str(tmp_path))
-    monkeypatch.setattr(memory, "_CGROUP", folder)
-    whole = memory.free_bytes(torch.device("cpu"))
-    assert whole > 0
-    (folder / "memory.max").write_text("5000\n")
-    (folder / "memory.current").write_text("3000\n")
-    (folder / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
-    assert memory.free_bytes(torch.device("cpu")) == 2700
-    (folder / "memory.max").write_text("max\n")
-    assert memory.free_bytes(torch.device("cpu")) > 2700
-    (folder / "memory.max").write_text("broken\n")
-    assert memory.free_bytes(torch.device("cpu")) > 2700
-
-
-def test_caches_without_bytes_are_not_counted() -> None:
-    class Bare(TableModel):
-        def new_cache(self) -> KVCache:
-            return super().new_cache()
-
-    model = Bare.random(8, seed=1)
-    decoder = Engine(model, None, Speculative(), ConstantLength(0))
-    decoder.submit([1], SamplingParams(max_new_tokens=5))
-    assert len(outputs(decoder)[0][0]) == 5
+def test_the_room_is_what_machine_and_container_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.free_bytes(CPU) > 2700
+    (tmp_path / "memory.current").write_text("3000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
+    for most in ("5000", "max", "broken"):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert memory.free_bytes(CPU) == 2700 if most == "5000" else memory.free_bytes(CPU) > 2700
 
 
 def test_kept_prefixes_are_dropped_before_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,93 +158,63 @@ def test_kept_prefixes_are_dropped_before_requests_wait(monkeypatch: pytest.Monk
     assert model.cache_bytes([40] * 4) + store.nbytes <= 4 * one
 
 
-def test_a_limit_bounds_the_free_memory() -> None:
-    cpu = torch.device("cpu")
-    whole, used = memory.free_bytes(cpu), memory.resident_bytes()
-    try:
-        memory.limit_memory(used + (64 << 20))
-        assert 0 < memory.free_bytes(cpu) <= (64 << 20) + memory.slack_bytes() + (16 << 20) < whole
-        with refused("memory_limit", "0 MB"):
-            memory.limit_memory(1000)
-    finally:
-        memory.limit_memory(None)
-    assert memory.free_bytes(cpu) > whole / 2
-
-
-def test_the_allocators_slack_is_freed_memory() -> None:
-    """Small pieces that were freed stay with the allocator until they are trimmed."""
-    pieces = [bytearray(4000) for _ in range(5000)]
-    last = bytearray(4000)
-    before = memory.slack_bytes()
-    pieces.clear()
-    after = memory.slack_bytes()
-    assert after == before == 0 or after > before, "0 without glibc"
-    assert len(last) == 4000
-
-
-def scattered() -> list[bytearray]:
-    """64 MB in small pieces, with one at the end that keeps the heap from shrinking."""
-    return [bytearray(4000) for _ in range(16_000)]
-
-
-def test_freed_memory_is_returned_once_it_is_much() -> None:
-    """The C library counts returned pages on as free; they are not returned again and again."""
-    trimmer = memory.Trimmer()
-    trimmer.check(idle=True)
-    pieces = scattered()
-    last = bytearray(4000)
-    before = memory.resident_bytes()
-    pieces.clear()
-    returned = trimmer.check(idle=True)
-    assert returned or memory.slack_bytes() == 0, "0 without glibc"
-    assert not returned or memory.resident_bytes() < before - (32 << 20)
-    assert not trimmer.check(idle=True) and len(last) == 4000
-
-
-def test_a_busy_process_keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    slack, trims = [0], list[int]()
-    monkeypatch.setattr(memory, "slack_bytes", lambda: slack[0])
-    monkeypatch.setattr(memory, "resident_bytes", lambda: 1 << 30)
-    monkeypatch.setattr(memory, "trim", lambda: trims.append(slack[0]))
-    trimmer = memory.Trimmer()
-    found = []
-    for slack[0], idle in (
-        (20 << 20, True),
-        (40 << 20, False),
-        (40 << 20, True),
-        (60 << 20, True),
-        (300 << 20, False),
-        (0, True),
-        (40 << 20, True),
-    ):
-        found.append(trimmer.check(idle=idle))
-    assert found == [False, False, True, False, True, False, True] and len(trims) == 3
-
-
-def test_memory_that_was_used_between_two_checks_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fills pages that were returned and are counted as free all the time: only resident memory shows it."""
-    resident = [200 << 20]
-    monkeypatch.setattr(memory, "slack_bytes", lambda: 300 << 20)
-    monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
-    monkeypatch.setattr(memory, "trim", lambda: resident.__setitem__(0, 200 << 20))
-    trimmer = memory.Trimmer()
-    trimmer.check(idle=True)
-    for _ in range(3):
-        resident[0] = 500 << 20
-        assert trimmer.check(idle=True) and resident[0] == 200 << 20
-        assert not trimmer.check(idle=True)
-
-
-def test_a_limit_refuses_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = memory.resident_bytes()
+def test_a_limit_bounds_the_free_memory_and_refuses_long_texts() -> None:
+    whole, used = memory.free_bytes(CPU), memory.resident_bytes()
     memory.check_limit(1 << 60)
     try:
+        memory.limit_memory(used + (64 << 20))
+        assert 0 < memory.free_bytes(CPU) <= (64 << 20) + memory.slack_bytes() + (16 << 20) < whole
+        with refused("memory_limit", "0 MB"):
+            memory.limit_memory(1000)
         memory.limit_memory(used + (256 << 20))
         memory.check_limit(1 << 20)
         with pytest.raises(OutOfMemoryError, match=r"may take 512 MB, and [\d,]+ of [\d,]+ MB are in use; try again"):
             memory.check_limit(512 * 10**6)
     finally:
         memory.limit_memory(None)
+    assert memory.free_bytes(CPU) > whole / 2
+
+
+def test_freed_memory_is_returned_once_it_is_much() -> None:
+    """Small pieces that were freed are the allocator's slack until they are trimmed.
+
+    The C library counts returned pages on as free; they are not returned again and again.
+    """
+    trimmer = memory.Trimmer()
+    trimmer.check(idle=True)
+    pieces = [bytearray(4000) for _ in range(16_000)]
+    last = bytearray(4000)  # keeps the heap from shrinking
+    before, slack = memory.resident_bytes(), memory.slack_bytes()
+    pieces.clear()
+    assert memory.slack_bytes() > slack or memory.slack_bytes() == slack == 0, "0 without glibc"
+    returned = trimmer.check(idle=True)
+    assert returned or memory.slack_bytes() == 0
+    assert not returned or memory.resident_bytes() < before - (32 << 20)
+    assert not trimmer.check(idle=True) and len(last) == 4000
+
+
+def test_a_busy_process_keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that were returned and used again count as free all the time: only resident memory shows it."""
+    slack, rest, resident = [0], [1 << 30], [1 << 30]
+    monkeypatch.setattr(memory, "slack_bytes", lambda: slack[0])
+    monkeypatch.setattr(memory, "resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(memory, "trim", lambda: resident.__setitem__(0, rest[0]))
+    trimmer, turns = (
+        memory.Trimmer(),
+        ((20, True), (40, False), (40, True), (60, True), (300, False), (0, True), (40, True)),
+    )
+    found = []
+    for size, idle in turns:
+        slack[0] = size << 20
+        found.append(trimmer.check(idle=idle))
+    assert found == [False, False, True, False, True, False, True]
+    slack[0], rest[0], resident[0] = 300 << 20, 200 << 20, 200 << 20
+    trimmer = memory.Trimmer()
+    trimmer.check(idle=True)
+    for _ in range(3):
+        resident[0] = 500 << 20
+        assert trimmer.check(idle=True) and resident[0] == 200 << 20
+        assert not trimmer.check(idle=True)
 
 
 def rows_left(drafter: str) -> int:

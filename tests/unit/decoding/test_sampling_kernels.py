@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from foresay.decoding import draws, kernels, sampling_kernels, truncation
-from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_kernels import Cuts
-from foresay.decoding.sampling_params import SamplingParams
+from helpers.making import make_rows
 
-SPAN = 256
-PARAMS = [
+PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 1.3, "top_k": 7},
     {"temperature": 1.0, "top_p": 0.9},
@@ -28,47 +27,39 @@ PARAMS = [
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_kernels, "SPAN", SPAN)
+    monkeypatch.setattr(sampling_kernels, "SPAN", 256)
 
 
-def rows_of(params: list[dict[str, Any]]) -> Rows:
-    return Rows([Row(i, [1], SamplingParams(**one), seed=i, limit=9) for i, one in enumerate(params)])
-
-
-def cuts_of(plan: truncation.Plan) -> Cuts:
-    return Cuts(plan.top_k, plan.top_p, plan.min_p)
-
-
-@pytest.mark.parametrize("vocab", [130, 700])
-@pytest.mark.parametrize("spread", [1.0, 6.0])
-def test_probabilities_are_those_of_the_operations(vocab: int, spread: float) -> None:
-    """Every combination of cuts in one batch; some scores are equal, and some tokens are excluded."""
+def compare(vocab: int, spread: float, params: Sequence[dict[str, Any]] = PARAMS, alone: Sequence[int] = ()) -> None:
+    """Every combination of cuts in one batch; some scores are equal, and some tokens are excluded. alone: without the others."""
     torch.manual_seed(vocab)
-    scores = torch.randn(len(PARAMS), vocab) * spread
+    scores = torch.randn(len(params), vocab) * spread
     scores[:, 5:9] = scores[:, :1]
     scores[:, 11] = -torch.inf
-    plan = truncation.plan_of(rows_of(PARAMS), scores.device)
+    plan = truncation.plan_of(make_rows(*params), scores.device)
     expected = truncation.probabilities(scores.clone(), plan, 1)
-    found = sampling_kernels.probabilities(scores, plan.temperature, cuts_of(plan))
+    found = sampling_kernels.probabilities(scores, plan.temperature, Cuts(plan.top_k, plan.top_p, plan.min_p))
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    for i in range(len(PARAMS)):  # alone, with what others need left out
-        one = PARAMS[i]
-        single = truncation.plan_of(rows_of([one]), scores.device)
+    for i in alone:  # with what others need left out
+        one = params[i]
+        single = truncation.plan_of(make_rows(one), scores.device)
         cuts = Cuts(
             single.top_k if one.get("top_k") else None,
             single.top_p if one.get("top_p", 1) < 1 else None,
             single.min_p if one.get("min_p") else None,
         )
-        alone = sampling_kernels.probabilities(scores[i : i + 1], single.temperature, cuts)
-        assert torch.equal(alone[0], found[i])
+        own = sampling_kernels.probabilities(scores[i : i + 1], single.temperature, cuts)
+        assert torch.equal(own[0], found[i])
 
 
-def test_a_broken_search_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_are_those_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a digit less leaves the threshold too low."""
+    compare(130, 6.0, alone=range(5))
+    compare(700, 1.0)
     monkeypatch.setattr(sampling_kernels, "_LEVELS", 5)
     with pytest.raises(AssertionError):
-        test_probabilities_are_those_of_the_operations(700, 1.0)
+        compare(700, 1.0, PARAMS[1:4])
 
 
 def test_tokens_are_those_that_the_operations_draw() -> None:
@@ -100,33 +91,12 @@ def test_the_likeliest_token_is_the_first_of_equals() -> None:
 def test_every_kernel_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the module that the host launches."""
     launched: set[str] = set()
-
-    class Recorded:
-        def __init__(self, name: str, kernel: Any) -> None:
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid: Any) -> Any:
-            launched.add(self.name)
-            return self.kernel[grid]
-
-        def __call__(self, *args: Any, **given: Any) -> Any:
-            return self.kernel(*args, **given)
-
-    for name, kernel in list(vars(sampling_kernels).items()):
-        if name.startswith("_") and hasattr(kernel, "__getitem__") and hasattr(kernel, "fn"):
-            monkeypatch.setattr(sampling_kernels, name, Recorded(name, kernel))
+    kernel = type(sampling_kernels._peaks)
+    known = kernel.__getitem__
+    monkeypatch.setattr(kernel, "__getitem__", lambda self, grid: launched.add(self.fn.__name__) or known(self, grid))
     sampling_kernels.warm_up(61, torch.float32, torch.device("cpu"))
-    assert launched == {
-        "_peaks",
-        "_likeliest",
-        "_weigh",
-        "_search",
-        "_threshold",
-        "_cut",
-        "_divide",
-        "_block_sums",
-        "_inverse",
-    }
+    names = "peaks likeliest weigh search threshold cut divide block_sums inverse"
+    assert launched == {f"_{name}" for name in names.split()}
 
 
 def test_kernels_are_tried_before_they_are_used(
@@ -134,36 +104,26 @@ def test_kernels_are_tried_before_they_are_used(
 ) -> None:
     """FORESAY_PAGES=0, an old GPU, wrong results and a compiler that fails turn them off; each but the first is logged once."""
     known, gpu = kernels.check, torch.device("cuda:0")
-    monkeypatch.delenv(kernels.SWITCH, raising=False)
-    monkeypatch.setattr(kernels, "check", lambda device: known(torch.device("cpu")))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
 
-    def used() -> bool:
-        kernels._works.cache_clear()
-        caplog.clear()
-        return kernels.uses_kernels(gpu) and kernels.uses_kernels(gpu)
+    def raises(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler")
 
-    assert used() and not caplog.records and not kernels.uses_kernels(torch.device("cpu"))
-    with monkeypatch.context() as patch:
-        patch.setenv(kernels.SWITCH, "0")
-        assert not used() and not caplog.records
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert not used() and "compute capability is below 8.0" in caplog.text and len(caplog.records) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(sampling_kernels, "_LEVELS", 5)
-        assert not used() and "differ from those of PyTorch" in caplog.text
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "check", Raises(RuntimeError("Failed to find C compiler")))
-        assert not used() and "RuntimeError: Failed to find C compiler" in caplog.text
-    kernels._works.cache_clear()
+    def used(**changes: Any) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling_kernels, "SPAN", 1024)
+            patch.setenv(kernels.SWITCH, changes.get("switch", "1"))
+            patch.setattr(kernels, "check", changes.get("check", lambda device: known(torch.device("cpu"))))
+            patch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (8, 6)))
+            patch.setattr(sampling_kernels, "_LEVELS", changes.get("levels", sampling_kernels._LEVELS))
+            kernels._works.cache_clear()
+            caplog.clear()
+            found = [kernels.uses_kernels(gpu) for _ in range(2)]
+            kernels._works.cache_clear()
+        assert found[0] == found[1] and len(caplog.records) == (0 if found[0] or "switch" in changes else 1)
+        return found[0]
 
-
-class Raises:
-    """A function that fails."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __call__(self, *_: object) -> None:
-        raise self.error
+    assert used() and not kernels.uses_kernels(torch.device("cpu"))
+    assert not used(switch="0")
+    assert not used(capability=(7, 5)) and "compute capability is below 8.0" in caplog.text
+    assert not used(levels=5) and "differ from those of PyTorch" in caplog.text
+    assert not used(check=raises) and "RuntimeError: Failed to find C compiler" in caplog.text

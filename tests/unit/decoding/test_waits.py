@@ -17,13 +17,13 @@ from foresay.decoding import step as step_module
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput, ModelOutput
-from foresay.decoding.randomness import Purpose
-from foresay.decoding.rows import Row, Rows
+from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.step import step
 from foresay.engine.guard import GuardedDrafter
 from foresay.lengths.constant import ConstantLength
 from foresay.models.table import TableModel
+from helpers.making import make_rows
 from helpers.support import Always, Sometimes, run
 
 META, VOCAB, DRAFTED = torch.device("meta"), 11, 3
@@ -90,19 +90,17 @@ class Drafts(Always):
         return Proposal(ids, list(budget), torch.empty(6, VOCAB, device=META), torch.empty_like(ids), ends=ends)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+KINDS = ("none", "chosen", "sampled", "ended", "tree")
+PAIRS = [(kind, rule) for kind in KINDS for rule in RULES if kind != "tree" or RULES[rule]]
+
+
 @pytest.mark.parametrize(
-    ("drafts", "rule"),
-    [
-        (kind, rule)
-        for kind in ("none", "chosen", "sampled", "ended", "tree")
-        for rule in RULES
-        if kind != "tree" or RULES[rule]
-    ],
+    ("drafts", "rule", "setting"), [(*pair, [*SETTINGS][i % len(SETTINGS)]) for i, pair in enumerate(PAIRS)]
 )
 def test_a_step_waits_for_the_device_once(
-    setting: str, drafts: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    drafts: str, rule: str, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every two of kind, rule and setting but for trees."""
     reads = []
 
     def read(proposal: Proposal, verification: Verification) -> list[Any]:
@@ -113,7 +111,7 @@ def test_a_step_waits_for_the_device_once(
     monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
     monkeypatch.setattr(sampling_kernels, "probabilities", lambda scores, *_: scores.float())
     monkeypatch.setattr(sampling_kernels, "inverse_cdf", lambda probs, uniform, rows: torch.empty_like(rows))
-    rows = Rows([Row(i, [1, 2], SamplingParams(**one), seed=i, limit=20) for i, one in enumerate(SETTINGS[setting])])
+    rows = make_rows(*SETTINGS[setting], prompt=[1, 2])
     target, cache = Remote(), TableModel.random(VOCAB, seed=0).new_cache()
     cache.lengths, cache.contexts = [1, 1], [[1], [1]]  # type: ignore[attr-defined]
     monkeypatch.setattr(cache, "keep", lambda starts, paths: None)
@@ -137,35 +135,16 @@ def test_a_copy_that_waits_is_counted() -> None:
         torch.nonzero(torch.zeros(2, device=META))
 
 
-def test_uniforms_of_any_length_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = Rows([Row(i, [1, 2], SamplingParams(), seed=i, limit=20) for i in range(2)])
-    offsets = torch.tensor([[0, 200], [7, 3]])
-    cpu = torch.device("cpu")
-    expected = rows.streams(cpu).uniform(Purpose.ACCEPT, offsets), rows.streams(cpu).position_uniform(offsets)
-    monkeypatch.setattr(devices, "is_remote", lambda device: True)
-    streams = rows.streams(cpu, 200)
-    assert torch.equal(streams.uniform(Purpose.ACCEPT, offsets), expected[0])
-    assert torch.equal(streams.position_uniform(offsets), expected[1])
-
-
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_tokens_are_those_of_the_host(setting: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations of a device, on the host: draws at all positions, numbers from a table, checks without reading."""
-    model = TableModel.random(VOCAB, seed=3)
-    params = [
-        SamplingParams(max_new_tokens=12, seed=i, ignore_eos=True, **one) for i, one in enumerate(SETTINGS[setting])
-    ]
-    prompts = [[1, 2], [3]]
-    drafts = [[5] * 12, [7, 7, 2] * 4]
+    model, prompts, drafts = TableModel.random(VOCAB, seed=3), [[1, 2], [3]], [[5] * 12, [7, 7, 2] * 4]
+    params = [SamplingParams(max_new_tokens=12, seed=i, **one) for i, one in enumerate(SETTINGS[setting])]
 
-    def tokens() -> list[list[int]]:
+    def tokens() -> list[list[list[int]]]:
         drafters = (Sometimes(drafts, VOCAB), None)
-        return [
-            one
-            for drafter in drafters
-            for one in run(model, prompts, params, drafter=drafter, gamma=3, rule=make_rule(rule))[0]
-        ]
+        return [run(model, prompts, params, drafter=one, gamma=3, rule=make_rule(rule))[0] for one in drafters]
 
     on_host = tokens()
     monkeypatch.setattr(devices, "is_remote", lambda device: True)

@@ -19,6 +19,7 @@ TRACE = [
 
 
 def test_counts_of_a_trace_by_hand() -> None:
+    """Means are derived from the counts, and seconds are each row's share; a cancellation is no pass."""
     stats = Stats.of(TRACE)
     assert (stats.num_passes, stats.num_tokens, stats.num_drafted) == (5, 11, 14)
     assert (stats.num_tested, stats.num_accepted) == (3 + 4 + 1 + 0 + 3, 2 + 4 + 0 + 0 + 3)
@@ -26,53 +27,32 @@ def test_counts_of_a_trace_by_hand() -> None:
     assert stats.accepted_lengths == {2: 1, 4: 1, 0: 2, 3: 1}
     assert stats.tested_at == {0: 4, 1: 3, 2: 3, 3: 1}
     assert stats.accepted_at == {0: 3, 1: 3, 2: 2, 3: 1}
-
-
-def test_means_are_derived_from_the_counts() -> None:
-    stats = Stats.of(TRACE)
-    assert stats.acceptance_rate == 9 / 11
-    assert stats.draft_utilization == 9 / 14
-    assert stats.block_efficiency == 11 / 5
+    assert (stats.acceptance_rate, stats.draft_utilization, stats.block_efficiency) == (9 / 11, 9 / 14, 11 / 5)
     assert (stats.discard_rate, stats.verification_rate) == ((14 - 9) / 11, 5 / 11)
-
-
-def test_seconds_are_each_rows_share() -> None:
-    stats = Stats.of(TRACE)
-    assert stats.draft_s == pytest.approx(0.2 + 0.1 + 0.1)
-    assert stats.target_s == pytest.approx(0.4 + 0.2 + 0.1 + 0.1)
-    assert stats.total_s == pytest.approx(0.8 + 0.4 + 0.2 + 0.1)
+    seconds = [0.2 + 0.1 + 0.1, 0.4 + 0.2 + 0.1 + 0.1, 0.8 + 0.4 + 0.2 + 0.1]
+    assert [stats.draft_s, stats.target_s, stats.total_s] == pytest.approx(seconds)
+    assert Stats.of([*TRACE, Step(0, (), (), 0, 0, finish_reason=FinishReason.CANCELLED)]) == stats
 
 
 def test_nothing_tested_is_no_rate() -> None:
-    assert (Stats().acceptance_rate, Stats().draft_utilization, Stats().block_efficiency) == (None, None, None)
-    plain = Stats.of([Step(0, (1,), (B,), 0, 0)])
-    assert (plain.acceptance_rate, plain.draft_utilization, plain.block_efficiency) == (None, None, 1.0)
+    for steps, efficiency, rates in (([], None, (None, None)), ([Step(0, (1,), (B,), 0, 0)], 1.0, (0.0, 1.0))):
+        stats = Stats.of(steps)
+        assert (stats.acceptance_rate, stats.draft_utilization, stats.block_efficiency) == (None, None, efficiency)
+        assert (stats.discard_rate, stats.verification_rate) == rates
 
 
-def test_without_a_token_there_is_nothing_to_count_by() -> None:
-    assert (Stats().discard_rate, Stats().verification_rate) == (None, None)
-    plain = Stats.of([Step(0, (1,), (B,), 0, 0)])
-    assert (plain.discard_rate, plain.verification_rate) == (0.0, 1.0)
-
-
-def test_a_cancellation_is_no_pass() -> None:
-    assert Stats.of([*TRACE, Step(0, (), (), 0, 0, finish_reason=FinishReason.CANCELLED)]) == Stats.of(TRACE)
-
-
-@pytest.mark.parametrize("split", range(len(TRACE) + 1))
-def test_merging_parts_gives_the_whole(split: int) -> None:
-    part, rest = Stats.of(TRACE[:split]), Stats.of(TRACE[split:])
-    part.merge(rest)
-    whole, merged = Stats.of(TRACE).as_dict(), part.as_dict()
-    seconds = {"draft_s", "target_s", "total_s"}
-    assert {k: merged[k] for k in whole.keys() - seconds} == {k: whole[k] for k in whole.keys() - seconds}
-    assert all(merged[k] == pytest.approx(whole[k]) for k in seconds)
-    assert rest == Stats.of(TRACE[split:])
+def test_merging_parts_gives_the_whole() -> None:
+    for split in (0, 2, len(TRACE)):
+        part, rest = Stats.of(TRACE[:split]), Stats.of(TRACE[split:])
+        part.merge(rest)
+        whole, merged = Stats.of(TRACE).as_dict(), part.as_dict()
+        seconds = [name for name in whole if name.endswith("_s")]
+        assert [merged.pop(name) for name in seconds] == pytest.approx([whole.pop(name) for name in seconds])
+        assert merged == whole and rest == Stats.of(TRACE[split:])
 
 
 def test_as_dict_is_json_and_complete() -> None:
     out = json.loads(json.dumps(Stats.of(TRACE).as_dict()))
     assert set(Stats.__slots__) <= set(out)
     assert out["origins"] == {"draft": 7, "residual": 2, "bonus": 2}
-    assert out["accepted_lengths"] == {"0": 2, "2": 1, "3": 1, "4": 1}
-    assert out["block_efficiency"] == 2.2
+    assert out["accepted_lengths"] == {"0": 2, "2": 1, "3": 1, "4": 1} and out["block_efficiency"] == 2.2

@@ -66,11 +66,15 @@ def model(monkeypatch: pytest.MonkeyPatch) -> CausalModel:
     return found
 
 
-def greedy(model: CausalModel, prompt: list[int]) -> list[int]:
-    ids = list(prompt)
-    for _ in range(NEW):
+ONE = foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+def greedy(model: CausalModel, prompts: list[list[int]]) -> list[list[int]]:
+    """Outputs by the family's own code."""
+    texts = [list(prompt) for prompt in prompts]
+    for ids in texts * NEW:
         ids.append(int(model.uncached(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
+    return [ids[-NEW:] for ids in texts]
 
 
 @torch.inference_mode()
@@ -78,13 +82,10 @@ def test_drafts_and_joining_rows_change_no_token(model: CausalModel) -> None:
     """Three prompts, of which two begin alike and one passes the border of a page, over two rows; some drafts are right."""
     long = [i * 7 % VOCAB for i in range(PAGE - 2)]
     prompts = [long, [*long[:8], 3, 4], [5, 6, 7]]
-    wanted = [greedy(model, prompt) for prompt in prompts]
-    params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
-    prefixes = PrefixStore(1 << 20)
+    wanted, prefixes = greedy(model, prompts), PrefixStore(1 << 20)
     drafter = Sometimes(wanted, VOCAB)
-    found, steps, _ = run(model, prompts, params, drafter=drafter, gamma=2, max_batch_size=2, prefixes=prefixes)
-    assert found == wanted and sum(step.num_accepted for step in steps) > 0
-    assert len(prefixes) > 0
+    found, steps, _ = run(model, prompts, ONE, drafter=drafter, gamma=2, max_batch_size=2, prefixes=prefixes)
+    assert found == wanted and sum(step.num_accepted for step in steps) > 0 and len(prefixes) > 0
     prefixes.clear()
     assert model.paged is not None and model.paged.pool.num_free == len(model.paged.pool._users), "every page came back"
 
@@ -92,23 +93,20 @@ def test_drafts_and_joining_rows_change_no_token(model: CausalModel) -> None:
 @torch.inference_mode()
 def test_fewer_passes_are_captured_than_made(model: CausalModel) -> None:
     assert model.paged is not None
-    params = foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     for prompt in ([1, 2], [3] * (PAGE - 1)):
-        run(model, [prompt], [params])
+        run(model, [prompt], ONE)
     assert model.paged.captures == 1 and model.paged.replays == 2 * NEW
 
 
 @torch.inference_mode()
 def test_mixtures_are_decoded_over_pages(monkeypatch: pytest.MonkeyPatch, model: CausalModel) -> None:
     """They have no other fused layers on a GPU: without pages they keep their family's own code."""
-    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     mixture = CausalModel(make("qwen3_moe", 1, vocab_size=VOCAB, hidden_size=32))
     mixture.use_fused()
     assert mixture.paged is not None and not mixture.batch_invariant
     prompts = [[5, 6, 7], [8]]
-    wanted = [greedy(mixture, prompt) for prompt in prompts]
-    params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
-    assert run(mixture, prompts, params, drafter=Sometimes(wanted, VOCAB), gamma=2)[0] == wanted
+    wanted = greedy(mixture, prompts)
+    assert run(mixture, prompts, ONE, drafter=Sometimes(wanted, VOCAB), gamma=2)[0] == wanted
 
     def refused(self: fused.FusedDecoder, max_length: int, **options: Any) -> None:
         raise LookupError("no such kernel")
@@ -128,8 +126,7 @@ def test_the_first_layers_draft_in_the_target_s_pages(monkeypatch: pytest.Monkey
     pool = target.paged.pool
     assert short.paged.pool is pool
     prompts = [[5, 6, 7, *range(PAGE - 4)], [8]]
-    wanted = [greedy(target, prompt) for prompt in prompts]
-    params = [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True) for _ in prompts]
+    wanted = greedy(target, prompts)
 
     def most_pages() -> tuple[int, int]:
         """The most pages in use, and the tokens that the draft's passes read."""
@@ -145,7 +142,7 @@ def test_the_first_layers_draft_in_the_target_s_pages(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(short.paged, "flat", flat)
         drafter = SelfDrafter(short, VOCAB)
-        outputs, _, engine = run(target, prompts, params, drafter=drafter, gamma=2, max_batch_size=2)
+        outputs, _, engine = run(target, prompts, ONE, drafter=drafter, gamma=2, max_batch_size=2)
         monkeypatch.setattr(short.paged, "flat", known)
         assert outputs == wanted and engine.draft_failures == 0
         return pool.num_pages - least, fed
@@ -162,20 +159,19 @@ def test_a_library_may_multiply(model: CausalModel, monkeypatch: pytest.MonkeyPa
     """With reproducible=False, in every pass."""
     known, counted = layers.product, []
     monkeypatch.setattr(layers, "product", lambda *given: counted.append(1) or known(*given))
-    prompts, params = [[5, 6, 7], [8]], [foresay.SamplingParams(max_new_tokens=NEW, ignore_eos=True)] * 2
-    wanted = [greedy(model, prompt) for prompt in prompts]
+    prompts = [[5, 6, 7], [8]]
+    wanted = greedy(model, prompts)
     for reproducible in (True, False):
         counted.clear()
         model.reproducible = reproducible
         model.use_fused()
-        assert run(model, prompts, params, max_batch_size=2)[0] == wanted
+        assert run(model, prompts, ONE, max_batch_size=2)[0] == wanted
         assert bool(counted) == reproducible
         assert info._same_bits(model).startswith("in passes of" if reproducible else "no: reproducible=False")
 
 
 def test_a_library_multiplies_no_quantized_weights(model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are multiplied by our kernels in any case, so the option is refused."""
-    monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(wrapping, "_arrange", lambda *_: None)  # it packs the weights for a CPU
     few_programs(monkeypatch, lambda *of: of[0].product if isinstance(of[0], FrozenLinear) else whole_product(*of))
     options = LoadOptions(reproducible=False)
@@ -252,8 +248,7 @@ def test_the_memory_of_pages_is_limited(model: CausalModel, monkeypatch: pytest.
     found = info.passes(model)
     assert found == f"fused layers, keys and values in pages of {96 * PAGE} tokens ({96 * page / 1e9:.1f} GB)"
     assert info._same_bits(model).startswith("in passes of up to 512 tokens")
-    one = foresay.SamplingParams(max_new_tokens=1)
-    sessions: list[Any] = [SimpleNamespace(engine=run(model, [[1]], [one])[2]) for _ in range(2)]
+    sessions: list[Any] = [SimpleNamespace(engine=run(model, [[1]], ONE)[2]) for _ in range(2)]
     text = Metrics().text(sessions, (), {}).decode()
     assert f"foresay_kv_cache_capacity_bytes {96.0 * page}" in text, "both engines use one pool, which counts once"
 
@@ -284,17 +279,13 @@ def test_a_pass_that_is_not_captured_is_repeated(
 ) -> None:
     """Because its capture failed, or because FORESAY_GRAPHS=0 turns captures off."""
 
-    class Refusing:
-        def __init__(self, device: torch.device) -> None:
-            pass
-
-        def __call__(self, run: passes.Replay) -> passes.Replay:
-            raise RuntimeError("operation not permitted when stream is capturing")
+    def refusing(run: passes.Replay) -> passes.Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
 
     def run() -> passes.Outputs:
         return None, {}
 
-    monkeypatch.setattr(capture, "CudaGraphs", Refusing)
+    monkeypatch.setattr(capture, "CudaGraphs", lambda device: refusing)
     gpu = torch.device("cuda")
     assert capture.capture_on(gpu)(run) is run and "not permitted" in caplog.text
     caplog.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -65,29 +66,23 @@ def test_attention_over_pages(case: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128, 160, 192, 256, 512])
-@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (24, 8), (64, 1)])
-def test_tiles_are_powers_of_two_that_fit(dim: int, heads: tuple[int, int]) -> None:
-    for is_prompt in (False, True):
+def test_tiles_are_powers_of_two_that_fit() -> None:
+    for dim, heads, is_prompt in itertools.product(
+        (16, 64, 128, 160, 192, 256, 512), ((32, 8), (8, 8), (24, 8), (64, 1)), (False, True)
+    ):
         tile = attention.tokens_per_tile(*heads, 4 * dim, is_prompt=is_prompt)
         assert tile & (tile - 1) == 0
         assert tile == 1 or tile * heads[0] // heads[1] * 4 * dim <= attention.PROMPT_LINES * attention.SHORT
 
 
-def _another_page(at: Visible) -> dict[str, torch.Tensor]:
-    return {"pages": at.pages.roll(1, 1)}
-
-
-def _all_ancestors(at: Visible) -> dict[str, torch.Tensor]:
-    return {"seen": torch.where(at.seen > 0, (at.ends - at.firsts).long().exp2().long() - 1, 0)}
-
-
-@pytest.mark.parametrize("change", [_another_page, _all_ancestors])
-def test_wrong_pages_and_masks_are_found(change: Callable[[Visible], dict[str, torch.Tensor]]) -> None:
+def test_wrong_pages_and_masks_are_found() -> None:
+    """Controls: another page, and all nodes of a tree as ancestors."""
     query, key, value, at = inputs(3, (4, 1, 16), True)
-    wrong = Visible(**{name: getattr(at, name) for name in Visible.__slots__} | change(at))
-    found, expected = attend(query, key, value, wrong, 0.25), reference(query, key, value, at, 0.25)
-    assert (found - expected).abs().max() > 1e-2
+    expected = reference(query, key, value, at, 0.25)
+    every = torch.where(at.seen > 0, (at.ends - at.firsts).long().exp2().long() - 1, 0)
+    for change in ({"pages": at.pages.roll(1, 1)}, {"seen": every}):
+        wrong = Visible(**{name: getattr(at, name) for name in Visible.__slots__} | change)
+        assert (attend(query, key, value, wrong, 0.25) - expected).abs().max() > 1e-2
 
 
 def test_a_token_has_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:

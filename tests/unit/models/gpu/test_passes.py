@@ -1,17 +1,19 @@
-"""Passes over flat tokens and pages against the family's own code, with a capture function that repeats the pass."""
+"""Passes over flat tokens and pages against the family's own code, by a capture function that repeats the pass; pages of rows."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from foresay.decoding.protocols import Logits, ModelInput
+from foresay.errors import OutOfMemoryError
 from foresay.models.gpu import attention
+from foresay.models.gpu.flat import PagedTokens, PageTable, size_of
 from foresay.models.gpu.layers import PagedLayers
-from foresay.models.gpu.pages import PagePool
+from foresay.models.gpu.pages import LayerShape, PagedCache, PagePool
 from foresay.models.gpu.passes import PagedPasses, Replay
 from foresay.models.hardware import Hardware
 from foresay.models.huggingface import fused, layer_inputs
@@ -19,34 +21,24 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.layer import Separate
 from helpers.families import make, whole_product
 from helpers.paged import PAGE, few_programs
+from helpers.refusals import refused
 
-VOCAB, HEADS = 97, (4, 2)
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"num_hidden_layers": 1}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"num_hidden_layers": 1}),
-    "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
-        {"num_hidden_layers": 2, "sliding_window": 20, "query_pre_attn_scalar": 16},
-    ),
-}
-
+VOCAB = 97
 SLIDING, FULL = "sliding_attention", "full_attention"
-MIXTURES: dict[str, dict[str, Any]] = {
+OF_GEMMA4 = [SLIDING, SLIDING, FULL, SLIDING, FULL]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "gemma2": {"num_hidden_layers": 2, "sliding_window": 20, "query_pre_attn_scalar": 16},
     "qwen3_moe": {"num_hidden_layers": 1},
     "gpt_oss": {"num_hidden_layers": 2},
     "glm4_moe": {"num_hidden_layers": 2},
     "ministral3": {"num_hidden_layers": 1},
     "olmo2": {"num_hidden_layers": 1},
-    "gemma4": {
-        "num_hidden_layers": 5,
-        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
-        "num_kv_shared_layers": 2,
-    },
+    "gemma4": {"num_hidden_layers": 5, "layer_types": OF_GEMMA4, "num_kv_shared_layers": 2},
     "gemma4_equal": {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
 }
-"""Families with experts, with queries that are scaled by their position or normalized as one vector, with inputs of layers and
-shared or equal values."""
+"""Families with windows and caps, with norms of queries and keys, with experts, with queries that are scaled by their position or
+normalized as one vector, with inputs of layers and shared or equal values."""
 
 
 def run_before(run: Replay) -> Replay:
@@ -65,32 +57,15 @@ def made(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedPasses, Causa
     monkeypatch.setattr(attention, "SPLITS", 2)
     monkeypatch.setattr(Hardware, "gpu_kernels", True)
     monkeypatch.setattr(layer_inputs, "product_of", whole_product)
-    torch.manual_seed(0)
-    if kind in MIXTURES:
-        return over_pages(make(kind, 2, vocab_size=VOCAB, max_position_embeddings=256, **MIXTURES[kind]))
-    model_class, config_class, more = KINDS[kind]
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_attention_heads": HEADS[0],
-        "num_key_value_heads": HEADS[1],
-    }
-    model = model_class(
-        config_class(vocab_size=VOCAB, head_dim=16, max_position_embeddings=256, **sizes, **more)
-    ).eval()
-    return over_pages(model)
-
-
-def over_pages(model: Any) -> tuple[PagedPasses, CausalModel]:
-    whole = fused.FusedDecoder(model)
-    decoder = whole.on_pages(256)
-    device = torch.device("cpu")
+    model = make(kind, 2, vocab_size=VOCAB, max_position_embeddings=256, **FAMILIES[kind])
+    decoder, device = fused.FusedDecoder(model).on_pages(256), torch.device("cpu")
     pool = PagePool(decoder.layers, 12, torch.float32, device)
-    passes = PagedPasses(decoder, pool, rows=4, max_length=256, device=device, capture=run_before)
+    capture = run_before if kind == "llama" else lambda run: run  # which takes half the time
+    passes = PagedPasses(decoder, pool, rows=4, max_length=256, device=device, capture=capture)
     return passes, CausalModel(model)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
+@pytest.mark.parametrize("kind", FAMILIES)
 @torch.inference_mode()
 def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill over a page's border, ragged chains with hidden states, a tree of which some tokens are kept, an idle row."""
@@ -104,11 +79,13 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
     inputs = [
         ModelInput(ids[:, : PAGE + 2], [PAGE + 2, 2], logits=Logits.NONE),
         ModelInput(ids[:, :3], [1, 3], hidden_layers=layers),
-        ModelInput(ids[:, 3:7], [4, 4], parents=parents),
+        ModelInput(ids[:, 3:7], [4, 4], parents=parents, hidden_layers=layers),
         ModelInput(ids[:, 7:9], [2, 0], logits=Logits.LAST),
         ModelInput(ids[:, 9:10], [1, 1]),
     ]
-    for step, one in enumerate(inputs):
+    if kind != "llama":
+        del inputs[1], inputs[2:]
+    for one in inputs:
         scores, hidden = passes(one, ours)
         expected = model.forward(one, theirs)
         assert ours.lengths == theirs.lengths
@@ -119,10 +96,10 @@ def test_passes_score_as_the_family_s_own_code(kind: str, monkeypatch: pytest.Mo
             for layer in one.hidden_layers:
                 found = hidden[layer][i, :count]
                 torch.testing.assert_close(found, expected.hidden[layer][i, :count], rtol=1e-4, atol=1e-4)
-        if step == 2:
+        if one.parents is not None:
             for cache in (ours, theirs):
-                cache.keep([PAGE + 3, 5], [[0, 1, 3], [0, 3]])
-    assert passes.captures == 3 and passes.replays == 4
+                cache.keep([one - 4 for one in cache.lengths], [[0, 1, 3], [0, 3]])
+    assert kind != "llama" or (passes.captures == 3 and passes.replays == 4)
 
 
 @torch.inference_mode()
@@ -153,3 +130,136 @@ def test_a_size_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for counts in ([2, 0], [1, 1], [0, 2]):
             passes(ModelInput(torch.ones(2, 2, dtype=torch.int64), counts), cache)
     assert passes.captures == 1 and passes.replays == 6
+
+
+def empty(pages: int = 8) -> tuple[PagePool, PagedCache]:
+    pool = PagePool([LayerShape(1, 2), LayerShape(2, 2)], pages, torch.float32, torch.device("cpu"))
+    return pool, PagedCache(pool)
+
+
+def write(cache: PagedCache, row: int, values: list[int]) -> None:
+    """Append one value a token, in both layers."""
+    cache.reserve(row, len(values))
+    for value in values:
+        page, at = cache.pages[row][cache.lengths[row] // attention.PAGE], cache.lengths[row] % attention.PAGE
+        for store in (*cache.pool.keys, *cache.pool.values):
+            store[page, :, at] = float(value)
+        cache.lengths[row] += 1
+
+
+def read(cache: PagedCache, row: int) -> list[int]:
+    found = [
+        [int(store[cache.pages[row][i // attention.PAGE], 0, i % attention.PAGE, 0]) for i in range(cache.lengths[row])]
+        for store in (*cache.pool.keys, *cache.pool.values)
+    ]
+    assert found.count(found[0]) == len(found)
+    if found[0]:
+        keys, values = cache.read(1, row, 1, len(found[0]))
+        assert keys.shape == (1, 2, len(found[0]), 2) and keys[0, 1, :, 1].int().tolist() == found[0]
+        assert torch.equal(keys, values)
+    return found[0]
+
+
+def test_rows_are_what_was_written_to_them() -> None:
+    """Random edits of a few rows against lists, until every page is free again."""
+    rng = random.Random(0)
+    pool, cache = empty(40)
+    texts: list[list[int]] = []
+    saved = []
+    for step in range(400):
+        act = rng.choice(["add", "write", "write", "write", "truncate", "copy", "save", "load", "swap", "drop"])
+        row = rng.randrange(len(texts)) if texts else 0
+        if act == "add" and len(texts) < 5:
+            cache.add_rows(1)
+            texts.append([])
+        elif not texts:
+            continue
+        elif act == "write" and len(texts[row]) < 150:
+            new = [step * 100 + i for i in range(rng.choice([1, 5, 70]))]
+            write(cache, row, new)
+            texts[row] += new
+        elif act == "truncate":
+            texts[row] = texts[row][: rng.choice([0, len(texts[row]), len(texts[row]) // 2])]
+            cache.truncate([len(one) for one in texts])
+        elif act in ("copy", "load"):
+            other = rng.randrange(len(texts))
+            length = rng.randrange(len(texts[other]) + 1)
+            if act == "load" and saved:
+                at = rng.randrange(len(saved))
+                length = min(length, len(saved[at][1]))
+                cache.load_prefix(row, saved[at][0], length)
+                texts[row] = saved[at][1][:length]
+            elif other != row:
+                cache.copy_prefix(other, row, length)
+                texts[row] = texts[other][:length]
+        elif act == "save" and len(saved) < 3:
+            saved.append((cache.save_prefix(row, len(texts[row])), list(texts[row])))
+        elif act == "swap":
+            other = rng.randrange(len(texts))
+            cache.swap(row, other)
+            texts[row], texts[other] = texts[other], texts[row]
+        elif act == "drop":
+            last = len(texts) - 1
+            cache.rearrange([(last, row)] if row < last else [], last)
+            texts[row] = texts[last]
+            texts.pop()
+        assert [read(cache, i) for i in range(len(texts))] == texts
+    cache.rearrange([], 0)
+    saved.clear()
+    assert pool.num_free == 40 and cache.nbytes == 0
+
+
+def test_a_shared_page_that_is_not_copied_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control."""
+    monkeypatch.setattr(PagePool, "own", lambda self, page: page)
+    with pytest.raises(AssertionError):
+        test_rows_are_what_was_written_to_them()
+
+
+def test_kept_tokens_of_a_tree_move_over_the_border_of_a_page() -> None:
+    _, cache = empty()
+    cache.add_rows(2)
+    for row in range(2):
+        write(cache, row, list(range(attention.PAGE - 2)))
+        write(cache, row, [900, 901, 902, 903, 904])
+    cache.keep([attention.PAGE - 2] * 2, [[0, 2, 4], [1]])
+    assert read(cache, 0)[-4:] == [attention.PAGE - 3, 900, 902, 904] and read(cache, 1)[-2:] == [
+        attention.PAGE - 3,
+        901,
+    ]
+
+
+def test_a_discarded_cache_gives_its_pages_back() -> None:
+    """Without a free one, a pool is out of memory."""
+    pool, cache = empty()
+    cache.add_rows(2)
+    write(cache, 0, [1])
+    write(cache, 1, [2] * 100)
+    assert pool.num_free == 5
+    del cache
+    assert pool.num_free == 8
+    _, cache = empty(2)
+    cache.add_rows(1)
+    with pytest.raises(OutOfMemoryError, match="all 2 pages of 64 tokens are in use"):
+        write(cache, 0, [1] * 200)
+
+
+def test_the_table_holds_the_rows_of_the_cache_that_runs() -> None:
+    table = PageTable(3, 4 * attention.PAGE, torch.device("cpu"))
+    address = table.pages.data_ptr()
+    for rows in ([[4, 2], [1]], [[4, 2, 7], [1]], [[5], [4, 2]]):
+        table.update(rows)
+        assert [table.pages[i, : len(one)].tolist() for i, one in enumerate(rows)] == rows
+    assert table.pages.data_ptr() == address
+
+
+def test_a_tree_of_too_many_nodes_is_refused() -> None:
+    _, cache = empty()
+    cache.add_rows(1)
+    parents = torch.tensor([[-1, *[0] * 65]])
+    with refused("nodes", 65):
+        PagedTokens.of(ModelInput(torch.zeros(1, 66, dtype=torch.int64), [66], parents=parents), cache, 4)
+
+
+def test_passes_are_padded_to_the_next_size() -> None:
+    assert [size_of(count) for count in (1, 5, 64, 65, 512)] == [1, 6, 64, 96, 512] and size_of(513) is None
