@@ -28,15 +28,12 @@ def load(name: str) -> Any:
     return module
 
 
-def test_own_model(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("own_model").main(str(chat_folder), tokens=12)
-    out = capsys.readouterr().out
-    assert "target passes" in out and "same output without a drafter: True" in out
-
-
-def test_own_model_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load("own_model").main(str(tiny.save(tmp_path)), tokens=4)
-    assert "same output without a drafter: True" in capsys.readouterr().out
+def test_own_model(chat_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a chat template, and without one."""
+    for path in (chat_folder, folder):
+        load("own_model").main(str(path), tokens=8)
+        out = capsys.readouterr().out
+        assert "target passes" in out and "same output without a drafter: True" in out
 
 
 def test_own_drafter(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,14 +85,11 @@ def test_the_notebook(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         last = tree.body[-1]
         if isinstance(last, ast.Expr):  # keep the value, which a notebook shows
             tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("shown_value", ast.Store())], last.value), last)
-            ast.fix_missing_locations(tree)
-        exec(compile(tree, "traces.ipynb", "exec"), namespace)
-        if isinstance(last, ast.Expr):
-            value = namespace["shown_value"]
-            if isinstance(value, Generation):
-                shown += 1
-                assert '<span title="' in value._repr_html_()
-                [output] = cell["outputs"]
-                assert '<span title="' in "".join(output["data"]["text/html"]), "the stored output is coloured too"
+        exec(compile(ast.fix_missing_locations(tree), "traces.ipynb", "exec"), namespace)
+        value = namespace.pop("shown_value", None)
+        if isinstance(value, Generation):
+            shown += 1
+            [output] = cell["outputs"]  # the stored one is coloured too
+            assert all('<span title="' in html for html in (value._repr_html_(), "".join(output["data"]["text/html"])))
     assert shown == 3
     assert "tokens per target pass" in capsys.readouterr().out

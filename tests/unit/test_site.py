@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
+import runpy
 from pathlib import Path
-from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
+HOOK = runpy.run_path(str(ROOT / "docs" / "theme" / "pages.py"))
+GUIDE, CHANGELOG, RESULTS = (ROOT / name for name in ("docs/how-to/gpu.md", "CHANGELOG.md", "benchmarks/RESULTS.md"))
 
 
-def hook() -> ModuleType:
-    spec = spec_from_file_location("pages", ROOT / "docs" / "theme" / "pages.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_links_of_pages_from_other_folders_lead_into_the_site() -> None:
-    pages = hook()
-    changelog, results = ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"
-    assert pages.relinked("[a](docs/how-to/gpu.md#x)", changelog, "changelog.md") == "[a](how-to/gpu.md#x)"
-    assert (
-        pages.relinked("[a](LOG.md) ![b](pareto.png)", results, "results.md") == "[a](log.md) ![b](images/pareto.png)"
-    )
-    guide = ROOT / "docs" / "how-to" / "gpu.md"
-    assert pages.relinked("[a](../../benchmarks/RESULTS.md#b)", guide, "how-to/gpu.md") == "[a](../results.md#b)"
-    for link in ("[a](https://example.org/x)", "[a](#x)", "[a](../start/serve.md)", "[a](../../src/none.py)"):
-        assert pages.relinked(link, guide, "how-to/gpu.md") == link
+@pytest.mark.parametrize(
+    ("page", "inside", "links", "wanted"),
+    [
+        (CHANGELOG, "changelog.md", "[a](docs/how-to/gpu.md#x)", "[a](how-to/gpu.md#x)"),
+        (RESULTS, "results.md", "[a](LOG.md) ![b](pareto.png)", "[a](log.md) ![b](images/pareto.png)"),
+        (GUIDE, "how-to/gpu.md", "[a](../../benchmarks/RESULTS.md#b)", "[a](../results.md#b)"),
+        *(
+            (GUIDE, "how-to/gpu.md", link, link)
+            for link in ("[a](https://example.org/x)", "[a](#x)", "[a](../start/serve.md)", "[a](../../src/none.py)")
+        ),
+    ],
+)
+def test_links_of_pages_from_other_folders_lead_into_the_site(page: Path, inside: str, links: str, wanted: str) -> None:
+    assert HOOK["relinked"](links, page, inside) == wanted
 
 
 def test_pages_from_other_folders_exist_and_are_in_the_navigation() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    site = hook().SITE
+    site = HOOK["SITE"]
     assert [path for path in site if not path.is_file()] == []
     assert {page for page in site.values() if page.endswith(".md")} <= listed

@@ -22,7 +22,6 @@ import foresay
 from foresay import ConfigError
 from foresay.models.huggingface.attention import NAME
 from helpers import tiny
-from helpers.refusals import refused
 
 TEXTS = ["hello world, hello", "a b c a b c a b", "x"]
 
@@ -50,9 +49,6 @@ def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tupl
     return plain.tolist(), fast.tolist()
 
 
-# -- the same tokens -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "ours",
     [
@@ -72,11 +68,6 @@ def test_greedy_is_what_generate_writes(model: PreTrainedModel, ours: dict[str, 
     if not ours:
         for text, row in zip(TEXTS, fast, strict=True):
             assert _both(model, _one(text), do_sample=False)[1][0][-24:] == row[-24:]
-
-
-def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
-    with refused("num_draft_tokens", 3):
-        model.generate(**_one(), custom_generate=foresay.generate, length="heuristic", num_draft_tokens=3)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -152,10 +143,7 @@ def test_stopping_criteria(model: PreTrainedModel) -> None:
     for inputs, criterion in ((_one(), After(whole[9])), (_batch(), After(whole[9])), (_one(), strings)):
         plain, fast = _both(model, inputs, do_sample=False, stopping_criteria=[criterion])
         assert fast == plain
-        if len(fast) == 1:
-            assert len(fast[0]) < length + 24 and (
-                criterion is strings or len(fast[0]) == length + whole.index(whole[9]) + 1
-            )
+        assert len(fast) > 1 or len(fast[0]) < length + 24
     timed = {"stopping_criteria": [MaxTimeCriteria(0.0)], "custom_generate": foresay.generate}
     assert model.generate(**_one(), do_sample=False, **timed).shape[1] == length + 1
 
@@ -176,9 +164,6 @@ def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> No
         unset = model.generate(**_one(), do_sample=False, **settings).tolist()
         plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=criteria, **settings)
         assert fast == plain != unset, (criteria, settings)
-
-
-# -- sampling --------------------------------------------------------------------------------------------------------
 
 
 def _sampled(model: PreTrainedModel, **kwargs: Any) -> list[list[int]]:
@@ -207,28 +192,6 @@ def test_returned_sequences_differ_and_a_dictionary_may_be_asked_for(model: PreT
     assert len({tuple(row) for row in out.tolist()}) == 3
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.7, "top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], ids=str)
-def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Which tokens may come first, by transformers' own scores, and how often: 400 draws, false alarm below 1e-6."""
-    settings = {"top_k": 0, "temperature": 3.0, **settings}
-    inputs = _one()
-    scores = model.generate(
-        **inputs, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
-    ).scores[0][0]
-    distribution = scores.float().softmax(-1)
-    rows = {name: value.repeat(400, 1) for name, value in inputs.items()}
-    out = model.generate(
-        **rows, do_sample=True, max_new_tokens=1, custom_generate=foresay.generate, seed=11, drafter="none", **settings
-    )
-    counts = torch.bincount(out[:, -1], minlength=distribution.shape[0]).float()
-    assert 1 < int((distribution > 0).sum()) < distribution.shape[0]
-    assert counts[distribution == 0].sum() == 0
-    assert float((counts / 400 - distribution).abs().sum() / 2) < 0.25
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> None:
     """Settings and other arguments: test_transformers_arguments."""
     padded = _one()
@@ -239,12 +202,10 @@ def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> Non
         ({**_one(), "drafter": "lookup"}, foresay.errors.UnknownNameError, "drafter='lookup'"),
         (padded, ConfigError, "pad on the left"),
         ({"inputs_embeds": embeddings}, ConfigError, "inputs_embeds|empty"),
+        ({**_one(), "length": "heuristic", "num_draft_tokens": 3}, ConfigError, "num_draft_tokens=3"),
     ):
         with pytest.raises(error, match=message):  # type: ignore[call-overload]
             model.generate(**given, do_sample=False, custom_generate=foresay.generate)
-
-
-# -- the model afterwards --------------------------------------------------------------------------------------------
 
 
 def _attention(model: PreTrainedModel) -> set[str]:
@@ -263,7 +224,7 @@ def test_models_are_restored(model: PreTrainedModel, training: bool) -> None:
     assert NAME not in before[0]
     model.train(training)
     model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, draft=draft)
-    assert (_attention(model), _attention(draft)) == before and model.training == training
+    assert (_attention(model), _attention(draft), model.training) == (*before, training)
     assert torch.equal(model(**_one()).logits, logits)
 
 

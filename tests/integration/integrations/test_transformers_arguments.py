@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -29,25 +29,23 @@ from helpers import tiny
 from helpers.refusals import refused
 
 ARGUMENTS = {
-    "inputs": "honoured: the prompt",
-    "generation_config": "see TREATMENTS",
-    "logits_processor": "honoured: called in order",
-    "stopping_criteria": "honoured: evaluated after each token",
-    "prefix_allowed_tokens_fn": "refused: its processor needs the row's number",
-    "synced_gpus": "refused",
-    "assistant_model": "honoured: the draft model",
-    "streamer": "honoured for one row",
-    "negative_prompt_ids": "without effect: read with guidance_scale, which is refused",
-    "negative_prompt_attention_mask": "without effect: read with guidance_scale, which is refused",
-    "custom_generate": "this function",
-    "kwargs": "see TREATMENTS, POPPED, and the arguments of the model's forward",
+    *(
+        "inputs",
+        "generation_config",
+        "logits_processor",
+        "stopping_criteria",
+        "assistant_model",
+        "streamer",
+    ),  # honoured
+    *("prefix_allowed_tokens_fn", "synced_gpus"),  # refused
+    *(
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+    ),  # without effect: read with guidance_scale, which is refused
+    *("custom_generate", "kwargs"),
 }
-POPPED = {
-    "tokenizer": "honoured: read by stop_strings",
-    "assistant_tokenizer": "refused",
-    "trust_remote_code": "without effect: read with the name of a repository as custom_generate",
-}
-"""Keywords that `generate` takes out of kwargs before it calls a callable."""
+POPPED = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
+"""Keywords that `generate` takes out of kwargs before it calls a callable: honoured, refused, without effect."""
 SETTINGS: dict[str, Any] = {
     "num_beams": 2,
     "num_beam_groups": 2,
@@ -83,23 +81,18 @@ def _generate(model: PreTrainedModel, custom_generate: Any = foresay.generate, *
 
 
 def test_the_tables_are_complete() -> None:
-    assert set(ARGUMENTS) == set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
-    source = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs) + inspect.getsource(
-        GenerationMixin.generate
-    )
-    assert set(re.findall(r'(?<!_)kwargs\.pop\("(\w+)"', source)) == set(POPPED)
+    assert set(inspect.signature(GenerationMixin.generate).parameters) - {"self"} == ARGUMENTS
+    readers = (GenerationMixin._extract_generation_mode_kwargs, GenerationMixin.generate)
+    assert set(re.findall(r'(?<!_)kwargs\.pop\("(\w+)"', "".join(map(inspect.getsource, readers)))) == POPPED
     refused = (Kind.METHOD, Kind.ADDED, Kind.UNSUPPORTED)
     assert set(SETTINGS) | {"max_time"} == {name for name, kind in TREATMENTS.items() if kind in refused}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_refused_by_name(model: PreTrainedModel, name: str) -> None:
-    more = {"top_k": 4} if name == "penalty_alpha" else {}
-    more |= {"num_beams": 2} if name == "num_beam_groups" else {}
-    named = {"num_beam_groups": "num_beams", "token_healing": "token healing"}.get(
-        name, name
-    )  # the latter by transformers
-    with pytest.raises((ConfigError, ValueError), match=named):
+    more = {"penalty_alpha": {"top_k": 4}, "num_beam_groups": {"num_beams": 2}}.get(name, {})
+    named = {"num_beam_groups": "num_beams", "token_healing": "token healing"}  # the latter by transformers
+    with pytest.raises((ConfigError, ValueError), match=named.get(name, name)):
         _generate(model, **{name: SETTINGS[name]}, **more)
 
 
@@ -126,9 +119,6 @@ def test_arguments_without_effect(model: PreTrainedModel) -> None:
     plain = _generate(model, None)
     without = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": torch.ones_like(IDS)}
     assert _generate(model, **without, trust_remote_code=False, use_cache=True, num_assistant_tokens=3) == plain
-
-
-# -- streaming -------------------------------------------------------------------------------------------------------
 
 
 class _Recorded(BaseStreamer):
@@ -161,19 +151,11 @@ def test_an_iterator_over_the_text(model: PreTrainedModel) -> None:
     tokenizer = tiny.tokenizer()
     for arguments, wanted in (({}, tokenizer.decode(_generate(model)[0][IDS.shape[1] :])), ({"num_beams": 2}, "")):
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        failures: list[Exception] = []
-
-        def decode(streamer: Any = streamer, arguments: Any = arguments, failures: list[Exception] = failures) -> None:
-            try:
-                _generate(model, functools.partial(foresay.generate, streamer=streamer), **arguments)
-            except ConfigError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=decode)
-        thread.start()
-        assert "".join(streamer) == wanted
-        thread.join()
-        assert len(failures) == len(arguments)
+        bound = functools.partial(foresay.generate, streamer=streamer)
+        with ThreadPoolExecutor(1) as thread:
+            decoding = thread.submit(_generate, model, bound, **arguments)
+            assert "".join(streamer) == wanted
+        assert isinstance(decoding.exception(), ConfigError) == bool(arguments)
 
 
 def test_a_stream_has_one_row(model: PreTrainedModel) -> None:
@@ -181,9 +163,6 @@ def test_a_stream_has_one_row(model: PreTrainedModel) -> None:
         _generate(model, inputs=IDS.repeat(2, 1), streamer=TextStreamer(tiny.tokenizer()))
     with refused("streamer"):
         _generate(model, inputs=IDS.repeat(2, 1), streamer=_Recorded())
-
-
-# -- other arguments that a callable does not receive ----------------------------------------------------------------
 
 
 def test_an_assistant_model_is_the_draft_model(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +191,8 @@ def test_stop_strings_with_their_tokenizer(model: PreTrainedModel) -> None:
 def test_what_is_not_passed_on_is_read_from_the_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a transformers version names or passes these arguments differently."""
     tokenizer, streamer, assistant = tiny.tokenizer(), _Recorded(), tiny.llama(seed=1)
-    given = {
-        "streamer": streamer,
-        "assistant_model": assistant,
-        "synced_gpus": True,
-        "tokenizer": tokenizer,
-        "assistant_tokenizer": tokenizer,
-    }
+    given: dict[str, Any] = {"streamer": streamer, "assistant_model": assistant, "synced_gpus": True}
+    given |= {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
     seen: list[dict[str, Any]] = []
 
     def custom(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:

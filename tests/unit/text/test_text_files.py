@@ -24,15 +24,11 @@ from foresay.text.text_files import (
 from helpers.refusals import refused
 
 
-@pytest.mark.parametrize(
-    ("name", "bare", "kind"),
-    [
-        ("data/a.jsonl", "data/a.jsonl", ".jsonl"), ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"),
-        ("a.b.txt.gz", "a.b.txt", ".txt"), ("a.gz", "a", ""), ("-", "-", ""),
-    ],
-)  # fmt: skip
-def test_what_a_name_says(name: str, bare: str, kind: str) -> None:
-    assert (bare_name(name), ending(name)) == (bare, kind)
+def test_names_and_endings() -> None:
+    for name, bare, kind in (
+        ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"), ("a.b.txt.gz", "a.b.txt", ".txt"), ("a.gz", "a", ""), ("-", "-", ""),
+    ):  # fmt: skip
+        assert (bare_name(name), ending(name)) == (bare, kind)
 
 
 def test_lines_are_numbered_and_empty_ones_are_passed_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -47,36 +48,27 @@ def forced(budget: int, tokenizer: Any, prompt: str, output: list[int]) -> list[
 
 
 @pytest.mark.parametrize("kind", ["special", "added", "texts"])
-@pytest.mark.parametrize("prompt", ["hi<think>", "hi<think>\n", "hi"])
-@pytest.mark.parametrize("budget", [0, 1, 5])
-def test_the_mark_follows_the_last_token_of_the_budget(kind: str, prompt: str, budget: int) -> None:
+def test_the_mark_follows_the_last_token_of_the_budget(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in MARKS)
-    assert (len(end) == 1) == (kind != "texts")
-    start = [] if "<think>" in prompt else [*tokenizer("\n ").input_ids, *begin]
     thoughts = tokenizer("abcdefgh").input_ids
-    for count in range(len(start)):
-        assert not forced(budget, tokenizer, prompt, start[:count]), "before the reasoning"
-    for count in range(8):
-        found = forced(budget, tokenizer, prompt, [*start, *thoughts[:count]])
-        assert found == (end if count >= budget else []), count
-    for count in range(len(end)):
-        assert forced(budget, tokenizer, prompt, start + thoughts[:budget] + end[:count]) == end[count:]
-    over = start + thoughts[:budget] + end
-    assert not any(forced(budget, tokenizer, prompt, over + thoughts[:count]) for count in range(8)), "after it"
-
-
-@pytest.mark.parametrize("kind", ["special", "texts"])
-def test_outputs_that_do_not_reason_are_left_alone(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
+    assert (len(end) == 1) == (kind != "texts")
+    for prompt, budget in itertools.product(("hi<think>", "hi<think>\n", "hi"), (0, 1, 5)):
+        start = [] if "<think>" in prompt else [*tokenizer("\n ").input_ids, *begin]
+        for count in range(len(start)):
+            assert not forced(budget, tokenizer, prompt, start[:count]), "before the reasoning"
+        for count in range(8):
+            found = forced(budget, tokenizer, prompt, [*start, *thoughts[:count]])
+            assert found == (end if count >= budget else []), count
+        for count in range(len(end)):
+            assert forced(budget, tokenizer, prompt, start + thoughts[:budget] + end[:count]) == end[count:]
+        over = start + thoughts[:budget] + end
+        assert not any(forced(budget, tokenizer, prompt, over + thoughts[:count]) for count in range(8)), "after it"
     for prompt, output in (
-        ("hi", "abc<think>def"),
-        ("hi<think>a</think>\n", "abc"),
-        ("hi", "<thunk>abc"),
-        ("hi", ""),
+        ("hi", "abc<think>def"), ("hi<think>a</think>\n", "abc"), ("hi", "<thunk>abc"), ("hi", ""),
         ("hi", "\n" * 65 + "<think>abc"),
-    ):
-        assert not forced(0, tokenizer, prompt, tokenizer(output).input_ids), (prompt, output)
+    ):  # fmt: skip
+        assert not forced(0, tokenizer, prompt, tokenizer(output).input_ids), "it does not reason"
 
 
 def test_hidden_tokens_are_no_text_and_other_spellings_of_the_mark_end_the_reasoning() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 
 from foresay.text.prompts import ChatOptions, encode
-from foresay.text.reasoning import REASONING, THINK, reasoning_of
+from foresay.text.reasoning import REASONING, reasoning_of
 from foresay.text.tool_calls.call_grammars import grammar_of
 from foresay.text.tool_calls.calls import Tool
 from foresay.text.tool_calls.families import FORMATS
@@ -98,8 +98,11 @@ GIVEN: list[tuple[str, dict[str, Any]]] = [("put", {"text": "a b", "count": 3}),
 ASK = {"role": "user", "content": "hello"}
 
 
-def template(calls: str, thought: str = "") -> str:
-    return (
+def family(name: str, *, special: bool = True, thought: str = "", calls: str = "") -> Any:
+    """A tokenizer with the marks of a family as tokens, and its template."""
+    one, calls = tiny.tokenizer(), calls or _CALLS[name]
+    one.add_tokens([AddedToken(text, special=special, normalized=False) for text in marks_in(calls)])
+    one.chat_template = (
         "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}<assistant>"
         + thought
         + "{{ m.content or '' }}{% if m.tool_calls %}"
@@ -107,40 +110,24 @@ def template(calls: str, thought: str = "") -> str:
         + "{% endif %}<eos>{% else %}<user>{{ m.content }}{% endif %}{% endfor %}"
         + "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-
-
-def family(name: str, *, special: bool = True, thought: str = "", calls: str = "") -> Any:
-    """A tokenizer with the marks of a family as tokens, and its template."""
-    one = tiny.tokenizer()
-    added = marks_in(calls or _CALLS[name])
-    one.add_tokens([AddedToken(text, special=special, normalized=False) for text in added])
-    one.chat_template = template(calls or _CALLS[name], thought)
     return one
 
 
-def message(calls: list[tuple[str, dict[str, Any]]], ids: list[str]) -> dict[str, Any]:
-    found = [
-        {"id": identity, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for identity, (name, arguments) in zip(ids, calls, strict=True)
-    ]
-    return {"role": "assistant", "content": None, "tool_calls": found}
-
-
-def rendered(one: Any, messages: list[Any], **more: Any) -> str:
-    options = ChatOptions(TOOLS, add_generation_prompt=more.pop("prompt", False), control_tokens=True)
+def rendered(one: Any, messages: list[Any], *, prompt: bool) -> str:
+    options = ChatOptions(TOOLS, add_generation_prompt=prompt, control_tokens=True)
     return str(one.decode(encode(messages, one, options)))
 
 
 def written(one: Any, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """The text of an assistant's calls that a template writes."""
-    ids = [f"functions.{name}:{i}" for i, (name, _) in enumerate(calls)]
-    before, text = rendered(one, [ASK], prompt=True), rendered(one, [ASK, message(calls, ids)])
+    found = [
+        {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+        for i, (name, given) in enumerate(calls)
+    ]
+    turn = {"role": "assistant", "content": None, "tool_calls": found}
+    before, text = rendered(one, [ASK], prompt=True), rendered(one, [ASK, turn], prompt=False)
     assert text.startswith(before) and text.endswith("<eos>")
     return text.removeprefix(before).removesuffix("<eos>")
-
-
-def read(name: str, one: Any, text: str, cuts: int = 3) -> tuple[str, str, list[tuple[str, str]]]:
-    return read_output(parser_of(name, SCHEMAS, reasoning=reasoning_of(one)), text, cuts)
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -150,15 +137,11 @@ def test_a_family_reads_requires_and_repeats_what_its_template_writes(name: str,
     assert has_format(one) and format_of(one).name == name, "by what the template writes"
     assert (message_format(one) is chosen) == (name == "harmony")
     many = GIVEN if chosen.parallel else GIVEN[:1]
-    text = written(one, many)
-    hidden = [
-        mark
-        for index, mark in one.added_tokens_decoder.items()
-        if mark.special and index not in visible_ids(chosen, one)
-    ]
-    assert not any(mark.content in text for mark in hidden), "the parser needs them"
+    text, shown = written(one, many), visible_ids(chosen, one)
+    hidden = [mark.content for index, mark in one.added_tokens_decoder.items() if mark.special and index not in shown]
+    assert not any(mark in text for mark in hidden), "the parser needs them"
     for cuts in (1, 7, len(text)):
-        content, reasoning, calls = read(name, one, text, cuts)
+        content, reasoning, calls = read_output(parser_of(name, SCHEMAS, reasoning=reasoning_of(one)), text, cuts)
         assert (content.strip(), reasoning) == ("", "")
         assert [(called, json.loads(arguments)) for called, arguments in calls] == many
     tools = [Tool(name, schema) for name, schema in SCHEMAS.items()]
@@ -176,48 +159,39 @@ def test_no_family_is_recognized_by_a_mark(name: str) -> None:
         format_of(one)
 
 
-def test_marks_of_one_family_in_the_calls_of_another() -> None:
-    """A shared mark with arguments of a form of its own: nothing is read as Hermes' calls."""
+def test_templates_with_marks_and_calls_of_another_form() -> None:
+    """A shared mark with arguments of a form of its own is no format; earlier calls without marks, or none, change nothing."""
     own = _FOR + "<tool_call>{{ f.name }}|" + _ARGUMENTS + "{{ k }}~" + _VALUE + "|{% endfor %}</tool_call>{% endfor %}"
     assert not has_format(family("hermes", calls=own))
-
-
-def test_calls_without_marks_are_no_form_of_the_model() -> None:
-    """A template that describes a family's marks and writes earlier calls as bare objects, or not at all."""
     for own in (_FOR + "{{ f | tojson }}{% endfor %}", ""):
-        one = family("hermes", calls="said: " + own + "{# <tool_call> #}")
-        assert format_of(one).name == "hermes"
+        assert format_of(family("hermes", calls="said: " + own + "{# <tool_call> #}")).name == "hermes"
 
 
 def test_ids_that_the_text_has_are_kept() -> None:
-    one = family("kimi_k2")
     parser = FORMATS["kimi_k2"].parser
     assert parser is not None
-    pieces = parser(SCHEMAS, False).push(written(one, GIVEN))
+    pieces = parser(SCHEMAS, False).push(written(family("kimi_k2"), GIVEN))
     assert [piece.identity for piece in pieces.calls if piece.name] == ["functions.put:0", "functions.now:1"]
 
 
 @pytest.mark.parametrize("marks", REASONING, ids=lambda one: one.begin.strip())
 def test_reasoning_of_every_family(marks: Any) -> None:
+    both = marks_in(marks.begin + marks.end)
     one = family("hermes", thought=f"{{{{ {json.dumps(marks.begin)} + 'hm' + {json.dumps(marks.end)} if m.thinks }}}}")
-    assert reasoning_of(one) in (marks, THINK) and reasoning_of(one) is marks
-    one.add_tokens([AddedToken(text, special=True, normalized=False) for text in marks_in(marks.begin + marks.end)])
+    one.add_tokens([AddedToken(text, special=True, normalized=False) for text in both])
+    assert reasoning_of(one) is marks
     for begin, is_open in ((marks.begin, False), ("", True)):
         parser = parser_of("hermes", SCHEMAS, reasoning=marks, is_open=is_open)
-        content, reasoning, _ = read_output(parser, f"{begin}Hm{marks.end}\nFour", 2)
-        assert (content, reasoning) == ("Four", "Hm")
-    visible = visible_ids(None, one, reasoning=marks)
-    assert sorted(one.convert_ids_to_tokens(visible)) == marks_in(marks.begin + marks.end)
+        assert read_output(parser, f"{begin}Hm{marks.end}\nFour", 2)[:2] == ("Four", "Hm")
+    assert sorted(one.convert_ids_to_tokens(visible_ids(None, one, reasoning=marks))) == both
     answer = grammar_of(None, [], one, reasoning=marks, answer={"const": 4})
     thought = f"{marks.begin}so\n\n\n\n{marks.end}{marks.after}"
     assert accepts(answer, thought + "4", one) and accepts(answer, "4", one)
     assert marks.after or accepts(answer, thought + "\n\n4", one)
     assert not accepts(answer, thought + "\n\n\n4", one), "line breaks without end"
-    for prompt in (marks.begin, f"{marks.begin}a{marks.end}\n"):
+    for prompt, is_open in ((marks.begin, True), (f"{marks.begin}a{marks.end}\n", False)):
         ids = one("x" + prompt, add_special_tokens=False).input_ids
-        assert marks.is_open(one, ids) == (prompt == marks.begin) and marks.is_closed(one, ids) == (
-            prompt != marks.begin
-        )
+        assert (marks.is_open(one, ids), marks.is_closed(one, ids)) == (is_open, not is_open)
 
 
 def test_a_template_without_reasoning() -> None:

@@ -29,17 +29,10 @@ TEMPLATES = {
     "pythonic": "{{ tools }}[func_name1(params_name1=params_value1)]",
     "llama3_json": "{{ tools }}<|python_tag|>",
 }
-WEATHER = Tool(
-    "weather",
-    {
-        "type": "object",
-        "properties": {"days": {"type": "integer"}, "city": {"enum": ["Rome", "Oslo"]}, "when": {"$ref": "#/$defs/w"}},
-        "required": ["city"],
-        "additionalProperties": False,
-        "$defs": {"w": {"type": "boolean"}},
-    },
-)
-TIME = Tool("time", {"type": "object", "properties": {}, "additionalProperties": False})
+CLOSED: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+CITY = {"days": {"type": "integer"}, "city": {"enum": ["Rome", "Oslo"]}, "when": {"$ref": "#/$defs/w"}}
+WEATHER = Tool("weather", {**CLOSED, "properties": CITY, "required": ["city"], "$defs": {"w": {"type": "boolean"}}})
+TIME = Tool("time", CLOSED)
 
 
 def tokenizer(template: str | None, *added: str, special: bool = True) -> Any:
@@ -49,138 +42,110 @@ def tokenizer(template: str | None, *added: str, special: bool = True) -> Any:
     return one
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_has_a_format(name: str) -> None:
-    assert format_of(tokenizer(TEMPLATES[name])).name == name
-    assert format_of(tokenizer(TEMPLATES[name]), "hermes").name == "hermes", "the choice of a user comes first"
+def test_a_template_has_a_format() -> None:
+    for name, template in TEMPLATES.items():
+        assert format_of(tokenizer(template)).name == name
+        assert format_of(tokenizer(template), "hermes").name == "hermes", "the choice of a user comes first"
+    several: Any = {"default": "{{ messages }}", "tool_use": TEMPLATES["mistral"]}
+    assert format_of(tokenizer(several)).name == "mistral"
 
 
-def test_templates_of_several_names() -> None:
-    one = tokenizer(None)
-    one.chat_template = {"default": "{{ messages }}", "tool_use": TEMPLATES["mistral"]}
-    assert format_of(one).name == "mistral"
+def test_models_without_tools() -> None:
+    class Small:
+        """A tokenizer of another library, with what foresay needs for texts alone."""
 
+        chat_template = TEMPLATES["hermes"]
+        eos_token_id = 0
 
-@pytest.mark.parametrize(
-    ("template", "param", "value"),
-    [
-        (None, "tools", None),
-        ("{{ messages }}", "tools", None),
-        ("{{ tools }}", "tool_format", "auto"),
-    ],
-)
-def test_models_without_tools(template: str | None, param: str, value: Any) -> None:
-    with refused(param, value):
-        format_of(tokenizer(template))
-    if param == "tools":
+    assert visible_ids(FORMATS["mistral"], Small(), reasoning=THINK) == ()
+    for one in (tokenizer(None), tokenizer("{{ messages }}"), Small()):
         with refused("tools"):
-            format_of(tokenizer(template), "hermes")  # the tools would not reach the model
+            format_of(one)
+    with refused("tools"):
+        format_of(tokenizer("{{ messages }}"), "hermes")  # the tools would not reach the model
+    with refused("tool_format", "auto"):
+        format_of(tokenizer("{{ tools }}"))
 
 
 def test_only_special_tokens_have_to_be_made_visible() -> None:
     chosen = FORMATS["mistral_named"]
     one = tokenizer(None, "[TOOL_CALLS]")
     assert visible_ids(chosen, one) == (one.convert_tokens_to_ids("[TOOL_CALLS]"),)
-    assert (
-        visible_ids(chosen, tokenizer(None, "[TOOL_CALLS]", special=False))
-        == visible_ids(chosen, tokenizer(None))
-        == ()
-    )
+    for other in (tokenizer(None, "[TOOL_CALLS]", special=False), tokenizer(None)):
+        assert visible_ids(chosen, other) == ()
     both = tokenizer(None, "[TOOL_CALLS]", "</think>")
     assert len(visible_ids(chosen, both)) == len(visible_ids(None, both, reasoning=THINK)) == 1
     assert len(visible_ids(chosen, both, reasoning=THINK)) == 2 and visible_ids(None, both) == ()
-
-
-def test_a_tokenizer_of_another_library() -> None:
-    """With what foresay needs for texts alone."""
-
-    class Small:
-        chat_template = TEMPLATES["hermes"]
-        eos_token_id = 0
-
-    assert visible_ids(FORMATS["mistral"], Small(), reasoning=THINK) == ()
-    with refused("tools"):
-        format_of(Small())
 
 
 def output(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
     return written(FORMATS[name], *calls)
 
 
-ROME, OSLO = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo", "when": True})
+ROME, NOW = ("weather", {"city": "Rome"}), ("time", {})
+ADDED = pytest.mark.parametrize("added", [False, True], ids=["texts", "tokens"])
+"""Marks that are texts, and marks that are special tokens."""
 
 
-@pytest.mark.parametrize("name", [name for name, one in FORMATS.items()])
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@ADDED
 def test_grammars(name: str, added: bool) -> None:
-    """With markers that are tokens, special ones too, and with markers that are texts."""
     chosen = FORMATS[name]
     one = tokenizer(None, *(marks_in(" ".join(chosen.texts)) if added else ()))
     both = grammar_of(chosen, [WEATHER, TIME], one, parallel=True)
     single = grammar_of(chosen, [WEATHER, TIME], one, parallel=False)
-    for good in ([ROME], [OSLO], [("time", {})]):
-        assert accepts(both, output(name, *good), one) and accepts(single, output(name, *good), one)
-    several = output(name, ROME, ("time", {}))
+    for good in (ROME, ("weather", {"city": "Oslo", "when": True}), NOW):
+        assert accepts(both, output(name, good), one) and accepts(single, output(name, good), one)
+    several = output(name, ROME, NOW)
     assert accepts(both, several, one) == chosen.parallel and not accepts(single, several, one)
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("weather", {}), ("weather", {"city": "Bonn"}), ("other", {}), ("time", {"city": "Rome"}),
         ("weather", {"city": "Rome", "when": 1}), ("weather", {"city": "Rome", "more": 1}),
     ]  # fmt: skip
-    for bad in wrong:
-        assert not accepts(both, output(name, bad), one), bad
-    assert not accepts(both, "", one) and not accepts(both, "text " + output(name, ROME), one)
+    for text in ("", "text " + output(name, ROME), *(output(name, bad) for bad in wrong)):
+        assert not accepts(both, text, one), text
 
 
-@pytest.mark.parametrize("added", [False, True])
+@ADDED
 def test_a_call_of_harmony_may_follow_reasoning(added: bool) -> None:
-    chosen = FORMATS["harmony"]
+    chosen, call = FORMATS["harmony"], output("harmony", NOW)
     one = tokenizer(None, *(marks_in(" ".join(chosen.texts)) if added else ()))
     grammar = grammar_of(chosen, [TIME], one, parallel=False, reasoning=REASONING[0])
     thought = "<|channel|>analysis<|message|>so, the\ntime<|end|><|start|>assistant"
-    assert accepts(grammar, thought + output("harmony", ("time", {})), one)
-    assert not accepts(grammar, thought, one) and not accepts(
-        grammar, thought[:-9] + output("harmony", ("time", {})), one
-    )
+    assert accepts(grammar, thought + call, one)
+    assert not accepts(grammar, thought, one) and not accepts(grammar, thought[:-9] + call, one)
 
 
 def test_tagged_arguments() -> None:
     """Any text of a string, the JSON of other types, required ones first, others in order."""
     chosen, one = FORMATS["qwen3_coder"], tokenizer(None)
-    schema = {
-        "properties": {
-            "note": {"type": "string"}, "text": {"type": "string"}, "count": {"type": "integer"}, "kind": {"enum": ["a", "b"]},
-        },
-        "required": ["text", "kind"],
-    }  # fmt: skip
-    grammar = grammar_of(chosen, [Tool("put", schema)], one, parallel=False)
-    text = "two\nlines of <b>"
-    assert accepts(grammar, output("qwen3_coder", ("put", {"text": text, "kind": "a"})), one)
-    assert accepts(grammar, output("qwen3_coder", ("put", {"text": "", "kind": "b", "note": "x", "count": 3})), one)
-    for bad in (
-        {"text": "x"},
-        {"text": "x", "kind": "c"},
-        {"text": "x", "kind": "a", "count": "x"},
-        {"kind": "a", "text": "x"},
+    text = {"type": "string"}
+    properties = {"note": text, "text": text, "count": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
+    tool = Tool("put", {"properties": properties, "required": ["text", "kind"]})
+    grammar = grammar_of(chosen, [tool], one, parallel=False)
+    for arguments, is_good in (
+        ({"text": "two\nlines of <b>", "kind": "a"}, True),
+        ({"text": "", "kind": "b", "note": "x", "count": 3}, True),
+        ({"text": "x"}, False),
+        ({"text": "x", "kind": "c"}, False),
+        ({"text": "x", "kind": "a", "count": "x"}, False),
+        ({"kind": "a", "text": "x"}, False),
     ):
-        assert not accepts(grammar, output("qwen3_coder", ("put", bad)), one)
+        assert accepts(grammar, output("qwen3_coder", ("put", arguments)), one) == is_good, arguments
     bounded = Tool("put", {"properties": {"text": {"type": "string", "pattern": "^a$"}}})
     with refused("tool", "put"):
         grammar_of(chosen, [bounded], one, parallel=False)
 
 
-@pytest.mark.parametrize("added", [False, True])
+@ADDED
 def test_a_grammar_after_reasoning(added: bool) -> None:
-    one = tokenizer(None, *(("</think>",) if added else ()))
+    one, call = tokenizer(None, *(("</think>",) if added else ())), output("hermes", NOW)
     grammar = grammar_of(FORMATS["hermes"], [TIME], one, parallel=True, reasoning=THINK, after_reasoning=True)
-    call = output("hermes", ("time", {}))
-    assert accepts(grammar, f"so, the time\n</think>\n\n{call}", one)
-    assert not accepts(grammar, call, one)
+    assert accepts(grammar, f"so, the time\n</think>\n\n{call}", one) and not accepts(grammar, call, one)
     mask = Grammar(grammar, one, len(one), [0]).mask_after(0)
-    before, draft = one("so, the ").input_ids, one("time\n</think>\n").input_ids
-    assert mask.forced_tokens(before) is not None and mask.forced_tokens(before + draft) is not None
-    assert mask.forced_tokens(before + one("x").input_ids) is not None and not mask._matcher.is_error(), (
-        "it is taken back"
-    )
+    before, draft, other = (one(text).input_ids for text in ("so, the ", "time\n</think>\n", "x"))
+    for ids in (before, before + draft, before + other):  # the draft is taken back
+        assert mask.forced_tokens(ids) is not None and not mask._matcher.is_error()
 
 
 @pytest.mark.parametrize(
@@ -195,19 +160,16 @@ def test_tools_that_are_no_python_calls(name: str, parameters: dict[str, Any]) -
         grammar_of(FORMATS["pythonic"], [Tool(name, parameters)], tokenizer(None), parallel=True)
 
 
-@pytest.mark.parametrize("names", [[], ["a"], ["a", "b"], ["b", "c"], ["a", "b", "c"]])
 @pytest.mark.parametrize("required", [[], ["b"], ["a", "c"]])
-def test_keyword_arguments_are_complete_and_given_once(names: list[str], required: list[str]) -> None:
+def test_keyword_arguments_are_complete_and_given_once(required: list[str]) -> None:
     """Required ones come first."""
     one = tokenizer(None)
     tool = Tool("f", {"properties": {key: {"type": "integer"} for key in "abc"}, "required": required})
     grammar = grammar_of(FORMATS["pythonic"], [tool], one, parallel=False)
-    ordered = required + [name for name in names if name not in required]
-    inside = ", ".join(f"{name}=1" for name in ordered)
-    assert accepts(grammar, f"[f({inside})]", one)
-    if required:
-        assert not accepts(grammar, "[f()]", one)
-    assert not accepts(grammar, "[f(a=1, a=1)]", one) and not accepts(grammar, f"[f({inside}, )]", one)
+    for names in ("", "a", "ab", "bc", "abc"):
+        inside = ", ".join(f"{name}=1" for name in dict.fromkeys([*required, *names]))
+        assert accepts(grammar, f"[f({inside})]", one) and not accepts(grammar, f"[f({inside}, )]", one)
+    assert accepts(grammar, "[f()]", one) == (not required) and not accepts(grammar, "[f(a=1, a=1)]", one)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +179,7 @@ def test_keyword_arguments_are_complete_and_given_once(names: list[str], require
 def test_marks_can_be_taken_back(mark: str, special: bool) -> None:
     """The grammar library's mask after a rejected mark is that of a new matcher."""
     one = tokenizer(None, mark, special=special)
-    grammar = f'start: "{{" "days" "}}" {Terminals(one)(mark)} "x"\n'
-    compiled = Grammar(grammar, one, len(one), [0])
+    compiled = Grammar(f'start: "{{" "days" "}}" {Terminals(one)(mark)} "x"\n', one, len(one), [0])
     ids = [*one("{days}").input_ids, one.convert_tokens_to_ids(mark)]
 
     def allowed(mask: Any, output: list[int]) -> Any:
