@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,9 @@ def test_without_its_package_the_model_has_its_default_without_a_head(
     assert default_drafter("org/name", LoadOptions()) == "suffix" and len(caplog.messages) == 1
 
 
-def test_the_head_is_found_without_importing_its_package(folder: Path) -> None:
-    code = "from foresay.models.sources.packaged import packaged_head as find; import sys; print(find(sys.argv[1]))"
-    code += "; assert 'foresay_smollm2' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, ALIAS], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(folder)
+def test_the_head_is_found_without_importing_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "foresay_smollm2", raising=False)
+    assert packaged_head(ALIAS) == folder and "foresay_smollm2" not in sys.modules
 
 
 @pytest.mark.slow

@@ -1,10 +1,14 @@
-"""Documentation is executed: Python blocks and commands run, and the page of the command line equals the program's help."""
+"""Documentation is executed: Python blocks, commands and examples run, and generated pages equal what the program prints."""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from foresay.cli import demo
 from foresay.cli.app import _run
 from foresay.generation.generator import Generator
+from foresay.generation.result import Generation
 from foresay.models.sources import packaged
 from foresay_lab import tune
 from foresay_lab.measure import profile
@@ -240,3 +245,78 @@ def test_the_demo_writes_the_same_both_ways_and_shows_a_difference(
     monkeypatch.setattr(Generator, "plain", other)
     assert _run(["demo", "-n", "16"]) == 1
     assert re.search(r"identical output: no, at token \d+: plain decoding has", capsys.readouterr().out)
+
+
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> dict[str, Any]:
+    """The names of an example."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_own_model(chat_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a chat template, and without one."""
+    for path in (chat_folder, folder):
+        load("own_model")["main"](str(path), tokens=8)
+        out = capsys.readouterr().out
+        assert "target passes" in out and "same output without a drafter: True" in out
+
+
+def test_own_drafter(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("own_drafter")
+    example["on_a_table"]()
+    assert "of 2 draft tokens accepted" in capsys.readouterr().out
+    example["on_a_model"](str(chat_folder), tokens=16)
+    out = capsys.readouterr().out
+    assert "same output without a drafter: True" in out
+    assert "16 tokens in 16 target passes" not in out, "no draft token was accepted"
+
+
+def test_server_and_client(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("server_and_client")["main"](str(chat_folder), tokens=8)
+    drafted, plain = capsys.readouterr().out.strip("\n").split("\n")
+    assert drafted and drafted == plain
+
+
+def test_train_head(chat_folder: Path, tmp_path: Path, shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole script, on a few prompts of few tokens: the commands that it calls run in this process."""
+    program = tmp_path / "bin" / "foresay"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" END\n')
+    program.chmod(0o755)
+    size = {"COUNT": "12", "TOKENS": "16", "MINUTES": "0.03", "BENCH_COUNT": "1"}
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = tiny.environment(PATH=path, MODEL=str(chat_folder), **size)
+    called = subprocess.run(
+        [str(EXAMPLES / "train_head.sh"), "head"], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    monkeypatch.chdir(tmp_path)
+    commands = called.stdout.split("\nEND\n")[:-1]
+    printed = [shell(*command.split("\n")) for command in commands]
+    assert [code for code, _, _ in printed] == [0, 0, 0], printed
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+    assert "hybrid(suffix, head=head)" in printed[-1][1]
+
+
+def test_the_notebook(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run in order, and those that end with a Generation show it coloured."""
+    cells = json.loads((EXAMPLES / "traces.ipynb").read_text(encoding="utf-8"))["cells"]
+    namespace: dict[str, Any] = {}
+    shown = 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        code = "".join(cell["source"]).replace('"smollm2-135m"', repr(str(chat_folder))).replace("self(28)", "self(1)")
+        tree = ast.parse(code)
+        last = tree.body[-1]
+        if isinstance(last, ast.Expr):  # keep the value, which a notebook shows
+            tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("shown_value", ast.Store())], last.value), last)
+        exec(compile(ast.fix_missing_locations(tree), "traces.ipynb", "exec"), namespace)
+        value = namespace.pop("shown_value", None)
+        if isinstance(value, Generation):
+            shown += 1
+            [output] = cell["outputs"]  # the stored one is coloured too
+            assert all('<span title="' in html for html in (value._repr_html_(), "".join(output["data"]["text/html"])))
+    assert shown == 3
+    assert "tokens per target pass" in capsys.readouterr().out

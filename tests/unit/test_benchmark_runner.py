@@ -107,20 +107,20 @@ class Fake:
 
     exact, shares_noise = True, False
 
-    def __init__(self, name: str, seconds: Sequence[float], output: int = 7) -> None:
-        self.name, self._seconds, self._output = name, iter([1.0, *seconds]), output
+    def __init__(self, name: str, *seconds: float) -> None:
+        self.name, self._seconds = name, iter([1.0, *seconds])
 
     def prepare(self, block: PromptBlock) -> None: ...
 
     def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
-        return Outcome(next(self._seconds), [[self._output] * 4 for _ in asks])
+        return Outcome(next(self._seconds), [[7] * 4 for _ in asks])
 
 
 def test_ratios_are_to_the_neighbours_in_time(common: ModuleType) -> None:
     asks = [PromptRequest("p", "", (1, 2), PromptItem("p", "text"))]
     block = PromptBlock("set", asks, 1, foresay.SamplingParams(max_new_tokens=4))
-    plain, fast = Fake("plain", [2.0, 4.0, 8.0]), Fake("fast", [1.0, 3.0])
-    found = common.compared(plain, [fast, Fake("broken", [])], block, 1, between=1)
+    plain, fast = Fake("plain", 2.0, 4.0, 8.0), Fake("fast", 1.0, 3.0)
+    found = common.compared(plain, [fast, Fake("broken")], block, 1, between=1)
     assert list(found) == ["plain", "fast"]
     assert found["fast"].gains == pytest.approx([3.0])
     assert str(found["fast"]) == "3.00x (3.00 to 3.00)"

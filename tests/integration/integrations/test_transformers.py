@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    MinNewTokensLengthLogitsProcessor,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-    StopStringCriteria,
-)
+import transformers as hf
+from transformers import PreTrainedModel
 
 import foresay
 from foresay import ConfigError
@@ -41,9 +32,8 @@ def _batch() -> dict[str, Any]:
 
 def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Outputs of transformers and of foresay."""
-    ours = {
-        name: kwargs.pop(name) for name in ("draft", "drafter", "num_draft_tokens", "length", "rule") if name in kwargs
-    }
+    names = ("draft", "drafter", "num_draft_tokens", "length", "rule")
+    ours = {name: kwargs.pop(name) for name in names if name in kwargs}
     plain = model.generate(**inputs, **kwargs)
     fast = model.generate(**inputs, **kwargs, custom_generate=foresay.generate, **ours)
     return plain.tolist(), fast.tolist()
@@ -82,7 +72,7 @@ def test_end_tokens_and_padding(model: PreTrainedModel, first: int) -> None:
     assert fast == plain and fast[0][-1] == eos[first]
 
 
-class Odd(LogitsProcessor):
+class Odd(hf.LogitsProcessor):
     """Allows odd tokens after contexts of an even length, and even ones after others."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -91,9 +81,9 @@ class Odd(LogitsProcessor):
         return scores
 
 
-PENALTY = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.7)]}
+PENALTY = {"logits_processor": [hf.RepetitionPenaltyLogitsProcessor(1.7)]}
 BIAS = {"sequence_bias": {(43,): -5.0}}
-LEAST = MinNewTokensLengthLogitsProcessor(_one()["input_ids"].shape[1], 10, 43, device="cpu")
+LEAST = hf.MinNewTokensLengthLogitsProcessor(_one()["input_ids"].shape[1], 10, 43, device="cpu")
 SETTINGS: list[tuple[dict[str, Any], bool]] = [
     *(({"repetition_penalty": 1.7}, False), ({"no_repeat_ngram_size": 2}, False)),
     *(({"min_new_tokens": 20, "eos_token_id": 43}, False), ({"min_length": 30, "eos_token_id": 43}, False)),
@@ -127,7 +117,7 @@ def test_greedy_under_settings(model: PreTrainedModel, settings: dict[str, Any],
     assert plain != unset, "the setting must matter, or this tests nothing"
 
 
-class After(StoppingCriteria):
+class After(hf.StoppingCriteria):
     def __init__(self, token: int) -> None:
         self.token = token
 
@@ -139,12 +129,12 @@ def test_stopping_criteria(model: PreTrainedModel) -> None:
     """The caller's own criteria, stop strings (as an argument: test_transformers_arguments), and a time limit."""
     tokenizer, length = tiny.tokenizer(), _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, -24:].tolist()
-    strings = StopStringCriteria(tokenizer, [tokenizer.decode(whole)[6:9]])
+    strings = hf.StopStringCriteria(tokenizer, [tokenizer.decode(whole)[6:9]])
     for inputs, criterion in ((_one(), After(whole[9])), (_batch(), After(whole[9])), (_one(), strings)):
         plain, fast = _both(model, inputs, do_sample=False, stopping_criteria=[criterion])
         assert fast == plain
         assert len(fast) > 1 or len(fast[0]) < length + 24
-    timed = {"stopping_criteria": [MaxTimeCriteria(0.0)], "custom_generate": foresay.generate}
+    timed = {"stopping_criteria": [hf.MaxTimeCriteria(0.0)], "custom_generate": foresay.generate}
     assert model.generate(**_one(), do_sample=False, **timed).shape[1] == length + 1
 
 
@@ -153,13 +143,13 @@ def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> No
     length = _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, length:].tolist()
     for criteria, settings in [
-        ([EosTokenCriteria(whole[2])], {"eos_token_id": whole[9]}),
-        ([EosTokenCriteria(whole[9])], {"eos_token_id": whole[2]}),
-        ([EosTokenCriteria(torch.tensor(whole[2]))], {"eos_token_id": whole[9], "min_new_tokens": 4}),
-        ([MaxLengthCriteria(length + 5)], {}),
-        ([MaxLengthCriteria(length + 30)], {}),
-        ([MaxLengthCriteria(length - 2)], {}),
-        ([MaxLengthCriteria(length + 30), MaxLengthCriteria(length + 7)], {"min_new_tokens": 9}),
+        ([hf.EosTokenCriteria(whole[2])], {"eos_token_id": whole[9]}),
+        ([hf.EosTokenCriteria(whole[9])], {"eos_token_id": whole[2]}),
+        ([hf.EosTokenCriteria(torch.tensor(whole[2]))], {"eos_token_id": whole[9], "min_new_tokens": 4}),
+        ([hf.MaxLengthCriteria(length + 5)], {}),
+        ([hf.MaxLengthCriteria(length + 30)], {}),
+        ([hf.MaxLengthCriteria(length - 2)], {}),
+        ([hf.MaxLengthCriteria(length + 30), hf.MaxLengthCriteria(length + 7)], {"min_new_tokens": 9}),
     ]:
         unset = model.generate(**_one(), do_sample=False, **settings).tolist()
         plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=criteria, **settings)

@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+import transformers as hf
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import foresay
@@ -28,42 +22,26 @@ from foresay.models.sources.generation_settings import TREATMENTS, Kind
 from helpers import tiny
 from helpers.refusals import refused
 
-ARGUMENTS = {
-    *(
-        "inputs",
-        "generation_config",
-        "logits_processor",
-        "stopping_criteria",
-        "assistant_model",
-        "streamer",
-    ),  # honoured
-    *("prefix_allowed_tokens_fn", "synced_gpus"),  # refused
-    *(
-        "negative_prompt_ids",
-        "negative_prompt_attention_mask",
-    ),  # without effect: read with guidance_scale, which is refused
-    *("custom_generate", "kwargs"),
-}
+ARGUMENTS = (
+    "inputs generation_config logits_processor stopping_criteria assistant_model streamer prefix_allowed_tokens_fn "
+    "synced_gpus negative_prompt_ids negative_prompt_attention_mask custom_generate kwargs"
+)
+"""Those of `generate`: honoured, from `prefix_allowed_tokens_fn` on refused, and without effect (read with guidance_scale)."""
 POPPED = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
 """Keywords that `generate` takes out of kwargs before it calls a callable: honoured, refused, without effect."""
+SWITCHES = "use_mtp is_assistant output_scores output_logits output_attentions output_hidden_states token_healing"
 SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(SWITCHES.split(), True),
     "num_beams": 2,
     "num_beam_groups": 2,
     "penalty_alpha": 0.6,
     "dola_layers": "low",
-    "use_mtp": True,
     "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 1,
-    "is_assistant": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
     "encoder_no_repeat_ngram_size": 2,
     "encoder_repetition_penalty": 1.5,
     "guidance_scale": 1.5,
     "watermarking_config": {"greenlist_ratio": 0.5},
-    "token_healing": True,
     "constraints": ["a"],
     "force_words_ids": [[5]],
 }
@@ -81,8 +59,8 @@ def _generate(model: PreTrainedModel, custom_generate: Any = foresay.generate, *
 
 
 def test_the_tables_are_complete() -> None:
-    assert set(inspect.signature(GenerationMixin.generate).parameters) - {"self"} == ARGUMENTS
-    readers = (GenerationMixin._extract_generation_mode_kwargs, GenerationMixin.generate)
+    assert set(inspect.signature(hf.GenerationMixin.generate).parameters) - {"self"} == set(ARGUMENTS.split())
+    readers = (hf.GenerationMixin._extract_generation_mode_kwargs, hf.GenerationMixin.generate)
     assert set(re.findall(r'(?<!_)kwargs\.pop\("(\w+)"', "".join(map(inspect.getsource, readers)))) == POPPED
     refused = (Kind.METHOD, Kind.ADDED, Kind.UNSUPPORTED)
     assert set(SETTINGS) | {"max_time"} == {name for name, kind in TREATMENTS.items() if kind in refused}
@@ -108,8 +86,8 @@ def test_other_arguments_are_refused_by_name(model: PreTrainedModel) -> None:
 
 def test_arguments_of_the_models_forward_are_refused_by_name() -> None:
     """GPT-2 adds an embedding for each token type."""
-    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=0)
-    gpt = GPT2LMHeadModel(config).eval()
+    config = hf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=0)
+    gpt = hf.GPT2LMHeadModel(config).eval()
     assert _generate(gpt, max_new_tokens=4, pad_token_id=0) == _generate(gpt, None, max_new_tokens=4, pad_token_id=0)
     with refused("token_type_ids"):
         _generate(gpt, max_new_tokens=4, pad_token_id=0, token_type_ids=torch.zeros_like(IDS))
@@ -150,7 +128,7 @@ def test_an_iterator_over_the_text(model: PreTrainedModel) -> None:
     """A consumer waits on another thread, also where the call is refused."""
     tokenizer = tiny.tokenizer()
     for arguments, wanted in (({}, tokenizer.decode(_generate(model)[0][IDS.shape[1] :])), ({"num_beams": 2}, "")):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        streamer = hf.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         bound = functools.partial(foresay.generate, streamer=streamer)
         with ThreadPoolExecutor(1) as thread:
             decoding = thread.submit(_generate, model, bound, **arguments)
@@ -160,7 +138,7 @@ def test_an_iterator_over_the_text(model: PreTrainedModel) -> None:
 
 def test_a_stream_has_one_row(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="batch size 1"):
-        _generate(model, inputs=IDS.repeat(2, 1), streamer=TextStreamer(tiny.tokenizer()))
+        _generate(model, inputs=IDS.repeat(2, 1), streamer=hf.TextStreamer(tiny.tokenizer()))
     with refused("streamer"):
         _generate(model, inputs=IDS.repeat(2, 1), streamer=_Recorded())
 
