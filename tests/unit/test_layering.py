@@ -83,10 +83,10 @@ ORDER = {
 Packages that are not listed only have to be free of cycles.
 """
 LAB = "foresay_lab/"
-FILES = sorted(
+FILES = dict.fromkeys(
     path.relative_to(base).as_posix()
     for base, folder in ((SOURCE, SOURCE), (SOURCE.parent, SOURCE.parent / LAB))
-    for path in folder.rglob("*.py")
+    for path in sorted(folder.rglob("*.py"))
 )
 """Paths inside `foresay`, and those of `foresay_lab` with its name."""
 

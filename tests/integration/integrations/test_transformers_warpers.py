@@ -155,7 +155,7 @@ def test_the_distribution_is_transformers(model: PreTrainedModel, own: list[Any]
 
 
 BESIDE: list[dict[str, Any]] = [
-    {},
+    *[dict[str, Any]()] * 4,
     {"temperature": 1.7, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
     {"temperature": 0.6, "top_k": 2, "repetition_penalty": 1.4, "renormalize_logits": True},
     *({"temperature": 1.3, "top_k": 20, **one} for one in ({"typical_p": 0.5}, {"epsilon_cutoff": 0.05})),

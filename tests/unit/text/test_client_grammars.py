@@ -72,6 +72,7 @@ LOST: list[tuple[str, Texts, Texts]] = [
     ('root ::= word root | "z"\nword ::= [a-z]+', ["az", "zz", "azbz"], ["z1", ""]),
     ('root ::= x | "(" root ")"\nx ::= "a" y | "ab"\ny ::= "bc" | "[" root "]"', ["abc", "(ab)", "((abc))"], ["abb"]),
     ('root ::= "x" root | ("a" | "ab") "b"', ["ab", "abb", "xxabb"], ["a"]),
+    ('root ::= ("(" root ")" | w)*\nw ::= "a" | "aab"', ["aa", "aaab", "(aa)a"], ["ab", "b"]),
     ('root ::= s "a" s | "<" root ">"\ns ::= [ ]{0,3} | " a"', ["a", "  a ", " aa", " a a"], ["b", "    a"]),
 ]
 """Grammars with recursion, whose texts a lexer of the rules without it would lose."""

@@ -71,3 +71,7 @@ def test_a_draft_is_read_back_in_the_targets_tokens() -> None:
         assert names.decode(pair.to_target(before, draft(drafted).input_ids)) == drafted
         assert pair.to_target(before, cut) == names("x").input_ids
         assert pair.to_target(before, cut[1:]) == []
+    marked = byte_fallback()
+    before, both = (marked(text, add_special_tokens=False).input_ids for text in ("the", "there"))
+    ours = TokenizerPair(marked, draft).to_target(before, draft("re").input_ids)
+    assert ours == both[len(before) :], "no space is put before them"

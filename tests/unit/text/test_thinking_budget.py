@@ -56,7 +56,7 @@ def test_the_mark_follows_the_last_token_of_the_budget(marks: Reasoning, kind: s
         )
     for prompt, output in (
         ("hi", f"abc{marks.begin}def"), (f"hi{marks.begin}a{marks.end}\n", "abc"), ("hi", "<thunk>abc"), ("hi", ""),
-        ("hi", "\n" * 65 + f"{marks.begin}abc"),
+        ("hi", "\n" * 65 + f"{marks.begin}abc"), (f"hi{marks.begin}a{marks.end}\n", f"{marks.begin}abc"),
     ):  # fmt: skip
         assert not forced(0, tokenizer, prompt, tokenizer(output).input_ids, marks), "it does not reason"
 
