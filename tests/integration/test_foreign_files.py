@@ -185,7 +185,10 @@ def head(tmp_path: Path) -> Path:
         ({"rope_theta": 0}, "rope_theta should be greater than 0"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "rope_scaling.rope_type should be"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e9}}, "partial_rotary_factor should"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e9}},
+            "partial_rotary_factor should be",
+        ),
         ({"max_position_embeddings": -1}, "max_position_embeddings should be"),
         ({"vocab_size": [40]}, "vocab_size should be a valid integer"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "layer_ids=['a'] must be numbers of layers"),

@@ -26,7 +26,7 @@ ARGUMENTS = (
     "inputs generation_config logits_processor stopping_criteria assistant_model streamer prefix_allowed_tokens_fn "
     "synced_gpus negative_prompt_ids negative_prompt_attention_mask custom_generate kwargs"
 )
-"""Those of `generate`: honoured, from `prefix_allowed_tokens_fn` on refused, and without effect (read with guidance_scale)."""
+"""Arguments of `generate`: honoured, from `prefix_allowed_tokens_fn` on refused, and (from negative_prompt_ids on) unused."""
 POPPED = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
 """Keywords that `generate` takes out of kwargs before it calls a callable: honoured, refused, without effect."""
 SWITCHES = "use_mtp is_assistant output_scores output_logits output_attentions output_hidden_states token_healing"

@@ -78,7 +78,7 @@ def test_whatever_it_is_it_ends(name: str, shared: SchemaCompiler) -> None:
     ids=["memory", "processor time", "time"],
 )
 def test_each_limit_is_met(limits: dict[str, Any], compiler: Make) -> None:
-    """What was refused is tried again, by a process that outlives what it tries."""
+    """A refused schema is tried again, by a process that outlives what it tries."""
     before, one = processes(), compiler(**limits)
     for _ in range(1 if limits["cpu_s"] == 1 else 2):
         with refused("schema"):

@@ -36,7 +36,7 @@ def forced(budget: int, tokenizer: Any, prompt: str, output: list[int], marks: R
     ids=lambda one: one if isinstance(one, str) else one.begin.strip(),
 )
 def test_the_mark_follows_the_last_token_of_the_budget(marks: Reasoning, kind: str) -> None:
-    """Of every family, whether the output begins inside the reasoning or not."""
+    """With the marks of every family, whether the output begins inside the reasoning or not."""
     tokenizer = tokenizer_of(kind, marks)
     begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in (marks.begin, marks.end))
     thoughts = tokenizer("abcdefgh").input_ids
