@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,19 @@ def note(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "foresay.json").read_text())  # type: ignore[no-any-return]
 
 
-def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -> None:
+def test_it_is_small_and_its_note_has_what_made_it(folder: Path, note: dict[str, Any]) -> None:
     assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
-    root = Path(foresay.__file__).parents[2]
-    assert (root / note["command"].split()[0]).is_file()
-    assert (
-        note["target"] == ALIAS and note["minutes"] > 1 and note["prompts"] and note["provenance"]["versions"]["torch"]
-    )
+    package = Path(foresay.__file__).parent
+    assert (package.parents[1] / note["command"].split()[0]).is_file()
+    assert note["target"] == ALIAS and note["minutes"] > 1 and note["provenance"]["versions"]["torch"]
     assert all(len(one["sha256"]) == 64 and one["outputs"] > 100 for one in note["outputs"].values())
-    forbidden = ("mt_bench", "humaneval", "hellaswag", "mmlu", "test")
-    assert not any(word in name.lower() for name in note["prompts"] for word in forbidden), (
-        "learned from what is measured on"
-    )
+    measured = re.compile("mt_bench|humaneval|hellaswag|mmlu|test", re.IGNORECASE)
+    assert note["prompts"] and not any(map(measured.search, note["prompts"])), "learned from what is measured on"
     head = read_draft(folder)
     assert head.config.vocab_size == 49152 and head.module.lm_head is None
+    files = [path for path in package.rglob("*") if "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files if path.is_file()) < 4e6, "foresay itself is small"
 
 
 def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,36 +90,30 @@ def test_without_its_package_the_model_has_its_default_without_a_head(
     assert default_drafter("org/name", LoadOptions()) == "suffix" and len(caplog.messages) == 1
 
 
-def test_the_head_is_found_without_importing_its_package(folder: Path) -> None:
-    code = "from foresay.models.sources.packaged import packaged_head as find; import sys; print(find(sys.argv[1]))"
-    code += "; assert 'foresay_smollm2' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, ALIAS], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(folder)
-
-
-def test_the_package_of_foresay_itself_is_small() -> None:
-    files = [path for path in Path(foresay.__file__).parent.rglob("*") if "__pycache__" not in path.parts]
-    assert sum(path.stat().st_size for path in files if path.is_file()) < 4e6
+def test_the_head_is_found_without_importing_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "foresay_smollm2", raising=False)
+    assert packaged_head(ALIAS) == folder and "foresay_smollm2" not in sys.modules
 
 
 @pytest.mark.slow
-def test_what_drafts_unless_told_otherwise_changes_no_text() -> None:
+def test_what_drafts_by_default_changes_no_text() -> None:
     """Greedy or by a seed, alone or in a batch, under the length that adapts to a clock."""
     model = foresay.load(ALIAS)
-    prompts = [
-        [{"role": "user", "content": text}] for text in ("Why is the sea salt?", "Name three birds.", "Count to ten.")
-    ]
-    params = [foresay.SamplingParams(max_new_tokens=24, temperature=t, seed=5) for t in (0.0, 0.8, 0.0)]
-    wanted = [one.token_ids for one in model.plain().generate(prompts, params)]
-    together = model.generate(prompts, params)
-    alone = [model.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    assert [one.token_ids for one in together] == [one.token_ids for one in alone] == wanted
-    drafted = []
-    for drafter in (model.drafter_name, "suffix"):  # at a constant length, which no clock decides
-        done = foresay.change(model, drafter=drafter, length=4).generate(prompts, params)
-        assert [one.token_ids for one in done] == wanted
-        drafted.append(sum(one.stats.num_drafted for one in done))
-    assert drafted[0] > 2 * drafted[1], "the head takes part"
+    texts = ("Why is the sea salt?", "Name three birds.", "Count to ten.")
+    prompts = [[{"role": "user", "content": text}] for text in texts]
+    params = [foresay.SamplingParams(max_new_tokens=20, temperature=t, seed=5) for t in (0.0, 0.8, 0.0)]
+
+    def outputs(generator: foresay.Generator) -> tuple[list[list[int]], int]:
+        done = generator.generate(prompts, params)
+        return [one.token_ids for one in done], sum(one.stats.num_drafted for one in done)
+
+    wanted, _ = outputs(model.plain())
+    assert outputs(model)[0] == wanted
+    assert [model.generate(*one).token_ids for one in zip(prompts, params, strict=True)] == wanted
+    (with_head, drafted), (without, fewer) = (  # at a constant length, which no clock decides
+        outputs(foresay.change(model, drafter=drafter, length=4)) for drafter in (model.drafter_name, "suffix")
+    )
+    assert with_head == without == wanted and drafted > 2 * fewer, "the head takes part"
 
 
 @pytest.mark.long

@@ -1,10 +1,14 @@
-"""Documentation is executed: Python blocks and commands run, and the page of the command line equals the program's help."""
+"""Documentation is executed: Python blocks, commands and examples run, and generated pages equal what the program prints."""
 
 from __future__ import annotations
 
-import importlib.util
+import ast
+import json
+import os
 import re
+import runpy
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from foresay.cli import demo
 from foresay.cli.app import _run
 from foresay.generation.generator import Generator
+from foresay.generation.result import Generation
 from foresay.models.sources import packaged
 from foresay_lab import tune
 from foresay_lab.measure import profile
@@ -77,7 +82,7 @@ def run_page(text: str, page: str, shell: tiny.Shell, capsys: pytest.CaptureFixt
 def test_the_readmes_trace_runs_with_the_real_model(smollm2_folder: Path, shell: tiny.Shell) -> None:
     """With its default drafter, the packaged head, as a new user runs it; the other blocks run with the small model."""
     [command] = [line for line in commands(read("README.md")) if "--trace" in line]
-    out, err = run_line(shell, command)
+    out, err = run_line(shell, command.replace("-n 64", "-n 16"))
     assert "[draft]" in out and err == ""
 
 
@@ -89,11 +94,7 @@ PAGES = {
     "docs/start/does-it-pay.md": ["plain", "max_gram"],
     "docs/how-to/choose-a-drafter.md": [],
     "docs/how-to/train-a-head.md": [
-        "measured on 2,048 tokens",
-        "True\n",
-        "draft tokens were accepted",
-        "tokens per pass",
-        "head(head)",
+        *("measured on 2,048 tokens", "True\n", "draft tokens were accepted", "tokens per pass", "head(head)"),
         "calibration error",
     ],
     "docs/how-to/ngram-tables.md": ["most frequent: ", "tokens drafted"],
@@ -117,6 +118,26 @@ OTHERS = {
 """Pages with blocks that are run elsewhere."""
 
 
+SHORTER = {
+    "--minutes 0.2 ": "--minutes 0.02 ",
+    "--count 24 -n 32": "--count 10 -n 32",
+    "--dtype fp32 --count 6 -n 32": "--dtype fp32 --count 6 -n 8",
+    "--count 12 -n 24": "--count 4 -n 8",
+    "tune --recording answers.jsonl": "tune --recording answers.jsonl --minutes 0.1",
+    "--count 6 -n 32": "--count 2 -n 16",
+    "--count 6 -n 24": "--count 2 -n 8",
+    '." -n 24': '." -n 8',
+}
+"""Parts of commands, and what takes less time."""
+
+
+def shortened(page: str) -> str:
+    text = read(page)
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return text
+
+
 def test_every_page_with_blocks_is_run() -> None:
     pages = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
     assert {page for page in pages if blocks(read(page), "python|console")} == {*PAGES, *OTHERS} - {"README.md"}
@@ -131,8 +152,7 @@ def test_a_page_runs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Makefile").write_text(read("Makefile")[:600])
     [small] = (small_cache / "models").iterdir()
-    text = read(page).replace("Qwen/Qwen2.5-0.5B-Instruct", str(small)).replace("--minutes 0.2 ", "--minutes 0.02 ")
-    text = text.replace("--count 24 -n 32", "--count 10 -n 32")
+    text = shortened(page).replace("Qwen/Qwen2.5-0.5B-Instruct", str(small))
     out, err = run_page(text, page, tiny.Shell(monkeypatch, capsys), capsys)
     assert out.strip() and all(part in out for part in PAGES[page]), out
     assert page != "README.md" or err == ""
@@ -147,7 +167,7 @@ def test_the_page_of_workers(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(processes, "Processes", InProcess)
-    *lines, last = commands(read("docs/how-to/several-machines.md"))
+    *lines, last = commands(shortened("docs/how-to/several-machines.md"))
     with monkeypatch.context() as small:
         small.setenv("FORESAY_CACHE", str(small_cache))
         for line in lines:
@@ -175,25 +195,13 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(profile, "profile_path", lambda *_: tmp_path / "kept.json")
 
 
-SHORTER = {
-    "tune --recording answers.jsonl": "tune --recording answers.jsonl --minutes 0.1",
-    "--count 6 -n 32": "--count 2 -n 16",
-    "--count 6 -n 24": "--count 2 -n 8",
-    '." -n 24': '." -n 8',
-}
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("brief", "small_alias")
 def test_the_tour_of_measurements(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In order, with fewer tokens, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    text = read("docs/how-to/reproduce-a-benchmark.md")
-    for long, short in SHORTER.items():
-        assert text.count(long) == 1, long
-        text = text.replace(long, short)
-    printed = {}
-    for line in commands(text):
+    printed = dict[str, str]()
+    for line in commands(shortened("docs/how-to/reproduce-a-benchmark.md")):
         out, err = run_line(shell, line)
         printed.setdefault(line.split()[1], out)
         assert err == "" or line.startswith(("foresay generate", "foresay tune"))
@@ -209,21 +217,18 @@ def test_the_tour_of_measurements(shell: tiny.Shell, monkeypatch: pytest.MonkeyP
     ("script", "page"), [("cli_help", "cli"), ("published_drafts", "published-drafts"), ("models_page", "models")]
 )
 def test_a_generated_page_is_the_programs(script: str, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
-    assert spec is not None
-    assert spec.loader is not None
     for name in ("COLUMNS", "TERM", "NO_COLOR"):
         monkeypatch.setenv(name, "")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    program = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))
     written = (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
-    assert module.page() == written, "run scripts/docs"
+    assert program["page"]() == written, "run scripts/docs"
 
 
 def test_the_demo_writes_the_same_both_ways_and_shows_a_difference(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the real model. Negative control: with plain decoding that writes something else, the demo fails."""
+    monkeypatch.setattr(demo, "PROMPTS", demo.PROMPTS[:1])
     assert _run(["demo", "-n", "16"]) == 0
     out = capsys.readouterr().out
     assert "identical output: yes" in out and re.search(r"^foresay +\d+ .*x", out, re.MULTILINE)
@@ -238,6 +243,80 @@ def test_the_demo_writes_the_same_both_ways_and_shows_a_difference(
         return plain
 
     monkeypatch.setattr(Generator, "plain", other)
-    monkeypatch.setattr(demo, "PROMPTS", demo.PROMPTS[:1])
     assert _run(["demo", "-n", "16"]) == 1
     assert re.search(r"identical output: no, at token \d+: plain decoding has", capsys.readouterr().out)
+
+
+EXAMPLES = ROOT / "examples"
+
+
+def load(name: str) -> dict[str, Any]:
+    """The names of an example."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_own_model(chat_folder: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a chat template, and without one."""
+    for path in (chat_folder, folder):
+        load("own_model")["main"](str(path), tokens=8)
+        out = capsys.readouterr().out
+        assert "target passes" in out and "same output without a drafter: True" in out
+
+
+def test_own_drafter(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("own_drafter")
+    example["on_a_table"]()
+    assert "of 2 draft tokens accepted" in capsys.readouterr().out
+    example["on_a_model"](str(chat_folder), tokens=16)
+    out = capsys.readouterr().out
+    assert "same output without a drafter: True" in out
+    assert "16 tokens in 16 target passes" not in out, "no draft token was accepted"
+
+
+def test_server_and_client(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("server_and_client")["main"](str(chat_folder), tokens=8)
+    drafted, plain = capsys.readouterr().out.strip("\n").split("\n")
+    assert drafted and drafted == plain
+
+
+def test_train_head(chat_folder: Path, tmp_path: Path, shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole script, on a few prompts of few tokens: the commands that it calls run in this process."""
+    program = tmp_path / "bin" / "foresay"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" END\n')
+    program.chmod(0o755)
+    size = {"COUNT": "12", "TOKENS": "16", "MINUTES": "0.03", "BENCH_COUNT": "1"}
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = tiny.environment(PATH=path, MODEL=str(chat_folder), **size)
+    called = subprocess.run(
+        [str(EXAMPLES / "train_head.sh"), "head"], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    monkeypatch.chdir(tmp_path)
+    commands = called.stdout.split("\nEND\n")[:-1]
+    printed = [shell(*command.split("\n")) for command in commands]
+    assert [code for code, _, _ in printed] == [0, 0, 0], printed
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+    assert "hybrid(suffix, head=head)" in printed[-1][1]
+
+
+def test_the_notebook(chat_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run in order, and those that end with a Generation show it coloured."""
+    cells = json.loads((EXAMPLES / "traces.ipynb").read_text(encoding="utf-8"))["cells"]
+    namespace: dict[str, Any] = {}
+    shown = 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        code = "".join(cell["source"]).replace('"smollm2-135m"', repr(str(chat_folder))).replace("self(28)", "self(1)")
+        tree = ast.parse(code)
+        last = tree.body[-1]
+        if isinstance(last, ast.Expr):  # keep the value, which a notebook shows
+            tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("shown_value", ast.Store())], last.value), last)
+        exec(compile(ast.fix_missing_locations(tree), "traces.ipynb", "exec"), namespace)
+        value = namespace.pop("shown_value", None)
+        if isinstance(value, Generation):
+            shown += 1
+            [output] = cell["outputs"]  # the stored one is coloured too
+            assert all('<span title="' in html for html in (value._repr_html_(), "".join(output["data"]["text/html"])))
+    assert shown == 3
+    assert "tokens per target pass" in capsys.readouterr().out

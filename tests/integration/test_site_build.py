@@ -1,14 +1,18 @@
-"""The documentation builds strictly, with tables of arguments, and with the pages that lie in other folders."""
+"""The documentation builds strictly, with tables of arguments, and with pages of other folders, whose links lead into it."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 from helpers.site import built
 
+ROOT = Path(__file__).parents[2]
+HOOK = runpy.run_path(str(ROOT / "docs" / "theme" / "pages.py"))
+GUIDE, CHANGELOG, RESULTS = (ROOT / name for name in ("docs/how-to/gpu.md", "CHANGELOG.md", "benchmarks/RESULTS.md"))
 pytestmark = pytest.mark.slow
 
 
@@ -22,9 +26,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(page: str, after: str) -> list[str]:
     """The names in the first table after an anchor."""
     table = page[page.index(f'id="{after}"') :].partition("</table>")[0]
-    return re.findall(
-        r"<code>(\**\w+)</code>", "".join(re.findall(r"<tr class=\"doc-section-item\">.*?</td>", table, re.DOTALL))
-    )
+    cells = "".join(re.findall(r"<tr class=\"doc-section-item\">.*?</td>", table, re.DOTALL))
+    return re.findall(r"<code>(\**\w+)</code>", cells)
 
 
 def test_arguments_and_attributes_are_tables(site: Path) -> None:
@@ -36,13 +39,30 @@ def test_arguments_and_attributes_are_tables(site: Path) -> None:
     assert "<code>256</code>" in page and "_Int(" not in page, "defaults without their private wrapper"
 
 
-def test_pages_of_other_folders_are_linked(site: Path) -> None:
+def test_pages_of_other_folders_are_linked_and_no_program_is_in_the_site(site: Path) -> None:
     for name in ("changelog.html", "log.html", "images/pareto.png"):
         assert (site / name).is_file()
     assert 'href="log.html"' in (site / "results.html").read_text(encoding="utf-8")
-    guide = (site / "how-to" / "choose-a-drafter.html").read_text(encoding="utf-8")
-    assert 'href="../results.html"' in guide
-
-
-def test_no_template_or_program_is_in_the_site(site: Path) -> None:
+    assert 'href="../results.html"' in (site / "how-to" / "choose-a-drafter.html").read_text(encoding="utf-8")
     assert [path.name for path in (site / "theme").rglob("*") if path.suffix not in (".css", ".js")] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "inside", "links", "wanted"),
+    [
+        (CHANGELOG, "changelog.md", "[a](docs/how-to/gpu.md#x)", "[a](how-to/gpu.md#x)"),
+        (RESULTS, "results.md", "[a](LOG.md) ![b](pareto.png)", "[a](log.md) ![b](images/pareto.png)"),
+        (GUIDE, "how-to/gpu.md", "[a](../../benchmarks/RESULTS.md#b)", "[a](../results.md#b)"),
+        *((GUIDE, "how-to/gpu.md", link, link) for link in ("[a](https://example.org/x)", "[a](#x)")),
+        *((GUIDE, "how-to/gpu.md", link, link) for link in ("[a](../start/serve.md)", "[a](../../src/none.py)")),
+    ],
+)
+def test_links_of_pages_from_other_folders_lead_into_the_site(page: Path, inside: str, links: str, wanted: str) -> None:
+    assert HOOK["relinked"](links, page, inside) == wanted
+
+
+def test_pages_from_other_folders_exist_and_are_in_the_navigation() -> None:
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    site = HOOK["SITE"]
+    assert [path for path in site if not path.is_file()] == []
+    assert {page for page in site.values() if page.endswith(".md")} <= listed

@@ -42,17 +42,14 @@ def parsed(common: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str)
     return common.parsed(common.arguments("First line.\nSecond.", parts=["one"], repeats=3))
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "expected"),
-    [
+def test_instruction_sets(common: ModuleType) -> None:
+    for cpuinfo, expected in (
         ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16\n", ["AVX2", "AVX-512", "VNNI", "BF16"]),
         ("flags : fpu avx2 avx_vnni amx_tile", ["AVX2", "AVX-VNNI", "AMX"]),
         ("Features\t: fp asimd asimddp i8mm bf16", ["dotprod", "i8mm", "BF16"]),
         ("", []),
-    ],
-)
-def test_instruction_sets(common: ModuleType, cpuinfo: str, expected: list[str]) -> None:
-    assert common.instruction_sets(cpuinfo) == expected
+    ):
+        assert common.instruction_sets(cpuinfo) == expected
 
 
 def test_a_published_table_names_what_it_was_measured_on(
@@ -72,35 +69,26 @@ def test_a_published_table_names_what_it_was_measured_on(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"gain": 1.2346, "count": 7}
 
 
-def test_nothing_is_written_unless_asked(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_is_written_on_request_and_a_new_one_is_added_at_the_end(
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = common.RESULTS.read_text(encoding="utf-8")
     common.publish("a", {"gain": 1.0}, parsed(common, monkeypatch), legend=LEGEND)
     assert common.RESULTS.read_text(encoding="utf-8") == before
-
-
-def test_a_new_section_is_added_at_the_end(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     common.publish("a", {"gain": 1.0}, parsed(common, monkeypatch, "--write", "--section", "b"), legend=LEGEND)
     text = common.RESULTS.read_text(encoding="utf-8")
     assert "<!-- a -->\nold\n<!-- /a -->" in text
     assert text.index("<!-- b -->\n### benchmarks/a.py") > text.index("end")
 
 
-@pytest.mark.parametrize(
-    ("commit", "more", "error"), [(None, [], "git checkout"), ("0123456789", ["--quick"], "--quick")]
-)
 def test_write_is_refused(
-    common: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    commit: str | None,
-    more: list[str],
-    error: str,
+    common: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(common, "commit", lambda: commit)
-    with pytest.raises(SystemExit) as raised:
-        parsed(common, monkeypatch, "--write", *more)
-    assert raised.value.code == 2
-    assert error in capsys.readouterr().err
+    for commit, more, error in ((None, [], "git checkout"), ("0123456789", ["--quick"], "--quick")):
+        monkeypatch.setattr(common, "commit", lambda commit=commit: commit)
+        with pytest.raises(SystemExit) as raised:
+            parsed(common, monkeypatch, "--write", *more)
+        assert raised.value.code == 2 and error in capsys.readouterr().err
 
 
 def test_figures_before_a_failing_part_are_published(common: ModuleType) -> None:
@@ -119,20 +107,20 @@ class Fake:
 
     exact, shares_noise = True, False
 
-    def __init__(self, name: str, seconds: Sequence[float], output: int = 7) -> None:
-        self.name, self._seconds, self._output = name, iter([1.0, *seconds]), output
+    def __init__(self, name: str, *seconds: float) -> None:
+        self.name, self._seconds = name, iter([1.0, *seconds])
 
     def prepare(self, block: PromptBlock) -> None: ...
 
     def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
-        return Outcome(next(self._seconds), [[self._output] * 4 for _ in asks])
+        return Outcome(next(self._seconds), [[7] * 4 for _ in asks])
 
 
 def test_ratios_are_to_the_neighbours_in_time(common: ModuleType) -> None:
     asks = [PromptRequest("p", "", (1, 2), PromptItem("p", "text"))]
     block = PromptBlock("set", asks, 1, foresay.SamplingParams(max_new_tokens=4))
-    plain, fast = Fake("plain", [2.0, 4.0, 8.0]), Fake("fast", [1.0, 3.0])
-    found = common.compared(plain, [fast, Fake("broken", [])], block, 1, between=1)
+    plain, fast = Fake("plain", 2.0, 4.0, 8.0), Fake("fast", 1.0, 3.0)
+    found = common.compared(plain, [fast, Fake("broken")], block, 1, between=1)
     assert list(found) == ["plain", "fast"]
     assert found["fast"].gains == pytest.approx([3.0])
     assert str(found["fast"]) == "3.00x (3.00 to 3.00)"
@@ -184,12 +172,7 @@ def unnamed(text: str) -> list[str]:
 
 def test_every_published_table_names_processor_date_and_commit() -> None:
     text = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
-    assert text.count("|---|") >= 12
-    assert unnamed(text) == []
-
-
-def test_a_table_without_them_is_found() -> None:
-    assert unnamed("## A\n\nAMD EPYC (AVX2); 2026-11-24.\n\n| a | b |\n|---|---|\n") == ["| a | b |"]
+    assert text.count("|---|") >= 12 and unnamed(text) == []
+    assert unnamed("## A\n\nAMD EPYC (AVX2); 2026-11-24.\n\n| a | b |\n|---|---|\n") == ["| a | b |"], "control"
     named = "AMD EPYC (AVX2); 2026-11-24;\ncommit dfa266a.\n\n| a | b |\n|---|---|\n"
-    assert unnamed(named) == []
-    assert unnamed(f"{named}\nMore.\n\n| c |\n|---|\n") == ["| c |"]
+    assert unnamed(named) == [] and unnamed(f"{named}\nMore.\n\n| c |\n|---|\n") == ["| c |"]

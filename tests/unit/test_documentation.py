@@ -1,4 +1,4 @@
-"""Documentation is complete and consistent: commands, environment variables, public names, fields and settings.
+"""Documentation is complete and consistent: commands, environment variables, public names, arguments, fields and settings.
 
 Each check is a function from texts to defects. A test asserts that the repository has none, and that a planted defect is
 found. Links within docs/ and the navigation are checked by the strict build of the site (tests/integration/test_site_build.py).
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import inspect
 import json
 import re
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -280,6 +284,86 @@ def test_routes_keys_methods_and_errors_are_in_the_reference() -> None:
     assert names and [name for name in names if f"| `{name}` |" not in page("reference/errors.md")] == []
 
 
-def test_pages_are_short() -> None:
-    long = {p.name: n for p, text in texts().items() if DOCS in p.parents and (n := text.count("\n")) > 250}
-    assert set(long) == {"cli.md"}, "the generated page alone"
+# Tables of arguments
+
+
+@cache
+def public_objects() -> dict[str, Any]:
+    """Everything that the page shows, by path."""
+    paths = re.findall(r"^::: ([\w.]+)\.(\w+)$", page("reference/api.md"), re.MULTILINE)
+    return {f"{module}.{name}": getattr(importlib.import_module(module), name) for module, name in paths}
+
+
+def functions_of(one: Any) -> Iterator[tuple[str, Any]]:
+    """The functions of a public object; methods that another public class documents are left out."""
+    if not inspect.isclass(one):
+        yield one.__name__, one
+        return
+    bases = [base for base in one.__mro__[1:] if base in public_objects().values()]
+    for name, member in vars(one).items():
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        shown = name == "__init__" or not name.startswith("_")
+        written = inspect.isfunction(function) and function.__code__.co_filename == inspect.getsourcefile(one)
+        if shown and written and not any(name in vars(base) for base in bases):
+            yield f"{one.__name__}.{name}", function
+
+
+def parameters(function: Any) -> list[str]:
+    """Parameters with the stars that a table needs."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    found = inspect.signature(function).parameters.values()
+    return [stars.get(one.kind, "") + one.name for one in found if one.name not in ("self", "cls")]
+
+
+def documented(docstring: str | None) -> list[str]:
+    """Names in the table of arguments of a docstring."""
+    block = re.search(r"^Args:\n((?:    .*\n|\n)*)", inspect.cleandoc(docstring or "") + "\n", re.MULTILINE)
+    return re.findall(r"^    (\*{0,2}\w+): \S", block[1], re.MULTILINE) if block else []
+
+
+def unexplained_fields(one: type) -> list[str]:
+    """Names without underscore that the body of a class sets or annotates without a string after them."""
+    [body] = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(one))).body if hasattr(node, "body")]
+    out = []
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(target, ast.Name) and not target.id.startswith("_") and not is_text:
+            out.append(target.id)
+    return out
+
+
+def test_every_parameter_and_field_of_public_objects_is_in_a_table() -> None:
+    found = [each for one in public_objects().values() for each in functions_of(one)]
+    classes = [one for one in public_objects().values() if inspect.isclass(one)]
+    assert len(found) > 100 and len(classes) > 40
+    wrong = {name: (has, needs) for name, f in found if (has := documented(f.__doc__)) != (needs := parameters(f))}
+    assert wrong == {}
+    assert {one.__name__: names for one in classes if (names := unexplained_fields(one))} == {}
+
+    @dataclasses.dataclass
+    class Broken:
+        one: int
+        """One."""
+        two: int = 2
+        three = 3
+
+        def run(self, a: int, *more: int, **rest: int) -> None:
+            """Run.
+
+            Args:
+                a: The first: a
+                    number.
+                rest: The others.
+
+            Raises:
+                b: Never.
+            """
+
+    [(name, run)] = functions_of(Broken)
+    assert name == "Broken.run"
+    assert parameters(run) == ["a", "*more", "**rest"] and documented(run.__doc__) == ["a", "rest"]
+    assert unexplained_fields(Broken) == ["two", "three"]
+    assert documented("Run. a: The first.") == [] == documented(None), "control"

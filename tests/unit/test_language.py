@@ -21,17 +21,8 @@ VENDORED = "src/foresay/server/page/vendor/marked.umd.js"
 LISTS = ("tests/helpers/language.py", "tests/unit/test_language.py", VENDORED)
 """The list of words, its test, and a file of others."""
 COVERED = (
-    "src",
-    "docs",
-    "examples",
-    "packages",
-    "benchmarks",
-    "scripts",
-    "tests",
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
+    *("src", "docs", "examples", "packages", "benchmarks", "scripts", "tests"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
 )
 PYTHON, BASH = "#!/usr/bin/env python3\n", "#!/usr/bin/env bash\n"
 """First lines of scripts whose names have no suffix."""
@@ -82,45 +73,31 @@ def test_the_list_covers_sources_documentation_help_pages_benchmarks_and_scripts
     assert any("foresay generate" in file.read_text(encoding="utf-8") for file in covered() if "docs" in file.parts)
 
 
-PLANTED = [
-    ('"""What a drafter guessed."""', ["What", "guessed"]),
-    ('"""Of a pass."""', ["Of"]),
-    ("x = 1  # the law of the row beside it", ["law", "beside"]),
-    ('raise ValueError(f"the model {name} says that nobody heard it")', ["says", "nobody", "heard"]),
-    ('"""Return the index of the place."""', ["place"]),
-]
-
-
-@pytest.mark.parametrize(("source", "words"), PLANTED)
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('"""What a drafter guessed."""', ["What", "guessed"]),
+        ('"""Of a pass."""', ["Of"]),
+        ("x = 1  # the law of the row beside it", ["law", "beside"]),
+        ('raise ValueError(f"the model {name} says that nobody heard it")', ["says", "nobody", "heard"]),
+        ('"""Return the index of the place."""', ["place"]),
+        ('"""Sort in place; it takes place once. `place` and ``law`` are names."""', []),
+        ('law = {"place": guess}  # names are code', []),
+        ('raise ValueError(f"row {law}: not a number")', []),
+    ],
+)
 def test_a_planted_sentence_is_found(source: str, words: list[str]) -> None:
+    """Names and code spans are not words."""
     assert [one.words for one in in_python(source)] == words
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""Sort in place; it takes place once. `place` and ``law`` are names."""',
-        'law = {"place": guess}  # names are code',
-        'raise ValueError(f"row {law}: not a number")',
-    ],
-)
-def test_names_and_code_spans_are_not_words(source: str) -> None:
-    assert not list(in_python(source))
-
-
-@pytest.mark.parametrize(
-    ("source", "lines"),
-    [
+def test_scripts_without_a_suffix_and_other_languages(tmp_path: Path) -> None:
+    for source, lines in (
         (f'{PYTHON}"""What a script is told."""\nlaw = 1\n', [2, 2]),
         (f"{BASH}# The law.\nlaw=1\n  # behind it\n", [2, 4]),
-    ],
-)
-def test_a_script_without_a_suffix_is_read_by_its_first_line(tmp_path: Path, source: str, lines: list[int]) -> None:
-    (tmp_path / "script").write_text(source, encoding="utf-8")
-    assert [one.line for one in findings_of(tmp_path / "script")] == lines
-
-
-def test_other_languages() -> None:
+    ):
+        (tmp_path / "script").write_text(source, encoding="utf-8")
+        assert [one.line for one in findings_of(tmp_path / "script")] == lines
     assert [one.words for one in in_text("The law holds.\n\n`law`, [law](law.md)\n\n```\nlaw\n```\n")] == ["law", "law"]
     assert [one.words for one in in_cpp("int law = 1;  // what is behind it\n")] == ["behind"]
     assert [one.line for one in in_text("one\n\ntwo guesses\n")] == [3]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import foresay
+from helpers.sources import imports
 
 SOURCE = Path(foresay.__file__).parents[1]
 TESTS = Path(__file__).parents[1]
@@ -22,22 +23,11 @@ DATA = "clients/cases"
 STEPPING_ASIDE = {"skip", "skipif", "importorskip", "exit", "xfail", "SkipTest", "skipTest", "skipUnless"}
 
 
-def imported(source: str) -> set[str]:
-    """Names that a file imports, inside functions too; a relative import begins with its dots."""
-    out: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            out |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            out |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
-    return out
-
-
 def foreign(source: str) -> set[str]:
     """Imports that lead into another test module, or into a conftest."""
     modules = {Path(file).stem for file in FILES if not file.startswith("helpers/")}
     found = set()
-    for name in imported(source):
+    for name in imports(source):
         parts = name.split(".")
         if parts[0] in ("", "tests") or parts[0] in modules or any(part.startswith("test_") for part in parts):
             found.add(name)
@@ -46,8 +36,8 @@ def foreign(source: str) -> set[str]:
 
 def asides(source: str) -> set[str]:
     """Names of pytest's and unittest's ways not to run a test, wherever they are read off a module."""
-    out = set()
-    for node in ast.walk(ast.parse(source)):
+    out = set[str]()
+    for node in ast.walk(ast.parse(source if any(name in source for name in STEPPING_ASIDE) else "")):
         if isinstance(node, ast.Attribute) and node.attr in STEPPING_ASIDE:
             root: ast.expr = node
             while isinstance(root, ast.Attribute):
@@ -87,18 +77,8 @@ def test_nothing_outside_gpu_steps_aside() -> None:
 def misplaced(file: str) -> bool:
     folder, _, name = file.rpartition("/")
     top = folder.split("/", 1)[0]
-    if top not in (
-        "",
-        "helpers",
-        "unit",
-        "integration",
-        "distribution",
-        "gpu",
-        "engines",
-        "browser",
-        "clients",
-        "simulation",
-    ):
+    kinds = "unit integration distribution gpu engines browser clients simulation"
+    if top not in ("", "helpers", *kinds.split()):
         return True
     if top == "simulation":  # its modules are used nowhere else
         return False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -31,67 +32,47 @@ def many() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def elsewhere() -> list[int]:
-    """Settings of a thread that begins now."""
-    seen: list[int] = []
-    other = threading.Thread(target=lambda: seen.extend([torch.get_num_threads(), threads.num_threads()]))
-    other.start()
-    other.join()
-    return seen
+def here() -> tuple[int, int]:
+    """PyTorch's threads, and those of our kernels."""
+    return torch.get_num_threads(), threads.num_threads()
 
 
 def test_alone_is_one_thread_here_and_nowhere_else() -> None:
     with threads.single_threaded():
-        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
-        assert elsewhere() == [MANY, MANY]
-    assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
-
-
-def test_what_is_worth_it_gets_every_core_inside() -> None:
-    with threads.single_threaded():
-        with threads.all_threads(threads.MIN_ELEMENTS - 1):
-            assert torch.get_num_threads() == 1
-        with threads.all_threads():
-            assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
-        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
-    assert torch.get_num_threads() == MANY
-
-
-def test_together_outside_changes_nothing() -> None:
-    with threads.all_threads():
-        assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
-
-
-@pytest.mark.parametrize("inner", [threads.single_threaded, threads.all_threads])
-def test_an_error_inside_leaves_what_was(inner: Any) -> None:
-    with threads.single_threaded():
-        with pytest.raises(KeyError), inner():
-            raise KeyError
-        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
-    with pytest.raises(KeyError), threads.single_threaded():
-        raise KeyError
-    assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
-
-
-def test_nested_ends_with_the_outer_one() -> None:
-    with threads.single_threaded():
+        assert here() == (1, MANY)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(here).result() == (MANY, MANY)
         with threads.single_threaded():
-            assert threads.num_threads() == MANY
-        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
-    assert torch.get_num_threads() == MANY
+            assert here() == (1, MANY)
+        assert here() == (1, MANY), "nested ones end with the outer one"
+        with threads.all_threads(threads.MIN_ELEMENTS - 1):
+            assert here() == (1, MANY), "too small an operation"
+        with threads.all_threads():
+            assert here() == (MANY, MANY)
+        assert here() == (1, MANY)
+    assert here() == (MANY, MANY)
+    with threads.all_threads():
+        assert here() == (MANY, MANY), "outside, it changes nothing"
 
 
-def test_what_the_user_sets_inside_stays() -> None:
+def test_an_error_inside_leaves_what_was() -> None:
+    with suppress(KeyError), threads.single_threaded():
+        for inner in (threads.single_threaded, threads.all_threads):
+            with suppress(ValueError), inner():
+                raise ValueError
+            assert here() == (1, MANY)
+        raise KeyError
+    assert here() == (MANY, MANY)
+
+
+def test_what_the_user_sets_stays() -> None:
     with threads.single_threaded():
         torch.set_num_threads(2)
-    assert (torch.get_num_threads(), threads.num_threads()) == (2, 2)
-
-
-def test_a_user_with_one_thread_keeps_it() -> None:
+    assert here() == (2, 2)
     torch.set_num_threads(1)
     with threads.single_threaded(), threads.all_threads():
-        assert (torch.get_num_threads(), threads.num_threads()) == (1, 1)
-    assert torch.get_num_threads() == 1
+        assert here() == (1, 1)
+    assert here() == (1, 1)
 
 
 class Watched(TableModel):
@@ -117,25 +98,18 @@ class Foreign(Always):
 
 
 def table(kind: type[Watched]) -> Any:
-    made = TableModel.random(VOCAB, seed=4, concentration=0.3)
-    return kind(made.table)
-
-
-def decode(target: Any, drafter: Any) -> None:
-    params = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=4, temperature=1.0)]
-    run(target, [[1, 2], [3]], params, drafter=drafter, gamma=2)
+    return kind(TableModel.random(VOCAB, seed=4, concentration=0.3).table)
 
 
 @pytest.mark.parametrize("kind", [Own, Watched])
 def test_only_a_target_with_threads_of_its_own_takes_them_from_others(kind: type[Watched]) -> None:
-    target, draft, own, foreign = table(kind), table(Watched), table(Own), Foreign([[1] * 6, [2] * 4])
-    for drafter in (ModelDrafter(draft, VOCAB), ModelDrafter(own, VOCAB), foreign):
-        decode(target, drafter)
-    inside = Foreign([[1] * 6, [2] * 4])
-    decode(target, Cascade([inside, ModelDrafter(table(Own), VOCAB)], [[2, 2], [0, 0]]))
-    assert inside.__dict__["seen"] == {MANY}, "in a cascade too"
+    target, draft, own = table(kind), table(Watched), table(Own)
+    foreign, inside = (Foreign([[1] * 6, [2] * 4]) for _ in range(2))
+    cascade = Cascade([inside, ModelDrafter(table(Own), VOCAB)], [[2, 2], [0, 0]])
+    params = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=4, temperature=1.0)]
+    for drafter in (ModelDrafter(draft, VOCAB), ModelDrafter(own, VOCAB), foreign, cascade):
+        run(target, [[1, 2], [3]], params, drafter=drafter, gamma=2)
     few = {1} if kind is Own else {MANY}
-    assert target.seen == few
+    assert target.seen == own.seen == few
     assert draft.seen == {MANY}, "a draft of PyTorch's operations needs every core"
-    assert own.seen == few
-    assert foreign.__dict__["seen"] == {MANY}, "no one knows what it brings"
+    assert vars(foreign)["seen"] == vars(inside)["seen"] == {MANY}, "no one knows what it brings, in a cascade too"

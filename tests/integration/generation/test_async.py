@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,39 +64,56 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-async def _all_ended(threads: ThreadPoolExecutor) -> None:
-    """Wait until this is the only task, and `threads`, where the loop's work has gone, have nothing more to do."""
+def _run(main: Callable[[ThreadPoolExecutor], Awaitable[None]]) -> None:
+    """Run a coroutine on a loop that has no complaint. It receives the threads to which the loop's work goes."""
+    complaints: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        loop.set_default_executor(threads)
+        await main(threads)
+
+    asyncio.run(watched())
+    gc.collect()
+    assert complaints == []
+
+
+async def _assert_idle(gate: Gate, threads: ThreadPoolExecutor) -> None:
+    """Wait until this is the only task, and the threads have nothing more to do: nothing has been decoded since."""
+    passes = gate.passes
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others, timeout=PATIENCE_S)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     threads.shutdown(wait=True)
+    assert gate.passes == passes
 
 
-def _told(chunks: list[Chunk]) -> list[Any]:
+def _fields(chunks: Iterable[Chunk]) -> list[Any]:
     return [(c.index, c.text, c.pieces, c.step.token_ids, c.finish_reason) for c in chunks]
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}, {"stop": "no such thing"}])
 def test_astream_yields_what_stream_yields(generator: Generator, params: dict[str, Any]) -> None:
     prompts = [PROMPT, "something else", "h"]
-    blocking = list(generator.stream(prompts, max_new_tokens=20, **params))
     streamed = asyncio.run(_collect(generator, prompts, max_new_tokens=20, **params))
-    assert _told(streamed) == _told(blocking)
+    assert _fields(streamed) == _fields(generator.stream(prompts, max_new_tokens=20, **params))
     wholes = {c.index: c.generation for c in streamed if c.generation is not None}
-    assert sorted(wholes) == [0, 1, 2]
     for i, one in enumerate(generator.generate(prompts, max_new_tokens=20, **params)):
-        whole = wholes[i]
-        assert whole is not None and whole.token_ids == one.token_ids
-        assert "".join(c.text for c in streamed if c.index == i) == whole.text
+        assert wholes[i].token_ids == one.token_ids
+        assert "".join(c.text for c in streamed if c.index == i) == wholes[i].text
 
 
-def test_streams_side_by_side_do_not_mix(generator: Generator) -> None:
-    async def both() -> list[list[Chunk]]:
-        return await asyncio.gather(*(_collect(generator, p, max_new_tokens=24) for p in (PROMPT, "other", "h", "w")))
+def test_streams_side_by_side_share_a_batch_and_do_not_mix(generator: Generator) -> None:
+    prompts = (PROMPT, "other", "h", "w")
 
-    together = asyncio.run(both())
-    for prompt, chunks in zip((PROMPT, "other", "h", "w"), together, strict=True):
-        assert _told(chunks) == _told(list(generator.stream(prompt, max_new_tokens=24)))
+    async def every() -> list[list[Chunk]]:
+        return await asyncio.gather(*(_collect(generator, prompt, max_new_tokens=24) for prompt in prompts))
+
+    together = asyncio.run(every())
+    assert max(chunk.step.batch_size for chunks in together for chunk in chunks) == len(prompts)
+    for prompt, chunks in zip(prompts, together, strict=True):
+        assert _fields(chunks) == _fields(generator.stream(prompt, max_new_tokens=24))
 
 
 def test_bad_arguments_raise(generator: Generator) -> None:
@@ -121,101 +138,57 @@ def test_the_event_loop_stays_free(generator: Generator, monkeypatch: pytest.Mon
     assert threading.get_ident() not in gate.threads
 
 
-def test_cancelling_in_mid_pass_leaves_the_loop_healthy(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_cancelling_in_mid_pass_leaves_the_loop_healthy(
+    times: int, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a second cancellation while the pass under way ends, as of a server that is shut down."""
     gate = Gate(generator, monkeypatch)
-    complaints: list[dict[str, Any]] = []
 
-    async def main() -> None:
-        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
-        loop.set_exception_handler(lambda _, context: complaints.append(context))
-        loop.set_default_executor(threads)
+    async def main(threads: ThreadPoolExecutor) -> None:
         task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=200))
         await _until(gate.inside)
-        task.cancel()
-        await asyncio.sleep(0)
+        for _ in range(times):
+            task.cancel()
+            await _turns()
         gate.open.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        passes = gate.passes
-        await _all_ended(threads)
-        assert gate.passes == passes  # nothing decodes on afterwards
+        await _assert_idle(gate, threads)
         chunks = await _collect(generator, PROMPT, max_new_tokens=20)
-        assert _told(chunks) == _told(list(generator.stream(PROMPT, max_new_tokens=20)))
+        assert _fields(chunks) == _fields(generator.stream(PROMPT, max_new_tokens=20))
 
-    asyncio.run(main())
-    gc.collect()
-    assert complaints == []
+    _run(main)
 
 
-def test_cancelling_twice_is_cancelling(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second cancellation while the pass under way ends (a server shutting down) is no other error."""
-    gate = Gate(generator, monkeypatch)
-
-    async def main() -> None:
-        task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=200))
-        await _until(gate.inside)
-        task.cancel()
-        await _turns()
-        task.cancel()
-        await _turns()
-        gate.open.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-
-
-def test_a_timeout_is_a_timeout(generator: Generator) -> None:
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(_collect(generator, PROMPT, max_new_tokens=4000), 0.05)
-
-    asyncio.run(main())
-
-
-def test_an_abandoned_async_iterator_stops_decoding(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_iterator_stops_decoding(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(generator, monkeypatch, after=10**6)
-    complaints: list[dict[str, Any]] = []
 
-    async def main() -> None:
-        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
-        loop.set_exception_handler(lambda _, context: complaints.append(context))
-        loop.set_default_executor(threads)
+    async def main(threads: ThreadPoolExecutor) -> None:
         async for chunk in generator.astream(PROMPT, max_new_tokens=2000):
             assert chunk.generation is None
             break
-        passes = gate.passes
-        await _all_ended(threads)
-        assert gate.passes == passes
+        await _assert_idle(gate, threads)
         iterator = generator.astream(PROMPT, max_new_tokens=2000)
         await anext(iterator)
         await iterator.aclose()  # type: ignore[attr-defined]
         with pytest.raises(StopAsyncIteration):
             await anext(iterator)
 
-    asyncio.run(main())
-    gc.collect()
-    assert complaints == []
-
-
-def test_an_abandoned_iterator_leaves_the_generator_usable(generator: Generator) -> None:
-    whole = generator.generate(PROMPT, max_new_tokens=30)
-    iterator = generator.stream(PROMPT, max_new_tokens=30)
-    first = next(iterator)
-    assert whole.text.startswith(first.text)
-    del iterator
+    _run(main)
+    whole, stream = generator.generate(PROMPT, max_new_tokens=30), generator.stream(PROMPT, max_new_tokens=30)
+    assert whole.text.startswith(next(stream).text)
+    del stream
     gc.collect()
     assert generator.generate(PROMPT, max_new_tokens=30).token_ids == whole.token_ids
 
 
 def test_a_failure_in_a_pass_reaches_the_caller(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     forward: Any = generator.target.model.forward
-    calls = 0
+    passes = iter(range(3))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 3:
+        if next(passes, None) is None:
             raise torch.OutOfMemoryError("no memory left")
         return forward(*args, **kwargs)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +27,7 @@ PARAMS = [
     SamplingParams(max_new_tokens=25, presence_penalty=0.7, frequency_penalty=0.2, banned_token_ids=(4,)),
     SamplingParams(max_new_tokens=18, temperature=1.0, seed=9, logit_bias={2: 1.5}, stop_token_ids=(6,)),
 ]
-DRAFTERS = {
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: ModelDrafter(DRAFT, 9),
     "lookup": lambda: PromptLookup(min_ngram=1),
@@ -32,22 +35,18 @@ DRAFTERS = {
 }
 
 
-def _drafter(name: str) -> Drafter | None:
-    return DRAFTERS[name]()
-
-
 @pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
 @pytest.mark.parametrize("drafter", ["none", "model", "lookup"])
 def test_rows_of_a_ragged_batch_equal_single_requests(drafter: str, rule: str) -> None:
-    alone = [
-        run(TARGET, [p], s, drafter=_drafter(drafter), rule=rule)[0][0] for p, s in zip(PROMPTS, PARAMS, strict=True)
-    ]
-    for size, late in ((32, 0), (3, 0), (32, 5)):
-        together, _, engine = run(
-            TARGET, PROMPTS, PARAMS, drafter=_drafter(drafter), rule=rule, max_batch_size=size, join_later=late
-        )
-        assert together == alone
+    def outputs(prompts: Any, params: Any, **options: Any) -> list[list[int]]:
+        found, _, engine = run(TARGET, prompts, params, drafter=DRAFTERS[drafter](), rule=rule, **options)
         assert engine.draft_failures == 0
+        return found
+
+    alone = [outputs([prompt], one)[0] for prompt, one in zip(PROMPTS, PARAMS, strict=True)]
+    for size, late in ((32, 0), (3, 0), (32, 5)):
+        assert outputs(PROMPTS, PARAMS, max_batch_size=size, join_later=late) == alone
+    assert outputs(PROMPTS[:1], SamplingParams.of(PARAMS[0], seed=5)) != alone[:1], "another seed"
 
 
 def test_a_real_model_in_a_ragged_sampled_batch() -> None:
@@ -63,40 +62,19 @@ def test_a_real_model_in_a_ragged_sampled_batch() -> None:
     assert any(0 < s.num_accepted < s.num_drafted for s in steps)
 
 
-def test_the_same_seed_gives_the_same_output_and_another_seed_another() -> None:
-    one = SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
-    first, second = (run(TARGET, [[1]], one, drafter=_drafter("model"))[0] for _ in range(2))
-    other = run(TARGET, [[1]], SamplingParams.of(one, seed=5), drafter=_drafter("model"))[0]
-    assert first == second != other
-
-
 def test_coupled_output_depends_on_the_seed_alone() -> None:
     """The same tokens with any drafter, any length, alone or in any batch; the other rules do not guarantee it."""
     plain = [run(TARGET, [p], s, rule="coupled", gamma=0)[0][0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
     accepted = 0
-    for drafter in DRAFTERS:
-        for gamma in (1, 3, 7):
-            for size, late in ((1, 0), (4, 0), (32, 5)):
-                ours, steps, engine = run(
-                    TARGET,
-                    PROMPTS,
-                    PARAMS,
-                    drafter=_drafter(drafter),
-                    rule="coupled",
-                    gamma=gamma,
-                    max_batch_size=size,
-                    join_later=late,
-                )
-                assert ours == plain
-                assert engine.draft_failures == 0
-                accepted += sum(s.num_accepted for s in steps)
+    for drafter in DRAFTERS.values():
+        for gamma, size, late in ((1, 1, 0), (3, 4, 0), (7, 32, 5)):
+            options: dict[str, Any] = {"gamma": gamma, "max_batch_size": size, "join_later": late}
+            ours, steps, engine = run(TARGET, PROMPTS, PARAMS, drafter=drafter(), rule="coupled", **options)
+            assert ours == plain and engine.draft_failures == 0
+            accepted += sum(s.num_accepted for s in steps)
     assert accepted > 100
-    different = [
-        run(TARGET, PROMPTS, PARAMS, drafter=_drafter("model"), rule="speculative", gamma=gamma)[0] for gamma in (0, 3)
-    ]
-    assert different[0] != different[1], (
-        "the speculative rule keeps the distribution, not the tokens: this test must see that"
-    )
+    none, some = (run(TARGET, PROMPTS, PARAMS, drafter=DRAFTERS["model"](), gamma=gamma)[0] for gamma in (0, 3))
+    assert none != some, "control: the speculative rule keeps the distribution, not the tokens"
 
 
 def test_coupled_acceptance_reaches_its_bound() -> None:

@@ -6,23 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    MinNewTokensLengthLogitsProcessor,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-    StopStringCriteria,
-)
+import transformers as hf
+from transformers import PreTrainedModel
 
 import foresay
 from foresay import ConfigError
 from foresay.models.huggingface.attention import NAME
 from helpers import tiny
-from helpers.refusals import refused
 
 TEXTS = ["hello world, hello", "a b c a b c a b", "x"]
 
@@ -42,15 +32,11 @@ def _batch() -> dict[str, Any]:
 
 def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Outputs of transformers and of foresay."""
-    ours = {
-        name: kwargs.pop(name) for name in ("draft", "drafter", "num_draft_tokens", "length", "rule") if name in kwargs
-    }
+    names = ("draft", "drafter", "num_draft_tokens", "length", "rule")
+    ours = {name: kwargs.pop(name) for name in names if name in kwargs}
     plain = model.generate(**inputs, **kwargs)
     fast = model.generate(**inputs, **kwargs, custom_generate=foresay.generate, **ours)
     return plain.tolist(), fast.tolist()
-
-
-# -- the same tokens -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,11 +60,6 @@ def test_greedy_is_what_generate_writes(model: PreTrainedModel, ours: dict[str, 
             assert _both(model, _one(text), do_sample=False)[1][0][-24:] == row[-24:]
 
 
-def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
-    with refused("num_draft_tokens", 3):
-        model.generate(**_one(), custom_generate=foresay.generate, length="heuristic", num_draft_tokens=3)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_end_tokens_and_padding(model: PreTrainedModel, first: int) -> None:
     """Rows end at different lengths, and the shorter ones are padded; by the first of the end tokens if by none."""
@@ -91,7 +72,7 @@ def test_end_tokens_and_padding(model: PreTrainedModel, first: int) -> None:
     assert fast == plain and fast[0][-1] == eos[first]
 
 
-class Odd(LogitsProcessor):
+class Odd(hf.LogitsProcessor):
     """Allows odd tokens after contexts of an even length, and even ones after others."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -100,9 +81,9 @@ class Odd(LogitsProcessor):
         return scores
 
 
-PENALTY = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.7)]}
+PENALTY = {"logits_processor": [hf.RepetitionPenaltyLogitsProcessor(1.7)]}
 BIAS = {"sequence_bias": {(43,): -5.0}}
-LEAST = MinNewTokensLengthLogitsProcessor(_one()["input_ids"].shape[1], 10, 43, device="cpu")
+LEAST = hf.MinNewTokensLengthLogitsProcessor(_one()["input_ids"].shape[1], 10, 43, device="cpu")
 SETTINGS: list[tuple[dict[str, Any], bool]] = [
     *(({"repetition_penalty": 1.7}, False), ({"no_repeat_ngram_size": 2}, False)),
     *(({"min_new_tokens": 20, "eos_token_id": 43}, False), ({"min_length": 30, "eos_token_id": 43}, False)),
@@ -136,7 +117,7 @@ def test_greedy_under_settings(model: PreTrainedModel, settings: dict[str, Any],
     assert plain != unset, "the setting must matter, or this tests nothing"
 
 
-class After(StoppingCriteria):
+class After(hf.StoppingCriteria):
     def __init__(self, token: int) -> None:
         self.token = token
 
@@ -148,15 +129,12 @@ def test_stopping_criteria(model: PreTrainedModel) -> None:
     """The caller's own criteria, stop strings (as an argument: test_transformers_arguments), and a time limit."""
     tokenizer, length = tiny.tokenizer(), _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, -24:].tolist()
-    strings = StopStringCriteria(tokenizer, [tokenizer.decode(whole)[6:9]])
+    strings = hf.StopStringCriteria(tokenizer, [tokenizer.decode(whole)[6:9]])
     for inputs, criterion in ((_one(), After(whole[9])), (_batch(), After(whole[9])), (_one(), strings)):
         plain, fast = _both(model, inputs, do_sample=False, stopping_criteria=[criterion])
         assert fast == plain
-        if len(fast) == 1:
-            assert len(fast[0]) < length + 24 and (
-                criterion is strings or len(fast[0]) == length + whole.index(whole[9]) + 1
-            )
-    timed = {"stopping_criteria": [MaxTimeCriteria(0.0)], "custom_generate": foresay.generate}
+        assert len(fast) > 1 or len(fast[0]) < length + 24
+    timed = {"stopping_criteria": [hf.MaxTimeCriteria(0.0)], "custom_generate": foresay.generate}
     assert model.generate(**_one(), do_sample=False, **timed).shape[1] == length + 1
 
 
@@ -165,20 +143,17 @@ def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> No
     length = _one()["input_ids"].shape[1]
     whole = model.generate(**_one(), do_sample=False)[0, length:].tolist()
     for criteria, settings in [
-        ([EosTokenCriteria(whole[2])], {"eos_token_id": whole[9]}),
-        ([EosTokenCriteria(whole[9])], {"eos_token_id": whole[2]}),
-        ([EosTokenCriteria(torch.tensor(whole[2]))], {"eos_token_id": whole[9], "min_new_tokens": 4}),
-        ([MaxLengthCriteria(length + 5)], {}),
-        ([MaxLengthCriteria(length + 30)], {}),
-        ([MaxLengthCriteria(length - 2)], {}),
-        ([MaxLengthCriteria(length + 30), MaxLengthCriteria(length + 7)], {"min_new_tokens": 9}),
+        ([hf.EosTokenCriteria(whole[2])], {"eos_token_id": whole[9]}),
+        ([hf.EosTokenCriteria(whole[9])], {"eos_token_id": whole[2]}),
+        ([hf.EosTokenCriteria(torch.tensor(whole[2]))], {"eos_token_id": whole[9], "min_new_tokens": 4}),
+        ([hf.MaxLengthCriteria(length + 5)], {}),
+        ([hf.MaxLengthCriteria(length + 30)], {}),
+        ([hf.MaxLengthCriteria(length - 2)], {}),
+        ([hf.MaxLengthCriteria(length + 30), hf.MaxLengthCriteria(length + 7)], {"min_new_tokens": 9}),
     ]:
         unset = model.generate(**_one(), do_sample=False, **settings).tolist()
         plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=criteria, **settings)
         assert fast == plain != unset, (criteria, settings)
-
-
-# -- sampling --------------------------------------------------------------------------------------------------------
 
 
 def _sampled(model: PreTrainedModel, **kwargs: Any) -> list[list[int]]:
@@ -207,28 +182,6 @@ def test_returned_sequences_differ_and_a_dictionary_may_be_asked_for(model: PreT
     assert len({tuple(row) for row in out.tolist()}) == 3
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.7, "top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}], ids=str)
-def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[str, Any]) -> None:
-    """Which tokens may come first, by transformers' own scores, and how often: 400 draws, false alarm below 1e-6."""
-    settings = {"top_k": 0, "temperature": 3.0, **settings}
-    inputs = _one()
-    scores = model.generate(
-        **inputs, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
-    ).scores[0][0]
-    distribution = scores.float().softmax(-1)
-    rows = {name: value.repeat(400, 1) for name, value in inputs.items()}
-    out = model.generate(
-        **rows, do_sample=True, max_new_tokens=1, custom_generate=foresay.generate, seed=11, drafter="none", **settings
-    )
-    counts = torch.bincount(out[:, -1], minlength=distribution.shape[0]).float()
-    assert 1 < int((distribution > 0).sum()) < distribution.shape[0]
-    assert counts[distribution == 0].sum() == 0
-    assert float((counts / 400 - distribution).abs().sum() / 2) < 0.25
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> None:
     """Settings and other arguments: test_transformers_arguments."""
     padded = _one()
@@ -239,12 +192,10 @@ def test_arguments_and_inputs_are_refused_by_name(model: PreTrainedModel) -> Non
         ({**_one(), "drafter": "lookup"}, foresay.errors.UnknownNameError, "drafter='lookup'"),
         (padded, ConfigError, "pad on the left"),
         ({"inputs_embeds": embeddings}, ConfigError, "inputs_embeds|empty"),
+        ({**_one(), "length": "heuristic", "num_draft_tokens": 3}, ConfigError, "num_draft_tokens=3"),
     ):
         with pytest.raises(error, match=message):  # type: ignore[call-overload]
             model.generate(**given, do_sample=False, custom_generate=foresay.generate)
-
-
-# -- the model afterwards --------------------------------------------------------------------------------------------
 
 
 def _attention(model: PreTrainedModel) -> set[str]:
@@ -263,7 +214,7 @@ def test_models_are_restored(model: PreTrainedModel, training: bool) -> None:
     assert NAME not in before[0]
     model.train(training)
     model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, draft=draft)
-    assert (_attention(model), _attention(draft)) == before and model.training == training
+    assert (_attention(model), _attention(draft), model.training) == (*before, training)
     assert torch.equal(model(**_one()).logits, logits)
 
 

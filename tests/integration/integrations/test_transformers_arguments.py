@@ -6,19 +6,13 @@ import functools
 import inspect
 import itertools
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationMixin,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    TextIteratorStreamer,
-    TextStreamer,
-)
+import transformers as hf
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import foresay
@@ -28,44 +22,26 @@ from foresay.models.sources.generation_settings import TREATMENTS, Kind
 from helpers import tiny
 from helpers.refusals import refused
 
-ARGUMENTS = {
-    "inputs": "honoured: the prompt",
-    "generation_config": "see TREATMENTS",
-    "logits_processor": "honoured: called in order",
-    "stopping_criteria": "honoured: evaluated after each token",
-    "prefix_allowed_tokens_fn": "refused: its processor needs the row's number",
-    "synced_gpus": "refused",
-    "assistant_model": "honoured: the draft model",
-    "streamer": "honoured for one row",
-    "negative_prompt_ids": "without effect: read with guidance_scale, which is refused",
-    "negative_prompt_attention_mask": "without effect: read with guidance_scale, which is refused",
-    "custom_generate": "this function",
-    "kwargs": "see TREATMENTS, POPPED, and the arguments of the model's forward",
-}
-POPPED = {
-    "tokenizer": "honoured: read by stop_strings",
-    "assistant_tokenizer": "refused",
-    "trust_remote_code": "without effect: read with the name of a repository as custom_generate",
-}
-"""Keywords that `generate` takes out of kwargs before it calls a callable."""
+ARGUMENTS = (
+    "inputs generation_config logits_processor stopping_criteria assistant_model streamer prefix_allowed_tokens_fn "
+    "synced_gpus negative_prompt_ids negative_prompt_attention_mask custom_generate kwargs"
+)
+"""Arguments of `generate`: honoured, from `prefix_allowed_tokens_fn` on refused, and (from negative_prompt_ids on) unused."""
+POPPED = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}
+"""Keywords that `generate` takes out of kwargs before it calls a callable: honoured, refused, without effect."""
+SWITCHES = "use_mtp is_assistant output_scores output_logits output_attentions output_hidden_states token_healing"
 SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(SWITCHES.split(), True),
     "num_beams": 2,
     "num_beam_groups": 2,
     "penalty_alpha": 0.6,
     "dola_layers": "low",
-    "use_mtp": True,
     "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 1,
-    "is_assistant": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
     "encoder_no_repeat_ngram_size": 2,
     "encoder_repetition_penalty": 1.5,
     "guidance_scale": 1.5,
     "watermarking_config": {"greenlist_ratio": 0.5},
-    "token_healing": True,
     "constraints": ["a"],
     "force_words_ids": [[5]],
 }
@@ -83,23 +59,18 @@ def _generate(model: PreTrainedModel, custom_generate: Any = foresay.generate, *
 
 
 def test_the_tables_are_complete() -> None:
-    assert set(ARGUMENTS) == set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
-    source = inspect.getsource(GenerationMixin._extract_generation_mode_kwargs) + inspect.getsource(
-        GenerationMixin.generate
-    )
-    assert set(re.findall(r'(?<!_)kwargs\.pop\("(\w+)"', source)) == set(POPPED)
+    assert set(inspect.signature(hf.GenerationMixin.generate).parameters) - {"self"} == set(ARGUMENTS.split())
+    readers = (hf.GenerationMixin._extract_generation_mode_kwargs, hf.GenerationMixin.generate)
+    assert set(re.findall(r'(?<!_)kwargs\.pop\("(\w+)"', "".join(map(inspect.getsource, readers)))) == POPPED
     refused = (Kind.METHOD, Kind.ADDED, Kind.UNSUPPORTED)
     assert set(SETTINGS) | {"max_time"} == {name for name, kind in TREATMENTS.items() if kind in refused}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_refused_by_name(model: PreTrainedModel, name: str) -> None:
-    more = {"top_k": 4} if name == "penalty_alpha" else {}
-    more |= {"num_beams": 2} if name == "num_beam_groups" else {}
-    named = {"num_beam_groups": "num_beams", "token_healing": "token healing"}.get(
-        name, name
-    )  # the latter by transformers
-    with pytest.raises((ConfigError, ValueError), match=named):
+    more = {"penalty_alpha": {"top_k": 4}, "num_beam_groups": {"num_beams": 2}}.get(name, {})
+    named = {"num_beam_groups": "num_beams", "token_healing": "token healing"}  # the latter by transformers
+    with pytest.raises((ConfigError, ValueError), match=named.get(name, name)):
         _generate(model, **{name: SETTINGS[name]}, **more)
 
 
@@ -115,8 +86,8 @@ def test_other_arguments_are_refused_by_name(model: PreTrainedModel) -> None:
 
 def test_arguments_of_the_models_forward_are_refused_by_name() -> None:
     """GPT-2 adds an embedding for each token type."""
-    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=0)
-    gpt = GPT2LMHeadModel(config).eval()
+    config = hf.GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=0)
+    gpt = hf.GPT2LMHeadModel(config).eval()
     assert _generate(gpt, max_new_tokens=4, pad_token_id=0) == _generate(gpt, None, max_new_tokens=4, pad_token_id=0)
     with refused("token_type_ids"):
         _generate(gpt, max_new_tokens=4, pad_token_id=0, token_type_ids=torch.zeros_like(IDS))
@@ -126,9 +97,6 @@ def test_arguments_without_effect(model: PreTrainedModel) -> None:
     plain = _generate(model, None)
     without = {"negative_prompt_ids": IDS, "negative_prompt_attention_mask": torch.ones_like(IDS)}
     assert _generate(model, **without, trust_remote_code=False, use_cache=True, num_assistant_tokens=3) == plain
-
-
-# -- streaming -------------------------------------------------------------------------------------------------------
 
 
 class _Recorded(BaseStreamer):
@@ -160,30 +128,19 @@ def test_an_iterator_over_the_text(model: PreTrainedModel) -> None:
     """A consumer waits on another thread, also where the call is refused."""
     tokenizer = tiny.tokenizer()
     for arguments, wanted in (({}, tokenizer.decode(_generate(model)[0][IDS.shape[1] :])), ({"num_beams": 2}, "")):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        failures: list[Exception] = []
-
-        def decode(streamer: Any = streamer, arguments: Any = arguments, failures: list[Exception] = failures) -> None:
-            try:
-                _generate(model, functools.partial(foresay.generate, streamer=streamer), **arguments)
-            except ConfigError as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=decode)
-        thread.start()
-        assert "".join(streamer) == wanted
-        thread.join()
-        assert len(failures) == len(arguments)
+        streamer = hf.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        bound = functools.partial(foresay.generate, streamer=streamer)
+        with ThreadPoolExecutor(1) as thread:
+            decoding = thread.submit(_generate, model, bound, **arguments)
+            assert "".join(streamer) == wanted
+        assert isinstance(decoding.exception(), ConfigError) == bool(arguments)
 
 
 def test_a_stream_has_one_row(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="batch size 1"):
-        _generate(model, inputs=IDS.repeat(2, 1), streamer=TextStreamer(tiny.tokenizer()))
+        _generate(model, inputs=IDS.repeat(2, 1), streamer=hf.TextStreamer(tiny.tokenizer()))
     with refused("streamer"):
         _generate(model, inputs=IDS.repeat(2, 1), streamer=_Recorded())
-
-
-# -- other arguments that a callable does not receive ----------------------------------------------------------------
 
 
 def test_an_assistant_model_is_the_draft_model(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +169,8 @@ def test_stop_strings_with_their_tokenizer(model: PreTrainedModel) -> None:
 def test_what_is_not_passed_on_is_read_from_the_call(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where a transformers version names or passes these arguments differently."""
     tokenizer, streamer, assistant = tiny.tokenizer(), _Recorded(), tiny.llama(seed=1)
-    given = {
-        "streamer": streamer,
-        "assistant_model": assistant,
-        "synced_gpus": True,
-        "tokenizer": tokenizer,
-        "assistant_tokenizer": tokenizer,
-    }
+    given: dict[str, Any] = {"streamer": streamer, "assistant_model": assistant, "synced_gpus": True}
+    given |= {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
     seen: list[dict[str, Any]] = []
 
     def custom(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:

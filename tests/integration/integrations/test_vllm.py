@@ -20,22 +20,19 @@ def arguments(**settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "length", "config"),
+    ("drafter", "length", "count", "config"),
     [
-        (None, None, {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2, "num_speculative_tokens": 8}),
-        (
-            "prompt_lookup(6, min_ngram=3)",
-            5,
-            {"method": "ngram", "prompt_lookup_max": 6, "prompt_lookup_min": 3, "num_speculative_tokens": 5},
-        ),
-        ("head(/a, sample=false)", "3", {"method": "eagle3", "model": "/a", "num_speculative_tokens": 3}),
-        ("block(/a)", None, {"method": "dflash", "model": "/a", "num_speculative_tokens": 7}),
-        ("mtp", None, {"method": "mtp", "num_speculative_tokens": 3}),
-        ("model(/a)", None, {"method": "draft_model", "model": "/a", "num_speculative_tokens": 5}),
+        (None, None, 8, {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}),
+        ("prompt_lookup(6, min_ngram=3)", 5, 5, {"method": "ngram", "prompt_lookup_max": 6, "prompt_lookup_min": 3}),
+        ("head(/a, sample=false)", "3", 3, {"method": "eagle3", "model": "/a"}),
+        ("block(/a)", None, 7, {"method": "dflash", "model": "/a"}),
+        ("mtp", None, 3, {"method": "mtp"}),
+        ("model(/a)", None, 5, {"method": "draft_model", "model": "/a"}),
     ],
 )
-def test_each_draft_runs_by_a_method_of_vllm(drafter: str | None, length: Any, config: dict[str, Any]) -> None:
-    assert arguments(drafter=drafter, length=length) == {"model": "/models/a", "speculative_config": config}
+def test_each_draft_runs_by_a_method_of_vllm(drafter: Any, length: Any, count: int, config: dict[str, Any]) -> None:
+    given = arguments(drafter=drafter, length=length)
+    assert given == {"model": "/models/a", "speculative_config": {**config, "num_speculative_tokens": count}}
 
 
 @pytest.mark.parametrize(

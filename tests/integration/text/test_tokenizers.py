@@ -1,15 +1,17 @@
-"""Tokenizers without weights: where they come from, and what they are counted with."""
+"""Tokenizers without weights: where they come from, what they are counted with, and the bytes of their tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from foresay.errors import ModelLoadError, ModelNotFoundError
 from foresay.models.sources.loading import load_tokenizer
-from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
+from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint, tokenizer_size
 from foresay_lab.training.corpus import CorpusReader
 from foresay_lab.training.ngrams import NgramCounter, count_corpus
 from helpers import tiny
@@ -46,3 +48,25 @@ def test_a_tokenizer_without_a_fast_version(tmp_path: Path) -> None:
     count_corpus(counter, CorpusReader([str(path)], separator="line"), slow)
     assert counter.num_tokens == 15
     assert slow.decode([counter.table().next(slow("h", add_special_tokens=False).input_ids)]) == "e"
+
+
+TEXT = "héllo 東京 🙂\n\t\x7f"
+
+
+def test_a_tokenizer_of_bytes() -> None:
+    tokenizer = tiny.tokenizer()
+    ids = tokenizer(TEXT).input_ids
+    assert b"".join(token_bytes(tokenizer, one) for one in ids).decode() == TEXT
+    assert any("\ufffd" in tokenizer.decode([one]) for one in ids), "of which some are no text alone"
+    every = {token_bytes(tokenizer, one) for one in range(len(tokenizer))}
+    assert every >= {bytes([byte]) for byte in range(256)}
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_bytes_named_by_number(strips: bool) -> None:
+    words = {"▁a": 0, "<0xE6>": 1, "<0x9D>": 2, "<0xB1>": 3, "é": 4}
+    inner = Tokenizer(BPE(words, [], byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strips else [])])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert b"".join(token_bytes(tokenizer, one) for one in (0, 1, 2, 3, 4)).decode() == " a東é"

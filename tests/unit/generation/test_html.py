@@ -37,7 +37,7 @@ def body(html: str) -> str:
 
 def test_text_is_escaped_and_coloured_by_origin() -> None:
     html = generation(*TWO_STEPS, text="".join(WORDS[:5]), tokenizer=Words())._repr_html_()
-    assert "<script" not in html and "&lt;script&gt;alert(1)" in html
+    assert "<script" not in html
     spans = re.findall(r'<span title="(\w+): [^"]+" style="[^"]+">([^<]*)</span>', body(html))
     assert spans == [
         ("draft", "&lt;script&gt;alert(1)"),
@@ -46,14 +46,7 @@ def test_text_is_escaped_and_coloured_by_origin() -> None:
         ("bonus", "&quot;quoted&quot;"),
     ]
     assert "5 tokens in 2 target passes; finish reason: stop" in html
-
-
-def test_each_origin_has_another_style() -> None:
-    html = generation(*TWO_STEPS, text="".join(WORDS[:5]), tokenizer=Words())._repr_html_()
-    assert len(set(re.findall(r'style="(background[^"]+)"', html))) == 3
-
-
-def test_an_empty_output() -> None:
+    assert len(set(re.findall(r'style="(background[^"]+)"', html))) == 3, "a style for each origin"
     html = generation(text="", tokenizer=Words())._repr_html_()
     assert body(html) == "" and "0 tokens in 0 target passes" in html
 

@@ -1,4 +1,4 @@
-"""Files of text: names, lines, and what reads the same whether it is read whole or as a stream."""
+"""Files of text: names, lines, and what reads the same whether it is read whole or as a stream; and values as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from foresay.errors import UnknownNameError
+from foresay.text.formatting import percent, yes_no
 from foresay.text.text_files import (
     NumberedLine,
     bare_name,
@@ -24,15 +25,11 @@ from foresay.text.text_files import (
 from helpers.refusals import refused
 
 
-@pytest.mark.parametrize(
-    ("name", "bare", "kind"),
-    [
-        ("data/a.jsonl", "data/a.jsonl", ".jsonl"), ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"),
-        ("a.b.txt.gz", "a.b.txt", ".txt"), ("a.gz", "a", ""), ("-", "-", ""),
-    ],
-)  # fmt: skip
-def test_what_a_name_says(name: str, bare: str, kind: str) -> None:
-    assert (bare_name(name), ending(name)) == (bare, kind)
+def test_names_and_endings() -> None:
+    for name, bare, kind in (
+        ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"), ("a.b.txt.gz", "a.b.txt", ".txt"), ("a.gz", "a", ""), ("-", "-", ""),
+    ):  # fmt: skip
+        assert (bare_name(name), ending(name)) == (bare, kind)
 
 
 def test_lines_are_numbered_and_empty_ones_are_passed_over() -> None:
@@ -66,3 +63,8 @@ def test_a_byte_that_is_not_utf8_is_named_by_line_or_by_offset() -> None:
 def test_an_error_of_ours_stays_as_it_is() -> None:
     with refused("field", "a", UnknownNameError), reading("f"):
         raise UnknownNameError("field", "a", ["b"])
+
+
+def test_values_as_text() -> None:
+    assert [percent(value) for value in (None, 0.0, 0.126, 1.0)] == ["-", "0%", "13%", "100%"]
+    assert [yes_no(value) for value in (True, False, None)] == ["yes", "no", "-"]

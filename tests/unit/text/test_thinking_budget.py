@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -9,79 +10,60 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from foresay.text.reasoning import REASONING, Reasoning
+from foresay.text.reasoning import REASONING, THINK, Reasoning
 from foresay.text.thinking_budget import ThinkingBudget
 from helpers import tiny
 from helpers.refusals import refused
 from helpers.tool_formats import marks_in
 
-MARKS = ("<think>", "</think>")
 
-
-@pytest.mark.parametrize("marks", REASONING, ids=lambda one: one.begin.strip())
-def test_the_marks_of_every_family(marks: Reasoning) -> None:
-    """The budget counts the tokens between them and forces the second one, whether the output begins inside or not."""
-    tokenizer = tiny.tokenizer()
-    added = marks_in(marks.begin + marks.end)
-    tokenizer.add_tokens([AddedToken(one, special=True, normalized=False) for one in added])
-    begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in (marks.begin, marks.end))
-    limit, thoughts = ThinkingBudget(3, tokenizer, reasoning=marks), tokenizer("abcd").input_ids
-    for prompt, start in (([5], begin), ([5, *begin], [])):
-        one = limit.after(prompt)
-        assert [one.forced_tokens(start + thoughts[:count]) for count in range(4)] == [[], [], [], end]
-        assert one.forced_tokens(start + thoughts[:3] + end + thoughts) == []
-    assert limit.after([5]).forced_tokens(thoughts) == [], "no reasoning"
-
-
-def tokenizer_of(kind: str) -> Any:
+def tokenizer_of(kind: str, marks: Reasoning = THINK) -> Any:
     """A tokenizer with the marks as special tokens, as other added tokens, or as texts of several tokens."""
     tokenizer = tiny.tokenizer()
-    if kind != "texts":
-        tokenizer.add_tokens([AddedToken(one, special=kind == "special", normalized=False) for one in MARKS])
+    added = [] if kind == "texts" else marks_in(marks.begin + marks.end)
+    tokenizer.add_tokens([AddedToken(one, special=kind == "special", normalized=False) for one in added])
     return tokenizer
 
 
-def forced(budget: int, tokenizer: Any, prompt: str, output: list[int]) -> list[int]:
+def forced(budget: int, tokenizer: Any, prompt: str, output: list[int], marks: Reasoning = THINK) -> list[int]:
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    return ThinkingBudget(budget, tokenizer).after(ids).forced_tokens(output)
+    return ThinkingBudget(budget, tokenizer, reasoning=marks).after(ids).forced_tokens(output)
 
 
-@pytest.mark.parametrize("kind", ["special", "added", "texts"])
-@pytest.mark.parametrize("prompt", ["hi<think>", "hi<think>\n", "hi"])
-@pytest.mark.parametrize("budget", [0, 1, 5])
-def test_the_mark_follows_the_last_token_of_the_budget(kind: str, prompt: str, budget: int) -> None:
-    tokenizer = tokenizer_of(kind)
-    begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in MARKS)
-    assert (len(end) == 1) == (kind != "texts")
-    start = [] if "<think>" in prompt else [*tokenizer("\n ").input_ids, *begin]
+@pytest.mark.parametrize(
+    ("marks", "kind"),
+    [*((marks, "special") for marks in REASONING), (THINK, "added"), (THINK, "texts")],
+    ids=lambda one: one if isinstance(one, str) else one.begin.strip(),
+)
+def test_the_mark_follows_the_last_token_of_the_budget(marks: Reasoning, kind: str) -> None:
+    """With the marks of every family, whether the output begins inside the reasoning or not."""
+    tokenizer = tokenizer_of(kind, marks)
+    begin, end = (tokenizer(one, add_special_tokens=False).input_ids for one in (marks.begin, marks.end))
     thoughts = tokenizer("abcdefgh").input_ids
-    for count in range(len(start)):
-        assert not forced(budget, tokenizer, prompt, start[:count]), "before the reasoning"
-    for count in range(8):
-        found = forced(budget, tokenizer, prompt, [*start, *thoughts[:count]])
-        assert found == (end if count >= budget else []), count
-    for count in range(len(end)):
-        assert forced(budget, tokenizer, prompt, start + thoughts[:budget] + end[:count]) == end[count:]
-    over = start + thoughts[:budget] + end
-    assert not any(forced(budget, tokenizer, prompt, over + thoughts[:count]) for count in range(8)), "after it"
-
-
-@pytest.mark.parametrize("kind", ["special", "texts"])
-def test_outputs_that_do_not_reason_are_left_alone(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
+    assert kind == "special" or (len(end) == 1) == (kind == "added")
+    for prompt, budget in itertools.product((f"hi{marks.begin}", f"hi{marks.begin}\n", "hi"), (0, 1, 5)):
+        start = [] if marks.begin in prompt else [*tokenizer("\n ").input_ids, *begin]
+        for count in range(len(start)):
+            assert not forced(budget, tokenizer, prompt, start[:count], marks), "before the reasoning"
+        for count in range(8):
+            found = forced(budget, tokenizer, prompt, [*start, *thoughts[:count]], marks)
+            assert found == (end if count >= budget else []), count
+        for count in range(len(end)):
+            assert forced(budget, tokenizer, prompt, start + thoughts[:budget] + end[:count], marks) == end[count:]
+        over = start + thoughts[:budget] + end
+        assert not any(forced(budget, tokenizer, prompt, over + thoughts[:count], marks) for count in range(8)), (
+            "after it"
+        )
     for prompt, output in (
-        ("hi", "abc<think>def"),
-        ("hi<think>a</think>\n", "abc"),
-        ("hi", "<thunk>abc"),
-        ("hi", ""),
-        ("hi", "\n" * 65 + "<think>abc"),
-    ):
-        assert not forced(0, tokenizer, prompt, tokenizer(output).input_ids), (prompt, output)
+        ("hi", f"abc{marks.begin}def"), (f"hi{marks.begin}a{marks.end}\n", "abc"), ("hi", "<thunk>abc"), ("hi", ""),
+        ("hi", "\n" * 65 + f"{marks.begin}abc"), (f"hi{marks.begin}a{marks.end}\n", f"{marks.begin}abc"),
+    ):  # fmt: skip
+        assert not forced(0, tokenizer, prompt, tokenizer(output).input_ids, marks), "it does not reason"
 
 
 def test_hidden_tokens_are_no_text_and_other_spellings_of_the_mark_end_the_reasoning() -> None:
     tokenizer = tokenizer_of("special")
-    begin, end = (tokenizer.convert_tokens_to_ids(one) for one in MARKS)
+    begin, end = (tokenizer.convert_tokens_to_ids(one) for one in ("<think>", "</think>"))
     spelled = tokenizer("ab").input_ids + [tokenizer.convert_tokens_to_ids(one) for one in "</think>"]
     assert forced(2, tokenizer, "hi", [1, begin, *spelled[:2]]) == [end], "<bos> has no text"
     assert not forced(2, tokenizer, "hi", [1, begin, *spelled, 99])
