@@ -10,7 +10,9 @@ import pytest
 
 import foresay
 from foresay.cli import serve
+from foresay_lab.workers import processes
 from helpers import tiny
+from helpers.in_process import InProcess
 from helpers.tiny import Shell
 
 
@@ -44,7 +46,8 @@ def test_generate_samples_as_the_model_does(folder: Path, shell: Shell) -> None:
     assert _generated(shell, folder, *compared)["methods"][1]["identical"] is True
 
 
-def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
+def test_workers_receive_what_was_given(folder: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process, and in this one."""
     lines = ("generate", "--lines", "--model", str(folder), "--dtype", "fp32", "-n", "6", "--sampling", "model")
 
     def written(*options: str) -> str:
@@ -56,6 +59,7 @@ def test_workers_receive_what_was_given(folder: Path, shell: Shell) -> None:
     for options in (("--seed", "3"), ("-t", "0")):
         found.append(written(*options))
         assert written(*options, "--workers", "1") == found[-1]
+        monkeypatch.setattr(processes, "Processes", InProcess)
     assert found[0] != found[1]
 
 
