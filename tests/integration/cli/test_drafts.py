@@ -190,7 +190,7 @@ def test_a_note_names_the_draft_that_exists(
     shell: tiny.Shell,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a server too."""
+    """A server has it too."""
     note = "foresay: a draft is published for org/target: {} ({}, {}); use it with --drafter published\n"
     given = ("generate", "the number 7", "-n", "4", "-m")
     code, text, err = shell(*given, str(target))

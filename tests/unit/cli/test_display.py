@@ -1,4 +1,4 @@
-"""What terminals and pipes are shown: tables of every width, progress during long work, and origins of tokens."""
+"""Output on terminals and in pipes: tables of every width, progress during long work, and origins of tokens."""
 
 from __future__ import annotations
 

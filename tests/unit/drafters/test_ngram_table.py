@@ -70,7 +70,7 @@ def test_facts_which_cannot_be_changed() -> None:
 
 
 def test_the_most_frequent_tokens() -> None:
-    """Of equally frequent ones the smaller ids; the fewest that cover a share."""
+    """The smaller ids of equally frequent ones; the fewest that cover a share."""
     table = small()
     ranked = [5, 0, 1, 2, 3, 4]
     for count in (1, 3, 6):
